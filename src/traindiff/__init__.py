@@ -1,0 +1,90 @@
+"""traindiff: a debugger for the numerics of neural-network training.
+
+Record a training with `record`, compare two recordings with `compare`:
+
+    with traindiff.record("runs/base", model, optimizer):
+        train(model, optimizer)
+
+    print(traindiff.compare("runs/base", "runs/candidate"))
+
+Importing traindiff imports no framework; comparing needs none.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from traindiff._version import __version__
+from traindiff.errors import (
+    ConfigError,
+    CorruptRecordingError,
+    FormatVersionError,
+    NotARecordingError,
+    RecordingError,
+    TapError,
+    TraindiffError,
+    TraindiffWarning,
+    UnsupportedTensorError,
+)
+
+if TYPE_CHECKING:
+    from traindiff.compare import Comparison, Finding, compare
+    from traindiff.recording import Recording, open_recording
+    from traindiff.sessions.record import record
+    from traindiff.sessions.recorder import Recorder
+    from traindiff.taps.inspection import inspect
+
+_LAZY = {
+    "Comparison": "traindiff.compare",
+    "Finding": "traindiff.compare",
+    "Recorder": "traindiff.sessions.recorder",
+    "Recording": "traindiff.recording",
+    "compare": "traindiff.compare",
+    "inspect": "traindiff.taps.inspection",
+    "open_recording": "traindiff.recording",
+    "record": "traindiff.sessions.record",
+}
+_NEEDS_TORCH = ("traindiff.sessions",)
+
+__all__ = [
+    "Comparison",
+    "ConfigError",
+    "CorruptRecordingError",
+    "Finding",
+    "FormatVersionError",
+    "NotARecordingError",
+    "Recorder",
+    "Recording",
+    "RecordingError",
+    "TapError",
+    "TraindiffError",
+    "TraindiffWarning",
+    "UnsupportedTensorError",
+    "__version__",
+    "compare",
+    "inspect",
+    "open_recording",
+    "record",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'traindiff' has no attribute {name!r}")
+    module = _LAZY[name]
+    try:
+        found = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name == "torch" and module.startswith(_NEEDS_TORCH):
+            raise ModuleNotFoundError(
+                f"traindiff.{name} needs torch, which is not installed. Install it with: pip install 'traindiff[torch]'",
+                name="torch",
+            ) from None
+        raise
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,89 @@
+"""Every error and warning that traindiff raises on purpose.
+
+* TraindiffError
+  + ConfigError              the user wrote something we cannot act on
+  + RecordingError           a recording cannot be used
+    - NotARecordingError     nothing there, or something else
+    - CorruptRecordingError  the bytes are not those that were written
+    - FormatVersionError     written by a newer traindiff
+  + TapError                 a tap was attached or removed in the wrong order
+  + UnsupportedTensorError   no kernel can summarise this tensor
+* TraindiffWarning           something could not be observed; the training goes on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+class TraindiffError(Exception):
+    """Base class: `except TraindiffError` catches whatever traindiff raises."""
+
+
+class TapError(TraindiffError):
+    """A tap was attached twice, or removed without being attached."""
+
+
+class UnsupportedTensorError(TraindiffError):
+    """No kernel can summarise this tensor; its message says why, in a few words."""
+
+
+class RecordingError(TraindiffError):
+    """A recording cannot be used."""
+
+
+class NotARecordingError(RecordingError):
+    """The path holds no recording: it does not exist, is empty, or holds something else."""
+
+
+class CorruptRecordingError(RecordingError):
+    """The recording's bytes are not the ones that were written."""
+
+
+class FormatVersionError(RecordingError):
+    """The recording was written in a newer format than this traindiff reads."""
+
+
+class TraindiffWarning(UserWarning):
+    """Something could not be observed. The training itself is not affected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing wrong with what the user wrote: where it is, what is wrong, what to write."""
+
+    where: str
+    what: str
+    fix: str
+
+    @classmethod
+    def unknown_name(cls, *, where: str, kind: str, found: str, known: Collection[str]) -> Problem:
+        """Describe a misspelt or unsupported `kind`, suggesting the nearest known name."""
+        choices = ", ".join(sorted(known))
+        nearest = get_close_matches(found, known, n=1)
+        suggestion = f'Did you mean "{nearest[0]}"? ' if nearest else ""
+        return cls(where=where, what=f'"{found}" is not {kind}.', fix=f"{suggestion}Known: {choices}.")
+
+
+class ConfigError(TraindiffError, ValueError):
+    """What the user asked for cannot be done. Lists every problem, not just the first.
+
+    Attributes:
+        source: File or call that was wrong, as the user would name it.
+        problems: All problems, in the order in which they appear in `source`.
+        consequence: What was therefore not done.
+    """
+
+    def __init__(
+        self, source: str, problems: Collection[Problem], *, consequence: str = "nothing was done"
+    ) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        self.consequence = consequence
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        lines = [f"{len(self.problems)} {noun} in {source}; {consequence}."]
+        for problem in self.problems:
+            lines += ["", f"  {problem.where}", f"    {problem.what}", f"    {problem.fix}"]
+        super().__init__("\n".join(lines))

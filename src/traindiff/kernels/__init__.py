@@ -1,0 +1,37 @@
+"""Tensors to summaries. This file is the one place that decides which kernel does it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from traindiff.kernels import reference
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from traindiff.shard import Shard
+
+
+def summarise(tensor: Tensor, shard: Shard) -> np.void:
+    """The summary of a torch tensor.
+
+    Args:
+        tensor: Any real dense tensor, any strides; detached from autograd, never changed. On
+            another device than the CPU its elements are copied, which waits for that device.
+        shard: Which elements of the global tensor `tensor` holds; `shard.shape` is its shape, or
+            one flat range of as many elements.
+
+    Returns:
+        One element of dtype `traindiff.summary.SUMMARY`. NaN and infinities are counted and
+        enter fingerprints; extremes, moments, sketch and profiles are of the finite elements.
+        An empty tensor gives `traindiff.summary.empty()`.
+
+    Raises:
+        UnsupportedTensorError: The tensor has no dense elements that could be read.
+    """
+    from traindiff.kernels import torch_arrays
+
+    torch_arrays.check_supported(tensor)
+    found = torch_arrays.elements(tensor)
+    return reference.summarise_array(found.values, found.bits, shard, tiny=found.tiny)

@@ -1,0 +1,58 @@
+"""One tensor seen at one site, at one moment: everything about it but its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from traindiff.shard import Shard
+
+Merge = Literal["shard", "sum", "mean"]
+"""How the observations of one site in one step become one.
+
+* `shard`: disjoint parts of a global tensor.
+* `sum`: terms of a sum, e.g. the losses on which `backward` was called.
+* `mean`: terms of a mean weighted by `weight`, e.g. the logged losses of micro-batches.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One tensor at one site, at one (step, micro-step, phase).
+
+    Attributes:
+        step: Calls of `optimizer` completed before, from 0.
+        micro_step: Calls of `backward` in this step before this observation belongs to the next.
+        optimizer: Name of the optimizer that counts `step`.
+        phase: One of `traindiff.site.PHASES`.
+        stage: Part of a phase: `micro` (gradient of one micro-batch), `before` (parameter before
+            the step), `recomputed` (forward pass repeated by activation checkpointing),
+            `evaluation` (forward pass without gradients), `after`, or empty.
+        path: Canonical dotted path of the module or parameter.
+        slot: Which tensor of it: `output[0]`, `grad`, `exp_avg`.
+        call: How often this module had been called before in this micro-step.
+        order: Position in execution order within the step.
+        dtype: Name of the dtype as torch spells it without its prefix, e.g. `bfloat16`.
+        shard: Which elements of the global tensor, with the batch axis in front.
+        merge: How it merges with the other observations of its site in the step.
+        weight: Weight in a weighted mean, e.g. samples in the micro-batch.
+        factor: What the engine multiplied this tensor by, relative to the gradient of the loss
+            over the global batch.
+        unobserved: Why there are no numbers; empty for an observed tensor.
+    """
+
+    step: int
+    micro_step: int
+    optimizer: str
+    phase: str
+    stage: str
+    path: str
+    slot: str
+    call: int
+    order: int
+    dtype: str
+    shard: Shard
+    merge: Merge = "shard"
+    weight: float = 1.0
+    factor: float = 1.0
+    unobserved: str = ""

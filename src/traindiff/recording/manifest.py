@@ -1,0 +1,81 @@
+"""`run.json` and `rank.json`: what a recording says about its run, with a checksum and a version."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from traindiff.errors import CorruptRecordingError, FormatVersionError, NotARecordingError
+
+FORMAT_NAME = "traindiff-recording"
+FORMAT_VERSION = 1
+
+Manifest = dict[str, Any]
+
+MIGRATIONS: Mapping[int, Callable[[Manifest], Manifest]] = {}
+"""By version: the pure function that turns a `run.json` of that version into one of the next."""
+
+
+def dump(manifest: Mapping[str, Any]) -> bytes:
+    """The manifest as JSON with the checksum of its canonical form in it."""
+    return json.dumps(
+        {**manifest, "checksum": _checksum(manifest)}, indent=2, ensure_ascii=False, sort_keys=True
+    ).encode()
+
+
+def load(data: bytes, *, where: str) -> Manifest:
+    """Parse what `dump` wrote.
+
+    Raises:
+        CorruptRecordingError: It is not JSON, or its checksum does not fit.
+    """
+    try:
+        manifest = json.loads(data)
+    except ValueError as error:
+        raise CorruptRecordingError(
+            f"{where} is damaged: {error}. Restore the file from where it was copied, or record again."
+        ) from None
+    if not isinstance(manifest, dict):
+        raise CorruptRecordingError(f"{where} is damaged: it holds {type(manifest).__name__}, not an object.")
+    found = manifest.pop("checksum", None)
+    expected = _checksum(manifest)
+    if found != expected:
+        raise CorruptRecordingError(
+            f"{where} is damaged: its checksum is {found}, its content gives {expected}. "
+            "Restore the file from where it was copied; it is not meant to be edited."
+        )
+    return manifest
+
+
+def load_run(data: bytes, *, where: str) -> Manifest:
+    """Parse a `run.json` and bring it to `FORMAT_VERSION`.
+
+    Raises:
+        NotARecordingError: JSON of something else.
+        FormatVersionError: A newer format than this traindiff reads.
+        CorruptRecordingError: See `load`.
+    """
+    try:
+        peek = json.loads(data)
+    except ValueError:
+        peek = {}
+    if isinstance(peek, dict) and peek and peek.get("format") != FORMAT_NAME and "checksum" not in peek:
+        raise NotARecordingError(f'{where} is not of a traindiff recording: "format" is {peek.get("format")!r}.')
+    version = peek.get("version") if isinstance(peek, dict) else None
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        # Before the checksum: a newer version may compute it otherwise.
+        raise FormatVersionError(
+            f"{where} has format version {version}; this traindiff reads versions up to {FORMAT_VERSION}. "
+            "Update it with: pip install --upgrade traindiff"
+        )
+    manifest = load(data, where=where)
+    while (version := manifest["version"]) < FORMAT_VERSION:
+        manifest = MIGRATIONS[version](manifest)
+    return manifest
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    canonical = json.dumps(manifest, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return f"crc32:{zlib.crc32(canonical.encode()):08x}"

@@ -1,0 +1,232 @@
+"""Read recordings: whole, truncated by a kill, or still being written."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+
+from traindiff.errors import CorruptRecordingError, NotARecordingError
+from traindiff.observation import Observation
+from traindiff.recording import manifest
+from traindiff.recording.schema import SCHEMA, from_batch
+from traindiff.summary import Summaries
+
+_SEAL = re.compile(rb"(\d+) (\d+) ([0-9a-f]{8})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepObservations:
+    """All observations of one step of one optimizer on one rank; `summaries[i]` is of `observations[i]`."""
+
+    rank: int
+    optimizer: str
+    step: int
+    observations: list[Observation]
+    summaries: Summaries
+
+    def joined(self, more: StepObservations) -> StepObservations:
+        """This step with further observations of it."""
+        return replace(
+            self,
+            observations=self.observations + more.observations,
+            summaries=np.concatenate([self.summaries, more.summaries]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """How a rank's stream ends.
+
+    Attributes:
+        ending: `closed` by the recorder; `unclosed` after a whole step (killed, or still running);
+            `truncated` inside a message, which is left out.
+        says: The same in one sentence; empty for `closed`.
+    """
+
+    rank: int
+    ending: Literal["closed", "unclosed", "truncated"]
+    says: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seal:
+    offset: int
+    length: int
+    checksum: int
+
+
+class Recording:
+    """A recording on disk. Nothing but its JSON files is read before it is asked for.
+
+    Attributes:
+        path: As the user gave it.
+        run: Content of `run.json`, migrated to the current format version.
+        ranks: Ranks that are there, ascending.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fs, self._root = fsspec.core.url_to_fs(path)
+        self.run = self._read_run()
+        found = {
+            int(match[1])
+            for entry in self._fs.ls(self._root, detail=False)
+            if (match := re.fullmatch(r"rank-(\d+)", posixpath.basename(entry.rstrip("/"))))
+        }
+        self.ranks: tuple[int, ...] = tuple(sorted(rank for rank in found if rank < self.world_size))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that the run had."""
+        return int(self.run["world_size"])
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks that should have been recorded and left nothing."""
+        wanted = self.run["settings"].get("ranks")
+        expected = range(self.world_size) if wanted is None else wanted
+        return tuple(rank for rank in expected if rank not in self.ranks)
+
+    def rank_content(self, rank: int) -> dict[str, Any]:
+        """Content of `rank.json`; empty where the run was killed before it was written.
+
+        Raises:
+            CorruptRecordingError: The file is damaged.
+        """
+        where = self._file(rank, "rank.json")
+        if not self._fs.exists(where):
+            return {}
+        return manifest.load(self._fs.cat_file(where), where=where)
+
+    def status(self, rank: int) -> RankStatus:
+        """How the rank's stream ends, from its seals and the length of its data."""
+        seals, cut = self._seals(rank)
+        size = self._fs.size(self._file(rank, "observations.arrows"))
+        if cut or (seals and seals[-1].offset + seals[-1].length > size):
+            says = f"rank {rank}: the last step was cut off while it was written; all steps before it are used."
+            return RankStatus(rank=rank, ending="truncated", says=says)
+        if not seals or seals[-1].length != 8:
+            says = f"rank {rank}: the recording was not closed (the run was killed, or still runs)."
+            return RankStatus(rank=rank, ending="unclosed", says=says)
+        return RankStatus(rank=rank, ending="closed", says="")
+
+    def steps(self, rank: int) -> Iterator[StepObservations]:
+        """The rank's steps, in the order in which they were written, one at a time in memory.
+
+        A scalar that was logged after its step had been written is part of that step.
+
+        Raises:
+            CorruptRecordingError: The bytes are not those that were written. A stream that is
+                merely cut off ends at its last whole step.
+        """
+        held: StepObservations | None = None
+        for part in self._messages(rank):
+            if held and (held.optimizer, held.step) == (part.optimizer, part.step):
+                held = held.joined(part)
+                continue
+            if held:
+                yield held
+            held = part
+        if held:
+            yield held
+
+    def _messages(self, rank: int) -> Iterator[StepObservations]:
+        where = self._file(rank, "observations.arrows")
+        seals, _ = self._seals(rank)
+        with self._fs.open(where, "rb") as file:
+            for number, sealed in enumerate(seals):
+                file.seek(sealed.offset)
+                message = file.read(sealed.length)
+                if len(message) < sealed.length:
+                    return
+                if zlib.crc32(message) != sealed.checksum:
+                    raise CorruptRecordingError(
+                        f"{where} is damaged: message {number} (bytes {sealed.offset} to "
+                        f"{sealed.offset + sealed.length}) has checksum {zlib.crc32(message):08x}, "
+                        f"sealed as {sealed.checksum:08x} in observations.crc. "
+                        "Restore both files from where they were copied, or record again."
+                    )
+                if number == 0:
+                    self._check_schema(message, where)
+                elif sealed.length > 8:
+                    yield self._decode(message, rank)
+
+    def _decode(self, message: bytes, rank: int) -> StepObservations:
+        batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
+        observations, summaries = from_batch(batch)
+        return StepObservations(
+            rank=rank,
+            optimizer=observations[0].optimizer,
+            step=observations[0].step,
+            observations=observations,
+            summaries=summaries,
+        )
+
+    def _check_schema(self, message: bytes, where: str) -> None:
+        found = pa.ipc.read_schema(pa.py_buffer(message))
+        if not found.equals(SCHEMA):
+            raise CorruptRecordingError(
+                f"{where} does not have the columns of format version {manifest.FORMAT_VERSION}, "
+                "which its run.json names. Were files of two recordings mixed?"
+            )
+
+    def _seals(self, rank: int) -> tuple[list[_Seal], bool]:
+        """The seals of a rank's messages, and whether the last line of the file was cut off."""
+        where = self._file(rank, "observations.crc")
+        if not self._fs.exists(where):
+            return [], True
+        *lines, rest = self._fs.cat_file(where).split(b"\n")
+        seals: list[_Seal] = []
+        end = 0
+        for number, line in enumerate(lines):
+            match = _SEAL.fullmatch(line)
+            if not match or int(match[1]) != end:
+                raise CorruptRecordingError(
+                    f"{where} is damaged in line {number + 1}. Restore the file from where it was "
+                    "copied, or record again."
+                )
+            seals.append(_Seal(offset=int(match[1]), length=int(match[2]), checksum=int(match[3], 16)))
+            end = seals[-1].offset + seals[-1].length
+        return seals, bool(rest)
+
+    def _read_run(self) -> dict[str, Any]:
+        where = posixpath.join(self._root, "run.json")
+        if not self._fs.exists(self._root):
+            raise NotARecordingError(
+                f"{self.path} does not exist. Give the directory that traindiff.record(...) wrote."
+            )
+        if not self._fs.isdir(self._root):
+            raise NotARecordingError(
+                f"{self.path} is a file. A recording is a directory: give the one that holds run.json."
+            )
+        if not self._fs.exists(where):
+            raise NotARecordingError(
+                f"{self.path} holds no run.json, so it is not a recording. "
+                "Give the directory that traindiff.record(...) wrote."
+            )
+        return manifest.load_run(self._fs.cat_file(where), where=where)
+
+    def _file(self, rank: int, name: str) -> str:
+        return posixpath.join(self._root, f"rank-{rank:05d}", name)
+
+
+def open_recording(path: str) -> Recording:
+    """Open a recording.
+
+    Args:
+        path: Its directory: a local path or any fsspec URL.
+
+    Raises:
+        NotARecordingError: There is none.
+        CorruptRecordingError: Its `run.json` is damaged.
+        FormatVersionError: It was written in a newer format.
+    """
+    return Recording(str(path))

@@ -1,0 +1,80 @@
+"""Observations and summaries as an Arrow record batch, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from traindiff.observation import Observation
+from traindiff.shard import Shard
+from traindiff.summary import SUMMARY, Summaries
+
+_ABOUT: tuple[pa.Field, ...] = (
+    pa.field("step", pa.int64(), nullable=False),
+    pa.field("micro_step", pa.int32(), nullable=False),
+    pa.field("optimizer", pa.utf8(), nullable=False),
+    pa.field("phase", pa.utf8(), nullable=False),
+    pa.field("stage", pa.utf8(), nullable=False),
+    pa.field("path", pa.utf8(), nullable=False),
+    pa.field("slot", pa.utf8(), nullable=False),
+    pa.field("call", pa.int32(), nullable=False),
+    pa.field("order", pa.int64(), nullable=False),
+    pa.field("dtype", pa.utf8(), nullable=False),
+    pa.field("merge", pa.utf8(), nullable=False),
+    pa.field("weight", pa.float64(), nullable=False),
+    pa.field("factor", pa.float64(), nullable=False),
+    pa.field("unobserved", pa.utf8(), nullable=False),
+)
+_SHARD: tuple[pa.Field, ...] = tuple(
+    pa.field(name, pa.list_(pa.int64()), nullable=False) for name in ("shape", "global_shape", "offset")
+)
+_ARROW_TYPES = {"i": pa.int64(), "u": pa.uint64(), "f": pa.float64()}
+
+
+def _summary_field(name: str) -> pa.Field:
+    dtype = SUMMARY[name]
+    arrow = _ARROW_TYPES[dtype.base.kind]
+    return pa.field(name, pa.list_(arrow, dtype.shape[0]) if dtype.shape else arrow, nullable=False)
+
+
+SCHEMA = pa.schema([*_ABOUT, *_SHARD, *(_summary_field(name) for name in SUMMARY.names or ())])
+"""Columns of `observations.arrows`, in order."""
+
+
+def to_batch(observations: Sequence[Observation], summaries: Summaries) -> pa.RecordBatch:
+    """One record batch of a step's observations; row i of it is observation i with summary i."""
+    columns = [
+        pa.array([getattr(seen, field.name) for seen in observations], field.type) for field in _ABOUT
+    ]
+    columns += [
+        pa.array([getattr(seen.shard, field.name) for seen in observations], field.type) for field in _SHARD
+    ]
+    for name in SUMMARY.names or ():
+        values = np.ascontiguousarray(summaries[name])
+        flat = pa.array(values.reshape(-1))
+        width = SUMMARY[name].shape
+        columns.append(pa.FixedSizeListArray.from_arrays(flat, width[0]) if width else flat)
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries]:
+    """The inverse of `to_batch`."""
+    about = {field.name: batch.column(field.name).to_pylist() for field in (*_ABOUT, *_SHARD)}
+    shards = [
+        Shard(shape=tuple(shape), global_shape=tuple(whole), offset=tuple(offset))
+        for shape, whole, offset in zip(
+            about.pop("shape"), about.pop("global_shape"), about.pop("offset"), strict=True
+        )
+    ]
+    rows = zip(*about.values(), shards, strict=True)
+    names = (*about, "shard")
+    observations = [Observation(**dict(zip(names, row, strict=True))) for row in rows]
+
+    summaries = np.empty(batch.num_rows, dtype=SUMMARY)
+    for name in SUMMARY.names or ():
+        column = batch.column(name)
+        flat = column.flatten() if SUMMARY[name].shape else column
+        summaries[name] = flat.to_numpy().reshape(batch.num_rows, *SUMMARY[name].shape)
+    return observations, summaries

@@ -1,0 +1,155 @@
+"""Append one rank's observations to a recording, so that every finished step survives a kill."""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+import fsspec
+import pyarrow as pa
+
+from traindiff.errors import ConfigError, Problem
+from traindiff.observation import Observation
+from traindiff.recording import manifest
+from traindiff.recording.schema import SCHEMA, to_batch
+from traindiff.summary import Summaries
+
+
+def rank_directory(rank: int) -> str:
+    """Name of a rank's directory in a recording."""
+    return f"rank-{rank:05d}"
+
+
+def seal(offset: int, data: bytes) -> bytes:
+    """The line of `observations.crc` for a message at `offset`."""
+    return b"%d %d %08x\n" % (offset, len(data), zlib.crc32(data))
+
+
+class RecordingWriter:
+    """One rank's part of a recording, being written.
+
+    Each step becomes one Arrow message. Its offset, length and checksum are written to
+    `observations.crc` *before* the message, so that a reader can tell a message that was cut off
+    (shorter than announced: everything before it is good) from one that was damaged.
+
+    Args:
+        path: Directory of the recording: a local path or any fsspec URL.
+        run: Content of `run.json`; written by rank 0 only.
+        rank: This rank.
+        world_size: Number of ranks.
+        overwrite: Replace a recording that is already there. Anything else there is never touched.
+
+    Raises:
+        ConfigError: `path` holds something, and it is not a recording or `overwrite` is not set.
+    """
+
+    def __init__(
+        self, path: str, *, run: Mapping[str, Any], rank: int = 0, world_size: int = 1, overwrite: bool = False
+    ) -> None:
+        self._fs, self._root = fsspec.core.url_to_fs(path)
+        self._directory = posixpath.join(self._root, rank_directory(rank))
+        self._make_room(path, rank=rank, world_size=world_size, overwrite=overwrite)
+        self._fs.makedirs(self._directory, exist_ok=True)
+        if rank == 0:
+            head = {"format": manifest.FORMAT_NAME, "version": manifest.FORMAT_VERSION}
+            self._put(posixpath.join(self._root, "run.json"), manifest.dump({**head, **run}))
+        self._data: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.arrows"), "wb")
+        self._seals: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.crc"), "wb")
+        self._offset = 0
+        self._buffer = io.BytesIO()
+        self._stream = pa.ipc.new_stream(
+            self._buffer, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")
+        )
+        # Arrow writes the schema together with the first batch; a run killed before its first step
+        # should leave a readable stream too.
+        self._header = SCHEMA.serialize().to_pybytes()
+        self._append(self._header)
+
+    def write_rank(self, content: Mapping[str, Any]) -> None:
+        """Write or replace `rank.json`: what this rank holds of the model and of the optimizers."""
+        self._put(posixpath.join(self._directory, "rank.json"), manifest.dump(content))
+
+    def write_step(self, observations: Sequence[Observation], summaries: Summaries) -> None:
+        """Append the observations of one step of one optimizer and hand them to the file system."""
+        self._stream.write_batch(to_batch(observations, summaries))
+        self._flush()
+
+    def close(self) -> None:
+        """Mark the stream as complete. Later calls do nothing."""
+        if self._data.closed:
+            return
+        self._stream.close()
+        self._flush()
+        self._data.close()
+        self._seals.close()
+
+    def _flush(self) -> None:
+        message = self._buffer.getvalue()
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        self._append(message.removeprefix(self._header))
+
+    def _append(self, message: bytes) -> None:
+        self._seals.write(seal(self._offset, message))
+        self._seals.flush()
+        self._data.write(message)
+        self._data.flush()
+        self._offset += len(message)
+
+    def _put(self, path: str, content: bytes) -> None:
+        """Write a whole file at once: a reader sees the old one or the new one."""
+        unfinished = path + ".unfinished"
+        with self._fs.open(unfinished, "wb") as file:
+            file.write(content)
+        self._fs.mv(unfinished, path)
+
+    def _make_room(self, path: str, *, rank: int, world_size: int, overwrite: bool) -> None:
+        if not self._fs.exists(self._root):
+            return
+        if not self._fs.isdir(self._root):
+            raise _occupied(path, what="is a file.", fix="Give the path of a directory that does not exist yet.")
+        names = {posixpath.basename(entry.rstrip("/")) for entry in self._fs.ls(self._root, detail=False)}
+        ours = {name for name in names if name == "run.json" or name.startswith("rank-")}
+        if names - ours or (names and not _is_recording(self._fs, self._root, names)):
+            other = ", ".join(sorted(names - ours)[:3]) or ", ".join(sorted(names)[:3])
+            raise _occupied(
+                path,
+                what=f"is a directory that holds other things than a recording ({other}).",
+                fix="Give the path of a directory that does not exist yet. overwrite=True replaces "
+                "recordings, nothing else.",
+            )
+        mine = rank_directory(rank)
+        if not overwrite and (mine in names or (rank == 0 and names)):
+            raise _occupied(
+                path,
+                what="already holds a recording.",
+                fix="Give another path, or overwrite=True to replace it.",
+            )
+        stale = {mine} if rank else {mine, *(name for name in ours if _rank_of(name) >= world_size)}
+        for name in sorted(stale & names):
+            self._fs.rm(posixpath.join(self._root, name), recursive=True)
+
+
+def _is_recording(fs: Any, root: str, names: set[str]) -> bool:
+    if "run.json" not in names:
+        return all(_rank_of(name) >= 0 for name in names)  # other ranks were faster than rank 0
+    try:
+        manifest.load_run(fs.cat_file(posixpath.join(root, "run.json")), where="run.json")
+    except manifest.NotARecordingError:
+        return False
+    except (manifest.CorruptRecordingError, manifest.FormatVersionError):
+        return True
+    return True
+
+
+def _rank_of(name: str) -> int:
+    digits = name.removeprefix("rank-")
+    return int(digits) if digits != name and digits.isdecimal() else -1
+
+
+def _occupied(path: str, *, what: str, fix: str) -> ConfigError:
+    problem = Problem(where=f"path = {path!r}", what=what, fix=fix)
+    return ConfigError("record(...)", [problem], consequence="nothing was attached to the model")

@@ -1,0 +1,1 @@
+"""Taps, kernels and a sink put together around a training."""

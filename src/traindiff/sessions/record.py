@@ -1,0 +1,82 @@
+"""`traindiff.record`: attach the taps to a training and write what they see."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import nn
+
+from traindiff.sessions.recorder import Recorder
+from traindiff.sessions.targets import Optimizers, find_targets
+from traindiff.settings import record_settings
+
+
+def record(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    observe: str | Iterable[str] | None = None,
+    select: str | Iterable[str] = "*",
+    detail: str = "summary",
+    steps: str | int | Iterable[int] | None = None,
+    ranks: int | Collection[int] | None = None,
+    every: int = 1,
+    overwrite: bool = False,
+    batch_axis: int | Mapping[str, int | None] | None = None,
+    evaluation: bool = False,
+    strict: bool = False,
+) -> Recorder:
+    """Record a training's numbers, without disturbing it.
+
+    ```python
+    with traindiff.record("runs/base", model, optimizer) as run:
+        for inputs, labels in batches:
+            ...  # forward, backward, optimizer.step(), as ever
+    ```
+
+    The training computes the same bits with and without it. Each step is on disk when
+    `optimizer.step()` returns. An error inside traindiff disables the part in which it happened, is
+    written into the recording, warns once, and the training goes on.
+
+    Args:
+        path: Directory to write: a local path or any fsspec URL.
+        model: The root module that the training loop calls, wrapped (DDP, `torch.compile`) or not.
+        optimizer: Whose calls are the steps: one, several, or several by name. With several, each
+            counts its own steps, and the first also those of forward and backward passes. None
+            finds the optimizers that hold parameters of `model` when they first step.
+        observe: Some of `batch`, `forward`, `loss`, `backward`, `grad`, `optimizer`, `update`,
+            `param`, and `grad.micro`. Default: all but `grad.micro`. `update` is the difference of two
+            `param` observations and makes sure that these are recorded.
+        select: Globs over canonical paths of modules and parameters, e.g. `"transformer.h.3.*"`.
+        detail: How much is kept of a tensor. `summary`: about one kilobyte.
+        steps: Steps to record, e.g. `"0-9,20,30-"` or `range(10)`. Default: all.
+        ranks: Ranks to record. Default: all.
+        every: Record only every n-th step, counted from 0.
+        overwrite: Replace a recording that is already at `path`.
+        batch_axis: Where the batch axis is, if it is not axis 0: one axis for all, or by glob over
+            paths, None for tensors without one. See docs/batch-axis.md.
+        evaluation: Record forward passes without gradients too.
+        strict: Raise errors of traindiff's own instead of going on without the part that failed.
+
+    Returns:
+        The running recording: a context manager with `log`, `close` and `step`.
+
+    Raises:
+        ConfigError: A setting is wrong, `select` matches nothing, or `path` is taken. Nothing was
+            attached and nothing was written.
+    """
+    settings = record_settings(
+        observe=observe,
+        select=select,
+        detail=detail,
+        steps=steps,
+        ranks=ranks,
+        every=every,
+        batch_axis=batch_axis,
+        evaluation=evaluation,
+        strict=strict,
+    )
+    targets = find_targets(model, optimizer, select=settings.select)
+    return Recorder(os.fspath(path), targets, settings, overwrite=overwrite)

@@ -1,0 +1,143 @@
+"""What of a model is observed, under which canonical names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from traindiff.errors import ConfigError, Problem
+from traindiff.site import canonical_paths, matches
+
+Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
+"""One optimizer, several, several by name, or None to find them when they first step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """The modules, parameters, buffers and optimizers that a session observes.
+
+    Attributes:
+        root: The module that the training loop calls.
+        modules: Selected modules by canonical path.
+        parameters: Selected parameters by canonical path, tied ones under their first name.
+        buffers: Selected buffers by canonical path.
+        names: Canonical path of every parameter of the model, selected or not, by id.
+        tied: Canonical path of a parameter by each of its further names.
+        optimizers: Tracked optimizers by name, the one that counts steps first.
+    """
+
+    root: nn.Module
+    modules: Mapping[str, nn.Module]
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    names: Mapping[int, str]
+    tied: Mapping[str, str]
+    optimizers: Mapping[str, Optimizer]
+
+    @property
+    def primary(self) -> str:
+        """Name of the optimizer that counts the steps of forward and backward passes."""
+        return next(iter(self.optimizers), "optimizer")
+
+    def describe(self) -> dict[str, Any]:
+        """Names, shapes and dtypes for `rank.json`."""
+        return {
+            "model": type(self.root).__qualname__,
+            "modules": {path: type(module).__qualname__ for path, module in self.modules.items()},
+            "parameters": {path: _describe_tensor(p) for path, p in self.parameters.items()},
+            "buffers": {path: _describe_tensor(b) for path, b in self.buffers.items()},
+            "tied": dict(self.tied),
+        }
+
+
+def find_targets(model: nn.Module, optimizer: Optimizers, *, select: Sequence[str]) -> Targets:
+    """Look up what `select` chooses of `model`.
+
+    Raises:
+        ConfigError: `model` is not a module, `optimizer` is none, or nothing is selected.
+    """
+    problems: list[Problem] = []
+    if not isinstance(model, nn.Module):
+        problems.append(
+            Problem(
+                where="record(model=...)",
+                what=f"is a {type(model).__name__}, not a torch.nn.Module.",
+                fix="Give the module that the training loop calls.",
+            )
+        )
+    optimizers = _by_name(optimizer, problems)
+    if problems:
+        raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
+
+    modules = _canonical(dict(model.named_modules()))
+    every_name = _canonical(dict(model.named_parameters(remove_duplicate=False)))
+    first_name: dict[int, str] = {}
+    for path, parameter in every_name.items():
+        first_name.setdefault(id(parameter), path)
+    parameters = {path: p for path, p in every_name.items() if first_name[id(p)] == path}
+    buffers = _canonical(dict(model.named_buffers()))
+    chosen = [
+        {path: item for path, item in found.items() if any(matches(glob, path) for glob in select)}
+        for found in (modules, parameters, buffers)
+    ]
+    if not any(chosen[:2]):
+        raise ConfigError(
+            "record(...)",
+            [_no_match(select, [*modules, *parameters])],
+            consequence="nothing was attached to the model",
+        )
+    return Targets(
+        root=model,
+        modules=chosen[0],  # type: ignore[arg-type]  # filtering keeps each mapping's value type
+        parameters=chosen[1],  # type: ignore[arg-type]
+        buffers=chosen[2],
+        names=first_name,
+        tied={path: first_name[id(p)] for path, p in every_name.items() if first_name[id(p)] != path},
+        optimizers=optimizers,
+    )
+
+
+def _canonical(by_path: Mapping[str, Any]) -> dict[str, Any]:
+    return {canonical: by_path[path] for path, canonical in canonical_paths(by_path).items()}
+
+
+def _by_name(optimizer: Optimizers, problems: list[Problem]) -> dict[str, Optimizer]:
+    if optimizer is None:
+        return {}
+    if isinstance(optimizer, Mapping):
+        named = dict(optimizer)
+    elif isinstance(optimizer, Sequence):
+        named = {f"optimizer[{index}]": one for index, one in enumerate(optimizer)}
+    else:
+        named = {"optimizer": optimizer}
+    problems += [
+        Problem(
+            where=f"record(optimizer=...), {name}",
+            what=f"is a {type(one).__name__}, not a torch.optim.Optimizer.",
+            fix="Give the optimizer whose step() the training calls, or leave it out to have it found.",
+        )
+        for name, one in named.items()
+        if not hasattr(one, "register_step_pre_hook")
+    ]
+    return named
+
+
+def _describe_tensor(tensor: Tensor) -> dict[str, Any]:
+    return {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "requires_grad": tensor.requires_grad,
+    }
+
+
+def _no_match(select: Sequence[str], paths: Sequence[str]) -> Problem:
+    named = [path for path in paths if path]
+    return Problem(
+        where=f"record(select={list(select)!r})",
+        what=f"matches none of the model's {len(paths)} modules and parameters.",
+        fix=f"Paths look like: {', '.join(named[:3])}, ... Use '*' for all of them.",
+    )

@@ -1,0 +1,73 @@
+"""Where a tensor lives: canonical paths, phases in dataflow order, and stages of a phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+PHASES = ("batch", "forward", "loss", "backward", "grad", "optimizer", "update", "param")
+"""What can be observed in a step, in dataflow order."""
+
+ROOT = "(root)"
+"""How the root module's empty path is spelt where people read it."""
+
+WRAPPERS = frozenset(
+    {
+        "module",  # DistributedDataParallel, DataParallel, DeepSpeedEngine
+        "_orig_mod",  # torch.compile
+        "_fsdp_wrapped_module",  # FullyShardedDataParallel
+        "_fpw_module",  # FullyShardedDataParallel, torch 1.x
+        "_checkpoint_wrapped_module",  # checkpoint_wrapper
+        "_torch_module",  # ORTModule
+        "_original_module",  # ORTModule
+        "_flattened_module",  # ORTModule
+    }
+)
+"""Path components that wrappers insert; the same tensor has the same site with and without them."""
+
+
+def canonical_path(path: str) -> str:
+    """`path` without the components that wrappers insert."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def canonical_paths(paths: Iterable[str]) -> dict[str, str]:
+    """Map each module or parameter path to its canonical path.
+
+    A wrapper and the module inside it have one canonical path; the innermost keeps it and the
+    wrapper is left out, so that nothing is observed twice. Where stripping would give one
+    name to two modules that do not contain each other (a model may have a layer that is
+    really called `module`), all of them keep the path that they have.
+
+    Args:
+        paths: Distinct paths as `named_modules` or `named_parameters` spell them.
+
+    Returns:
+        Canonical paths by original path, in the order of `paths`.
+    """
+    by_canonical: dict[str, list[str]] = {}
+    order = list(paths)
+    for path in order:
+        by_canonical.setdefault(canonical_path(path), []).append(path)
+    chosen: dict[str, str] = {}
+    for canonical, originals in by_canonical.items():
+        innermost = max(originals, key=len)
+        if all(_contains(path, innermost) for path in originals):
+            chosen[innermost] = canonical
+        else:
+            chosen.update((path, path) for path in originals)
+    return {path: chosen[path] for path in order if path in chosen}
+
+
+def _contains(outer: str, inner: str) -> bool:
+    return outer == inner or outer == "" or inner.startswith(outer + ".")
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a glob of the user matches a canonical path; the root is `(root)` or `*`."""
+    return fnmatchcase(path or ROOT, pattern) or (not path and pattern == "*")
+
+
+def label(path: str, slot: str) -> str:
+    """A site as people read it: `transformer.h.3.mlp output[0]`."""
+    return f"{path or ROOT} {slot}".rstrip()

@@ -1,0 +1,59 @@
+"""Sets of step numbers as users write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from traindiff.errors import Problem
+
+_RANGE = re.compile(r"\s*(\d+)\s*(?:(-)\s*(\d*)\s*)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSelection:
+    """Which steps; `text` is how they were written, empty for all of them."""
+
+    ranges: tuple[tuple[int, int | None], ...] = ()
+    text: str = ""
+
+    def __contains__(self, step: object) -> bool:
+        return not self.ranges or any(
+            isinstance(step, int) and first <= step and (last is None or step <= last)
+            for first, last in self.ranges
+        )
+
+
+ALL_STEPS = StepSelection()
+
+
+def parse_steps(value: str | int | Iterable[int] | None, *, where: str) -> StepSelection | Problem:
+    """Read `"0-9,20,30-"`, a number, an iterable of numbers, or None for all steps.
+
+    Ranges include both ends; `30-` means 30 and all after it.
+    """
+    if value is None:
+        return ALL_STEPS
+    if isinstance(value, int):
+        value = str(value)
+    if not isinstance(value, str):
+        numbers = sorted(set(value))
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            return _problem(where, f"{numbers!r} has entries that are not whole numbers from 0 up.")
+        value = ",".join(str(number) for number in numbers)
+    ranges: list[tuple[int, int | None]] = []
+    for part in value.split(","):
+        match = _RANGE.fullmatch(part)
+        if not match:
+            return _problem(where, f"{part!r} is not a step or a range of steps.")
+        first = int(match[1])
+        last = first if not match[2] else int(match[3]) if match[3] else None
+        if last is not None and last < first:
+            return _problem(where, f"the range {part.strip()!r} ends before it begins.")
+        ranges.append((first, last))
+    return StepSelection(ranges=tuple(ranges), text=value)
+
+
+def _problem(where: str, what: str) -> Problem:
+    return Problem(where=where, what=what, fix='Write steps like "0-9,20,30-", counted from 0.')

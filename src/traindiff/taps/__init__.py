@@ -1,0 +1,1 @@
+"""One observed kind of thing per file. A tap only reads, and leaves no trace when it is removed."""

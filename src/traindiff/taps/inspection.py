@@ -1,0 +1,37 @@
+"""`traindiff.inspect`: observe an intermediate tensor that no module returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_observers: list[Callable[[str, object], None]] = []
+
+
+def inspect(name: str, tensor: T) -> T:
+    """Observe an intermediate tensor, forward and backward, in every recording that is running.
+
+    Without a running recording this costs one test of an empty list. A name that is used several
+    times in a step is numbered, never overwritten.
+
+    Args:
+        name: The site's path in the recording, e.g. `"attention.scores"`.
+        tensor: Any tensor.
+
+    Returns:
+        `tensor` itself.
+    """
+    for observe in _observers:
+        observe(name, tensor)
+    return tensor
+
+
+def tap_inspection(observe: Callable[[str, object], None]) -> ExitStack:
+    """Have `observe` called with every inspected tensor. Close the result to remove the tap."""
+    _observers.append(observe)
+    undo = ExitStack()
+    undo.callback(_observers.remove, observe)
+    return undo

@@ -1,0 +1,111 @@
+"""Observe what each module returns in the forward pass, and the gradients of it in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from traindiff.observation import Merge
+from traindiff.shard import Shard
+from traindiff.taps._torch_compat import inside_backward
+from traindiff.taps.batch_axis import BatchAxis, batch_first
+from traindiff.taps.nested import tensors
+from traindiff.taps.sink import Sink
+
+
+class ActivationTap:
+    """Summarise activations and the gradients of them.
+
+    Gradients come from tensor hooks, which insert nothing into the graph. (Full backward hooks of
+    modules do: they change which nodes there are, and the order in which gradients accumulate.)
+
+    Args:
+        sink: Receives observations of phase `forward` and `backward`.
+        batch_axis: Recognises the batch axis.
+        forward: Whether to record activations.
+        backward: Whether to record their gradients.
+        evaluation: Whether forward passes of the root without gradients are recorded too.
+    """
+
+    def __init__(
+        self, sink: Sink, *, batch_axis: BatchAxis, forward: bool, backward: bool, evaluation: bool
+    ) -> None:
+        self._sink = sink
+        self._batch_axis = batch_axis
+        self._forward = forward
+        self._backward = backward
+        self._evaluation = evaluation
+
+    def attach(self, modules: Mapping[str, nn.Module]) -> ExitStack:
+        """Observe every module of a mapping from canonical paths. Close the result to remove the tap."""
+        with ExitStack() as undo:
+            for path, module in modules.items():
+                hook = self._sink.guarded("module_outputs", partial(self._module_output, path))
+                undo.callback(module.register_forward_hook(hook).remove)
+            return undo.pop_all()
+
+    def inspect(self, name: str, tensor: Tensor) -> None:
+        """Observe an intermediate tensor that no module returns."""
+        self._observe(name, [("value", tensor)])
+
+    def _module_output(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
+        # Returning None tells torch to keep `output` as it is.
+        self._observe(path, tensors(output, "output"))
+
+    def _observe(self, path: str, found: Any) -> None:
+        progress = self._sink.progress
+        if not progress.observing or (progress.evaluating and not self._evaluation):
+            return
+        stage = "evaluation" if progress.evaluating else "recomputed" if inside_backward() else ""
+        call = progress.next_call(path, stage)
+        for slot, tensor in found:
+            self._tensor(tensor, path=path, slot=slot, stage=stage, call=call)
+
+    def _tensor(self, tensor: Tensor, *, path: str, slot: str, stage: str, call: int) -> None:
+        progress = self._sink.progress
+        site = ("forward", stage, path, slot, str(call))
+        axis, shard = self._batch_axis.split(tensor, path=path, site=site, progress=progress)
+        samples = progress.batch.size if progress.batch else 1
+        scalar = tensor.dim() == 0 and progress.batch is not None
+        if self._forward:
+            # A number per micro-batch (a loss inside the model) is a term of a mean over them.
+            self._sink.emit(
+                batch_first(tensor, axis), phase="forward", path=path, slot=slot, stage=stage, call=call,
+                shard=shard, merge="mean" if scalar else "shard", weight=samples if scalar else 1,
+            )  # fmt: skip
+        if self._backward and tensor.requires_grad:
+            gradient = _Gradient(
+                sink=self._sink, path=path, slot=slot, call=call, axis=axis, shard=shard,
+                micro_step=progress.micro_step, merge="sum" if scalar else "shard",
+            )  # fmt: skip
+            tensor.register_hook(self._sink.guarded("module_outputs", gradient))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Gradient:
+    """The hook on one activation: everything about it but the gradient itself."""
+
+    sink: Sink
+    path: str
+    slot: str
+    call: int
+    axis: int
+    shard: Shard
+    micro_step: int
+    merge: Merge
+    times: int = 0
+
+    def __call__(self, gradient: Tensor) -> None:
+        # A second backward through the same graph brings another term, not a new gradient.
+        stage = f"again[{self.times}]" if self.times else ""
+        self.times += 1
+        if self.sink.progress.observing:
+            self.sink.emit(
+                batch_first(gradient, self.axis), phase="backward", path=self.path, slot=self.slot,
+                stage=stage, call=self.call, micro_step=self.micro_step, shard=self.shard, merge=self.merge,
+            )  # fmt: skip

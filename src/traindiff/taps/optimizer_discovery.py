@@ -1,0 +1,34 @@
+"""Find the optimizers of a model when they first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+def tap_optimizer_discovery(parameter_ids: Collection[int], found: Callable[[Optimizer], None]) -> ExitStack:
+    """Call `found` before the first step of each optimizer that holds one of the parameters.
+
+    Args:
+        parameter_ids: Ids of the model's parameters.
+        found: Called with the optimizer, inside its `step`, before its own hooks.
+
+    Returns:
+        Close it to remove the tap.
+    """
+    known: set[int] = set()
+
+    def before_step(optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) in known:
+            return
+        known.add(id(optimizer))
+        if any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):
+            found(optimizer)
+
+    undo = ExitStack()
+    undo.callback(register_optimizer_step_pre_hook(before_step).remove)
+    return undo

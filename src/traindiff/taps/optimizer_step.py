@@ -1,0 +1,124 @@
+"""Observe each call of an optimizer: gradients and hyper-parameters before it, state and parameters after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from traindiff.taps.nested import tensors
+from traindiff.taps.sink import Sink
+
+IMPLEMENTATION_CHOICES = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+"""Entries of a parameter group that choose how the same update is computed, not which."""
+
+
+class OptimizerTap:
+    """Summarise what one optimizer reads and writes.
+
+    Args:
+        optimizer: The optimizer.
+        name: What its steps and hyper-parameters are filed under.
+        names: Canonical paths by id of parameter; others are named by group and position.
+        observe: Phases to record, of `grad`, `optimizer` and `param`.
+        sink: Receives the observations.
+        on_end: Called with `name` when a step has ended.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, *, name: str, names: Mapping[int, str], observe: Iterable[str], sink: Sink,
+        on_end: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.optimizer = optimizer
+        self.name = name
+        self._names = names
+        self._observe = frozenset(observe)
+        self._sink = sink
+        self._on_end = on_end
+
+    def attach(self) -> ExitStack:
+        """Follow the optimizer's calls. Close the result to remove the tap."""
+        guarded = partial(self._sink.guarded, "optimizer_step")
+        with ExitStack() as undo:
+            undo.callback(self.optimizer.register_step_pre_hook(guarded(self.before_step)).remove)
+            undo.callback(self.optimizer.register_step_post_hook(guarded(self.after_step)).remove)
+            undo.callback(self.optimizer.register_step_post_hook(self._end_step).remove)
+            return undo.pop_all()
+
+    def groups(self) -> list[list[str]]:
+        """Canonical paths of the parameters in each group."""
+        return [
+            [self._name_of(parameter, group, position) for position, parameter in enumerate(entry["params"])]
+            for group, entry in enumerate(self.optimizer.param_groups)
+        ]
+
+    def before_step(self, *_: Any) -> None:
+        """Record hyper-parameters, and gradients as the optimizer sees them."""
+        if not self._sink.progress.observing:
+            return
+        if "optimizer" in self._observe:
+            self._hyper_parameters()
+        for path, parameter in self._parameters():
+            if "grad" in self._observe:
+                self._gradient(path, parameter)
+
+    def after_step(self, *_: Any) -> None:
+        """Record state and parameters."""
+        if not self._sink.progress.observing:
+            return
+        for path, parameter in self._parameters():
+            if "optimizer" in self._observe:
+                self._state(path, self.optimizer.state.get(parameter, {}))
+            if "param" in self._observe:
+                self._emit(parameter, phase="param", path=path, slot="value")
+
+    def _end_step(self, *_: Any) -> None:
+        self._on_end(self.name)
+
+    def _parameters(self) -> Iterable[tuple[str, Tensor]]:
+        for names, entry in zip(self.groups(), self.optimizer.param_groups, strict=True):
+            yield from zip(names, entry["params"], strict=True)
+
+    def _name_of(self, parameter: Tensor, group: int, position: int) -> str:
+        return self._names.get(id(parameter)) or f"{self.name}.groups[{group}].params[{position}]"
+
+    def _gradient(self, path: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._emit(parameter.grad, phase="grad", path=path, slot="grad")
+        elif parameter.requires_grad:
+            reason = "no gradient: parameter.grad is None when the optimizer steps"
+            self._sink.unobserved(reason, phase="grad", path=path, slot="grad", optimizer=self.name)
+
+    def _hyper_parameters(self) -> None:
+        for number, entry in enumerate(self.optimizer.param_groups):
+            for key, value in entry.items():
+                if key not in IMPLEMENTATION_CHOICES:
+                    self._numbers(value, path=f"{self.name}.groups[{number}]", slot=key)
+
+    def _state(self, path: str, state: Mapping[str, Any]) -> None:
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                self._emit(value, phase="optimizer", path=path, slot=key)
+            elif isinstance(value, (int, float)):
+                self._numbers(value, path=path, slot=key)
+            else:
+                for slot, tensor in tensors(value, key):
+                    self._emit(tensor, phase="optimizer", path=path, slot=slot)
+
+    def _numbers(self, value: Any, *, path: str, slot: str) -> None:
+        if isinstance(value, Tensor):
+            self._emit(value, phase="optimizer", path=path, slot=slot)
+        elif isinstance(value, (int, float)):
+            number = torch.tensor(float(value), dtype=torch.float64, device="cpu")
+            self._emit(number, phase="optimizer", path=path, slot=slot)
+        elif isinstance(value, (tuple, list)):
+            for index, one in enumerate(value):
+                self._numbers(one, path=path, slot=f"{slot}[{index}]")
+
+    def _emit(self, tensor: Tensor, *, phase: str, path: str, slot: str, stage: str = "") -> None:
+        self._sink.emit(tensor, phase=phase, path=path, slot=slot, stage=stage, optimizer=self.name)

@@ -1,0 +1,111 @@
+"""Where in the training the run is: step, micro-step, calls of modules, rows of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The batch that the root module is working on.
+
+    Attributes:
+        size: Samples in it: the length of the root input's batch axis.
+        lengths: Lengths of axis 0 that mean "one entry (or several) per sample": `size`, and its
+            products with the axes that follow it in the root's inputs, e.g. batch x sequence.
+    """
+
+    size: int
+    lengths: frozenset[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Counters that all taps of one session share. Only the training's own thread writes them.
+
+    Attributes:
+        optimizer: Name of the optimizer whose calls count the steps of everything that happens
+            between them (forward, loss, backward).
+        steps: Completed calls per optimizer.
+        micro_step: Forward-backward rounds completed in the current step.
+        batch: What the root module is working on, while it does; None outside of it.
+        evaluating: Inside a forward pass of the root without gradients.
+        observing: Whether the current step is recorded.
+        forward_done: A forward pass of the root that keeps gradients has ended in this step.
+        backward_done: A backward pass has ended since then.
+        order: Observations so far in this step; `late_order`, in the step before.
+        samples: Size of the latest batch; 1 where it is not known.
+    """
+
+    optimizer: str = "optimizer"
+    steps: dict[str, int] = field(default_factory=dict)
+    micro_step: int = 0
+    batch: Batch | None = None
+    evaluating: bool = False
+    observing: bool = True
+    forward_done: bool = False
+    backward_done: bool = False
+    order: int = 0
+    late_order: int = 0
+    samples: int = 1
+    _calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    _rows: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Current step of the optimizer that counts."""
+        return self.steps.get(self.optimizer, 0)
+
+    def next_order(self, *, late: bool = False) -> int:
+        """Position in execution order for the next observation of the step, or of the step before."""
+        if late:
+            self.late_order += 1
+            return self.late_order - 1
+        self.order += 1
+        return self.order - 1
+
+    def next_call(self, path: str, stage: str) -> int:
+        """How often `path` was called before in this micro-step."""
+        call = self._calls.get((path, stage), 0)
+        self._calls[path, stage] = call + 1
+        return call
+
+    def first_row(self, site: tuple[str, ...], rows: int) -> int:
+        """Rows of the global batch that `site` has produced in this step; then counts `rows` more."""
+        first = self._rows.get(site, 0)
+        self._rows[site] = first + rows
+        return first
+
+    @contextmanager
+    def forward(self, batch: Batch | None, *, evaluating: bool) -> Iterator[None]:
+        """Inside the root's forward pass. The first one after a backward begins the next micro-step."""
+        outer = self.batch, self.evaluating
+        if not evaluating and self.backward_done:
+            self.micro_step += 1
+            self.backward_done = False
+            self._calls.clear()
+        self.batch, self.evaluating = batch, evaluating
+        if batch and not evaluating:
+            self.samples = batch.size
+        try:
+            yield
+        finally:
+            self.batch, self.evaluating = outer
+            self.forward_done = self.forward_done or not evaluating
+
+    def end_backward(self) -> None:
+        """A backward pass has ended."""
+        self.backward_done = self.forward_done
+
+    def end_step(self, optimizer: str, *, observing: bool) -> None:
+        """A call of `optimizer` has ended; `observing` says whether the next step is recorded."""
+        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
+        if optimizer == self.optimizer:
+            self.observing = observing
+            self.micro_step = 0
+            self.late_order, self.order = self.order, 0
+            self.forward_done = self.backward_done = False
+            self._calls.clear()
+            self._rows.clear()

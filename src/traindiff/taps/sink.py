@@ -1,0 +1,44 @@
+"""What taps hand their tensors to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from traindiff.observation import Merge
+    from traindiff.shard import Shard
+    from traindiff.taps.progress import Progress
+
+
+class Sink(Protocol):
+    """Receives what the taps see, on the thread that runs the training."""
+
+    progress: Progress
+
+    def emit(
+        self,
+        tensor: Tensor,
+        *,
+        phase: str,
+        path: str,
+        slot: str,
+        stage: str = "",
+        call: int = 0,
+        micro_step: int | None = None,
+        optimizer: str | None = None,
+        shard: Shard | None = None,
+        merge: Merge = "shard",
+        weight: float = 1.0,
+    ) -> None:
+        """Summarise `tensor` now; what is left out comes from `progress`, or means the whole tensor."""
+
+    def unobserved(
+        self, reason: str, *, phase: str, path: str, slot: str, stage: str = "", optimizer: str | None = None
+    ) -> None:
+        """Record that there is nothing to summarise at a site, and why."""
+
+    def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
+        """`hook`, made harmless: an error in it disables the tap and never reaches the training."""
