@@ -84,7 +84,9 @@ def record_settings(
         )
     if detail not in DETAILS:
         problems.append(
-            Problem.unknown_name(where="record(detail=...)", kind="a level of detail", found=detail, known=DETAILS)
+            Problem.unknown_name(
+                where="record(detail=...)", kind="a level of detail", found=detail, known=DETAILS
+            )
         )
     if not _is_whole(every) or every < 1:
         problems.append(

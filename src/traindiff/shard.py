@@ -41,9 +41,7 @@ class Shard:
     @classmethod
     def of_batch(cls, shape: tuple[int, ...], *, first: int) -> Shard:
         """Rows `first`, `first + 1`, ... of a tensor whose axis 0 is the batch axis."""
-        return cls(
-            shape=shape, global_shape=(OPEN, *shape[1:]), offset=(first, *(0 for _ in shape[1:]))
-        )
+        return cls(shape=shape, global_shape=(OPEN, *shape[1:]), offset=(first, *(0 for _ in shape[1:])))
 
     @property
     def batched(self) -> bool:

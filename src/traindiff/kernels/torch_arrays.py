@@ -36,7 +36,9 @@ def check_supported(tensor: torch.Tensor) -> None:
         UnsupportedTensorError: Sparse, quantised, nested, meta or fake tensors.
     """
     if tensor.layout != torch.strided or tensor.is_nested:
-        raise UnsupportedTensorError(f"layout {str(tensor.layout).removeprefix('torch.')} has no dense elements")
+        raise UnsupportedTensorError(
+            f"layout {str(tensor.layout).removeprefix('torch.')} has no dense elements"
+        )
     if tensor.is_quantized:
         raise UnsupportedTensorError(f"quantised dtype {dtype_name(tensor)} is not supported")
     if tensor.device.type == "meta":

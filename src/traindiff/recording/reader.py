@@ -111,7 +111,9 @@ class Recording:
         seals, cut = self._seals(rank)
         size = self._fs.size(self._file(rank, "observations.arrows"))
         if cut or (seals and seals[-1].offset + seals[-1].length > size):
-            says = f"rank {rank}: the last step was cut off while it was written; all steps before it are used."
+            says = (
+                f"rank {rank}: the last step was cut off while it was written; all steps before it are used."
+            )
             return RankStatus(rank=rank, ending="truncated", says=says)
         if not seals or seals[-1].length != 8:
             says = f"rank {rank}: the recording was not closed (the run was killed, or still runs)."

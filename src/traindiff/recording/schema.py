@@ -45,9 +45,7 @@ SCHEMA = pa.schema([*_ABOUT, *_SHARD, *(_summary_field(name) for name in SUMMARY
 
 def to_batch(observations: Sequence[Observation], summaries: Summaries) -> pa.RecordBatch:
     """One record batch of a step's observations; row i of it is observation i with summary i."""
-    columns = [
-        pa.array([getattr(seen, field.name) for seen in observations], field.type) for field in _ABOUT
-    ]
+    columns = [pa.array([getattr(seen, field.name) for seen in observations], field.type) for field in _ABOUT]
     columns += [
         pa.array([getattr(seen.shard, field.name) for seen in observations], field.type) for field in _SHARD
     ]

@@ -47,7 +47,13 @@ class RecordingWriter:
     """
 
     def __init__(
-        self, path: str, *, run: Mapping[str, Any], rank: int = 0, world_size: int = 1, overwrite: bool = False
+        self,
+        path: str,
+        *,
+        run: Mapping[str, Any],
+        rank: int = 0,
+        world_size: int = 1,
+        overwrite: bool = False,
     ) -> None:
         self._fs, self._root = fsspec.core.url_to_fs(path)
         self._directory = posixpath.join(self._root, rank_directory(rank))
@@ -110,7 +116,9 @@ class RecordingWriter:
         if not self._fs.exists(self._root):
             return
         if not self._fs.isdir(self._root):
-            raise _occupied(path, what="is a file.", fix="Give the path of a directory that does not exist yet.")
+            raise _occupied(
+                path, what="is a file.", fix="Give the path of a directory that does not exist yet."
+            )
         names = {posixpath.basename(entry.rstrip("/")) for entry in self._fs.ls(self._root, detail=False)}
         ours = {name for name in names if name == "run.json" or name.startswith("rank-")}
         if names - ours or (names and not _is_recording(self._fs, self._root, names)):

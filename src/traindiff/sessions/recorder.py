@@ -109,7 +109,9 @@ class Recorder:
         """
         if merge not in ("mean", "sum"):
             where = f"log({name!r}, merge=...)"
-            problem = Problem.unknown_name(where=where, kind="a way to merge", found=merge, known=("mean", "sum"))
+            problem = Problem.unknown_name(
+                where=where, kind="a way to merge", found=merge, known=("mean", "sum")
+            )
             raise ConfigError("log(...)", [problem], consequence="the value was not recorded")
         self._containment.guarded("log", self._log)(name, value, merge, weight)
 
@@ -247,14 +249,20 @@ class Recorder:
                 {"name": name, "type": type(tap.optimizer).__qualname__, "groups": tap.groups()}
                 for name, tap in self._optimizers.items()
             ]
-            self._writer.write_rank({**self._targets.describe(), "optimizers": optimizers, "pid": os.getpid()})
+            self._writer.write_rank(
+                {**self._targets.describe(), "optimizers": optimizers, "pid": os.getpid()}
+            )
 
     def _log(self, name: str, value: float | Tensor, merge: Merge, weight: float | None) -> None:
         progress = self.progress
         late = not progress.forward_done and progress.batch is None and progress.step > 0
         if not self._settings.records(progress.step - late):
             return
-        tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
+        tensor = (
+            value
+            if isinstance(value, Tensor)
+            else torch.tensor(float(value), dtype=torch.float64, device="cpu")
+        )
         self.emit(
             tensor.detach().reshape(()), phase="loss", path=name, slot="logged", merge=merge, late=late,
             call=progress.next_call(name, "logged"),

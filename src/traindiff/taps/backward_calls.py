@@ -53,7 +53,9 @@ class _Listener:
         for root in roots:
             if root.numel() == 1:
                 call = progress.next_call("loss", "")
-                self.sink.emit(root.reshape(()), phase="loss", path="loss", slot="backward", call=call, merge="sum")
+                self.sink.emit(
+                    root.reshape(()), phase="loss", path="loss", slot="backward", call=call, merge="sum"
+                )
 
 
 _listeners: list[_Listener] = []

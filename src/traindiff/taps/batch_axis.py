@@ -46,7 +46,9 @@ class BatchAxis:
         )
         return Batch(size=size, lengths=frozenset(products))
 
-    def split(self, tensor: Tensor, *, path: str, site: tuple[str, ...], progress: Progress) -> tuple[int, Shard]:
+    def split(
+        self, tensor: Tensor, *, path: str, site: tuple[str, ...], progress: Progress
+    ) -> tuple[int, Shard]:
         """Which axis of the tensor comes first in its global index, and which rows it holds.
 
         Args:
