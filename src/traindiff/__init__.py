@@ -78,7 +78,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name == "torch" and module.startswith(_NEEDS_TORCH):
             raise ModuleNotFoundError(
-                f"traindiff.{name} needs torch, which is not installed. Install it with: pip install 'traindiff[torch]'",
+                f"traindiff.{name} needs torch, which is not installed. "
+                "Install it with: pip install 'traindiff[torch]'",
                 name="torch",
             ) from None
         raise

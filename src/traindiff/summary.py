@@ -79,7 +79,7 @@ def merge(parts: Sequence[Any] | Summaries) -> Any:
     return merged if merged.shape else merged[()]
 
 
-def add(parts: Sequence[Any] | Summaries, weights: Sequence[float] | None = None) -> Any:
+def add(parts: Sequence[Any] | Summaries, weights: Sequence[float] | NDArray[np.float64] | None = None) -> Any:
     """The summary of the weighted sum of tensors of one shape: what is linear of it.
 
     Only `sum` and `sketch` of a sum of tensors follow from those of the terms. The element count
@@ -117,10 +117,7 @@ def largest(summaries: Any) -> NDArray[np.float64]:
 def finite_count(summaries: Any) -> NDArray[np.int64]:
     """Number of elements that are neither NaN nor infinite."""
     return np.asarray(
-        summaries["count"]
-        - summaries["nan"]
-        - summaries["positive_infinity"]
-        - summaries["negative_infinity"]
+        summaries["count"] - summaries["nan"] - summaries["positive_infinity"] - summaries["negative_infinity"]
     )
 
 
@@ -153,7 +150,7 @@ def distance(baseline: Any, candidate: Any) -> NDArray[np.float64]:
 
 
 def scale(summaries: Any, factor: Any) -> Any:
-    """Summaries of the tensors divided by nothing but multiplied by `factor` (positive).
+    """Summaries of the tensors multiplied by `factor`, which is positive.
 
     Moments, extremes, profiles and sketches follow the factor; counts and fingerprints, which
     belong to the bits that were observed, stay.

@@ -1,0 +1,5 @@
+"""The `traindiff` command: parse, call, print."""
+
+from traindiff.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,78 @@
+"""The command line as a whole: its commands, its errors, its exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from traindiff._version import __version__
+from traindiff.errors import TraindiffError
+
+UNUSABLE = 2
+"""Exit code for input or settings that cannot be used."""
+
+app = typer.Typer(
+    name="traindiff",
+    help="Find where, when and on which rank the numbers of a training first go wrong.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+messages = Console(stderr=True, highlight=False)
+"""For everything that is not a result."""
+
+results = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+"""For results."""
+
+
+def says_what_is_wrong(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Print an error of ours as its message, and exit with 2."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except TraindiffError as error:
+            messages.print(f"traindiff: {error}", markup=False, soft_wrap=True)
+            raise typer.Exit(UNUSABLE) from None
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            messages.print("traindiff: this command needs torch. Install it with: pip install 'traindiff[torch]'")
+            raise typer.Exit(UNUSABLE) from None
+
+    return run
+
+
+def _version(wanted: bool) -> None:  # noqa: FBT001  the shape of typer's callbacks
+    if wanted:
+        results.print(f"traindiff {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Find where, when and on which rank the numbers of a training first go wrong."""
+
+
+def main() -> None:
+    """Entry point of the `traindiff` command."""
+    from traindiff.cli import compare, demo, show  # noqa: F401  each registers its command
+
+    try:
+        app()
+    except KeyboardInterrupt:
+        messages.print("traindiff: interrupted")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)

@@ -1,0 +1,58 @@
+"""`traindiff compare`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from traindiff.cli.app import app, messages, results, says_what_is_wrong
+
+
+@app.command()
+@says_what_is_wrong
+def compare(
+    baseline: Annotated[str, typer.Argument(help="Recording of the run that is trusted.")],
+    candidate: Annotated[str, typer.Argument(help="Recording of the run in question.")],
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN=REPLACEMENT",
+            help="Regular expression that turns the candidate's paths into the baseline's. Repeatable.",
+        ),
+    ] = None,
+    steps: Annotated[str | None, typer.Option(help='Steps to compare, e.g. "0-9,20,30-".')] = None,
+    rtol: Annotated[
+        float | None,
+        typer.Option(help="Relative tolerance in place of floors: ||c-b|| <= rtol ||b|| + atol sqrt(n)."),
+    ] = None,
+    atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
+    top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (docs/json.md).")] = False,
+) -> None:
+    """Compare two recordings and name the first divergence.
+
+    Exits with 0 if the runs are identical or equivalent, 1 if they diverged, 2 if the input cannot be
+    used, and 3 if they are misaligned or could only be compared in part.
+    """
+    from traindiff.compare import compare as compare_recordings
+    from traindiff.report.terminal import print_comparison
+
+    with messages.status("comparing") as status:
+        result = compare_recordings(
+            baseline,
+            candidate,
+            rename=rename,
+            steps=steps,
+            rtol=rtol,
+            atol=atol,
+            progress=lambda step: status.update(f"comparing step {step}"),
+        )
+    if as_json:
+        json.dump(result.to_json(), sys.stdout, indent=2, allow_nan=False)
+        sys.stdout.write("\n")
+    else:
+        print_comparison(results, result, top=top)
+    raise typer.Exit(result.exit_code)

@@ -1,0 +1,67 @@
+"""`traindiff show`."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from traindiff.cli.app import app, results, says_what_is_wrong
+
+
+class Format(StrEnum):
+    """Formats of `traindiff show`."""
+
+    TABLE = "table"
+    CSV = "csv"
+    JSON = "json"
+    PARQUET = "parquet"
+
+
+@app.command()
+@says_what_is_wrong
+def show(
+    recording: Annotated[str, typer.Argument(help="Recording to list.")],
+    site: Annotated[str, typer.Option(help="Glob over sites, e.g. 'transformer.h.3.*'.")] = "*",
+    phase: Annotated[list[str] | None, typer.Option(help="Phase, e.g. grad. Repeatable.")] = None,
+    steps: Annotated[str | None, typer.Option(help='Steps, e.g. "0-9,20,30-".')] = None,
+    top: Annotated[int, typer.Option(min=0, help="Rows of the table in the terminal.")] = 40,
+    form: Annotated[Format, typer.Option("--format", "-f", help="Format of the output.")] = Format.TABLE,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write.")] = None,
+) -> None:
+    """List a recording's steps, sites and their numbers."""
+    from traindiff.errors import ConfigError, Problem
+    from traindiff.recording import open_recording
+    from traindiff.report import observations as table
+    from traindiff.report.recording import print_head, print_rows
+    from traindiff.steps import StepSelection, parse_steps
+
+    form = Format.JSON if as_json else form
+    phases = tuple(phase or ())
+    table.check_phases(phases)
+    selection = parse_steps(steps, where="--steps")
+    if not isinstance(selection, StepSelection):
+        raise ConfigError("show", [selection])
+    if form is Format.PARQUET and output is None:
+        fix = "Write --output FILE.parquet."
+        raise ConfigError("show", [Problem(where="--format parquet", what="needs a file to write.", fix=fix)])
+    found = open_recording(recording)
+    rows = table.rows(found, table.Filter(site=site, phases=phases, steps=selection))
+
+    if form is Format.TABLE:
+        print_head(results, found)
+        print_rows(results, islice(rows, top), rest=rows)
+    elif form is Format.PARQUET and output is not None:
+        with output.open("wb") as binary:
+            table.write_parquet(rows, binary)
+    else:
+        with output.open("w", encoding="utf-8", newline="") if output else sys.stdout as text:
+            if form is Format.CSV:
+                table.write_csv(rows, text)
+            else:
+                table.write_json(rows, text, recording=found)

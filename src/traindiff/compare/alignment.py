@@ -1,0 +1,114 @@
+"""Bring the entries of two runs together, and say which have no counterpart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from traindiff.compare.step_table import Entry, Key
+from traindiff.errors import ConfigError, Problem
+
+Rename = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One site in both runs."""
+
+    baseline: Entry
+    candidate: Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aligned:
+    """Two tables brought together.
+
+    Attributes:
+        pairs: In the baseline's execution order.
+        only_baseline: Entries without a counterpart in the candidate.
+        only_candidate: Entries without a counterpart in the baseline.
+        unmerged: Pairs whose shapes show that a batch axis was not recognised on one side.
+    """
+
+    pairs: tuple[Pair, ...]
+    only_baseline: tuple[Entry, ...]
+    only_candidate: tuple[Entry, ...]
+    unmerged: tuple[Pair, ...]
+
+
+def parse_renames(renames: Mapping[str, str] | Sequence[str] | None) -> Rename:
+    r"""A function that maps the candidate's paths to the baseline's.
+
+    Args:
+        renames: Regular expressions and replacements as in `re.sub`, as a mapping or as
+            `PATTERN=REPLACEMENT` texts; all are applied, in order, to each path.
+
+    Raises:
+        ConfigError: A text without `=`, or an invalid expression or replacement.
+    """
+    if not renames:
+        return lambda path: path
+    pairs = list(renames.items()) if isinstance(renames, Mapping) else [text.partition("=")[::2] for text in renames]
+    problems: list[Problem] = []
+    rules: list[tuple[re.Pattern[str], str]] = []
+    for pattern, replacement in pairs:
+        where = f"--rename {pattern}={replacement}"
+        if not isinstance(renames, Mapping) and not any(text.startswith(pattern + "=") for text in renames):
+            problems.append(Problem(where=f"--rename {pattern}", what='has no "=".', fix=_RENAME_FIX))
+            continue
+        try:
+            rule = re.compile(pattern)
+            rule.sub(replacement, "")
+        except (re.error, IndexError) as error:
+            problems.append(Problem(where=where, what=f"is not a regular expression: {error}.", fix=_RENAME_FIX))
+            continue
+        rules.append((rule, replacement))
+    if problems:
+        raise ConfigError("compare(...)", problems, consequence="nothing was compared")
+
+    def rename(path: str) -> str:
+        for rule, replacement in rules:
+            path = rule.sub(replacement, path)
+        return path
+
+    return rename
+
+
+_RENAME_FIX = r"Write PATTERN=REPLACEMENT, e.g. --rename '^model\.layers\.=transformer.h.'"
+
+
+def align(baseline: Mapping[Key, Entry], candidate: Mapping[Key, Entry]) -> Aligned:
+    """Pair entries by key; the candidate's paths are renamed already."""
+    renamed = dict(candidate)
+    pairs, unmerged, only_baseline = [], [], []
+    for key, entry in baseline.items():
+        other = renamed.pop(key, None)
+        if other is None:
+            only_baseline.append(entry)
+        elif _is_unmerged(entry, other):
+            unmerged.append(Pair(baseline=entry, candidate=other))
+        else:
+            pairs.append(Pair(baseline=entry, candidate=other))
+    return Aligned(
+        pairs=tuple(pairs),
+        only_baseline=tuple(entry for entry in only_baseline if not _is_later_micro_step(entry, candidate)),
+        only_candidate=tuple(e for e in renamed.values() if not _is_later_micro_step(e, baseline)),
+        unmerged=tuple(unmerged),
+    )
+
+
+def _is_unmerged(baseline: Entry, candidate: Entry) -> bool:
+    """Shapes that agree except in axis 0, where one is a whole multiple of the other."""
+    left, right = baseline.shape, candidate.shape
+    if left == right or len(left) != len(right) or left[1:] != right[1:] or baseline.key.phase == "param":
+        return False
+    small, large = sorted((left[0], right[0]))
+    return small > 0 and large % small == 0
+
+
+def _is_later_micro_step(entry: Entry, others: Mapping[Key, Entry]) -> bool:
+    """A tensor that one run has once per micro-step, and the other, with fewer, not so often."""
+    return entry.key.micro_step > 0 and any(
+        key.path == entry.key.path and key.phase == entry.key.phase for key in others
+    )

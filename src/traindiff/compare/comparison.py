@@ -1,0 +1,243 @@
+"""`traindiff.compare`: two recordings to a verdict."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from traindiff.compare.alignment import Pair, Rename, align, parse_renames
+from traindiff.compare.circumstances import circumstances
+from traindiff.compare.derived import Updates, gradient_norm
+from traindiff.compare.exact import Groups, check_hyper_parameters, check_random_state
+from traindiff.compare.judge import Judge, StepInput
+from traindiff.compare.measure import Tolerance
+from traindiff.compare.pairing import RunStep, run_steps, step_pairs
+from traindiff.compare.presence import Presence, known_paths
+from traindiff.compare.step_table import Entry, Key
+from traindiff.compare.verdict import MISALIGNED_KINDS, Comparison, Finding, Word
+from traindiff.errors import ConfigError, Problem
+from traindiff.recording import Recording, open_recording
+from traindiff.steps import StepSelection, parse_steps
+
+Progress = Callable[[int], None]
+"""Called with the number of each step after it was compared."""
+
+
+def compare(
+    baseline: str | os.PathLike[str],
+    candidate: str | os.PathLike[str],
+    *,
+    rename: Mapping[str, str] | Sequence[str] | None = None,
+    steps: str | int | Iterable[int] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare two recordings and name the first divergence.
+
+    Args:
+        baseline: Recording of the run that is trusted: a local path or any fsspec URL.
+        candidate: Recording of the run in question.
+        rename: Regular expressions and replacements that turn the candidate's paths into the
+            baseline's.
+        steps: Steps to compare, e.g. `"0-9,20"`. Default: all that both have.
+        rtol: Relative tolerance in place of floors: `||c - b|| <= rtol ||b|| + atol sqrt(n)`.
+        atol: Absolute tolerance per element, in the same formula.
+        progress: Called after each step.
+
+    Returns:
+        The comparison; `print` it, or see `verdict`, `first_divergence` and `findings`.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        RecordingError: One of the recordings cannot be used.
+    """
+    selection = parse_steps(steps, where="compare(steps=...)")
+    if not isinstance(selection, StepSelection):
+        raise ConfigError("compare(...)", [selection], consequence="nothing was compared")
+    tolerance = _tolerance(rtol, atol)
+    renames = parse_renames(rename)
+    runs = (open_recording(os.fspath(baseline)), open_recording(os.fspath(candidate)))
+    return _Comparing(runs, renames, selection, tolerance).run(progress)
+
+
+class _Comparing:
+    """The state of one comparison while it walks through the steps."""
+
+    def __init__(
+        self,
+        runs: tuple[Recording, Recording],
+        rename: Rename,
+        selection: StepSelection,
+        tolerance: Tolerance | None,
+    ) -> None:
+        self._runs = runs
+        self._rename = rename
+        self._selection = selection
+        contents = [[run.rank_content(rank) for rank in run.ranks] for run in runs]
+        self._groups = (_groups(contents[0], lambda path: path), _groups(contents[1], rename))
+        renamed = frozenset(rename(path) for path in known_paths(contents[1]))
+        self._presence = Presence(known=(known_paths(contents[0]), renamed))
+        self._judge = Judge(tolerance)
+        self._updates = (Updates(), Updates())
+        self._compared: list[int] = []
+        self._alone: tuple[list[int], list[int]] = ([], [])
+        self._settings_reported: set[tuple[str, Any, Any]] = set()
+
+    def run(self, progress: Progress | None) -> Comparison:
+        for left, right in step_pairs(run_steps(self._runs[0]), run_steps(self._runs[1])):
+            if left is not None and right is not None:
+                self._step(left, right)
+                if progress:
+                    progress(left.step)
+            elif (alone := left or right) is not None and alone.finished and alone.step in self._selection:
+                self._alone[0 if left else 1].append(alone.step)
+        notes, incomplete = self._limits()
+        return Comparison(
+            baseline=self._runs[0].path,
+            candidate=self._runs[1].path,
+            verdict=self._word(incomplete=incomplete),
+            calibrated=False,
+            findings=tuple(self._judge.findings),
+            unaligned=self._presence.sides(),
+            steps=tuple(dict.fromkeys(self._compared)),
+            notes=tuple(notes),
+            differences=tuple(sorted(self._judge.differences.values(), key=lambda row: row.order)),
+        )
+
+    def _step(self, left: RunStep, right: RunStep) -> None:
+        tables = (
+            left.table,
+            {key._replace(path=self._rename(key.path)): e for key, e in right.table.items()},
+        )
+        updates, before = zip(
+            *(one.derive(table) for one, table in zip(self._updates, tables, strict=True)), strict=True
+        )
+        if left.step not in self._selection:
+            return
+        for table, derived in zip(tables, updates, strict=True):
+            table.update((entry.key, entry) for entry in (*derived, *gradient_norm(table)))
+        first = not self._compared
+        self._compared.append(left.step)
+        in_order = dict(sorted(tables[0].items(), key=lambda item: item[1].order))
+        aligned = align(in_order, tables[1])
+        pairs, findings = self._presence.judge(aligned, step=left.step)
+        findings += check_random_state(tables[0], tables[1], step=left.step)
+        findings += self._hyper_parameters(tables, left.step)
+        self._judge.judge(
+            StepInput(
+                step=left.step,
+                first=first,
+                pairs=tuple(pairs),
+                found=tuple(findings),
+                contributions=_contributions(tables[1]),
+                parameters=_both(before[0], before[1]),
+                micro_steps=1 + max((part[0] for e in tables[1].values() for part in e.parts), default=0),
+                samples=max((int(e.summary["count"]) for k, e in tables[0].items() if k.phase == "batch"), default=1),
+            )
+        )
+
+    def _hyper_parameters(self, tables: tuple[dict[Key, Entry], dict[Key, Entry]], step: int) -> list[Finding]:
+        found = check_hyper_parameters((tables[0], self._groups[0]), (tables[1], self._groups[1]), step=step)
+        fresh = []
+        for finding in found:
+            change = (finding.slot, finding.evidence["baseline"], finding.evidence["candidate"])
+            if change not in self._settings_reported:
+                self._settings_reported.add(change)
+                fresh.append(finding)
+        return fresh
+
+    def _limits(self) -> tuple[list[str], bool]:
+        """What limits the verdict, in sentences, and whether that leaves it incomplete."""
+        notes = [
+            f"{name}: {status.says}"
+            for name, run in zip(("baseline", "candidate"), self._runs, strict=True)
+            for rank in run.ranks
+            if (status := run.status(rank)).says
+        ]
+        incomplete = False
+        for name, run in zip(("baseline", "candidate"), self._runs, strict=True):
+            if run.missing_ranks:
+                incomplete = True
+                notes.append(f"{name}: rank {', '.join(map(str, run.missing_ranks))} left no recording.")
+        if not self._compared:
+            incomplete = True
+            notes.append(_nothing_in_common(self._runs, self._alone))
+        else:
+            for name, alone in zip(("candidate", "baseline"), self._alone, strict=True):
+                after = [step for step in alone if step > self._compared[-1]]
+                if after:
+                    incomplete = True
+                    notes.append(
+                        f"The {name} ends after step {self._compared[-1]}; {len(after)} later steps of "
+                        "the other run were not compared. (--steps compares a part on purpose.)"
+                    )
+        if self._presence.unobserved:
+            incomplete = True
+            site, why = next(iter(self._presence.unobserved.items()))
+            more = len(self._presence.unobserved) - 1
+            notes.append(f"Not observed, so unknown: {site} ({why}){f' and {more} more sites' if more else ''}.")
+        notes += [f"{one.path} {one.slot}: {one.why}." for one in self._presence.sides()[0] if one.why][:3]
+        if self._judge.nan_in_both:
+            notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
+        if any(self._presence.unaligned):
+            incomplete = True
+        return [*notes, *circumstances(self._runs[0].run, self._runs[1].run)], incomplete
+
+    def _word(self, *, incomplete: bool) -> Word:
+        if self._judge.findings:
+            return "misaligned" if self._judge.findings[0].kind in MISALIGNED_KINDS else "diverged"
+        if incomplete:
+            return "incomplete"
+        return "identical" if self._judge.all_equal else "equivalent"
+
+
+def _tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
+    problems = [
+        Problem(
+            where=f"compare({name}={value!r})",
+            what="must be a number from 0 up.",
+            fix=f"Write e.g. {name}=1e-5, or leave it out to judge by floors.",
+        )
+        for name, value in (("rtol", rtol), ("atol", atol))
+        if value is not None and not value >= 0
+    ]
+    if problems:
+        raise ConfigError("compare(...)", problems, consequence="nothing was compared")
+    return None if rtol is None and atol is None else Tolerance(rtol=rtol or 0.0, atol=atol or 0.0)
+
+
+def _groups(contents: Iterable[Mapping[str, Any]], rename: Rename) -> Groups:
+    return {
+        optimizer["name"]: [[rename(path) for path in group] for group in optimizer["groups"]]
+        for content in contents
+        for optimizer in content.get("optimizers", [])
+    }
+
+
+def _contributions(table: Mapping[Key, Entry]) -> dict[str, dict[int, Any]]:
+    """What each micro-batch brought to each gradient."""
+    found: dict[str, dict[int, Any]] = {}
+    for key, entry in table.items():
+        if key.phase == "grad" and key.stage == "micro" and key.call == 0:
+            found[key.path] = {micro_step: summary for micro_step, _, summary in entry.parts}
+    return found
+
+
+def _both(baseline: Mapping[str, Entry], candidate: Mapping[str, Entry]) -> dict[str, Pair]:
+    return {
+        path: Pair(baseline=entry, candidate=candidate[path])
+        for path, entry in baseline.items()
+        if path in candidate and candidate[path].shape == entry.shape
+    }
+
+
+def _nothing_in_common(runs: tuple[Recording, Recording], alone: tuple[list[int], list[int]]) -> str:
+    for name, run, steps in zip(("baseline", "candidate"), runs, alone, strict=True):
+        if not steps:
+            return f"The {name} ({run.path}) has no finished step among those asked for."
+    return (
+        f"The recordings have no step in common: the baseline has steps {alone[0][0]} to {alone[0][-1]}, "
+        f"the candidate {alone[1][0]} to {alone[1][-1]}."
+    )

@@ -1,0 +1,65 @@
+"""Entries that follow from others: updates of parameters, and the norm of all gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from traindiff.compare.step_table import Entry, Key, scalar_entry
+from traindiff.summary import add
+
+GRADIENT_NORM = Key("grad", "", "(all parameters)", "norm", 0, 0)
+"""Where the norm of all parameter gradients, recomputed from their summaries, is filed."""
+
+
+class Updates:
+    """Derives what each step did to each parameter, from the parameters before and after it.
+
+    An update is the difference of two tensors, so its sketch is the difference of two sketches; in
+    float64 that leaves about ten digits of an update a millionth the size of its parameter.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: dict[str, Entry] = {}
+
+    def derive(self, table: dict[Key, Entry]) -> tuple[list[Entry], dict[str, Entry]]:
+        """Entries of phase `update`, and the parameters as this step found them, by path."""
+        for key, entry in table.items():
+            if key.phase == "param" and key.stage == "before" and key.slot == "value":
+                self._parameters[key.path] = entry
+        before = dict(self._parameters)
+        found: list[Entry] = []
+        for key, entry in table.items():
+            if key.phase != "param" or key.stage or key.slot != "value":
+                continue
+            old = before.get(key.path)
+            if old is not None and old.shape == entry.shape:
+                found.append(_update(key, old, entry))
+            self._parameters[key.path] = entry
+        return found, before
+
+
+def _update(key: Key, before: Entry, after: Entry) -> Entry:
+    same = before.exact and after.exact and before.summary["fingerprint"] == after.summary["fingerprint"]
+    summary: Any = add([after.summary, before.summary], [1.0, -1.0])
+    if same:
+        summary = add([after.summary], [0.0])
+    return Entry(
+        key=Key("update", "", key.path, "update", 0, 0),
+        order=after.order,
+        dtype=after.dtype,
+        shape=after.shape,
+        summary=summary,
+        exact=False,
+    )
+
+
+def gradient_norm(table: dict[Key, Entry]) -> list[Entry]:
+    """The norm of all gradients as the optimizers saw them; nothing where there are none."""
+    gradients = [e for k, e in table.items() if k.phase == "grad" and not k.stage and not e.unobserved]
+    if not gradients:
+        return []
+    squares = sum(float(entry.summary["sum_of_squares"]) for entry in gradients)
+    bad = any(int(entry.summary["nan"]) or int(entry.summary["positive_infinity"]) for entry in gradients)
+    value = math.nan if bad else math.sqrt(squares)
+    return [scalar_entry(GRADIENT_NORM, value, order=max(entry.order for entry in gradients))]

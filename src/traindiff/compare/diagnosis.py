@@ -1,0 +1,231 @@
+"""What a difference looks like: each test reads two summaries and may recognise one shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from traindiff.compare.floors import UNIT_ROUNDOFF
+from traindiff.compare.step_table import Entry
+from traindiff.summary import distance, finite_count, nonfinite_count, norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """A recognised shape: a word for it, what to say, and the numbers behind it."""
+
+    kind: str
+    says: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Everything a test may look at.
+
+    Attributes:
+        baseline: The baseline's entry.
+        candidate: The candidate's entry.
+        contributions: What each micro-batch of the candidate brought to this gradient, if recorded.
+        micro_steps: How many micro-batches the candidate's step had.
+        difference: Relative L2 difference.
+        floor: Its floor.
+    """
+
+    baseline: Entry
+    candidate: Entry
+    contributions: Mapping[int, Any] = field(default_factory=dict)
+    micro_steps: int = 1
+    difference: float = 0.0
+    floor: float = 0.0
+
+
+def diagnose(case: Case) -> Diagnosis:
+    """The first shape that fits, from the most to the least specific."""
+    for test in TESTS:
+        if (found := test(case)) is not None:
+            return found
+    size = f"{case.difference:.2g}"
+    return Diagnosis(kind="value", says=f"The values differ by {size} of the baseline's size (relative L2).")
+
+
+def best_fit(case: Case) -> tuple[float, float]:
+    """The s that minimises `||candidate - s * baseline||`, and what that leaves of the candidate."""
+    b, c = case.baseline.summary["sketch"], case.candidate.summary["sketch"]
+    power = float(b @ b)
+    if power == 0.0:
+        return 0.0, 1.0
+    s = float(b @ c) / power
+    size = float(np.sqrt(c @ c))
+    return s, float(np.sqrt(np.square(c - s * b).sum())) / size if size else 0.0
+
+
+def nonfinite(case: Case) -> Diagnosis | None:
+    """NaN or infinities where the other run has none, or others."""
+    left, right = case.baseline.summary, case.candidate.summary
+    counts = [
+        (int(left[name]), int(right[name]), words)
+        for name, words in (("nan", "NaN"), ("positive_infinity", "+inf"), ("negative_infinity", "-inf"))
+    ]
+    differing = [entry for entry in counts if entry[0] != entry[1]]
+    if not differing:
+        if nonfinite_count(left) and left["nonfinite"] != right["nonfinite"]:
+            return Diagnosis(kind="non-finite", says="NaN or infinities stand at other places than in the baseline.")
+        return None
+    says = ", ".join(f"{there} {words} where the baseline has {here}" for here, there, words in differing)
+    evidence = {words: there for _, there, words in counts}
+    return Diagnosis(
+        kind="non-finite",
+        says=f"The candidate holds {says}, of {int(right['count'])} elements.",
+        evidence=evidence,
+    )
+
+
+def vanished(case: Case) -> Diagnosis | None:
+    """All zero on one side only."""
+    if float(norm(case.candidate.summary)) == 0.0:
+        if case.candidate.key.phase == "update":
+            return Diagnosis(kind="never-updated", says="The candidate's parameter did not move; the baseline's did.")
+        return Diagnosis(kind="zero", says="The candidate's is all zero; the baseline's is not.")
+    if float(norm(case.baseline.summary)) == 0.0:
+        return Diagnosis(kind="zero", says="The baseline's is all zero; the candidate's is not.")
+    return None
+
+
+def lost_contribution(case: Case) -> Diagnosis | None:
+    """A gradient that is not the sum of what its micro-batches brought."""
+    if len(case.contributions) < 2:
+        return None
+    steps = list(case.contributions)
+    columns = np.stack([case.contributions[step]["sketch"] for step in steps], axis=1)
+    target = case.candidate.summary["sketch"]
+    factors, *_ = np.linalg.lstsq(columns, target, rcond=None)
+    size = float(np.linalg.norm(target))
+    left_over = float(np.linalg.norm(columns @ factors - target)) / size if size else 0.0
+    common = float(np.median(factors))
+    if left_over > 1e-3 or abs(common) < 1e-12:
+        return None
+    relative = factors / common
+    odd = [(step, float(value)) for step, value in zip(steps, relative, strict=True) if abs(value - 1.0) > 0.05]
+    if not odd or len(odd) > len(steps) // 2:
+        return None
+    parts = ", ".join(f"micro-step {step} enters {_times(value)}" for step, value in odd)
+    return Diagnosis(
+        kind="lost-contribution",
+        says=f"The optimizer does not see the sum of the {len(steps)} micro-batches' gradients: "
+        f"{parts}, the others once.",
+        evidence={"micro_step": odd[0][0], "factor": odd[0][1], "residual": left_over},
+    )
+
+
+def permuted(case: Case) -> Diagnosis | None:
+    """The same values in another order."""
+    left, right = case.baseline, case.candidate
+    known = left.exact and right.exact and left.dtype == right.dtype
+    if known and left.summary["multiset"] == right.summary["multiset"]:
+        return Diagnosis(kind="permuted", says="The candidate holds the same values in another order.")
+    return None
+
+
+def scaled(case: Case) -> Diagnosis | None:
+    """A constant factor."""
+    s, left_over = best_fit(case)
+    if s == 0.0 or abs(s - 1.0) < 3 * max(left_over, case.floor) or left_over > 0.02:
+        return None
+    if abs(s + 1.0) < 0.02:
+        return Diagnosis(
+            kind="sign",
+            says="The candidate's is the baseline's with the sign flipped.",
+            evidence={"factor": s},
+        )
+    return Diagnosis(
+        kind="scale",
+        says=f"The candidate's is {s:.4g} x the baseline's{_meaning(s, case.micro_steps)}.",
+        evidence={"factor": s, "residual": left_over},
+    )
+
+
+def shifted(case: Case) -> Diagnosis | None:
+    """A constant added to every element."""
+    left, right = case.baseline.summary, case.candidate.summary
+    count = int(finite_count(left))
+    total = float(right["sum"] - left["sum"])
+    size = float(distance(left, right))
+    # A constant k over n elements has sum n k and norm sqrt(n) |k|; the sketch is good to about 9 %.
+    if count < 16 or size == 0.0 or not 0.75 < abs(total) / (math.sqrt(count) * size) < 1.35:
+        return None
+    k = total / count
+    return Diagnosis(kind="offset", says=f"Every element is about {k:+.4g} off.", evidence={"offset": k})
+
+
+def localised(case: Case) -> Diagnosis | None:
+    """One bucket of rows, or of columns, holds the whole difference."""
+    for axis in ("row", "column"):
+        left = np.sqrt(case.baseline.summary[f"{axis}_squares"])
+        right = np.sqrt(case.candidate.summary[f"{axis}_squares"])
+        used = (left > 0) | (right > 0)
+        if used.sum() < 4:
+            continue
+        change = np.abs(right - left)
+        worst = int(np.argmax(change))
+        rest = np.delete(change, worst)
+        if change[worst] > 20 * float(rest.max(initial=0.0)) and change[worst] > 4 * case.floor * left.max():
+            return Diagnosis(
+                kind="localised",
+                says=f"The difference is in one part of the {axis}s only (bucket {worst + 1} of {int(used.sum())}).",
+                evidence={"axis": axis, "bucket": worst},
+            )
+    return None
+
+
+def precision(case: Case) -> Diagnosis | None:
+    """As large as rounding to a shorter dtype would make it."""
+    if case.baseline.dtype not in ("float32", "float64") or case.candidate.dtype != case.baseline.dtype:
+        return None
+    for dtype in ("bfloat16", "float16"):
+        u = UNIT_ROUNDOFF[dtype]
+        if 0.15 * u < case.difference < 1.2 * u:
+            return Diagnosis(
+                kind="precision",
+                says=f"The difference, {case.difference:.2g} of the baseline's size, is as small as rounding to "
+                f"{dtype} would make it: a shorter dtype inside, or an approximation?",
+                evidence={"dtype": dtype},
+            )
+    return None
+
+
+TESTS: tuple[Callable[[Case], Diagnosis | None], ...] = (
+    nonfinite,
+    vanished,
+    lost_contribution,
+    permuted,
+    scaled,
+    shifted,
+    localised,
+    precision,
+)
+"""In the order in which they are tried; each is independent of the others."""
+
+
+def _times(value: float) -> str:
+    if abs(value) < 0.02:
+        return "not at all"
+    return "twice" if abs(value - 2.0) < 0.02 else f"{value:.3g} times"
+
+
+def _meaning(factor: float, micro_steps: int) -> str:
+    """A reading of a factor that is a small whole number or one over it."""
+    size = abs(factor)
+    whole = Fraction(size).limit_denominator(64)
+    if size == 0 or (whole.numerator != 1 and whole.denominator != 1) or abs(float(whole) / size - 1) > 0.01:
+        return ""
+    if whole == Fraction(1, micro_steps) and micro_steps > 1:
+        return f" (= 1/{micro_steps}, one over its micro-batches: divided once too often?)"
+    if whole == micro_steps and micro_steps > 1:
+        return f" (= its {micro_steps} micro-batches: summed instead of averaged?)"
+    return f" (= {whole})"

@@ -1,0 +1,123 @@
+"""The exact class: what must be equal to the bit for two runs to be asked the same question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from traindiff.compare.alignment import Pair
+from traindiff.compare.measure import equal_bits
+from traindiff.compare.step_table import Entry, Key
+from traindiff.compare.verdict import Finding
+from traindiff.site import label
+
+Groups = Mapping[str, list[list[str]]]
+"""Parameters of each group of each optimizer, by the optimizer's name; from `rank.json`."""
+
+
+def exact_finding(pair: Pair, *, step: int, kind: str, says: str, evidence: Mapping[str, Any]) -> Finding:
+    """A finding of the exact class, at a pair."""
+    key = pair.baseline.key
+    return Finding(
+        step=step, micro_step=None, rank=None, phase=key.phase, stage=key.stage, path=key.path, slot=key.slot,
+        call=key.call, order=pair.baseline.order, kind=kind, difference=float("inf"), floor=0.0, says=says,
+        evidence=evidence,
+    )  # fmt: skip
+
+
+def check_batch(pair: Pair, *, step: int) -> Finding | None:
+    """Compare an input of the root."""
+    if equal_bits(pair):
+        return None
+    left, right = pair.baseline, pair.candidate
+    where = label(left.key.path, left.key.slot)
+    if left.shape != right.shape:
+        shapes = f"{list(left.shape)} in the baseline, {list(right.shape)} in the candidate"
+        says = f"The batch differs: {where} has shape {shapes}."
+    elif left.dtype != right.dtype:
+        says = f"The batch differs: {where} is {left.dtype} in the baseline, {right.dtype} in the candidate."
+    elif left.summary["multiset"] == right.summary["multiset"]:
+        says = f"The batch differs: {where} holds the same values in another order."
+    else:
+        says = f"The batch differs: {where} holds other values."
+    return exact_finding(pair, step=step, kind="batch", says=says, evidence={})
+
+
+def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
+    """Compare a parameter as the first recorded step found it."""
+    if equal_bits(pair):
+        return None
+    left, right = pair.baseline, pair.candidate
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return None  # another precision or another layout is judged by its numbers
+    path = left.key.path
+    if left.summary["multiset"] == right.summary["multiset"]:
+        says = f"{path} starts with the same values in another order (a converted checkpoint, permuted?)."
+    else:
+        says = f"{path} starts with other values: another seed, initialisation or checkpoint?"
+    return exact_finding(pair, step=step, kind="initial-parameter", says=says, evidence={})
+
+
+def check_random_state(
+    baseline: Mapping[Key, Entry], candidate: Mapping[Key, Entry], *, step: int
+) -> Iterator[Finding]:
+    """Compare the state of random generators from which a forward pass draws."""
+    drawn = _drawn(baseline) | _drawn(candidate)
+    for key, entry in baseline.items():
+        other = candidate.get(key)
+        if key.path != "rng" or key.stage != "before" or key.slot not in drawn:
+            continue
+        if other is not None and not equal_bits(Pair(baseline=entry, candidate=other)):
+            says = (
+                f"torch's {key.slot} random state differs before the forward pass, which draws from it: "
+                "masks and samples cannot be the same."
+            )
+            pair = Pair(baseline=entry, candidate=other)
+            yield exact_finding(pair, step=step, kind="random-state", says=says, evidence={})
+            return
+
+
+def _drawn(table: Mapping[Key, Entry]) -> set[str]:
+    """Generators whose state a forward pass changed."""
+    return {
+        key.slot
+        for key, entry in table.items()
+        if key.path == "rng"
+        and key.stage == "before"
+        and (after := table.get(key._replace(stage="after"))) is not None
+        and after.summary["fingerprint"] != entry.summary["fingerprint"]
+    }
+
+
+def check_hyper_parameters(
+    baseline: tuple[Mapping[Key, Entry], Groups], candidate: tuple[Mapping[Key, Entry], Groups], *, step: int
+) -> Iterator[Finding]:
+    """Compare learning rate and other settings of the optimizers, parameter by parameter."""
+    left, right = _settings(*baseline), _settings(*candidate)
+    differing: dict[tuple[str, float, float], list[str]] = {}
+    entries: dict[tuple[str, float, float], Pair] = {}
+    for (path, slot), (value, entry) in left.items():
+        if (path, slot) in right and (found := right[path, slot])[0] != value:
+            change = (slot, value, found[0])
+            differing.setdefault(change, []).append(path)
+            entries.setdefault(change, Pair(baseline=entry, candidate=found[1]))
+    for (slot, before, after), paths in differing.items():
+        among = paths[0] if len(paths) == 1 else f"{len(paths)} parameters ({', '.join(paths[:2])}, ...)"
+        says = f"{slot} is {before:g} in the baseline and {after:g} in the candidate, for {among}."
+        evidence = {"baseline": before, "candidate": after, "parameters": len(paths), "paths": paths}
+        pair = entries[slot, before, after]
+        yield exact_finding(pair, step=step, kind="hyper-parameter", says=says, evidence=evidence)
+
+
+def _settings(table: Mapping[Key, Entry], groups: Groups) -> dict[tuple[str, str], tuple[float, Entry]]:
+    """Value of each setting by parameter (by group, where its parameters are not known)."""
+    found: dict[tuple[str, str], tuple[float, Entry]] = {}
+    for key, entry in table.items():
+        name, separator, number = key.path.rpartition(".groups[")
+        if key.phase != "optimizer" or not separator:
+            continue
+        members = groups.get(name, [])
+        index = int(number.rstrip("]"))
+        for path in members[index] if index < len(members) else [key.path]:
+            found[path, key.slot] = (float(entry.summary["sum"]), entry)
+    return found

@@ -1,0 +1,124 @@
+"""How far apart two correct runs may be at a site, as far as that follows from rounding alone.
+
+These floors are *uncalibrated*: they come from the dtypes and from the differences measured at a
+site's inputs, not from replicas of the baseline. Two ideas carry them:
+
+* One operation in a dtype of unit roundoff u gives results that differ by `c * u` when it is computed
+  in another order. c is 32 for float32 and float64, whose errors grow with the length of a
+  reduction, and 4 for shorter dtypes, which accumulate in a longer one and round once.
+* What enters an operation with a relative difference e may leave it with `GAIN * e`. So a site is
+  judged against the differences *measured* at its inputs: noise may grow from site to site and
+  from step to step, a jump is a finding ("inputs agree, output does not").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+UNIT_ROUNDOFF = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-9,
+    "float8_e4m3fn": 2.0**-4,
+    "float8_e4m3fnuz": 2.0**-4,
+    "float8_e5m2": 2.0**-3,
+    "float8_e5m2fnuz": 2.0**-3,
+    "complex64": 2.0**-24,
+    "complex128": 2.0**-53,
+}
+"""Half the distance from 1 to the next number (Higham, Accuracy and Stability, 2002, section 2.1)."""
+
+GAIN = 8.0
+"""How much one observed operation may enlarge the relative difference of its inputs."""
+
+ADAPTIVE_GAIN = 30.0
+"""The same for the square root law of adaptive optimizers; see `Floors.update`."""
+
+
+def rounding(dtype: str) -> float:
+    """Floor of one operation in `dtype`: `c * u`; 0 for dtypes without fractions."""
+    u = UNIT_ROUNDOFF.get(dtype, 0.0)
+    return (32.0 if u <= UNIT_ROUNDOFF["float32"] else 4.0) * u
+
+
+@dataclass(slots=True)
+class Floors:
+    """Floors of one step, fed with the differences measured so far in it.
+
+    Attributes:
+        parameters: Relative difference of all parameters together, as the step found them.
+        own: The same per module, of the parameters that it owns.
+        gradients: Largest relative difference of each parameter's gradients so far in the run.
+        precision: Largest rounding of a dtype that has been observed on the way of the data.
+        flow: Largest relative difference on the way of the data.
+        settings_differ: Whether the optimizers are set differently, so that states and updates must differ.
+    """
+
+    parameters: float = 0.0
+    own: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
+    precision: float = 0.0
+    flow: float = 0.0
+    settings_differ: bool = False
+
+    def activation(self, path: str, dtypes: Iterable[str]) -> float:
+        """Floor of an output of a module, or of the gradient of one."""
+        self.precision = max(self.precision, *(rounding(dtype) for dtype in dtypes))
+        inputs = max(self.flow, self.parameters, self.own.get(path, 0.0))
+        return max(self.precision, GAIN * inputs)
+
+    def gradient(self, cancellation: float) -> float:
+        """Floor of a parameter's gradient.
+
+        Args:
+            cancellation: Norm of the terms that were added up, over the norm of their sum. It is
+                large for a gradient that is mathematically zero, e.g. of a key bias: what is left
+                of it is rounding, and as large as the rounding of its terms.
+        """
+        return max(self.precision, GAIN * max(self.flow, self.parameters)) * max(1.0, cancellation)
+
+    def state(self, path: str, dtypes: Iterable[str]) -> float:
+        """Floor of an optimizer's state of a parameter: linear (or quadratic) in its gradients."""
+        if self.settings_differ:
+            return math.inf
+        local = max((rounding(dtype) for dtype in dtypes), default=0.0)
+        return max(local, self.precision, GAIN * self.gradients.get(path, 0.0))
+
+    def update(self, path: str, dtype: str, *, adaptive: bool, storage: float) -> float:
+        """Floor of a parameter's update.
+
+        The first update of an adaptive optimizer is the *sign* of the gradient: every element
+        smaller than its own error goes either way. A relative error e flips a share of about e of the
+        elements, and that is a relative difference of order sqrt(e).
+
+        Args:
+            path: The parameter.
+            dtype: Its dtype.
+            adaptive: Whether the optimizer divides by a moment of the gradient.
+            storage: Norm of the parameter over norm of its update: an update is stored only to the
+                rounding of the parameter that it is added to.
+        """
+        if self.settings_differ:
+            return math.inf
+        gradient = max(self.gradients.get(path, 0.0), self.precision, rounding(dtype))
+        own = ADAPTIVE_GAIN * math.sqrt(gradient) if adaptive else GAIN * gradient
+        return max(own, 2.0 * UNIT_ROUNDOFF.get(dtype, 0.0) * (1.0 + storage))
+
+    def scalar(self, terms: int) -> float:
+        """Floor of a number that was reduced from many: `sqrt(N) * u`, or what its terms bring in."""
+        reduction = math.sqrt(max(1, terms)) * UNIT_ROUNDOFF["float32"]
+        return max(self.precision, reduction, GAIN * max(self.flow, self.parameters))
+
+    def saw(self, difference: float) -> None:
+        """A relative difference was measured on the way of the data."""
+        if math.isfinite(difference):
+            self.flow = max(self.flow, difference)
+        else:
+            self.flow = math.inf
+
+    def saw_gradient(self, path: str, difference: float) -> None:
+        """A relative difference of a parameter's gradient was measured."""
+        self.gradients[path] = max(self.gradients.get(path, 0.0), difference)

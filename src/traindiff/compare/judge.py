@@ -1,0 +1,309 @@
+"""Judge one step: measure every aligned site against its floor, in execution order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from traindiff.compare import exact
+from traindiff.compare.alignment import Pair
+from traindiff.compare.diagnosis import Case, Diagnosis, diagnose
+from traindiff.compare.floors import UNIT_ROUNDOFF, Floors
+from traindiff.compare.gradients import cancellation, common_factor, terms_norms
+from traindiff.compare.measure import Tolerance, difference, equal_bits, rescaled
+from traindiff.compare.step_table import Key
+from traindiff.compare.verdict import Finding, SiteDifference
+from traindiff.summary import distance, norm
+
+LINEAR_STATE = frozenset({"momentum_buffer", "step"})
+"""State slots of optimizers whose update is linear in the gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """What is known of a step before it is judged.
+
+    Attributes:
+        step: Its number.
+        first: Whether it is the first step that is compared.
+        pairs: Aligned entries in the baseline's execution order.
+        found: Findings of the step that need no measuring.
+        contributions: By path: what each micro-batch of the candidate brought to a gradient.
+        parameters: By path: the parameters as this step found them, on both sides.
+        micro_steps: Micro-batches in the candidate's step.
+        samples: Elements in the baseline's batch.
+    """
+
+    step: int
+    first: bool
+    pairs: tuple[Pair, ...]
+    found: tuple[Finding, ...]
+    contributions: Mapping[str, Mapping[int, Any]]
+    parameters: Mapping[str, Pair]
+    micro_steps: int
+    samples: int
+
+
+class Judge:
+    """Judges the steps of two runs, in order, and keeps what the floors of later steps follow from.
+
+    Args:
+        tolerance: Used in place of floors where the user set one.
+
+    Attributes:
+        findings: Everything found so far, in execution order: each site once, with the number of
+            steps in which it was found.
+        differences: Largest difference of each site so far, in units of its floor.
+        all_equal: Whether every pair so far held the same bits.
+        nan_in_both: Where both runs hold NaN at the same places.
+    """
+
+    def __init__(self, tolerance: Tolerance | None) -> None:
+        self._tolerance = tolerance
+        self._found: dict[tuple[Key, str], Finding] = {}
+        self._gradients: dict[str, float] = {}
+        self._adaptive: set[str] = set()
+        self.differences: dict[Key, SiteDifference] = {}
+        self.all_equal = True
+        self.nan_in_both: list[str] = []
+        self._settings_differ = False
+        self._absent: set[str] = set()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """See the class."""
+        return tuple(self._found.values())
+
+    def judge(self, given: StepInput) -> None:
+        """Judge a step: extends `findings` and `differences`."""
+        self._settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
+        self._absent.update(finding.path for finding in given.found if finding.kind in ("missing", "extra"))
+        step = _Step(self, given, _floors(given, self._gradients, settings_differ=self._settings_differ))
+        for finding in sorted((*given.found, *step.judge()), key=lambda finding: finding.order):
+            site = (_key(finding), finding.kind if finding.kind == "hyper-parameter" else "")
+            held = self._found.get(site)
+            steps = held.evidence["steps"] + 1 if held else 1
+            self._found[site] = replace(held or finding, evidence={**(held or finding).evidence, "steps": steps})
+
+    def floor(self, pair: Pair, floor: float) -> float:
+        """The floor of a pair, or what the user's tolerances make of it."""
+        counter = pair.baseline.key.slot == "step"
+        return floor if self._tolerance is None or counter else self._tolerance.floor(pair)
+
+    def note(self, pair: Pair, step: int, size: float, floor: float) -> None:
+        """Remember the largest difference of a site."""
+        key = pair.baseline.key
+        equal = equal_bits(pair) or (size == 0.0 and not pair.baseline.exact)
+        self.all_equal = self.all_equal and equal
+        row = SiteDifference(
+            phase=key.phase, stage=key.stage, path=key.path, slot=key.slot, call=key.call, step=step,
+            order=pair.baseline.order, difference=size, floor=floor, steps=0, identical_steps=0,
+        )  # fmt: skip
+        held = self.differences.get(key, row)
+        worst = row if row.ratio > held.ratio else held
+        self.differences[key] = replace(worst, steps=held.steps + 1, identical_steps=held.identical_steps + equal)
+
+    def is_adaptive(self, path: str, slot: str | None = None) -> bool:
+        """Whether a parameter's optimizer keeps a moment that it divides by; `slot` is one of its state."""
+        if slot is not None and slot not in LINEAR_STATE:
+            self._adaptive.add(path)
+        return path in self._adaptive
+
+    def is_absent(self, path: str) -> bool:
+        """Whether one run does not train this parameter, so that what follows needs no further word."""
+        return path in self._absent
+
+
+class _Step:
+    """One step while it is judged."""
+
+    def __init__(self, judge: Judge, given: StepInput, floors: Floors) -> None:
+        self._judge = judge
+        self._given = given
+        self._floors = floors
+        self._terms = terms_norms(given.pairs)
+        self._updates: dict[str, tuple[float, bool]] = {}
+
+    def judge(self) -> list[Finding]:
+        """Findings of the step, gradients of one optimizer call judged together."""
+        found: list[Finding | None] = []
+        gradients: list[Pair] = []
+        for pair in self._given.pairs:
+            key = pair.baseline.key
+            if key.phase == "grad" and not key.stage and key.slot == "grad":
+                gradients.append(pair)
+                continue
+            found += self._gradients(gradients)
+            gradients = []
+            found.append(self._pair(pair))
+        found += self._gradients(gradients)
+        return [finding for finding in found if finding is not None]
+
+    def _pair(self, pair: Pair) -> Finding | None:
+        key = pair.baseline.key
+        if key.path == "rng" or ".groups[" in key.path:
+            return None  # judged with the exact class
+        if key.phase == "batch":
+            return self._batch(pair)
+        if key.phase == "param" and key.stage == "before":
+            return self._initial(pair)
+        size = difference(pair)
+        if size is None:
+            return self._whole_numbers(pair)
+        if key.phase == "param" and key.slot == "value":
+            return self._parameter(pair, size)
+        floor = self._floor(pair)
+        if key.phase in ("forward", "backward", "loss"):
+            self._floors.saw(size)
+        if key.phase == "grad" and key.stage == "micro":
+            self._floors.saw_gradient(key.path, size)
+        finding = self._finding(pair, size, floor)
+        if key.phase == "update":
+            self._updates[key.path] = max(size, floor), finding is not None
+        return None if self._judge.is_absent(key.path) else finding
+
+    def _floor(self, pair: Pair) -> float:
+        key, floors = pair.baseline.key, self._floors
+        dtypes = (pair.baseline.dtype, pair.candidate.dtype)
+        if key.phase in ("forward", "backward"):
+            return floors.activation(key.path, dtypes)
+        if key.phase == "loss" or key.slot == "norm":
+            return floors.scalar(self._given.samples)
+        if key.phase == "grad":
+            return floors.gradient(cancellation(pair, self._terms))
+        if key.phase == "optimizer":
+            self._judge.is_adaptive(key.path, key.slot)
+            return 0.0 if key.slot == "step" else floors.state(key.path, dtypes)
+        if key.phase == "update":
+            before, size = self._given.parameters.get(key.path), float(norm(pair.baseline.summary))
+            storage = float(norm(before.baseline.summary)) / size if before is not None and size else 0.0
+            adaptive = self._judge.is_adaptive(key.path)
+            return floors.update(key.path, dtypes[0], adaptive=adaptive, storage=storage)
+        return floors.activation(key.path.rpartition(".")[0], dtypes)  # a buffer
+
+    def _batch(self, pair: Pair) -> Finding | None:
+        finding = exact.check_batch(pair, step=self._given.step)
+        self._judge.note(pair, self._given.step, math.inf if finding else 0.0, 0.0)
+        if finding:
+            self._floors.saw(math.inf)  # everything that follows in this step follows from it
+        return finding
+
+    def _initial(self, pair: Pair) -> Finding | None:
+        if not self._given.first or pair.baseline.key.slot != "value":
+            return None
+        self._judge.note(pair, self._given.step, difference(pair) or 0.0, 0.0)
+        return exact.check_initial_parameter(pair, step=self._given.step)
+
+    def _parameter(self, pair: Pair, size: float) -> Finding | None:
+        """A parameter after the step: no further apart than before it, plus what its update may bring."""
+        path = pair.baseline.key.path
+        before, update = self._given.parameters.get(path), self._updates.get(path)
+        if before is None or update is None or update[1] or self._judge.is_absent(path):
+            return None  # nothing to hold it against, or it follows from what was said of the update
+        whole = float(norm(pair.baseline.summary)) or 1.0
+        moved = float(distance(before.baseline.summary, pair.baseline.summary)) / whole
+        u = UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
+        floor = 2.0 * (difference(before) or 0.0) + 2.0 * moved * update[0] + 4.0 * u
+        return self._finding(pair, size, floor if not math.isnan(floor) else math.inf)
+
+    def _whole_numbers(self, pair: Pair) -> Finding | None:
+        """Indices and masks have no distance; they may flip only where a difference came in."""
+        expected = bool(self._floors.flow or self._floors.parameters)
+        self._judge.note(pair, self._given.step, math.inf, math.inf if expected else 0.0)
+        return None if expected else self._finding(pair, math.inf, 0.0)
+
+    def _gradients(self, pairs: list[Pair]) -> list[Finding | None]:
+        if not pairs:
+            return []
+        floors = {pair.baseline.key: self._floors.gradient(cancellation(pair, self._terms)) for pair in pairs}
+        factor = None if self._judge.floor(pairs[0], math.nan) >= 0 else common_factor(pairs, floors)
+        found: list[Finding] = []
+        for pair in pairs:
+            whole = difference(pair)
+            judged = pair if factor is None else rescaled(pair, factor)
+            size = difference(judged)
+            if whole is None or size is None:
+                continue
+            self._floors.saw_gradient(pair.baseline.key.path, max(whole, size))
+            finding = self._finding(judged, size, floors[pair.baseline.key], observed=pair)
+            if finding:
+                found.append(finding)
+        self._floors.saw(max((d for pair in pairs if (d := difference(pair)) is not None), default=0.0))
+        if factor is None:
+            return list(found)
+        if not found:
+            return [self._all_gradients(pairs, factor, floors)]
+        aside = f" (All other gradients are {factor:.4g} x the baseline's, as clipping to a norm makes them.)"
+        return [replace(finding, says=finding.says + aside) for finding in found]
+
+    def _all_gradients(self, pairs: list[Pair], factor: float, floors: Mapping[Key, float]) -> Finding:
+        first = pairs[0]
+        size, floor = abs(factor - 1.0), floors[first.baseline.key]
+        finding = self._as_finding(first, size, floor, self._shape(first, size, floor))
+        says = f"All gradients: {finding.says[0].lower()}{finding.says[1:]}"
+        return replace(finding, says=says, evidence={**finding.evidence, "factor": factor, "parameters": len(pairs)})
+
+    def _finding(self, pair: Pair, size: float, floor: float, *, observed: Pair | None = None) -> Finding | None:
+        """A finding if the difference exceeds its floor. `observed` is the pair before it was rescaled."""
+        floor = self._judge.floor(pair, floor)
+        self._judge.note(observed or pair, self._given.step, size, floor)
+        left = pair.baseline
+        if int(left.summary["nan"]) and int(pair.candidate.summary["nan"]) and math.isfinite(size):
+            where = f"step {self._given.step}, {left.key.phase} of {left.key.path} {left.key.slot}"
+            self._judge.nan_in_both.append(where)
+        if not size > floor:
+            return None
+        return self._as_finding(pair, size, floor, self._shape(pair, size, floor))
+
+    def _as_finding(self, pair: Pair, size: float, floor: float, shape: Diagnosis) -> Finding:
+        key = pair.baseline.key
+        only = 0 if self._given.micro_steps == 1 else None
+        return Finding(
+            step=self._given.step, micro_step=shape.evidence.get("micro_step", only), rank=0, phase=key.phase,
+            stage=key.stage, path=key.path, slot=key.slot, call=key.call, order=pair.baseline.order,
+            kind=shape.kind, difference=size, floor=floor, says=shape.says,
+            evidence={
+                **shape.evidence,
+                "dtype": pair.baseline.dtype,
+                "baseline_norm": float(norm(pair.baseline.summary)),
+                "candidate_norm": float(norm(pair.candidate.summary)),
+            },
+        )  # fmt: skip
+
+    def _shape(self, pair: Pair, size: float, floor: float) -> Diagnosis:
+        left, right = pair.baseline, pair.candidate
+        if left.shape != right.shape:
+            says = f"The shape is {list(left.shape)} in the baseline and {list(right.shape)} in the candidate."
+            return Diagnosis(kind="shape", says=says)
+        as_seen = left.key.phase == "grad" and not left.key.stage
+        return diagnose(
+            Case(
+                baseline=left, candidate=right, difference=size, floor=floor, micro_steps=self._given.micro_steps,
+                contributions=self._given.contributions.get(left.key.path, {}) if as_seen else {},
+            )
+        )  # fmt: skip
+
+
+def _key(finding: Finding) -> Key:
+    return Key(finding.phase, finding.stage, finding.path, finding.slot, finding.call, 0)
+
+
+def _floors(given: StepInput, gradients: dict[str, float], *, settings_differ: bool) -> Floors:
+    """Floors at the beginning of a step: what the parameters, and what was found before, bring in."""
+    squares: dict[str, tuple[float, float]] = {}
+    for path, pair in given.parameters.items():
+        equal = equal_bits(pair)
+        apart = 0.0 if equal else float(distance(pair.baseline.summary, pair.candidate.summary))
+        size = float(norm(pair.baseline.summary))
+        for owner in (path.rpartition(".")[0], "*"):
+            before = squares.get(owner, (0.0, 0.0))
+            squares[owner] = before[0] + apart * apart, before[1] + size * size
+    relative = {path: math.sqrt(a / b) if b else 0.0 for path, (a, b) in squares.items()}
+    floors = Floors(
+        parameters=relative.pop("*", 0.0), own=relative, gradients=gradients, settings_differ=settings_differ
+    )
+    if any(finding.kind == "random-state" for finding in given.found):
+        floors.saw(math.inf)
+    return floors

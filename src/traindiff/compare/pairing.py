@@ -1,0 +1,72 @@
+"""Walk through two recordings in parallel, step by step, one step of each in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from traindiff.compare.step_table import Entry, Key, Part, step_table
+from traindiff.recording import Recording, StepObservations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """One step of one optimizer, merged over ranks."""
+
+    optimizer: str
+    step: int
+    table: dict[Key, Entry]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the optimizer was called: the run may have ended, or been closed, before that."""
+        return any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in self.table)
+
+
+def run_steps(recording: Recording) -> Iterator[RunStep]:
+    """Steps of a recording in the order in which they were taken."""
+    streams = {rank: recording.steps(rank) for rank in recording.ranks}
+    heads = {rank: head for rank, stream in streams.items() if (head := next(stream, None)) is not None}
+    while heads:
+        lead = heads[min(heads)]
+        here = [head for head in heads.values() if (head.optimizer, head.step) == (lead.optimizer, lead.step)]
+        yield RunStep(optimizer=lead.optimizer, step=lead.step, table=step_table(_parts(here)))
+        for head in here:
+            following = next(streams[head.rank], None)
+            if following is None:
+                del heads[head.rank]
+            else:
+                heads[head.rank] = following
+
+
+def _parts(steps: list[StepObservations]) -> Iterator[Part]:
+    for step in steps:
+        for seen, summary in zip(step.observations, step.summaries, strict=True):
+            yield seen, step.rank, summary
+
+
+def step_pairs(
+    baseline: Iterator[RunStep], candidate: Iterator[RunStep]
+) -> Iterator[tuple[RunStep | None, RunStep | None]]:
+    """Bring together the steps with one optimizer and number; None where a run does not have it.
+
+    Both runs take their steps in ascending order per optimizer. A step that the other run does not
+    have is given back as soon as the other run is past it.
+    """
+    waiting: dict[tuple[str, int], RunStep] = {}
+    reached: dict[str, int] = {}
+    for step in baseline:
+        key = (step.optimizer, step.step)
+        while key not in waiting and reached.get(step.optimizer, -1) < step.step:
+            other = next(candidate, None)
+            if other is None:
+                break
+            waiting[other.optimizer, other.step] = other
+            reached[other.optimizer] = other.step
+        for passed in [k for k in waiting if k[0] == step.optimizer and k[1] < step.step]:
+            yield None, waiting.pop(passed)
+        yield step, waiting.pop(key, None)
+    for rest in waiting.values():
+        yield None, rest
+    for rest in candidate:
+        yield None, rest

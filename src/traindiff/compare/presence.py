@@ -1,0 +1,114 @@
+"""What one run has and the other has not: a difference to report, or something not observed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from traindiff.compare.alignment import Aligned, Pair
+from traindiff.compare.step_table import Entry
+from traindiff.compare.verdict import Finding, Unaligned
+
+NO_GRADIENT = "no gradient"
+"""How the reason of an unobserved gradient begins when there was none to observe."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Presence:
+    """Collects what had no counterpart, and turns what is certainly a difference into findings.
+
+    Attributes:
+        known: Paths of modules and parameters of the two models, baseline's first.
+        unaligned: By side and site: sites without counterpart.
+        unobserved: Sites that a run could not observe, with the reason.
+    """
+
+    known: tuple[frozenset[str], frozenset[str]]
+    unaligned: tuple[dict[tuple[str, str, str], Unaligned], dict[tuple[str, str, str], Unaligned]] = field(
+        default_factory=lambda: ({}, {})
+    )
+    unobserved: dict[str, str] = field(default_factory=dict)
+    _reported: set[tuple[str, str]] = field(default_factory=set)
+
+    def judge(self, aligned: Aligned, *, step: int) -> tuple[list[Pair], list[Finding]]:
+        """The pairs that can be measured, and findings for the entries that have no counterpart."""
+        findings: list[Finding] = []
+        pairs: list[Pair] = []
+        for pair in aligned.pairs:
+            left, right = pair.baseline, pair.candidate
+            if not (left.unobserved or right.unobserved):
+                pairs.append(pair)
+            elif left.unobserved and right.unobserved:
+                self._skip(left if not left.unobserved.startswith(NO_GRADIENT) else None)
+            elif (left.unobserved or right.unobserved).startswith(NO_GRADIENT):
+                findings += self._absent(left, side=1 if right.unobserved else 0, step=step)
+            else:
+                self._skip(left if left.unobserved else right)
+        for side, entries in enumerate((aligned.only_baseline, aligned.only_candidate)):
+            for entry in entries:
+                if entry.unobserved:
+                    self._skip(entry if not entry.unobserved.startswith(NO_GRADIENT) else None)
+                elif self._exists_there(entry, side=1 - side):
+                    findings += self._absent(entry, side=1 - side, step=step)
+                else:
+                    self._add(side, entry, step)
+        for pair in aligned.unmerged:
+            self._add(0, pair.baseline, step, why=_batch_axis_hint(pair))
+        return pairs, findings
+
+    def sides(self) -> tuple[tuple[Unaligned, ...], tuple[Unaligned, ...]]:
+        """What is unaligned, per side."""
+        left, right = self.unaligned
+        return tuple(left.values()), tuple(right.values())
+
+    def _exists_there(self, entry: Entry, *, side: int) -> bool:
+        """Whether the other model has the module or parameter, so that what is missing was not done."""
+        return entry.key.phase in ("forward", "grad", "optimizer", "update") and entry.key.path in self.known[side]
+
+    def _absent(self, entry: Entry, *, side: int, step: int) -> Iterator[Finding]:
+        """A finding for what the run `side` lacks; once per path, later ones follow from it."""
+        key = entry.key
+        if (str(side), key.path) in self._reported:
+            return
+        self._reported.add((str(side), key.path))
+        run, other = (("baseline", "candidate"), ("candidate", "baseline"))[side]
+        what = {
+            "forward": f"{key.path} is not called in the {run}",
+            "grad": f"{key.path} gets no gradient in the {run}",
+        }.get(key.phase, f"the {run}'s optimizer does not hold {key.path}")
+        yield Finding(
+            step=step, micro_step=None, rank=0, phase=key.phase, stage=key.stage, path=key.path, slot=key.slot,
+            call=key.call, order=entry.order, kind="missing" if side else "extra", difference=float("inf"),
+            floor=0.0, says=f"{what[0].upper()}{what[1:]}; in the {other} it does.", evidence={},
+        )  # fmt: skip
+
+    def _skip(self, entry: Entry | None) -> None:
+        if entry is not None:
+            key = entry.key
+            self.unobserved.setdefault(f"{key.phase} {key.path} {key.slot}", entry.unobserved)
+
+    def _add(self, side: int, entry: Entry, step: int, why: str = "") -> None:
+        key = entry.key
+        site = (key.phase, key.path, key.slot)
+        held = self.unaligned[side].get(site)
+        self.unaligned[side][site] = (
+            replace(held, steps=held.steps + 1)
+            if held
+            else Unaligned(phase=key.phase, path=key.path, slot=key.slot, first_step=step, steps=1, why=why)
+        )
+
+
+def known_paths(contents: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """Canonical paths of modules and parameters in the `rank.json` files of a run."""
+    return frozenset(
+        path for content in contents for part in ("modules", "parameters") for path in content.get(part, {})
+    )
+
+
+def _batch_axis_hint(pair: Pair) -> str:
+    left, right = list(pair.baseline.shape), list(pair.candidate.shape)
+    return (
+        f"its shape is {left} in the baseline and {right} in the candidate: a batch axis that was not "
+        f'recognised, or wrongly; declare it with record(batch_axis={{"{pair.baseline.key.path}": 0 or None}})'
+    )

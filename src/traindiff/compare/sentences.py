@@ -1,0 +1,82 @@
+"""A comparison in plain sentences: what `print(comparison)` shows, and what the reports quote."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from traindiff.site import label
+
+if TYPE_CHECKING:
+    from traindiff.compare.verdict import Comparison, Finding
+
+MEANINGS = {
+    "identical": "every recorded tensor has the same bits",
+    "equivalent": "no difference exceeds its floor",
+    "diverged": "the numbers part",
+    "misaligned": "the runs were not given the same things to compute",
+    "incomplete": "what could be compared agrees, but not everything could be",
+}
+"""What each word of a verdict means."""
+
+
+def text(comparison: Comparison) -> str:
+    """The verdict, the first divergence and what limits the verdict."""
+    lines = [verdict(comparison)]
+    if (first := comparison.first_divergence) is not None:
+        lines += ["", f"First divergence: {place(first)}", f"  {first.says}"]
+        lines += [f"  {size}" for size in [size_text(first)] if size]
+        if len(comparison.findings) > 1:
+            lines.append(f"  ({len(comparison.findings) - 1} further findings.)")
+    rest = limits(comparison)
+    return "\n".join([*lines, *([""] if rest else []), *rest])
+
+
+def verdict(comparison: Comparison) -> str:
+    """The word, what it means, and over which steps."""
+    word = comparison.verdict
+    calibration = "" if comparison.calibrated or word == "identical" else " (uncalibrated)"
+    return f"{word}{calibration}: {MEANINGS[word]}, over {steps(comparison.steps)}"
+
+
+def place(finding: Finding) -> str:
+    """Step, phase and site of a finding."""
+    micro = "" if finding.micro_step is None else f", micro-step {finding.micro_step}"
+    return f"step {finding.step}{micro}, {phase(finding.phase, finding.stage)}, {finding.site}"
+
+
+def phase(name: str, stage: str) -> str:
+    """A phase with its stage."""
+    return f"{name} ({stage})" if stage else name
+
+
+def size_text(finding: Finding) -> str:
+    """The size of a finding against its floor; empty where it has none."""
+    if not math.isfinite(finding.difference) or not finding.floor:
+        return ""
+    return f"relative L2 difference {finding.difference:.3g} = {finding.ratio:.3g} x its floor of {finding.floor:.3g}"
+
+
+def limits(comparison: Comparison) -> list[str]:
+    """What was not compared, and other notes, one line each."""
+    lines = []
+    for side, missing in zip(("baseline", "candidate"), comparison.unaligned, strict=True):
+        if missing:
+            named = ", ".join(f"{label(one.path, one.slot)} ({one.phase})" for one in missing[:3])
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            lines.append(f"Only in the {side}: {named}{more}.")
+    if all(comparison.unaligned):
+        lines.append("If these are the same sites under other names: --rename PATTERN=REPLACEMENT.")
+    return [*lines, *comparison.notes]
+
+
+def steps(numbers: Sequence[int]) -> str:
+    """`10 steps (0 to 9)`."""
+    if not numbers:
+        return "no step"
+    if len(numbers) == 1:
+        return f"step {numbers[0]}"
+    gaps = any(later != earlier + 1 for earlier, later in pairwise(numbers))
+    return f"{len(numbers)} steps ({numbers[0]} to {numbers[-1]}{', with gaps' if gaps else ''})"

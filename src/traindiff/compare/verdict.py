@@ -1,0 +1,187 @@
+"""What a comparison says: findings, one word, and the numbers behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from traindiff.compare.sentences import text
+from traindiff.site import ROOT, label
+
+Word = Literal["identical", "equivalent", "diverged", "misaligned", "incomplete"]
+
+SCHEMA_NAME = "traindiff-comparison"
+SCHEMA_VERSION = 1
+
+MISALIGNED_KINDS = frozenset({"batch", "random-state", "hyper-parameter", "initial-parameter"})
+"""Kinds of finding that mean "these runs were not asked to compute the same thing"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One judged difference.
+
+    Attributes:
+        step: Step in which it is.
+        micro_step: Micro-step, where the recordings tell it.
+        rank: Rank, where it is on one only.
+        phase: Phase of the observation.
+        stage: Stage within the phase; empty for the plain one.
+        path: Canonical path; empty for the root.
+        slot: Which tensor there.
+        call: Which call of the module in the micro-step.
+        order: Position in the baseline's execution order.
+        kind: What the difference looks like, in a word (docs/findings.md lists them).
+        difference: Relative L2 difference; inf where it has no size (exact comparisons, NaN).
+        floor: The largest relative difference that would not have been a finding.
+        says: What differs and what it looks like, in one or two sentences.
+        evidence: The numbers behind `says`.
+    """
+
+    step: int
+    micro_step: int | None
+    rank: int | None
+    phase: str
+    stage: str
+    path: str
+    slot: str
+    call: int
+    order: int
+    kind: str
+    difference: float
+    floor: float
+    says: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """Difference over floor; inf for differences without a size."""
+        return _ratio(self.difference, self.floor)
+
+    @property
+    def site(self) -> str:
+        """The site as people read it."""
+        return label(self.path, self.slot)
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding in the schema of `--json`; sizes that are not finite become null."""
+        return {
+            "step": self.step,
+            "micro_step": self.micro_step,
+            "rank": self.rank,
+            "phase": self.phase,
+            "stage": self.stage,
+            "site": self.path or ROOT,
+            "slot": self.slot,
+            "call": self.call,
+            "kind": self.kind,
+            "ratio": _finite(self.ratio),
+            "difference": _finite(self.difference),
+            "floor": _finite(self.floor),
+            "says": self.says,
+            "evidence": {name: _finite(value) for name, value in self.evidence.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteDifference:
+    """The largest difference seen at one site over all compared steps, in units of its floor."""
+
+    phase: str
+    stage: str
+    path: str
+    slot: str
+    call: int
+    step: int
+    order: int
+    difference: float
+    floor: float
+    steps: int
+    identical_steps: int
+
+    @property
+    def ratio(self) -> float:
+        """Difference over floor; inf for differences without a size."""
+        return _ratio(self.difference, self.floor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unaligned:
+    """A site that only one of the runs has, or whose observations could not be brought together."""
+
+    phase: str
+    path: str
+    slot: str
+    first_step: int
+    steps: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The result of comparing two recordings; `str()` of it is the report in the terminal.
+
+    Attributes:
+        baseline: Path of the baseline.
+        candidate: Path of the candidate.
+        verdict: `identical`, `equivalent`, `diverged`, `misaligned` or `incomplete`.
+        calibrated: Whether floors were measured; if not, they follow from the dtypes' rounding.
+        findings: All findings, in execution order.
+        unaligned: Sites of the baseline only, and of the candidate only.
+        steps: Steps that were compared, ascending.
+        notes: What limits the verdict, one sentence each.
+        differences: Per site, its largest difference, in execution order.
+    """
+
+    baseline: str
+    candidate: str
+    verdict: Word
+    calibrated: bool
+    findings: tuple[Finding, ...]
+    unaligned: tuple[tuple[Unaligned, ...], tuple[Unaligned, ...]]
+    steps: tuple[int, ...]
+    notes: tuple[str, ...]
+    differences: tuple[SiteDifference, ...]
+
+    @property
+    def first_divergence(self) -> Finding | None:
+        """The first finding in execution order; None where there is none."""
+        return self.findings[0] if self.findings else None
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of `traindiff compare`: 0 identical or equivalent, 1 diverged, 3 otherwise."""
+        return {"identical": 0, "equivalent": 0, "diverged": 1}.get(self.verdict, 3)
+
+    def to_json(self) -> dict[str, Any]:
+        """The result in the schema of `--json`, as JSON values."""
+        first = self.first_divergence
+        return {
+            "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
+            "baseline": self.baseline,
+            "candidate": self.candidate,
+            "verdict": self.verdict,
+            "calibrated": self.calibrated,
+            "first_divergence": first.to_json() if first else None,
+            "findings": [finding.to_json() for finding in self.findings],
+            "unaligned": [[asdict(one) for one in side] for side in self.unaligned],
+            "steps": list(self.steps),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return text(self)
+
+
+def _ratio(difference: float, floor: float) -> float:
+    if difference == 0.0:
+        return 0.0
+    if math.isinf(floor):
+        return 0.0
+    return difference / floor if floor else math.inf
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,1 @@
+"""Verdicts and recordings as people and other programs read them. Needs no framework."""

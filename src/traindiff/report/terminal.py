@@ -1,0 +1,91 @@
+"""A comparison in the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from traindiff.compare import Comparison, Finding, SiteDifference, sentences
+from traindiff.site import label
+
+_STYLES = {
+    "identical": "bold green",
+    "equivalent": "bold green",
+    "diverged": "bold red",
+    "misaligned": "bold yellow",
+    "incomplete": "bold yellow",
+}
+
+
+def print_comparison(console: Console, comparison: Comparison, *, top: int) -> None:
+    """Print the verdict, the first divergence, the largest differences and what limits the verdict.
+
+    Args:
+        console: Where to print; decides about colours and width.
+        comparison: What to print.
+        top: Rows per table at most; 0 prints no tables.
+    """
+    print_verdict(console, comparison)
+    if top and comparison.findings[1:]:
+        _print_findings(console, comparison.findings[1:], top=top)
+    if top and any(row.difference > 0 for row in comparison.differences):
+        _print_differences(console, comparison.differences, top=top)
+    for number, line in enumerate(sentences.limits(comparison)):
+        console.print(("" if number else "\n") + line, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_verdict(console: Console, comparison: Comparison) -> None:
+    """Print the verdict and the first divergence."""
+    word, colon, rest = sentences.verdict(comparison).partition(":")
+    console.print(Text.assemble((word, _STYLES[comparison.verdict]), colon, rest), soft_wrap=True)
+    first = comparison.first_divergence
+    if first is None:
+        return
+    console.print()
+    console.print(Text.assemble(("First divergence: ", "bold"), (sentences.place(first), "bold cyan")), soft_wrap=True)
+    console.print(Text(f"  {first.says}"), soft_wrap=True)
+    if size := sentences.size_text(first):
+        console.print(Text(f"  {size}", style="dim"), soft_wrap=True)
+
+
+def _print_findings(console: Console, findings: Sequence[Finding], *, top: int) -> None:
+    shown = "" if len(findings) <= top else f", the first {top}"
+    console.print(Text(f"\nFurther findings: {len(findings)}{shown}", style="bold"))
+    table = columns(left=("step", "phase", "site", "what"), right=())
+    for finding in findings[:top]:
+        phase = sentences.phase(finding.phase, finding.stage)
+        table.add_row(*map(Text, (str(finding.step), phase, finding.site, finding.says)))
+    console.print(table)
+
+
+def _print_differences(console: Console, differences: Sequence[SiteDifference], *, top: int) -> None:
+    largest = sorted(differences, key=lambda row: row.ratio, reverse=True)[:top]
+    shown = sorted((row for row in largest if row.difference > 0), key=lambda row: row.order)
+    equal = sum(row.identical_steps == row.steps for row in differences)
+    title = f"\nLargest differences, in execution order ({equal} of {len(differences)} sites are identical throughout)"
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    table = columns(left=("phase", "site"), right=("at step", "difference", "floor", "x floor"))
+    for row in shown:
+        site = label(row.path, row.slot) + (f" call {row.call}" if row.call else "")
+        cells = (sentences.phase(row.phase, row.stage), site, str(row.step))
+        sizes = (_digits(row.difference), _digits(row.floor), _digits(row.ratio))
+        table.add_row(*map(Text, (*cells, *sizes)), style="red" if row.ratio > 1 else None)
+    console.print(table)
+
+
+def columns(*, left: Sequence[str], right: Sequence[str]) -> Table:
+    """An empty table without borders."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _digits(value: float) -> str:
+    return f"{value:.2g}" if math.isfinite(value) else "-"
