@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from traindiff.errors import ConfigError, Problem
 from traindiff.site import PHASES
-from traindiff.steps import StepSelection, parse_steps
+from traindiff.steps import ALL_STEPS, StepSelection, parse_steps
 
 OBSERVABLE = (*PHASES, "grad.micro")
 """What `observe` may list: phases, and `grad.micro`, each micro-batch's share of a gradient."""
@@ -66,76 +66,115 @@ def record_settings(
         ConfigError: Lists everything that is wrong with them.
     """
     problems: list[Problem] = []
-    wanted = [observe] if isinstance(observe, str) else list(PHASES if observe is None else observe)
+    settings = RecordSettings(
+        observe=_observe(observe, problems),
+        select=_select(select, problems),
+        detail=_detail(detail, problems),
+        steps=_steps(steps, problems),
+        ranks=_ranks(ranks, problems),
+        every=_every(every, problems),
+        batch_axis=_batch_axis(batch_axis, problems),
+        evaluation=evaluation,
+        strict=strict,
+    )
+    if problems:
+        raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
+    return settings
+
+
+# Each of these returns the checked setting, or appends to `problems` and returns anything of its type.
+
+
+def _observe(value: object, problems: list[Problem]) -> frozenset[str]:
+    wanted = PHASES if value is None else _listed(value)
+    where = "record(observe=...)"
     problems += [
-        Problem.unknown_name(
-            where="record(observe=...)", kind="something to observe", found=str(name), known=OBSERVABLE
-        )
+        Problem.unknown_name(where=where, kind="something to observe", found=str(name), known=OBSERVABLE)
         for name in wanted
         if name not in OBSERVABLE
     ]
     if not wanted:
+        fix = f"Name some of: {', '.join(OBSERVABLE)}."
+        problems.append(Problem(where=where, what="is empty, so nothing would be recorded.", fix=fix))
+    return frozenset(map(str, wanted))
+
+
+def _select(value: object, problems: list[Problem]) -> tuple[str, ...]:
+    patterns = _listed(value)
+    if not all(isinstance(pattern, str) for pattern in patterns):
         problems.append(
             Problem(
-                where="record(observe=...)",
-                what="is empty, so nothing would be recorded.",
-                fix=f"Name some of: {', '.join(OBSERVABLE)}.",
+                where=f"record(select={value!r})",
+                what="must be a pattern over paths of modules and parameters, or a list of them.",
+                fix='Write select="encoder.*", or leave it out to record everything.',
             )
         )
-    if detail not in DETAILS:
-        problems.append(
-            Problem.unknown_name(
-                where="record(detail=...)", kind="a level of detail", found=detail, known=DETAILS
-            )
-        )
-    if not _is_whole(every) or every < 1:
+    return tuple(map(str, patterns))
+
+
+def _detail(value: str, problems: list[Problem]) -> str:
+    if value not in DETAILS:
+        where = "record(detail=...)"
+        problems.append(Problem.unknown_name(where=where, kind="a level of detail", found=str(value), known=DETAILS))
+    return value
+
+
+def _steps(value: str | int | Iterable[int] | None, problems: list[Problem]) -> StepSelection:
+    chosen = parse_steps(value, where="record(steps=...)")
+    if isinstance(chosen, StepSelection):
+        return chosen
+    problems.append(chosen)
+    return ALL_STEPS
+
+
+def _ranks(value: object, problems: list[Problem]) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ranks = _listed(value)
+    if not all(_is_whole(rank) and rank >= 0 for rank in ranks):
         problems.append(
             Problem(
-                where=f"record(every={every!r})",
-                what="must be a whole number of steps, at least 1.",
-                fix="Write every=1 to record every step, or leave it out.",
-            )
-        )
-    chosen = parse_steps(steps, where="record(steps=...)")
-    if isinstance(chosen, Problem):
-        problems.append(chosen)
-        chosen = StepSelection()
-    rank_list = [ranks] if _is_whole(ranks) else ranks
-    if rank_list is not None and not (
-        isinstance(rank_list, Collection) and all(_is_whole(rank) and rank >= 0 for rank in rank_list)
-    ):
-        problems.append(
-            Problem(
-                where=f"record(ranks={ranks!r})",
+                where=f"record(ranks={value!r})",
                 what="must be a rank or a list of ranks.",
                 fix="Write ranks=[0, 1], or leave it out to record all of them.",
             )
         )
-        rank_list = None
-    axes = {"*": batch_axis} if _is_whole(batch_axis) else batch_axis or {}
-    if not isinstance(axes, Mapping) or not all(axis is None or _is_whole(axis) for axis in axes.values()):
+        return None
+    return tuple(sorted(set(ranks)))
+
+
+def _every(value: int, problems: list[Problem]) -> int:
+    if not _is_whole(value) or value < 1:
         problems.append(
             Problem(
-                where=f"record(batch_axis={batch_axis!r})",
-                what="must be an axis, or axes by pattern over module paths.",
-                fix='Write batch_axis=1, or batch_axis={"encoder.*": 1, "rotary": None}.',
+                where=f"record(every={value!r})",
+                what="must be a whole number of steps, at least 1.",
+                fix="Write every=1 to record every step, or leave it out.",
             )
         )
-        axes = {}
-    if problems:
-        raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
-    return RecordSettings(
-        observe=frozenset(wanted),
-        select=(select,) if isinstance(select, str) else tuple(select),
-        detail=detail,
-        steps=chosen,
-        ranks=None if rank_list is None else tuple(sorted(set(rank_list))),
-        every=every,
-        batch_axis=axes,
-        evaluation=evaluation,
-        strict=strict,
+    return value
+
+
+def _batch_axis(value: object, problems: list[Problem]) -> Mapping[str, int | None]:
+    if value is None:
+        return {}
+    axes = {"*": value} if _is_whole(value) else value
+    if isinstance(axes, Mapping) and all(axis is None or _is_whole(axis) for axis in axes.values()):
+        return {str(pattern): axis for pattern, axis in axes.items()}
+    problems.append(
+        Problem(
+            where=f"record(batch_axis={value!r})",
+            what="must be an axis, or axes by pattern over module paths.",
+            fix='Write batch_axis=1, or batch_axis={"encoder.*": 1, "rotary": None}.',
+        )
     )
+    return {}
 
 
-def _is_whole(value: object) -> bool:
+def _listed(value: object) -> list[Any]:
+    """What the user listed; one thing alone is a list of it."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

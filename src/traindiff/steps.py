@@ -20,8 +20,7 @@ class StepSelection:
 
     def __contains__(self, step: object) -> bool:
         return not self.ranges or any(
-            isinstance(step, int) and first <= step and (last is None or step <= last)
-            for first, last in self.ranges
+            isinstance(step, int) and first <= step and (last is None or step <= last) for first, last in self.ranges
         )
 
 
@@ -38,10 +37,15 @@ def parse_steps(value: str | int | Iterable[int] | None, *, where: str) -> StepS
     if isinstance(value, int):
         value = str(value)
     if not isinstance(value, str):
-        numbers = sorted(set(value))
+        try:
+            numbers = list(value)
+        except TypeError:
+            return _problem(where, f"{value!r} is not a step or a range of steps.")
         if not all(isinstance(number, int) and number >= 0 for number in numbers):
             return _problem(where, f"{numbers!r} has entries that are not whole numbers from 0 up.")
-        value = ",".join(str(number) for number in numbers)
+        if not numbers:
+            return _problem(where, "holds no step, so nothing would be recorded.")
+        value = ",".join(str(number) for number in sorted(set(numbers)))
     ranges: list[tuple[int, int | None]] = []
     for part in value.split(","):
         match = _RANGE.fullmatch(part)

@@ -17,10 +17,11 @@ def summarise(tensor: Tensor, shard: Shard) -> np.void:
     """The summary of a torch tensor.
 
     Args:
-        tensor: Any real dense tensor, any strides; detached from autograd, never changed. On
-            another device than the CPU its elements are copied, which waits for that device.
-        shard: Which elements of the global tensor `tensor` holds; `shard.shape` is its shape, or
-            one flat range of as many elements.
+        tensor: Any dense tensor, any strides, in a graph or not; never changed. On another device
+            than the CPU its elements are copied, which waits for that device.
+        shard: Which elements of the global tensor `tensor` holds; `shard.shape` is its shape (with
+            a last axis of real and imaginary part for complex dtypes), or one flat range of as
+            many elements.
 
     Returns:
         One element of dtype `traindiff.summary.SUMMARY`. NaN and infinities are counted and
@@ -33,5 +34,5 @@ def summarise(tensor: Tensor, shard: Shard) -> np.void:
     from traindiff.kernels import torch_arrays
 
     torch_arrays.check_supported(tensor)
-    found = torch_arrays.elements(tensor)
+    found = torch_arrays.elements(torch_arrays.as_real(tensor))
     return reference.summarise_array(found.values, found.bits, shard, tiny=found.tiny)

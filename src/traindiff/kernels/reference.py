@@ -39,7 +39,7 @@ def summarise_array(
         One element of dtype `SUMMARY`. Neither input is changed.
     """
     summary = empty(1)
-    row = summary[0]
+    row: np.void = summary[0]
     for span, index in _chunks(shard):
         with np.errstate(invalid="ignore", over="ignore", under="ignore"):
             x = values[span].astype(np.float64)

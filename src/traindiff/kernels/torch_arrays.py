@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.parameter import is_lazy
 
 from traindiff.errors import UnsupportedTensorError
 
@@ -33,18 +34,25 @@ def check_supported(tensor: torch.Tensor) -> None:
     """Raise unless a summary can be made of this tensor.
 
     Raises:
-        UnsupportedTensorError: Sparse, quantised, nested, meta or fake tensors.
+        UnsupportedTensorError: Sparse, quantised, nested, meta or lazy tensors.
     """
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise UnsupportedTensorError(
-            f"layout {str(tensor.layout).removeprefix('torch.')} has no dense elements"
-        )
+    if is_lazy(tensor):
+        raise UnsupportedTensorError("a lazy parameter has no elements before the first forward pass")
+    if tensor.is_nested:
+        raise UnsupportedTensorError("a nested tensor has no dense elements")
+    if tensor.layout != torch.strided:
+        raise UnsupportedTensorError(f"layout {str(tensor.layout).removeprefix('torch.')} has no dense elements")
     if tensor.is_quantized:
         raise UnsupportedTensorError(f"quantised dtype {dtype_name(tensor)} is not supported")
     if tensor.device.type == "meta":
         raise UnsupportedTensorError("a tensor on the meta device has no elements")
     if tensor.dtype.itemsize not in _UNSIGNED and not tensor.is_complex():
         raise UnsupportedTensorError(f"dtype {dtype_name(tensor)} is not supported")
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's shape; empty for nested and lazy tensors, which have none."""
+    return () if tensor.is_nested or is_lazy(tensor) else tuple(tensor.shape)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -61,7 +69,20 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def elements(tensor: torch.Tensor) -> Elements:
-    """Values and bits of a real tensor that `check_supported` accepts. Copies only what is strided."""
+    """Values and bits of a real tensor that `check_supported` accepts. Copies only what is strided.
+
+    Raises:
+        UnsupportedTensorError: Its elements cannot be read: fake tensors, those inside a
+            transform of `torch.func`, dtypes that torch itself cannot convert.
+    """
+    try:
+        return _elements(tensor)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UnsupportedTensorError(f"its elements cannot be read: {reason}") from error
+
+
+def _elements(tensor: torch.Tensor) -> Elements:
     flat = tensor.contiguous().reshape(-1).cpu()
     dtype = flat.dtype
     bits = flat.view(_UNSIGNED[dtype.itemsize]).numpy()

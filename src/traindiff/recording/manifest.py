@@ -62,9 +62,7 @@ def load_run(data: bytes, *, where: str) -> Manifest:
     except ValueError:
         peek = {}
     if isinstance(peek, dict) and peek and peek.get("format") != FORMAT_NAME and "checksum" not in peek:
-        raise NotARecordingError(
-            f'{where} is not of a traindiff recording: "format" is {peek.get("format")!r}.'
-        )
+        raise NotARecordingError(f'{where} is not of a traindiff recording: "format" is {peek.get("format")!r}.')
     version = peek.get("version") if isinstance(peek, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         # Before the checksum: a newer version may compute it otherwise.

@@ -20,6 +20,7 @@ from traindiff.recording.schema import SCHEMA, from_batch
 from traindiff.summary import Summaries
 
 _SEAL = re.compile(rb"(\d+) (\d+) ([0-9a-f]{8})")
+_CUT_SEAL = re.compile(rb"\d*|\d+ \d*|\d+ \d+ [0-9a-f]{0,8}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ class Recording:
         found = {
             int(match[1])
             for entry in self._fs.ls(self._root, detail=False)
-            if (match := re.fullmatch(r"rank-(\d+)", posixpath.basename(entry.rstrip("/"))))
+            if (match := re.fullmatch(r"rank-(\d{5,})", posixpath.basename(entry.rstrip("/"))))
         }
         self.ranks: tuple[int, ...] = tuple(sorted(rank for rank in found if rank < self.world_size))
 
@@ -109,11 +110,10 @@ class Recording:
     def status(self, rank: int) -> RankStatus:
         """How the rank's stream ends, from its seals and the length of its data."""
         seals, cut = self._seals(rank)
-        size = self._fs.size(self._file(rank, "observations.arrows"))
+        where = self._file(rank, "observations.arrows")
+        size = self._fs.size(where) if self._fs.exists(where) else 0
         if cut or (seals and seals[-1].offset + seals[-1].length > size):
-            says = (
-                f"rank {rank}: the last step was cut off while it was written; all steps before it are used."
-            )
+            says = f"rank {rank}: the last step was cut off while it was written; all steps before it are used."
             return RankStatus(rank=rank, ending="truncated", says=says)
         if not seals or seals[-1].length != 8:
             says = f"rank {rank}: the recording was not closed (the run was killed, or still runs)."
@@ -121,7 +121,7 @@ class Recording:
         return RankStatus(rank=rank, ending="closed", says="")
 
     def steps(self, rank: int) -> Iterator[StepObservations]:
-        """The rank's steps, in the order in which they were written, one at a time in memory.
+        """The rank's steps, those of one optimizer in their order; one per optimizer in memory.
 
         A scalar that was logged after its step had been written is part of that step.
 
@@ -129,31 +129,36 @@ class Recording:
             CorruptRecordingError: The bytes are not those that were written. A stream that is
                 merely cut off ends at its last whole step.
         """
-        held: StepObservations | None = None
+        held: dict[str, StepObservations] = {}
         for part in self._messages(rank):
-            if held and (held.optimizer, held.step) == (part.optimizer, part.step):
-                held = held.joined(part)
+            before = held.get(part.optimizer)
+            if before and before.step == part.step:
+                held[part.optimizer] = before.joined(part)
                 continue
-            if held:
-                yield held
-            held = part
-        if held:
-            yield held
+            if before:
+                yield held.pop(part.optimizer)
+            held[part.optimizer] = part
+        yield from held.values()
 
     def _messages(self, rank: int) -> Iterator[StepObservations]:
         where = self._file(rank, "observations.arrows")
         seals, _ = self._seals(rank)
+        if not self._fs.exists(where):
+            if seals:
+                raise CorruptRecordingError(f"{where} is missing, and observations.crc beside it is not.")
+            return  # killed before the first byte
         with self._fs.open(where, "rb") as file:
             for number, sealed in enumerate(seals):
                 file.seek(sealed.offset)
                 message = file.read(sealed.length)
-                if len(message) < sealed.length:
-                    return
-                if zlib.crc32(message) != sealed.checksum:
+                checksum = zlib.crc32(message)
+                if len(message) < sealed.length and checksum != sealed.checksum:
+                    return  # cut off
+                if len(message) < sealed.length or checksum != sealed.checksum:
                     raise CorruptRecordingError(
                         f"{where} is damaged: message {number} (bytes {sealed.offset} to "
-                        f"{sealed.offset + sealed.length}) has checksum {zlib.crc32(message):08x}, "
-                        f"sealed as {sealed.checksum:08x} in observations.crc. "
+                        f"{sealed.offset + len(message)}) has checksum {checksum:08x}, sealed as "
+                        f"{sealed.checksum:08x} over {sealed.length} bytes in observations.crc. "
                         "Restore both files from where they were copied, or record again."
                     )
                 if number == 0:
@@ -188,15 +193,14 @@ class Recording:
         *lines, rest = self._fs.cat_file(where).split(b"\n")
         seals: list[_Seal] = []
         end = 0
-        for number, line in enumerate(lines):
+        for number, line in enumerate(lines, start=1):
             match = _SEAL.fullmatch(line)
             if not match or int(match[1]) != end:
-                raise CorruptRecordingError(
-                    f"{where} is damaged in line {number + 1}. Restore the file from where it was "
-                    "copied, or record again."
-                )
+                raise _damaged_seal(where, number)
             seals.append(_Seal(offset=int(match[1]), length=int(match[2]), checksum=int(match[3], 16)))
             end = seals[-1].offset + seals[-1].length
+        if not _CUT_SEAL.fullmatch(rest):
+            raise _damaged_seal(where, len(lines) + 1)
         return seals, bool(rest)
 
     def _read_run(self) -> dict[str, Any]:
@@ -218,6 +222,12 @@ class Recording:
 
     def _file(self, rank: int, name: str) -> str:
         return posixpath.join(self._root, f"rank-{rank:05d}", name)
+
+
+def _damaged_seal(where: str, line: int) -> CorruptRecordingError:
+    return CorruptRecordingError(
+        f"{where} is damaged in line {line}. Restore the file from where it was copied, or record again."
+    )
 
 
 def open_recording(path: str) -> Recording:

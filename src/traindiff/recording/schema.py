@@ -46,9 +46,7 @@ SCHEMA = pa.schema([*_ABOUT, *_SHARD, *(_summary_field(name) for name in SUMMARY
 def to_batch(observations: Sequence[Observation], summaries: Summaries) -> pa.RecordBatch:
     """One record batch of a step's observations; row i of it is observation i with summary i."""
     columns = [pa.array([getattr(seen, field.name) for seen in observations], field.type) for field in _ABOUT]
-    columns += [
-        pa.array([getattr(seen.shard, field.name) for seen in observations], field.type) for field in _SHARD
-    ]
+    columns += [pa.array([getattr(seen.shard, field.name) for seen in observations], field.type) for field in _SHARD]
     for name in SUMMARY.names or ():
         values = np.ascontiguousarray(summaries[name])
         flat = pa.array(values.reshape(-1))
@@ -62,9 +60,7 @@ def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries]:
     about = {field.name: batch.column(field.name).to_pylist() for field in (*_ABOUT, *_SHARD)}
     shards = [
         Shard(shape=tuple(shape), global_shape=tuple(whole), offset=tuple(offset))
-        for shape, whole, offset in zip(
-            about.pop("shape"), about.pop("global_shape"), about.pop("offset"), strict=True
-        )
+        for shape, whole, offset in zip(about.pop("shape"), about.pop("global_shape"), about.pop("offset"), strict=True)
     ]
     rows = zip(*about.values(), shards, strict=True)
     names = (*about, "shard")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import posixpath
+import re
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import IO, Any
 
 import fsspec
@@ -16,6 +18,11 @@ from traindiff.observation import Observation
 from traindiff.recording import manifest
 from traindiff.recording.schema import SCHEMA, to_batch
 from traindiff.summary import Summaries
+
+_FILES = frozenset({"observations.arrows", "observations.crc", "rank.json", "tensors"})
+"""What a rank's directory holds."""
+
+_UNFINISHED = ".unfinished"
 
 
 def rank_directory(rank: int) -> str:
@@ -65,10 +72,9 @@ class RecordingWriter:
         self._data: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.arrows"), "wb")
         self._seals: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.crc"), "wb")
         self._offset = 0
+        self._failed = False
         self._buffer = io.BytesIO()
-        self._stream = pa.ipc.new_stream(
-            self._buffer, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")
-        )
+        self._stream = pa.ipc.new_stream(self._buffer, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd"))
         # Arrow writes the schema together with the first batch; a run killed before its first step
         # should leave a readable stream too.
         self._header = SCHEMA.serialize().to_pybytes()
@@ -84,13 +90,15 @@ class RecordingWriter:
         self._flush()
 
     def close(self) -> None:
-        """Mark the stream as complete. Later calls do nothing."""
+        """Mark the stream as complete, unless writing it failed. Later calls do nothing."""
         if self._data.closed:
             return
-        self._stream.close()
-        self._flush()
-        self._data.close()
-        self._seals.close()
+        with ExitStack() as files:
+            files.callback(self._data.close)
+            files.callback(self._seals.close)
+            if not self._failed:
+                self._stream.close()
+                self._flush()
 
     def _flush(self) -> None:
         message = self._buffer.getvalue()
@@ -99,15 +107,18 @@ class RecordingWriter:
         self._append(message.removeprefix(self._header))
 
     def _append(self, message: bytes) -> None:
+        # Whatever stays half written (the disk is full) must remain the end of the files.
+        self._failed = True
         self._seals.write(seal(self._offset, message))
         self._seals.flush()
         self._data.write(message)
         self._data.flush()
         self._offset += len(message)
+        self._failed = False
 
     def _put(self, path: str, content: bytes) -> None:
         """Write a whole file at once: a reader sees the old one or the new one."""
-        unfinished = path + ".unfinished"
+        unfinished = path + _UNFINISHED
         with self._fs.open(unfinished, "wb") as file:
             file.write(content)
         self._fs.mv(unfinished, path)
@@ -116,46 +127,44 @@ class RecordingWriter:
         if not self._fs.exists(self._root):
             return
         if not self._fs.isdir(self._root):
-            raise _occupied(
-                path, what="is a file.", fix="Give the path of a directory that does not exist yet."
-            )
-        names = {posixpath.basename(entry.rstrip("/")) for entry in self._fs.ls(self._root, detail=False)}
-        ours = {name for name in names if name == "run.json" or name.startswith("rank-")}
-        if names - ours or (names and not _is_recording(self._fs, self._root, names)):
-            other = ", ".join(sorted(names - ours)[:3]) or ", ".join(sorted(names)[:3])
+            raise _occupied(path, what="is a file.", fix="Give the path of a directory that does not exist yet.")
+        names = self._names("")
+        mine = rank_directory(rank)
+        beyond = {name for name in names if _rank_of(name) >= world_size}
+        other = {name for name in names if _rank_of(name) < 0} - {"run.json", "run.json" + _UNFINISHED}
+        if "run.json" in names:
+            run = self._fs.cat_file(posixpath.join(self._root, "run.json"))
+            if manifest.FORMAT_NAME.encode() not in run:  # damaged or newer is still a recording
+                other.add("run.json")
+        for name in sorted({mine, *beyond} & names):
+            known = _FILES | {"rank.json" + _UNFINISHED}
+            other |= {f"{name}/{inner}" for inner in self._names(name) - known}
+        if other:
             raise _occupied(
                 path,
-                what=f"is a directory that holds other things than a recording ({other}).",
+                what=f"is a directory that holds other things than a recording ({', '.join(sorted(other)[:3])}).",
                 fix="Give the path of a directory that does not exist yet. overwrite=True replaces "
                 "recordings, nothing else.",
             )
-        mine = rank_directory(rank)
-        if not overwrite and (mine in names or (rank == 0 and names)):
+        # Other ranks of this run may have been faster, so their directories are no reason to refuse.
+        if not overwrite and (mine in names or (rank == 0 and ("run.json" in names or beyond))):
             raise _occupied(
                 path,
                 what="already holds a recording.",
                 fix="Give another path, or overwrite=True to replace it.",
             )
-        stale = {mine} if rank else {mine, *(name for name in ours if _rank_of(name) >= world_size)}
+        stale = {mine} if rank else {mine, *beyond}
         for name in sorted(stale & names):
             self._fs.rm(posixpath.join(self._root, name), recursive=True)
 
-
-def _is_recording(fs: Any, root: str, names: set[str]) -> bool:
-    if "run.json" not in names:
-        return all(_rank_of(name) >= 0 for name in names)  # other ranks were faster than rank 0
-    try:
-        manifest.load_run(fs.cat_file(posixpath.join(root, "run.json")), where="run.json")
-    except manifest.NotARecordingError:
-        return False
-    except (manifest.CorruptRecordingError, manifest.FormatVersionError):
-        return True
-    return True
+    def _names(self, directory: str) -> set[str]:
+        entries = self._fs.ls(posixpath.join(self._root, directory), detail=False)
+        return {posixpath.basename(entry.rstrip("/")) for entry in entries}
 
 
 def _rank_of(name: str) -> int:
-    digits = name.removeprefix("rank-")
-    return int(digits) if digits != name and digits.isdecimal() else -1
+    match = re.fullmatch(r"rank-(\d{5,})", name, re.ASCII)
+    return int(match[1]) if match else -1
 
 
 def _occupied(path: str, *, what: str, fix: str) -> ConfigError:

@@ -5,12 +5,36 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import partial
 from typing import Any
 
 from traindiff.errors import TraindiffWarning
 
 _logger = logging.getLogger("traindiff")
+
+
+class _Guard:
+    """A hook made harmless."""
+
+    __torch_unserializable__ = True  # torch need not warn when it saves a tensor without it
+
+    def __init__(self, containment: Containment, tap: str, hook: Callable[..., None], *, always: bool) -> None:
+        self._containment = containment
+        self._tap = tap
+        self._hook = hook
+        self._always = always
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._containment.run(self._tap, partial(self._hook, *args, **kwargs), always=self._always)
+
+    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+        """A copy of a module (a moving average, a checkpoint) is no longer observed."""
+        return _NoHook, ()
+
+
+class _NoHook:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
 
 class Containment:
@@ -26,33 +50,40 @@ class Containment:
         self._report = report
         self._disabled: set[str] = set()
 
-    def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
-        """`hook`, made harmless. It returns None, which tells torch to change nothing."""
+    def guarded(self, tap: str, hook: Callable[..., None], *, always: bool = False) -> Callable[..., Any]:
+        """`hook`, made harmless. It returns None, which tells torch to change nothing.
 
-        @wraps(hook)
-        def guard(*args: Any, **kwargs: Any) -> None:
-            if tap in self._disabled:
-                return
-            try:
-                hook(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001  whatever it is, the training goes on
-                if self._strict:
-                    raise
-                self._disable(tap, error)
+        Args:
+            tap: What an error disables.
+            hook: Observes something, or cleans up.
+            always: Run it even after the tap was disabled, because it cleans up.
+        """
+        return _Guard(self, tap, hook, always=always)
 
-        return guard
+    def run(self, tap: str, hook: Callable[[], None], *, always: bool) -> None:
+        """Call `hook`, unless its tap is disabled."""
+        if tap in self._disabled and not always:
+            return
+        try:
+            hook()
+        except Exception as error:  # whatever it is, the training goes on
+            if self._strict:
+                raise
+            self._disable(tap, error)
 
     def is_disabled(self, tap: str) -> bool:
         """Whether an error has disabled this tap."""
         return tap in self._disabled
 
     def _disable(self, tap: str, error: Exception) -> None:
+        if tap in self._disabled:
+            return
         self._disabled.add(tap)
         says = f"{type(error).__name__}: {error}"
         _logger.debug("the tap %s failed", tap, exc_info=error)
         try:
             self._report(tap, says)
-        except Exception:  # noqa: BLE001  the report goes into the recording, which may be what failed
+        except Exception:  # the report goes into the recording, which may be what failed
             _logger.debug("the fault could not be recorded", exc_info=True)
         try:
             warnings.warn(

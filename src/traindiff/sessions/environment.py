@@ -50,9 +50,7 @@ def _environment() -> dict[str, Any]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "variables": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
-        },
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
     }
 
 

@@ -24,6 +24,10 @@ class Pending:
         rows = self._rows.setdefault((seen.optimizer, seen.step), [])
         rows.append((seen, _NOTHING if summary is None else summary))
 
+    def clear(self) -> None:
+        """Drop everything."""
+        self._rows.clear()
+
     def take(self, optimizer: str | None = None) -> Iterator[tuple[list[Observation], Summaries]]:
         """Remove and yield what belongs to one optimizer, or to all of them: one item per step."""
         for key in sorted(key for key in self._rows if optimizer in (None, key[0])):

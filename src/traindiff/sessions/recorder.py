@@ -12,29 +12,20 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from traindiff.errors import ConfigError, Problem, UnsupportedTensorError
 from traindiff.kernels import summarise
-from traindiff.kernels.torch_arrays import as_real, dtype_name
+from traindiff.kernels.torch_arrays import dtype_name, shape_of
 from traindiff.observation import Merge, Observation
 from traindiff.recording import RecordingWriter
+from traindiff.sessions.attachment import Attachment
 from traindiff.sessions.containment import Containment
 from traindiff.sessions.environment import describe
 from traindiff.sessions.pending import Pending
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.shard import Shard
-from traindiff.taps.backward_calls import tap_backward_calls
-from traindiff.taps.batch_axis import BatchAxis
-from traindiff.taps.inspection import tap_inspection
-from traindiff.taps.model_state import ModelStateTap
-from traindiff.taps.module_outputs import ActivationTap
-from traindiff.taps.optimizer_discovery import tap_optimizer_discovery
-from traindiff.taps.optimizer_step import OptimizerTap
-from traindiff.taps.parameter_gradients import tap_parameter_gradients
 from traindiff.taps.progress import Progress
-from traindiff.taps.root_forward import tap_root_forward
 
 
 class Recorder:
@@ -49,16 +40,15 @@ class Recorder:
         self.path = path
         self.progress = Progress(optimizer=targets.primary, observing=settings.records(0))
         self._settings = settings
-        self._targets = targets
         self._pending = Pending()
         self._containment = Containment(strict=settings.strict, report=self._record_fault)
-        self._optimizers: dict[str, OptimizerTap] = {}
         self._writer: RecordingWriter | None = None
-        self._attached = ExitStack()
+        self._attachment: Attachment | None = None
+        self._undo = ExitStack()
         rank, world_size = _rank_and_world_size()
         if settings.ranks is not None and rank not in settings.ranks:
             return
-        self._writer = RecordingWriter(
+        self._writer = writer = RecordingWriter(
             path,
             run={"world_size": world_size, "mesh": None, "settings": settings.to_json(), **describe()},
             rank=rank,
@@ -66,11 +56,14 @@ class Recorder:
             overwrite=overwrite,
         )
         with ExitStack() as undo:
-            undo.callback(self._writer.close)
-            self._attach(undo)
+            undo.callback(self._containment.guarded("writer", writer.close, always=True))
+            self._attachment = Attachment(
+                targets, settings, self, on_step=self._end_step, on_discovery=self._write_rank
+            )
+            undo.callback(self._attachment.close)
             self._write_rank()
             undo.callback(atexit.unregister, close_at_exit(self))
-            self._attached = undo.pop_all()
+            self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -109,18 +102,18 @@ class Recorder:
         """
         if merge not in ("mean", "sum"):
             where = f"log({name!r}, merge=...)"
-            problem = Problem.unknown_name(
-                where=where, kind="a way to merge", found=merge, known=("mean", "sum")
-            )
+            problem = Problem.unknown_name(where=where, kind="a way to merge", found=merge, known=("mean", "sum"))
             raise ConfigError("log(...)", [problem], consequence="the value was not recorded")
         self._containment.guarded("log", self._log)(name, value, merge, weight)
 
     def close(self) -> None:
-        """Remove every tap and complete the files. Later calls do nothing."""
-        attached, self._attached = self._attached, ExitStack()
-        self._containment.guarded("writer", self._write)()
-        attached.close()
-        self._writer = None
+        """Remove every tap, complete the files and let go of the model. Later calls do nothing."""
+        undo, self._undo = self._undo, ExitStack()
+        with undo:
+            self._containment.guarded("writer", self._write)()
+        self._writer = self._attachment = None
+        self.progress.observing = False  # for hooks on a graph that outlives this
+        self._pending.clear()
 
     def emit(
         self,
@@ -139,14 +132,12 @@ class Recorder:
         late: bool = False,
     ) -> None:
         """See `traindiff.taps.sink.Sink`. `late` files it under the step that has just ended."""
-        shard = shard or Shard.whole(tuple(tensor.shape))
+        shard = shard or Shard.whole(shape_of(tensor))
         if tensor.is_complex():  # a last axis of real and imaginary parts
-            shard = Shard(
-                shape=(*shard.shape, 2), global_shape=(*shard.global_shape, 2), offset=(*shard.offset, 0)
-            )
+            shard = Shard(shape=(*shard.shape, 2), global_shape=(*shard.global_shape, 2), offset=(*shard.offset, 0))
         reason, summary = "", None
         try:
-            summary = summarise(as_real(tensor), shard)
+            summary = summarise(tensor, shard)
         except UnsupportedTensorError as error:
             reason = str(error)
         progress = self.progress
@@ -177,66 +168,14 @@ class Recorder:
         """See `traindiff.taps.sink.Sink`."""
         return self._containment.guarded(tap, hook)
 
-    def _attach(self, undo: ExitStack) -> None:
-        targets, observe = self._targets, self._settings.observe
-        batch_axis = BatchAxis(self._settings.batch_axis)
-        self._model_state = ModelStateTap(
-            targets.parameters if self._observes_parameters else {},
-            targets.buffers if self._observes_parameters else {},
-            self,
-        )
-        activations = ActivationTap(
-            self, batch_axis=batch_axis, forward="forward" in observe, backward="backward" in observe,
-            evaluation=self._settings.evaluation,
-        )  # fmt: skip
-        undo.enter_context(tap_backward_calls(self, observe_loss="loss" in observe))
-        if observe & {"forward", "backward"}:
-            undo.enter_context(activations.attach(targets.modules))
-            undo.enter_context(tap_inspection(self.guarded("inspect", activations.inspect)))
-        # After the modules' own hooks: the root's output still belongs to the forward pass that this ends.
-        undo.enter_context(
-            tap_root_forward(
-                targets.root, self, batch_axis=batch_axis, observe_batch="batch" in observe,
-                evaluation=self._settings.evaluation, before_step=self._model_state.before_step,
-            )
-        )  # fmt: skip
-        if "grad.micro" in observe:
-            undo.enter_context(tap_parameter_gradients(targets.parameters, self))
-        for name, optimizer in targets.optimizers.items():
-            undo.enter_context(self._track(name, optimizer).attach())
-        if not targets.optimizers:
-            self._discovered = undo.enter_context(ExitStack())
-            undo.enter_context(tap_optimizer_discovery(targets.names, self._discover))
-
-    @property
-    def _observes_parameters(self) -> bool:
-        return bool(self._settings.observe & {"param", "update"})
-
-    def _track(self, name: str, optimizer: Optimizer) -> OptimizerTap:
-        observe = set(self._settings.observe)
-        if self._observes_parameters:
-            observe.add("param")
-        tap = OptimizerTap(
-            optimizer, name=name, names=self._targets.names, observe=observe, sink=self, on_end=self._end_step
-        )
-        self._optimizers[name] = tap
-        return tap
-
-    def _discover(self, optimizer: Optimizer) -> None:
-        name = f"optimizer[{len(self._optimizers)}]" if self._optimizers else "optimizer"
-        tap = self._track(name, optimizer)
-        self._discovered.enter_context(tap.attach())
-        # The hooks just registered run from the next step on; this step's first half is done here.
-        self.guarded("optimizer_step", tap.before_step)()
-        self._write_rank()
-
     def _end_step(self, name: str) -> None:
-        primary = name == self.progress.optimizer
-        if primary:
-            self.guarded("model_state", self._model_state.after_step)()
         self.guarded("writer", self._write)(name)
         following = self.progress.steps.get(name, 0) + 1
-        self.progress.end_step(name, observing=self._settings.records(following))
+        self.progress.end_step(name, observing=self._settings.records(following) and self._is_recording)
+
+    @property
+    def _is_recording(self) -> bool:
+        return self._writer is not None and not self._containment.is_disabled("writer")
 
     def _write(self, optimizer: str | None = None) -> None:
         if self._writer is not None:
@@ -244,25 +183,15 @@ class Recorder:
                 self._writer.write_step(observations, summaries)
 
     def _write_rank(self) -> None:
-        if self._writer is not None:
-            optimizers = [
-                {"name": name, "type": type(tap.optimizer).__qualname__, "groups": tap.groups()}
-                for name, tap in self._optimizers.items()
-            ]
-            self._writer.write_rank(
-                {**self._targets.describe(), "optimizers": optimizers, "pid": os.getpid()}
-            )
+        if self._writer is not None and self._attachment is not None:
+            self._writer.write_rank({**self._attachment.describe(), "pid": os.getpid()})
 
     def _log(self, name: str, value: float | Tensor, merge: Merge, weight: float | None) -> None:
         progress = self.progress
         late = not progress.forward_done and progress.batch is None and progress.step > 0
-        if not self._settings.records(progress.step - late):
+        if not self._is_recording or not self._settings.records(progress.step - late):
             return
-        tensor = (
-            value
-            if isinstance(value, Tensor)
-            else torch.tensor(float(value), dtype=torch.float64, device="cpu")
-        )
+        tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
         self.emit(
             tensor.detach().reshape(()), phase="loss", path=name, slot="logged", merge=merge, late=late,
             call=progress.next_call(name, "logged"),
@@ -270,7 +199,11 @@ class Recorder:
         )  # fmt: skip
 
     def _record_fault(self, tap: str, says: str) -> None:
-        self.unobserved(f"the {tap} tap failed: {says}", phase="batch", path="traindiff", slot=tap)
+        if tap == "writer":  # nothing more can be written, so nothing more is kept
+            self.progress.observing = False
+            self._pending.clear()
+        else:
+            self.unobserved(f"the {tap} tap failed: {says}", phase="batch", path="traindiff", slot=tap)
 
 
 def close_at_exit(recorder: Recorder) -> Callable[[], None]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from traindiff.errors import ConfigError, Problem
+from traindiff.kernels.torch_arrays import shape_of
 from traindiff.site import canonical_paths, matches
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
@@ -54,7 +55,7 @@ class Targets:
         }
 
 
-def find_targets(model: nn.Module, optimizer: Optimizers, *, select: Sequence[str]) -> Targets:
+def find_targets(model: object, optimizer: Optimizers, *, select: Sequence[str]) -> Targets:
     """Look up what `select` chooses of `model`.
 
     Raises:
@@ -70,7 +71,7 @@ def find_targets(model: nn.Module, optimizer: Optimizers, *, select: Sequence[st
             )
         )
     optimizers = _by_name(optimizer, problems)
-    if problems:
+    if problems or not isinstance(model, nn.Module):
         raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
 
     modules = _canonical(dict(model.named_modules()))
@@ -92,8 +93,8 @@ def find_targets(model: nn.Module, optimizer: Optimizers, *, select: Sequence[st
         )
     return Targets(
         root=model,
-        modules=chosen[0],  # type: ignore[arg-type]  # filtering keeps each mapping's value type
-        parameters=chosen[1],  # type: ignore[arg-type]
+        modules=chosen[0],
+        parameters=chosen[1],
         buffers=chosen[2],
         names=first_name,
         tied={path: first_name[id(p)] for path, p in every_name.items() if first_name[id(p)] != path},
@@ -105,12 +106,12 @@ def _canonical(by_path: Mapping[str, Any]) -> dict[str, Any]:
     return {canonical: by_path[path] for path, canonical in canonical_paths(by_path).items()}
 
 
-def _by_name(optimizer: Optimizers, problems: list[Problem]) -> dict[str, Optimizer]:
+def _by_name(optimizer: object, problems: list[Problem]) -> dict[str, Optimizer]:
     if optimizer is None:
         return {}
     if isinstance(optimizer, Mapping):
         named = dict(optimizer)
-    elif isinstance(optimizer, Sequence):
+    elif isinstance(optimizer, Sequence) and not isinstance(optimizer, str):
         named = {f"optimizer[{index}]": one for index, one in enumerate(optimizer)}
     else:
         named = {"optimizer": optimizer}
@@ -128,7 +129,7 @@ def _by_name(optimizer: Optimizers, problems: list[Problem]) -> dict[str, Optimi
 
 def _describe_tensor(tensor: Tensor) -> dict[str, Any]:
     return {
-        "shape": list(tensor.shape),
+        "shape": list(shape_of(tensor)),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "requires_grad": tensor.requires_grad,
     }

@@ -53,9 +53,7 @@ class _Listener:
         for root in roots:
             if root.numel() == 1:
                 call = progress.next_call("loss", "")
-                self.sink.emit(
-                    root.reshape(()), phase="loss", path="loss", slot="backward", call=call, merge="sum"
-                )
+                self.sink.emit(root.reshape(()), phase="loss", path="loss", slot="backward", call=call, merge="sum")
 
 
 _listeners: list[_Listener] = []
@@ -67,7 +65,8 @@ def _install() -> None:
     @wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         if inside_backward():  # reentrant checkpointing: a part of the backward that is running
-            return original(tensors, *args, **kwargs)
+            original(tensors, *args, **kwargs)
+            return
         listeners = list(_listeners)
         roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
         for listener in listeners:

@@ -7,6 +7,7 @@ from math import prod
 
 from torch import Tensor
 
+from traindiff.kernels.torch_arrays import shape_of
 from traindiff.shard import Shard
 from traindiff.site import matches
 from traindiff.taps.progress import Batch, Progress
@@ -34,21 +35,18 @@ class BatchAxis:
 
     def of_batch(self, inputs: Iterable[Tensor]) -> Batch | None:
         """The batch that the root module received; None when it has no tensor with axes."""
-        axis = self._axis("", default=0)
+        axis = self._axis("")
         if axis is None:
             return None
-        shapes = [tuple(t.movedim(axis, 0).shape) for t in inputs if -t.dim() <= axis < t.dim()]
+        axes = (list(shape_of(tensor)) for tensor in inputs)
+        shapes = [[shape.pop(axis), *shape] for shape in axes if -len(shape) <= axis < len(shape)]
         if not shapes:
             return None
         size = shapes[0][0]
-        products = (
-            prod(shape[:end]) for shape in shapes if shape[0] == size for end in range(1, len(shape) + 1)
-        )
+        products = (prod(shape[:end]) for shape in shapes if shape[0] == size for end in range(1, len(shape) + 1))
         return Batch(size=size, lengths=frozenset(products))
 
-    def split(
-        self, tensor: Tensor, *, path: str, site: tuple[str, ...], progress: Progress
-    ) -> tuple[int, Shard]:
+    def split(self, tensor: Tensor, *, path: str, site: tuple[str, ...], progress: Progress) -> tuple[int, Shard]:
         """Which axis of the tensor comes first in its global index, and which rows it holds.
 
         Args:
@@ -60,19 +58,19 @@ class BatchAxis:
         Returns:
             The batch axis (0 where there is none), and the shard of the tensor with it in front.
         """
-        axis = self._axis(path, default=0)
-        batch = progress.batch
-        known = axis is not None and batch is not None and -tensor.dim() <= axis < tensor.dim()
-        if not known or (not self._is_declared(path) and tensor.shape[0] not in batch.lengths):
-            return 0, Shard.whole(tuple(tensor.shape))
+        axis, batch, shape = self._axis(path), progress.current_batch, shape_of(tensor)
+        if axis is None or batch is None or not -len(shape) <= axis < len(shape):
+            return 0, Shard.whole(shape)
+        if not self._is_declared(path) and shape[axis] not in batch.lengths:
+            return 0, Shard.whole(shape)
         shape = tuple(batch_first(tensor, axis).shape)
         return axis, Shard.of_batch(shape, first=progress.first_row(site, shape[0]))
 
-    def _axis(self, path: str, *, default: int) -> int | None:
+    def _axis(self, path: str) -> int | None:
         for pattern, axis in self._declared.items():
             if matches(pattern, path):
                 return axis
-        return default
+        return 0
 
     def _is_declared(self, path: str) -> bool:
         return any(matches(pattern, path) for pattern in self._declared)

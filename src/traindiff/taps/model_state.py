@@ -22,9 +22,7 @@ class ModelStateTap:
         sink: Receives observations of phase `param`, slot `value` or `buffer`.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], sink: Sink
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], sink: Sink) -> None:
         self._parameters = parameters
         self._buffers = buffers
         self._sink = sink

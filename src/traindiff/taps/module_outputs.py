@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from traindiff.observation import Merge
 from traindiff.shard import Shard
@@ -32,18 +33,18 @@ class ActivationTap:
         evaluation: Whether forward passes of the root without gradients are recorded too.
     """
 
-    def __init__(
-        self, sink: Sink, *, batch_axis: BatchAxis, forward: bool, backward: bool, evaluation: bool
-    ) -> None:
+    def __init__(self, sink: Sink, *, batch_axis: BatchAxis, forward: bool, backward: bool, evaluation: bool) -> None:
         self._sink = sink
         self._batch_axis = batch_axis
         self._forward = forward
         self._backward = backward
         self._evaluation = evaluation
+        self._on_leaves: dict[tuple[str, str, int], RemovableHandle] = {}
 
     def attach(self, modules: Mapping[str, nn.Module]) -> ExitStack:
         """Observe every module of a mapping from canonical paths. Close the result to remove the tap."""
         with ExitStack() as undo:
+            undo.callback(self._leave_leaves)
             for path, module in modules.items():
                 hook = self._sink.guarded("module_outputs", partial(self._module_output, path))
                 undo.callback(module.register_forward_hook(hook).remove)
@@ -70,8 +71,9 @@ class ActivationTap:
         progress = self._sink.progress
         site = ("forward", stage, path, slot, str(call))
         axis, shard = self._batch_axis.split(tensor, path=path, site=site, progress=progress)
-        samples = progress.batch.size if progress.batch else 1
-        scalar = tensor.dim() == 0 and progress.batch is not None
+        batch = progress.current_batch
+        samples = batch.size if batch else 1
+        scalar = tensor.dim() == 0 and batch is not None
         if self._forward:
             # A number per micro-batch (a loss inside the model) is a term of a mean over them.
             self._sink.emit(
@@ -79,11 +81,29 @@ class ActivationTap:
                 shard=shard, merge="mean" if scalar else "shard", weight=samples if scalar else 1,
             )  # fmt: skip
         if self._backward and tensor.requires_grad:
+            # Of a tensor without a batch axis, every micro-batch has a share of the gradient.
+            shared = batch is not None and not shard.batched
             gradient = _Gradient(
                 sink=self._sink, path=path, slot=slot, call=call, axis=axis, shard=shard,
-                micro_step=progress.micro_step, merge="sum" if scalar else "shard",
+                micro_step=progress.micro_step, merge="sum" if shared else "shard",
             )  # fmt: skip
-            tensor.register_hook(self._sink.guarded("module_outputs", gradient))
+            handle = tensor.register_hook(self._sink.guarded("module_outputs", gradient))
+            if tensor.is_leaf:
+                self._hooked_leaf((path, slot, call), handle)
+
+    def _hooked_leaf(self, site: tuple[str, str, int], handle: RemovableHandle) -> None:
+        """Note a hook on a tensor that may outlive the step, and its hook with it: a parameter, an input.
+
+        Other tensors take their hooks along when the graph is freed.
+        """
+        if before := self._on_leaves.pop(site, None):
+            before.remove()
+        self._on_leaves[site] = handle
+
+    def _leave_leaves(self) -> None:
+        for handle in self._on_leaves.values():
+            handle.remove()
+        self._on_leaves.clear()
 
 
 @dataclass(slots=True, kw_only=True)

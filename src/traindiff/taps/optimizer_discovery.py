@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakSet
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -15,17 +16,18 @@ def tap_optimizer_discovery(parameter_ids: Collection[int], found: Callable[[Opt
 
     Args:
         parameter_ids: Ids of the model's parameters.
-        found: Called with the optimizer, inside its `step`, before its own hooks.
+        found: Called with the optimizer, inside its `step`, before its own hooks: those that it
+            registers run in this very step.
 
     Returns:
         Close it to remove the tap.
     """
-    known: set[int] = set()
+    known: WeakSet[Optimizer] = WeakSet()
 
     def before_step(optimizer: Optimizer, *_: Any) -> None:
-        if id(optimizer) in known:
+        if optimizer in known:
             return
-        known.add(id(optimizer))
+        known.add(optimizer)
         if any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):
             found(optimizer)
 

@@ -1,8 +1,8 @@
-"""Observe each call of an optimizer: gradients and hyper-parameters before it, state and parameters after it."""
+"""Observe each call of an optimizer: gradients and settings before it, state and parameters after it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from traindiff.site import matches
 from traindiff.taps.nested import tensors
 from traindiff.taps.sink import Sink
 
@@ -25,18 +26,27 @@ class OptimizerTap:
         optimizer: The optimizer.
         name: What its steps and hyper-parameters are filed under.
         names: Canonical paths by id of parameter; others are named by group and position.
+        select: Globs over these names: parameters that match none are passed over.
         observe: Phases to record, of `grad`, `optimizer` and `param`.
         sink: Receives the observations.
         on_end: Called with `name` when a step has ended.
     """
 
     def __init__(
-        self, optimizer: Optimizer, *, name: str, names: Mapping[int, str], observe: Iterable[str], sink: Sink,
+        self,
+        optimizer: Optimizer,
+        *,
+        name: str,
+        names: Mapping[int, str],
+        select: Sequence[str],
+        observe: Iterable[str],
+        sink: Sink,
         on_end: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.optimizer = optimizer
         self.name = name
         self._names = names
+        self._select = tuple(select)
         self._observe = frozenset(observe)
         self._sink = sink
         self._on_end = on_end
@@ -82,7 +92,9 @@ class OptimizerTap:
 
     def _parameters(self) -> Iterable[tuple[str, Tensor]]:
         for names, entry in zip(self.groups(), self.optimizer.param_groups, strict=True):
-            yield from zip(names, entry["params"], strict=True)
+            for path, parameter in zip(names, entry["params"], strict=True):
+                if any(matches(glob, path) for glob in self._select):
+                    yield path, parameter
 
     def _name_of(self, parameter: Tensor, group: int, position: int) -> str:
         return self._names.get(id(parameter)) or f"{self.name}.groups[{group}].params[{position}]"

@@ -31,6 +31,7 @@ class Progress:
         steps: Completed calls per optimizer.
         micro_step: Forward-backward rounds completed in the current step.
         batch: What the root module is working on, while it does; None outside of it.
+        latest_batch: What it worked on last in this step, with gradients.
         evaluating: Inside a forward pass of the root without gradients.
         observing: Whether the current step is recorded.
         forward_done: A forward pass of the root that keeps gradients has ended in this step.
@@ -43,6 +44,7 @@ class Progress:
     steps: dict[str, int] = field(default_factory=dict)
     micro_step: int = 0
     batch: Batch | None = None
+    latest_batch: Batch | None = None
     evaluating: bool = False
     observing: bool = True
     forward_done: bool = False
@@ -57,6 +59,15 @@ class Progress:
     def step(self) -> int:
         """Current step of the optimizer that counts."""
         return self.steps.get(self.optimizer, 0)
+
+    @property
+    def current_batch(self) -> Batch | None:
+        """The batch that what happens now comes from.
+
+        After a forward pass, in the loss or when activation checkpointing repeats a part of it, that
+        is still the batch of that pass.
+        """
+        return self.batch or (None if self.evaluating else self.latest_batch)
 
     def next_order(self, *, late: bool = False) -> int:
         """Position in execution order for the next observation of the step, or of the step before."""
@@ -88,7 +99,7 @@ class Progress:
             self._calls.clear()
         self.batch, self.evaluating = batch, evaluating
         if batch and not evaluating:
-            self.samples = batch.size
+            self.latest_batch, self.samples = batch, batch.size
         try:
             yield
         finally:
@@ -105,6 +116,7 @@ class Progress:
         if optimizer == self.optimizer:
             self.observing = observing
             self.micro_step = 0
+            self.latest_batch = None
             self.late_order, self.order = self.order, 0
             self.forward_done = self.backward_done = False
             self._calls.clear()

@@ -15,10 +15,7 @@ from traindiff.taps.nested import tensors
 from traindiff.taps.sink import Sink
 
 
-def tap_root_forward(
-    root: nn.Module, sink: Sink, *, batch_axis: BatchAxis, observe_batch: bool, evaluation: bool,
-    before_step: Callable[[], None],
-) -> ExitStack:  # fmt: skip
+class RootForwardTap:
     """Follow the root's forward passes: they delimit micro-steps and carry the batch.
 
     Args:
@@ -29,55 +26,85 @@ def tap_root_forward(
         observe_batch: Whether inputs and random state are recorded; if not, only progress is kept.
         evaluation: Whether forward passes without gradients are recorded too.
         before_step: Called before the first forward pass of each step that keeps gradients.
-
-    Returns:
-        Close it to remove the tap.
     """
-    progress = sink.progress
-    running: list[AbstractContextManager[None]] = []
 
-    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        sink: Sink,
+        *,
+        batch_axis: BatchAxis,
+        observe_batch: bool,
+        evaluation: bool,
+        before_step: Callable[[], None],
+    ) -> None:
+        self._root = root
+        self._sink = sink
+        self._batch_axis = batch_axis
+        self._observe_batch = observe_batch
+        self._evaluation = evaluation
+        self._before_step = before_step
+        self._running: list[AbstractContextManager[None]] = []
+        # What fails while it looks at the batch must not stop the counting of micro-steps.
+        self._observe_inputs = sink.guarded("batch", self._inputs)
+        self._observe_end = sink.guarded("batch", self._random_state_after)
+
+    def attach(self) -> ExitStack:
+        """Follow the root. Close the result to remove the tap."""
+        guarded, root = partial(self._sink.guarded, "root_forward"), self._root
+        begin, end = guarded(self._begin), guarded(self._end)
+        with ExitStack() as undo:
+            undo.callback(root.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
+            undo.callback(root.register_forward_hook(end, with_kwargs=True, always_call=True).remove)
+            return undo.pop_all()
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        progress = self._sink.progress
         inputs = [*tensors(args, "input"), *tensors(kwargs, "input")]
         evaluating = not torch.is_grad_enabled()
         if not evaluating and not progress.forward_done and progress.batch is None:
-            before_step()
-        forward = progress.forward(batch_axis.of_batch(t for _, t in inputs), evaluating=evaluating)
+            self._before_step()
+        forward = progress.forward(self._batch_axis.of_batch(t for _, t in inputs), evaluating=evaluating)
         forward.__enter__()
-        running.append(forward)
-        if not progress.observing or not observe_batch or (evaluating and not evaluation):
-            return
-        stage = "evaluation" if evaluating else ""
+        self._running.append(forward)
+        if self._observes:
+            self._observe_inputs(inputs)
+
+    def _end(self, *_: Any) -> None:
+        if not self._running:
+            return  # the tap was attached in the middle of a forward pass
+        observes = self._observes and not self._sink.progress.evaluating
+        self._running.pop().__exit__(None, None, None)
+        if observes:
+            self._observe_end()
+
+    @property
+    def _observes(self) -> bool:
+        progress = self._sink.progress
+        return progress.observing and self._observe_batch and (self._evaluation or not progress.evaluating)
+
+    def _inputs(self, inputs: list[tuple[str, Tensor]]) -> None:
+        progress = self._sink.progress
+        stage = "evaluation" if progress.evaluating else ""
         call = progress.next_call("", f"inputs {stage}")
         for slot, tensor in inputs:
             site = ("batch", stage, slot, str(call))
-            axis, shard = batch_axis.split(tensor, path="", site=site, progress=progress)
+            axis, shard = self._batch_axis.split(tensor, path="", site=site, progress=progress)
             rows = batch_first(tensor, axis)
-            sink.emit(rows, phase="batch", path="", slot=slot, stage=stage, call=call, shard=shard)
-        if not evaluating:
-            _emit_random_state(sink, call=call, stage="before")
+            self._sink.emit(rows, phase="batch", path="", slot=slot, stage=stage, call=call, shard=shard)
+        if not progress.evaluating:
+            self._random_state(call=call, stage="before")
 
-    def end(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG001
-        if not running:
-            return  # the tap was attached in the middle of a forward pass
-        training = not progress.evaluating
-        running.pop().__exit__(None, None, None)
-        if progress.observing and observe_batch and training:
-            _emit_random_state(sink, call=progress.next_call("", "rng after"), stage="after")
+    def _random_state_after(self) -> None:
+        self._random_state(call=self._sink.progress.next_call("", "rng after"), stage="after")
 
-    guarded = partial(sink.guarded, "root_forward")
-    undo = ExitStack()
-    undo.callback(root.register_forward_pre_hook(guarded(begin), with_kwargs=True, prepend=True).remove)
-    undo.callback(root.register_forward_hook(guarded(end), with_kwargs=True, always_call=True).remove)
-    return undo
-
-
-def _emit_random_state(sink: Sink, *, call: int, stage: str) -> None:
-    for device, read in _generators():
-        sink.emit(read(), phase="batch", path="rng", slot=device, stage=stage, call=call)
+    def _random_state(self, *, call: int, stage: str) -> None:
+        for device, read in _generators():
+            self._sink.emit(read(), phase="batch", path="rng", slot=device, stage=stage, call=call)
 
 
 def _generators() -> list[tuple[str, Callable[[], Tensor]]]:
-    """torch's global generators: reading their state draws nothing and waits for no device."""
+    """The global generators of torch: reading their state draws nothing and waits for no device."""
     found: list[tuple[str, Callable[[], Tensor]]] = [("cpu", torch.get_rng_state)]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found.append(("cuda", torch.cuda.get_rng_state))

@@ -1,0 +1,119 @@
+"""All taps of a session, attached to one training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch.optim import Optimizer
+
+from traindiff.sessions.targets import Targets
+from traindiff.settings import RecordSettings
+from traindiff.taps.backward_calls import tap_backward_calls
+from traindiff.taps.batch_axis import BatchAxis
+from traindiff.taps.inspection import tap_inspection
+from traindiff.taps.model_state import ModelStateTap
+from traindiff.taps.module_outputs import ActivationTap
+from traindiff.taps.optimizer_discovery import tap_optimizer_discovery
+from traindiff.taps.optimizer_step import OptimizerTap
+from traindiff.taps.parameter_gradients import tap_parameter_gradients
+from traindiff.taps.root_forward import RootForwardTap
+from traindiff.taps.sink import Sink
+
+
+class Attachment:
+    """The taps that the settings ask for, from construction until `close`.
+
+    Args:
+        targets: What is observed.
+        settings: Which phases of it, and how.
+        sink: Receives the observations.
+        on_step: Called with an optimizer's name when a step of it has ended and was observed.
+        on_discovery: Called when an optimizer was found that was not given.
+    """
+
+    def __init__(
+        self,
+        targets: Targets,
+        settings: RecordSettings,
+        sink: Sink,
+        *,
+        on_step: Callable[[str], None],
+        on_discovery: Callable[[], None],
+    ) -> None:
+        self._targets = targets
+        self._select = settings.select
+        self._sink = sink
+        self._on_step = on_step
+        self._on_discovery = on_discovery
+        self._optimizers: dict[str, OptimizerTap] = {}
+        self._observe = settings.observe
+        if settings.observe & {"param", "update"}:
+            self._observe |= {"param"}
+        observes_parameters = "param" in self._observe
+        self._model_state = ModelStateTap(
+            targets.parameters if observes_parameters else {},
+            targets.buffers if observes_parameters else {},
+            sink,
+        )
+        with ExitStack() as undo:
+            self._attach(undo, settings)
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Remove all taps."""
+        self._undo.close()
+
+    def describe(self) -> dict[str, Any]:
+        """Names, shapes and dtypes of what is observed, for `rank.json`."""
+        optimizers = [
+            {"name": name, "type": type(tap.optimizer).__qualname__, "groups": tap.groups()}
+            for name, tap in self._optimizers.items()
+        ]
+        return {**self._targets.describe(), "optimizers": optimizers}
+
+    def _attach(self, undo: ExitStack, settings: RecordSettings) -> None:
+        targets, observe, sink = self._targets, self._observe, self._sink
+        batch_axis = BatchAxis(settings.batch_axis)
+        activations = ActivationTap(
+            sink, batch_axis=batch_axis, forward="forward" in observe, backward="backward" in observe,
+            evaluation=settings.evaluation,
+        )  # fmt: skip
+        undo.enter_context(tap_backward_calls(sink, observe_loss="loss" in observe))
+        if observe & {"forward", "backward"}:
+            undo.enter_context(activations.attach(targets.modules))
+            undo.enter_context(tap_inspection(sink.guarded("inspect", activations.inspect)))
+        # After the modules' own hooks: the root's output still belongs to the forward pass that this ends.
+        root_forward = RootForwardTap(
+            targets.root, sink, batch_axis=batch_axis, observe_batch="batch" in observe,
+            evaluation=settings.evaluation,
+            before_step=sink.guarded("model_state", self._model_state.before_step),
+        )  # fmt: skip
+        undo.enter_context(root_forward.attach())
+        if "grad.micro" in observe:
+            undo.enter_context(tap_parameter_gradients(targets.parameters, sink))
+        for name, optimizer in targets.optimizers.items():
+            undo.enter_context(self._track(name, optimizer).attach())
+        if not targets.optimizers:
+            self._discovered = undo.enter_context(ExitStack())
+            found = sink.guarded("optimizer_discovery", self._discover)
+            undo.enter_context(tap_optimizer_discovery(targets.names, found))
+
+    def _track(self, name: str, optimizer: Optimizer) -> OptimizerTap:
+        tap = OptimizerTap(
+            optimizer, name=name, names=self._targets.names, select=self._select, observe=self._observe,
+            sink=self._sink, on_end=self._end_step,
+        )  # fmt: skip
+        self._optimizers[name] = tap
+        return tap
+
+    def _discover(self, optimizer: Optimizer) -> None:
+        name = f"optimizer[{len(self._optimizers)}]" if self._optimizers else "optimizer"
+        self._discovered.enter_context(self._track(name, optimizer).attach())
+        self._on_discovery()
+
+    def _end_step(self, name: str) -> None:
+        if name == self._sink.progress.optimizer:
+            self._sink.guarded("model_state", self._model_state.after_step)()
+        self._on_step(name)
