@@ -1,0 +1,52 @@
+# Everything sets itself up: `make demo` and `make test` work in a fresh clone.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LIGHT := .venv-no-torch
+
+.PHONY: help demo test lint format unit no-torch bench clean
+
+help:
+	@echo "make demo      train a small GPT three times, record it, name the first divergence"
+	@echo "make test      lint, types, every test, and the analysis half without torch"
+	@echo "make lint      ruff and mypy"
+	@echo "make format    ruff format"
+	@echo "make bench     measure what recording costs (minutes)"
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,dev]'
+	touch $@
+
+$(LIGHT)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(LIGHT)
+	$(LIGHT)/bin/python -m pip install --quiet --constraint constraints.txt --editable . pytest pytest-timeout
+	touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/traindiff demo
+
+test: lint unit no-torch
+
+lint: $(VENV)/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+unit: $(VENV)/ready
+	$(BIN)/pytest -n 2 --ignore tests/no_torch
+
+no-torch: $(LIGHT)/ready
+	! $(LIGHT)/bin/python -c "import torch" 2>/dev/null
+	$(LIGHT)/bin/python -m pytest tests/no_torch
+
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) $(LIGHT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
