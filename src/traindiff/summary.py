@@ -69,8 +69,9 @@ def merge(parts: Sequence[Any] | Summaries) -> Any:
     """
     stacked = np.asarray(parts, dtype=SUMMARY)
     merged = empty(stacked.shape[1:])
-    for name in (*_COUNTS, *_FINGERPRINTS, *_SUMS):
-        merged[name] = stacked[name].sum(axis=0, dtype=stacked[name].dtype)
+    with np.errstate(over="ignore", invalid="ignore"):  # moments that overflowed float64
+        for name in (*_COUNTS, *_FINGERPRINTS, *_SUMS):
+            merged[name] = stacked[name].sum(axis=0, dtype=stacked[name].dtype)
     for name in _MINIMA:
         merged[name] = stacked[name].min(axis=0, initial=np.inf)
     for name in _MAXIMA:
@@ -145,8 +146,9 @@ def std(summaries: Any) -> NDArray[np.float64]:
 
 def distance(baseline: Any, candidate: Any) -> NDArray[np.float64]:
     """Estimate of `||candidate - baseline||_2` over the finite elements, from the two sketches."""
-    difference = candidate["sketch"] - baseline["sketch"]
-    return np.asarray(np.sqrt(np.square(difference).sum(axis=-1)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        difference = candidate["sketch"] - baseline["sketch"]
+        return np.asarray(np.sqrt(np.square(difference).sum(axis=-1)))
 
 
 def scale(summaries: Any, factor: Any) -> Any:
