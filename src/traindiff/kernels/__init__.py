@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from traindiff.kernels import reference
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import numpy as np
     from torch import Tensor
 
@@ -34,5 +37,21 @@ def summarise(tensor: Tensor, shard: Shard) -> np.void:
     from traindiff.kernels import torch_arrays
 
     torch_arrays.check_supported(tensor)
+    fast = _cpu_kernel()
+    if fast is not None and fast.reads(tensor):
+        summary: np.void = fast.summarise(tensor, shard)
+        return summary
     found = torch_arrays.elements(torch_arrays.as_real(tensor))
     return reference.summarise_array(found.values, found.bits, shard, tiny=found.tiny)
+
+
+@cache
+def _cpu_kernel() -> ModuleType | None:
+    """The compiled CPU kernel; None where llvmlite is not installed, and the NumPy reference does it all."""
+    try:
+        from traindiff.kernels.cpu import summarise as fast
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("llvmlite"):
+            return None
+        raise
+    return fast

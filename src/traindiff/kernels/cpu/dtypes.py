@@ -1,0 +1,70 @@
+"""How the kernel reads the elements of each dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from traindiff.kernels.cpu.code import F32, F64, I32, I64, Value, element_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatDtype:
+    """A floating-point dtype.
+
+    Attributes:
+        name: As torch spells it.
+        bits: Width of an element.
+        infinity: Bits of +inf; everything above, the sign left out, is NaN.
+        smallest_normal: Bits of the smallest normal number.
+    """
+
+    name: str
+    bits: int
+    infinity: int
+    smallest_normal: int
+
+    @property
+    def stored(self) -> ir.IntType:
+        """Type of an element in memory."""
+        return ir.IntType(self.bits)
+
+    @property
+    def word(self) -> ir.IntType:
+        """Type in which its bits are worked on: 32 bits for the shorter dtypes too."""
+        return I64 if self.bits == 64 else I32
+
+    @property
+    def number(self) -> ir.Type:
+        """Type in which its values are compared: exact for every value."""
+        return F64 if self.bits == 64 else F32
+
+    @property
+    def magnitude_mask(self) -> int:
+        """All bits but the sign."""
+        return (1 << (self.bits - 1)) - 1
+
+    def value(self, raw: Value) -> Value:
+        """The number whose bits are `raw` (of the width of `stored`)."""
+        if self.name == "bfloat16":
+            return (raw.widened(I32) << 16).reinterpreted(F32)
+        if self.name == "float16":
+            return raw.reinterpreted(ir.HalfType()).widened(F32)
+        return raw.reinterpreted(self.number)
+
+
+FLOATS = (
+    FloatDtype(name="float32", bits=32, infinity=0x7F800000, smallest_normal=0x00800000),
+    FloatDtype(name="bfloat16", bits=16, infinity=0x7F80, smallest_normal=0x0080),
+    FloatDtype(name="float16", bits=16, infinity=0x7C00, smallest_normal=0x0400),
+    FloatDtype(name="float64", bits=64, infinity=0x7FF0000000000000, smallest_normal=0x0010000000000000),
+)
+
+
+def magnitude(value: Value) -> Value:
+    """|x|, by clearing the sign bit."""
+    wide = element_of(value.type) == F64
+    word = I64 if wide else I32
+    mask = (1 << 63) - 1 if wide else (1 << 31) - 1
+    return (value.reinterpreted(word) & mask).reinterpreted(element_of(value.type))
