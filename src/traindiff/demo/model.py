@@ -1,0 +1,164 @@
+"""A small byte-level GPT.
+
+Shape suffixes (`x_BTD` has the axes B, T, D):
+
+* B: samples in the batch or micro-batch
+* T: positions, bytes of context
+* D: width of the residual stream
+* H: attention heads
+* K: width of a head, D / H
+* V: vocabulary, the 256 bytes
+"""
+# ruff: noqa: N803, N806  names carry their shape as a suffix
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from traindiff.demo.dropout import Dropout, sample_keys
+from traindiff.demo.text import VOCABULARY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Shape of the model; the defaults give 1.3 million parameters."""
+
+    num_layers: int = 4
+    width: int = 160
+    num_heads: int = 5
+    context: int = 64
+    dropout: float = 0.1
+
+
+class Attention(nn.Module):
+    """Causal self-attention, written out."""
+
+    def __init__(self, size: ModelSize, *, layer: int) -> None:
+        super().__init__()
+        self.num_heads = size.num_heads
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.proj = nn.Linear(size.width, size.width)
+        self.drop = Dropout(size.dropout, layer=2 * layer + 1)
+
+    def visible(self, length: int, device: torch.device) -> Tensor:
+        """Which position (second axis) each position (first axis) may attend to: bool [T, T]."""
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+    def forward(self, x_BTD: Tensor, key_B: Tensor) -> Tensor:
+        """What the heads found, projected back to the residual stream: [B, T, D]."""
+        q_BHTK, k_BHTK, v_BHTK = (
+            part_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part_BTD in self.qkv(x_BTD).chunk(3, dim=-1)
+        )
+        score_BHTT = q_BHTK @ k_BHTK.transpose(-2, -1) / sqrt(k_BHTK.shape[-1])
+        hidden_TT = ~self.visible(x_BTD.shape[1], x_BTD.device)
+        weight_BHTT = score_BHTT.masked_fill(hidden_TT, -torch.inf).softmax(-1)
+        found_BTD = (weight_BHTT @ v_BHTK).transpose(1, 2).flatten(-2)
+        dropped_BTD: Tensor = self.drop(self.proj(found_BTD), key_B)
+        return dropped_BTD
+
+
+class MLP(nn.Module):
+    """Two linear layers with a GELU between them."""
+
+    def __init__(self, size: ModelSize, *, layer: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(size.width, 4 * size.width)
+        self.act = nn.GELU()
+        self.proj = nn.Linear(4 * size.width, size.width)
+        self.drop = Dropout(size.dropout, layer=2 * layer + 2)
+
+    def forward(self, x_BTD: Tensor, key_B: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        dropped_BTD: Tensor = self.drop(self.proj(self.act(self.fc(x_BTD))), key_B)
+        return dropped_BTD
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each behind a LayerNorm and added to the residual stream."""
+
+    def __init__(self, size: ModelSize, *, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(size.width)
+        self.attn = Attention(size, layer=layer)
+        self.ln_2 = nn.LayerNorm(size.width)
+        self.mlp = MLP(size, layer=layer)
+
+    def forward(self, x_BTD: Tensor, key_B: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        x_BTD = x_BTD + self.attn(self.ln_1(x_BTD), key_B)
+        out_BTD: Tensor = x_BTD + self.mlp(self.ln_2(x_BTD), key_B)
+        return out_BTD
+
+
+class Transformer(nn.Module):
+    """Embeddings, blocks and the last LayerNorm."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(VOCABULARY, size.width)
+        self.wpe = nn.Embedding(size.context, size.width)
+        self.drop = Dropout(size.dropout, layer=0)
+        self.h = nn.ModuleList(Block(size, layer=layer) for layer in range(size.num_layers))
+        self.ln_f = nn.LayerNorm(size.width)
+
+    def forward(self, inputs_BT: Tensor, key_B: Tensor) -> Tensor:
+        """Bytes [B, T] -> [B, T, D]."""
+        # The position embedding has no batch axis: its output is [T, D], added to every sample.
+        position_TD = self.wpe(torch.arange(inputs_BT.shape[1], device=inputs_BT.device))
+        x_BTD = self.drop(self.wte(inputs_BT) + position_TD, key_B)
+        for block in self.h:
+            x_BTD = block(x_BTD, key_B)
+        normed_BTD: Tensor = self.ln_f(x_BTD)
+        return normed_BTD
+
+
+class LanguageModel(nn.Module):
+    """A GPT over bytes that returns its loss. Head and embedding share one matrix.
+
+    Args:
+        size: Its shape.
+        seed: Of the dropout masks.
+    """
+
+    def __init__(self, size: ModelSize, *, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.transformer = Transformer(size)
+        self.lm_head = nn.Linear(size.width, VOCABULARY, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+
+    def block(self, layer: int) -> Block:
+        """One layer, counted from 0."""
+        block = self.transformer.h[layer]
+        assert isinstance(block, Block)
+        return block
+
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor, sample_ids_B: Tensor, *, step: int) -> Tensor:
+        """Mean cross-entropy, in nats per byte, over all positions of the (micro-)batch: a scalar."""
+        key_B = sample_keys(sample_ids_B, step=step, seed=self.seed)
+        logits_BTV = self.lm_head(self.transformer(inputs_BT, key_B))
+        return functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+def build_model(size: ModelSize, *, seed: int) -> LanguageModel:
+    """A model with freshly drawn weights; torch's random number generators are left as they were.
+
+    Matrices are drawn from N(0, 0.02^2), those that write to the residual stream with a standard
+    deviation smaller by sqrt(2 * layers), as in GPT-2; biases are 0.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LanguageModel(size, seed=seed)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                smaller = sqrt(2 * size.num_layers) if name.endswith("proj.weight") else 1.0
+                nn.init.normal_(parameter, std=0.02 / smaller)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+    return model
