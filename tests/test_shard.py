@@ -71,7 +71,7 @@ def test_a_flat_range_of_a_tensor_with_several_axes_begins_at_its_offset() -> No
 
 
 @pytest.mark.parametrize(
-    "shape, columns, row_block, column_block",
+    ("shape", "columns", "row_block", "column_block"),
     [
         ((), 1, 1, 16),
         ((5,), 5, 1, 16),

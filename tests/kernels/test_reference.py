@@ -109,7 +109,7 @@ def test_a_tensor_of_many_chunks_agrees_with_the_definitions() -> None:
 
 
 @pytest.mark.parametrize(
-    "value, name", [(1e308, "sum"), (1e200, "sum_of_squares"), (1e308, "sketch"), (-1e308, "row_squares")]
+    ("value", "name"), [(1e308, "sum"), (1e200, "sum_of_squares"), (1e308, "sketch"), (-1e308, "row_squares")]
 )
 def test_moments_that_overflow_float64_are_infinite_and_warn_nobody(value: float, name: str) -> None:
     values = torch.full((64 * 64,), value, dtype=torch.float64)

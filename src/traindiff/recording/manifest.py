@@ -62,7 +62,7 @@ def load_run(data: bytes, *, where: str) -> Manifest:
     except ValueError:
         peek = {}
     if isinstance(peek, dict) and peek and peek.get("format") != FORMAT_NAME and "checksum" not in peek:
-        raise NotARecordingError(f'{where} is not of a traindiff recording: "format" is {peek.get("format")!r}.')
+        raise _another_format(peek, where)
     version = peek.get("version") if isinstance(peek, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         # Before the checksum: a newer version may compute it otherwise.
@@ -71,11 +71,18 @@ def load_run(data: bytes, *, where: str) -> Manifest:
             "Update it with: pip install --upgrade traindiff"
         )
     manifest = load(data, where=where)
+    if manifest.get("format") != FORMAT_NAME:
+        raise _another_format(manifest, where)
     while (version := manifest["version"]) < FORMAT_VERSION:
         manifest = MIGRATIONS[version](manifest)
     return manifest
 
 
+def _another_format(manifest: Manifest, where: str) -> NotARecordingError:
+    found = manifest.get("format")
+    return NotARecordingError(f'{where} is not of a traindiff recording: "format" is {found!r}.')
+
+
 def _checksum(manifest: Mapping[str, Any]) -> str:
     canonical = json.dumps(manifest, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return f"crc32:{zlib.crc32(canonical.encode()):08x}"
+    return f"crc32:{zlib.crc32(canonical.encode(errors='surrogatepass')):08x}"

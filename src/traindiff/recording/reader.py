@@ -21,6 +21,7 @@ from traindiff.summary import Summaries
 
 _SEAL = re.compile(rb"(\d+) (\d+) ([0-9a-f]{8})")
 _CUT_SEAL = re.compile(rb"\d*|\d+ \d*|\d+ \d+ [0-9a-f]{0,8}")
+_END_OF_STREAM_BYTES = 8  # the shortest of all messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,7 @@ class Recording:
         if cut or (seals and seals[-1].offset + seals[-1].length > size):
             says = f"rank {rank}: the last step was cut off while it was written; all steps before it are used."
             return RankStatus(rank=rank, ending="truncated", says=says)
-        if not seals or seals[-1].length != 8:
+        if not seals or seals[-1].length != _END_OF_STREAM_BYTES:
             says = f"rank {rank}: the recording was not closed (the run was killed, or still runs)."
             return RankStatus(rank=rank, ending="unclosed", says=says)
         return RankStatus(rank=rank, ending="closed", says="")
@@ -152,9 +153,10 @@ class Recording:
                 file.seek(sealed.offset)
                 message = file.read(sealed.length)
                 checksum = zlib.crc32(message)
-                if len(message) < sealed.length and checksum != sealed.checksum:
+                fits = checksum == sealed.checksum
+                if len(message) < sealed.length and not (fits and len(message) >= _END_OF_STREAM_BYTES):
                     return  # cut off
-                if len(message) < sealed.length or checksum != sealed.checksum:
+                if len(message) < sealed.length or not fits:
                     raise CorruptRecordingError(
                         f"{where} is damaged: message {number} (bytes {sealed.offset} to "
                         f"{sealed.offset + len(message)}) has checksum {checksum:08x}, sealed as "
@@ -163,7 +165,7 @@ class Recording:
                     )
                 if number == 0:
                     self._check_schema(message, where)
-                elif sealed.length > 8:
+                elif sealed.length > _END_OF_STREAM_BYTES:
                     yield self._decode(message, rank)
 
     def _decode(self, message: bytes, rank: int) -> StepObservations:

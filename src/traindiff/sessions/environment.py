@@ -23,7 +23,7 @@ def describe() -> dict[str, Any]:
     """Circumstances that can change a run's numbers, as JSON values. Reads, never computes on a device."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": [_text(argument) for argument in sys.argv],
         "versions": _versions(),
         "environment": _environment(),
         "source": _source(),
@@ -50,8 +50,13 @@ def _environment() -> dict[str, Any]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
+        "variables": {name: _text(value) for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
     }
+
+
+def _text(argument: str) -> str:
+    """The argument as UTF-8 can hold it: Python passes on bytes that are none as lone surrogates."""
+    return os.fsencode(argument).decode(errors="replace")
 
 
 def _source() -> dict[str, Any]:
