@@ -1,1 +1,78 @@
 """`traindiff demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from traindiff.cli.app import app, messages, results, says_what_is_wrong
+
+_MICRO_BATCHES = 4
+
+
+@app.command()
+@says_what_is_wrong
+def demo(
+    fault: Annotated[str, typer.Option(help="What goes wrong in the faulty run; --list shows all.")] = "",
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the recordings.")] = Path(
+        "traindiff-demo"
+    ),
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of the initial parameters.")] = 0,
+    show_list: Annotated[bool, typer.Option("--list", help="List the faults and exit.")] = False,
+) -> None:
+    """Train a small GPT three times, record it, and find the fault in one of them.
+
+    A baseline; a legal variation (the same batches in four micro-batches, correctly scaled); and the same
+    with a fault. Recordings of an earlier demo in the same directory are replaced.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Table
+
+    from traindiff.compare import compare
+    from traindiff.demo.faults import DEFAULT, FAULTS, find_fault
+    from traindiff.demo.training import train
+    from traindiff.report.terminal import print_verdict
+
+    if show_list:
+        table = Table("fault", "what goes wrong", box=None, pad_edge=False)
+        for known in FAULTS.values():
+            table.add_row(known.name, known.says)
+        results.print(table)
+        return
+    chosen = find_fault(fault or DEFAULT)
+    runs = (
+        ("baseline", "baseline", 1, None),
+        ("legal variation", "legal", _MICRO_BATCHES, None),
+        ("faulty candidate", f"faulty-{chosen.name}", _MICRO_BATCHES, chosen.name),
+    )
+    paths = [str(output / directory) for _, directory, _, _ in runs]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=messages) as progress:
+        for (name, _, micro_batches, injected), path in zip(runs, paths, strict=True):
+            task = progress.add_task(f"training the {name:<16}", total=steps)
+            train(
+                path,
+                fault=injected,
+                micro_batches=micro_batches,
+                steps=steps,
+                seed=seed,
+                overwrite=True,
+                on_step=lambda step, task=task: progress.update(task, completed=step + 1),
+            )
+    for title, candidate in (
+        (f"Baseline against the same batches in {_MICRO_BATCHES} micro-batches", paths[1]),
+        (f"Baseline against {_MICRO_BATCHES} micro-batches with the fault {chosen.name!r}", paths[2]),
+    ):
+        results.print(f"\n[bold]{title}[/bold]")
+        print_verdict(results, compare(paths[0], candidate))
+    results.print(f"\nThe fault was: {chosen.says}", soft_wrap=True)
+    results.print("\n[bold]What to run next[/bold]")
+    for command in (
+        f"traindiff compare {paths[0]} {paths[2]}",
+        f"traindiff show {paths[2]} --phase grad --steps 0",
+        "traindiff demo --list",
+    ):
+        results.print(f"  {command}", soft_wrap=True)
