@@ -28,7 +28,7 @@ def demo(
     A baseline; a legal variation (the same batches in four micro-batches, correctly scaled); and the same
     with a fault. Recordings of an earlier demo in the same directory are replaced.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
     from rich.table import Table
 
     from traindiff.compare import compare
@@ -53,6 +53,10 @@ def demo(
     with Progress(*columns, console=messages) as progress:
         for (name, _, micro_batches, injected), path in zip(runs, paths, strict=True):
             task = progress.add_task(f"training the {name:<16}", total=steps)
+
+            def show(step: int, task: TaskID = task) -> None:
+                progress.update(task, completed=step + 1)
+
             train(
                 path,
                 fault=injected,
@@ -60,7 +64,7 @@ def demo(
                 steps=steps,
                 seed=seed,
                 overwrite=True,
-                on_step=lambda step, task=task: progress.update(task, completed=step + 1),
+                on_step=show,
             )
     for title, candidate in (
         (f"Baseline against the same batches in {_MICRO_BATCHES} micro-batches", paths[1]),

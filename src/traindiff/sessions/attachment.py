@@ -12,7 +12,7 @@ from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.taps.backward_calls import tap_backward_calls
 from traindiff.taps.batch_axis import BatchAxis
-from traindiff.taps.inspection import tap_inspection
+from traindiff.taps.compiled import trace_hooks_again
 from traindiff.taps.model_state import ModelStateTap
 from traindiff.taps.module_outputs import ActivationTap
 from traindiff.taps.optimizer_discovery import tap_optimizer_discovery
@@ -59,6 +59,7 @@ class Attachment:
         )
         with ExitStack() as undo:
             self._attach(undo, settings)
+            trace_hooks_again()
             self._undo = undo.pop_all()
 
     def close(self) -> None:
@@ -83,7 +84,7 @@ class Attachment:
         undo.enter_context(tap_backward_calls(sink, observe_loss="loss" in observe))
         if observe & {"forward", "backward"}:
             undo.enter_context(activations.attach(targets.modules))
-            undo.enter_context(tap_inspection(sink.guarded("inspect", activations.inspect)))
+            undo.enter_context(activations.attach_inspection())
         # After the modules' own hooks: the root's output still belongs to the forward pass that this ends.
         root_forward = RootForwardTap(
             targets.root, sink, batch_axis=batch_axis, observe_batch="batch" in observe,

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch.compiler import is_compiling
+
 from traindiff.errors import TraindiffWarning
 
 _logger = logging.getLogger("traindiff")
@@ -25,6 +27,8 @@ class _Guard:
         self._always = always
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if is_compiling():
+            return  # compiled code is observed by operators; see traindiff.taps.compiled
         self._containment.run(self._tap, partial(self._hook, *args, **kwargs), always=self._always)
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:

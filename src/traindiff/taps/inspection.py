@@ -24,9 +24,23 @@ def inspect(name: str, tensor: T) -> T:
     Returns:
         `tensor` itself.
     """
+    if _observers:
+        _observe(name, tensor)
+    return tensor
+
+
+def _observe(name: str, tensor: object) -> None:
+    from torch import Tensor
+    from torch.compiler import is_compiling
+
+    if is_compiling():
+        from traindiff.taps.compiled import inspect_compiled
+
+        if isinstance(tensor, Tensor):
+            inspect_compiled(name, tensor)
+        return
     for observe in _observers:
         observe(name, tensor)
-    return tensor
 
 
 def tap_inspection(observe: Callable[[str, object], None]) -> ExitStack:

@@ -15,6 +15,8 @@ from traindiff.observation import Merge
 from traindiff.shard import Shard
 from traindiff.taps._torch_compat import inside_backward
 from traindiff.taps.batch_axis import BatchAxis, batch_first
+from traindiff.taps.compiled import tap_compiled_inspection, tap_compiled_module
+from traindiff.taps.inspection import tap_inspection
 from traindiff.taps.nested import tensors
 from traindiff.taps.sink import Sink
 
@@ -40,6 +42,7 @@ class ActivationTap:
         self._backward = backward
         self._evaluation = evaluation
         self._on_leaves: dict[tuple[str, str, int], RemovableHandle] = {}
+        self._compiled: dict[tuple[str, str], list[_Gradient]] = {}
 
     def attach(self, modules: Mapping[str, nn.Module]) -> ExitStack:
         """Observe every module of a mapping from canonical paths. Close the result to remove the tap."""
@@ -48,6 +51,14 @@ class ActivationTap:
             for path, module in modules.items():
                 hook = self._sink.guarded("module_outputs", partial(self._module_output, path))
                 undo.callback(module.register_forward_hook(hook).remove)
+                undo.enter_context(tap_compiled_module(module, _Compiled(self, self._sink, path)))
+            return undo.pop_all()
+
+    def attach_inspection(self) -> ExitStack:
+        """Observe what `traindiff.inspect` is called with. Close the result to remove the tap."""
+        with ExitStack() as undo:
+            undo.enter_context(tap_inspection(self._sink.guarded("inspect", self.inspect)))
+            undo.enter_context(tap_compiled_inspection(_CompiledInspection(self, self._sink)))
             return undo.pop_all()
 
     def inspect(self, name: str, tensor: Tensor) -> None:
@@ -59,15 +70,44 @@ class ActivationTap:
         self._observe(path, tensors(output, "output"))
 
     def _observe(self, path: str, found: Any) -> None:
+        stage = self._stage()
+        if stage is None:
+            return
+        call = self._sink.progress.next_call(path, stage)
+        for slot, tensor in found:
+            gradient = self._tensor(tensor, path=path, slot=slot, stage=stage, call=call)
+            if self._backward and tensor.requires_grad:
+                self._hook_gradient(tensor, gradient)
+
+    def _compiled_output(self, path: str, tensor: Tensor, slot: str) -> None:
+        """An output in compiled code: one operator call per tensor, so calls are counted per tensor."""
+        progress = self._sink.progress
+        stage = self._stage()
+        if stage is None:
+            return
+        call = progress.next_call(f"{path} {slot}", stage)
+        gradient = self._tensor(tensor, path=path, slot=slot, stage=stage, call=call)
+        waiting = self._compiled.setdefault((path, slot), [])
+        if waiting and waiting[-1].step != progress.step:
+            waiting.clear()  # nothing went back through the last step
+        waiting.append(gradient)
+
+    def _compiled_gradient(self, path: str, tensor: Tensor, slot: str) -> None:
+        """A gradient in compiled code: of the latest output that has had none."""
+        waiting = self._compiled.get((path, slot), [])
+        fresh = [gradient for gradient in waiting if not gradient.times]
+        for gradient in (fresh or waiting)[-1:]:
+            gradient(tensor)
+
+    def _stage(self) -> str | None:
+        """Stage of what a module returns now; None if it is not observed."""
         progress = self._sink.progress
         if not progress.observing or (progress.evaluating and not self._evaluation):
-            return
-        stage = "evaluation" if progress.evaluating else "recomputed" if inside_backward() else ""
-        call = progress.next_call(path, stage)
-        for slot, tensor in found:
-            self._tensor(tensor, path=path, slot=slot, stage=stage, call=call)
+            return None
+        return "evaluation" if progress.evaluating else "recomputed" if inside_backward() else ""
 
-    def _tensor(self, tensor: Tensor, *, path: str, slot: str, stage: str, call: int) -> None:
+    def _tensor(self, tensor: Tensor, *, path: str, slot: str, stage: str, call: int) -> _Gradient:
+        """Record an output; returns what will record its gradient."""
         progress = self._sink.progress
         site = ("forward", stage, path, slot, str(call))
         axis, shard = self._batch_axis.split(tensor, path=path, site=site, progress=progress)
@@ -80,16 +120,17 @@ class ActivationTap:
                 batch_first(tensor, axis), phase="forward", path=path, slot=slot, stage=stage, call=call,
                 shard=shard, merge="mean" if scalar else "shard", weight=samples if scalar else 1,
             )  # fmt: skip
-        if self._backward and tensor.requires_grad:
-            # Of a tensor without a batch axis, every micro-batch has a share of the gradient.
-            shared = batch is not None and not shard.batched
-            gradient = _Gradient(
-                sink=self._sink, path=path, slot=slot, call=call, axis=axis, shard=shard,
-                micro_step=progress.micro_step, merge="sum" if shared else "shard",
-            )  # fmt: skip
-            handle = tensor.register_hook(self._sink.guarded("module_outputs", gradient))
-            if tensor.is_leaf:
-                self._hooked_leaf((path, slot, call), handle)
+        # Of a tensor without a batch axis, every micro-batch has a share of the gradient.
+        shared = batch is not None and not shard.batched
+        return _Gradient(
+            sink=self._sink, path=path, slot=slot, call=call, axis=axis, shard=shard,
+            step=progress.step, micro_step=progress.micro_step, merge="sum" if shared else "shard",
+        )  # fmt: skip
+
+    def _hook_gradient(self, tensor: Tensor, gradient: _Gradient) -> None:
+        handle = tensor.register_hook(self._sink.guarded("module_outputs", gradient))
+        if tensor.is_leaf:
+            self._hooked_leaf((gradient.path, gradient.slot, gradient.call), handle)
 
     def _hooked_leaf(self, site: tuple[str, str, int], handle: RemovableHandle) -> None:
         """Note a hook on a tensor that may outlive the step, and its hook with it: a parameter, an input.
@@ -106,6 +147,30 @@ class ActivationTap:
         self._on_leaves.clear()
 
 
+class _Compiled:
+    """Observes one module in compiled code."""
+
+    def __init__(self, tap: ActivationTap, sink: Sink, path: str) -> None:
+        self.output = sink.guarded("module_outputs", partial(tap._compiled_output, path))
+        self.gradient = sink.guarded("module_outputs", partial(tap._compiled_gradient, path))
+
+
+class _CompiledInspection:
+    """Observes what compiled code inspects."""
+
+    def __init__(self, tap: ActivationTap, sink: Sink) -> None:
+        self._output = sink.guarded("inspect", tap._compiled_output)
+        self._gradient = sink.guarded("inspect", tap._compiled_gradient)
+
+    def output(self, tensor: Tensor, name: str) -> None:
+        """See `traindiff.taps.compiled.ModuleObserver`."""
+        self._output(name, tensor, "value")
+
+    def gradient(self, gradient: Tensor, name: str) -> None:
+        """See `traindiff.taps.compiled.ModuleObserver`."""
+        self._gradient(name, gradient, "value")
+
+
 @dataclass(slots=True, kw_only=True)
 class _Gradient:
     """The hook on one activation: everything about it but the gradient itself."""
@@ -116,6 +181,7 @@ class _Gradient:
     call: int
     axis: int
     shard: Shard
+    step: int
     micro_step: int
     merge: Merge
     times: int = 0

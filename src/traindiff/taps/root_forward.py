@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.taps.batch_axis import BatchAxis, batch_first
+from traindiff.taps.compiled import tap_compiled_root
 from traindiff.taps.nested import tensors
 from traindiff.taps.sink import Sink
 
@@ -56,12 +57,15 @@ class RootForwardTap:
         with ExitStack() as undo:
             undo.callback(root.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
             undo.callback(root.register_forward_hook(end, with_kwargs=True, always_call=True).remove)
+            undo.enter_context(tap_compiled_root(root, _Compiled(guarded(self._begin_with), guarded(self._end))))
             return undo.pop_all()
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        progress = self._sink.progress
         inputs = [*tensors(args, "input"), *tensors(kwargs, "input")]
-        evaluating = not torch.is_grad_enabled()
+        self._begin_with(inputs, evaluating=not torch.is_grad_enabled())
+
+    def _begin_with(self, inputs: Sequence[tuple[str, Tensor]], *, evaluating: bool) -> None:
+        progress = self._sink.progress
         if not evaluating and not progress.forward_done and progress.batch is None:
             self._before_step()
         forward = progress.forward(self._batch_axis.of_batch(t for _, t in inputs), evaluating=evaluating)
@@ -83,7 +87,7 @@ class RootForwardTap:
         progress = self._sink.progress
         return progress.observing and self._observe_batch and (self._evaluation or not progress.evaluating)
 
-    def _inputs(self, inputs: list[tuple[str, Tensor]]) -> None:
+    def _inputs(self, inputs: Sequence[tuple[str, Tensor]]) -> None:
         progress = self._sink.progress
         stage = "evaluation" if progress.evaluating else ""
         call = progress.next_call("", f"inputs {stage}")
@@ -101,6 +105,14 @@ class RootForwardTap:
     def _random_state(self, *, call: int, stage: str) -> None:
         for device, read in _generators():
             self._sink.emit(read(), phase="batch", path="rng", slot=device, stage=stage, call=call)
+
+
+class _Compiled:
+    """Observes the root's forward passes in compiled code."""
+
+    def __init__(self, begin: Callable[..., None], end: Callable[..., None]) -> None:
+        self.begin = begin
+        self.end = end
 
 
 def _generators() -> list[tuple[str, Callable[[], Tensor]]]:

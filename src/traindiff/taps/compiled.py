@@ -1,0 +1,200 @@
+"""Observe inside `torch.compile`: opaque operators that call the taps when the compiled code runs.
+
+A hook on a module is traced into the compiled graph. What it does there must be traceable, cause no
+graph break, and be the same for all modules of a class, or each of a model's layers would be compiled
+anew. So a compiled hook only calls an operator with the tensor, the *number* of the module (a tensor
+that each observed module carries, and thus an input of the graph, not a constant in it) and a slot. The
+operators are registered as having ordered effects: compilers neither drop, repeat nor reorder them.
+When the compiled code runs, an operator looks up who observes the module with that number, and hands
+on the tensor; if nobody does any more, it does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from traindiff.taps._torch_compat import forget_compiled_code, register_ordered_effect
+from traindiff.taps.nested import tensors
+
+_NUMBER = "_traindiff_number"
+
+
+class ModuleObserver(Protocol):
+    """Who observes a module in compiled code."""
+
+    def output(self, tensor: Tensor, slot: str) -> None:
+        """An output in the forward pass; it does not know whether it requires a gradient."""
+
+    def gradient(self, gradient: Tensor, slot: str) -> None:
+        """The gradient of that output."""
+
+
+class RootObserver(Protocol):
+    """Who observes the forward passes of the root in compiled code."""
+
+    def begin(self, inputs: Sequence[tuple[str, Tensor]], *, evaluating: bool) -> None:
+        """A forward pass begins."""
+
+    def end(self) -> None:
+        """It has ended."""
+
+
+_modules: dict[int, list[ModuleObserver]] = {}
+_roots: dict[int, list[RootObserver]] = {}
+_inspectors: list[ModuleObserver] = []
+_numbers = count()
+
+
+def tap_compiled_module(module: nn.Module, observer: ModuleObserver) -> ExitStack:
+    """Have `observer` called with the module's outputs in compiled code. Close the result to remove it."""
+    return _attach(module, observer, _modules, [lambda: module.register_forward_hook(_output_hook)])
+
+
+def tap_compiled_root(root: nn.Module, observer: RootObserver) -> ExitStack:
+    """Have `observer` called around the root's forward passes in compiled code."""
+    hooks = [
+        lambda: root.register_forward_pre_hook(_begin_hook, with_kwargs=True, prepend=True),
+        lambda: root.register_forward_hook(_end_hook),
+    ]
+    return _attach(root, observer, _roots, hooks)
+
+
+def tap_compiled_inspection(observer: ModuleObserver) -> ExitStack:
+    """Have `observer` called with tensors that compiled code inspects; the slot is their name."""
+    operators()
+    _inspectors.append(observer)
+    undo = ExitStack()
+    undo.callback(_inspectors.remove, observer)
+    return undo
+
+
+def inspect_compiled(name: str, tensor: Tensor) -> None:
+    """Observe an intermediate tensor; called while code is compiled."""
+    torch.ops.traindiff.inspect(tensor, name)
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: torch.ops.traindiff.inspect_gradient(gradient, name))
+
+
+def trace_hooks_again() -> None:
+    """Forget compiled code, which was traced without the hooks that are there now.
+
+    By default torch does not look for new hooks when it reuses compiled code
+    (`torch._dynamo.config.skip_nnmodule_hook_guards`), and they would record nothing.
+    """
+    forget_compiled_code()
+
+
+def _attach(
+    module: nn.Module, observer: Any, registry: dict[int, list[Any]], hooks: Sequence[Callable[[], Any]]
+) -> ExitStack:
+    operators()
+    number = module.__dict__.get(_NUMBER)
+    if number is None:
+        # Not an attribute in torch's sense: it is in no state_dict and moves with no `.to()`.
+        number = module.__dict__[_NUMBER] = torch.tensor(next(_numbers), device="cpu")
+    key = int(number)
+    with ExitStack() as undo:
+        observers = registry.setdefault(key, [])
+        if not observers:
+            for hook in hooks:
+                undo.callback(hook().remove)
+        observers.append(observer)
+        undo.callback(_detach, module, key, observer, registry)
+        return undo.pop_all()
+
+
+def _detach(module: nn.Module, key: int, observer: Any, registry: dict[int, list[Any]]) -> None:
+    registry[key].remove(observer)
+    if not registry[key]:
+        del registry[key]
+    if key not in _modules and key not in _roots:
+        module.__dict__.pop(_NUMBER, None)  # compiled code is guarded by it, and compiled anew without us
+
+
+def _output_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
+    if not torch.compiler.is_compiling():
+        return
+    for slot, tensor in tensors(output, "output"):
+        _observe(tensor, module._traindiff_number, slot)  # type: ignore[arg-type]  # set by _attach
+
+
+def _observe(tensor: Tensor, number: Tensor, slot: str) -> None:
+    torch.ops.traindiff.observe(tensor, number, slot)
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: torch.ops.traindiff.observe_gradient(gradient, number, slot))
+
+
+def _begin_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        return
+    found = [*tensors(args, "input"), *tensors(kwargs, "input")]
+    slots = "\n".join([slot for slot, _ in found])
+    inputs = [tensor for _, tensor in found]
+    torch.ops.traindiff.begin(module._traindiff_number, inputs, slots, not torch.is_grad_enabled())
+
+
+def _end_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
+    if torch.compiler.is_compiling():
+        torch.ops.traindiff.end(module._traindiff_number)
+
+
+@cache
+def operators() -> torch.library.Library:
+    """Define the operators, once."""
+    library = torch.library.Library("traindiff", "DEF")  # kept alive by the cache
+    for schema, run in (
+        ("observe(Tensor x, Tensor module, str slot) -> ()", _run_observe),
+        ("observe_gradient(Tensor x, Tensor module, str slot) -> ()", _run_observe_gradient),
+        ("begin(Tensor module, Tensor[] inputs, str slots, bool evaluating) -> ()", _run_begin),
+        ("end(Tensor module) -> ()", _run_end),
+        ("inspect(Tensor x, str name) -> ()", _run_inspect),
+        ("inspect_gradient(Tensor x, str name) -> ()", _run_inspect_gradient),
+    ):
+        library.define(schema)
+        name = schema.partition("(")[0]
+        library.impl(name, run, "CompositeExplicitAutograd")
+        library.impl(name, _do_nothing, "Meta")
+        register_ordered_effect(getattr(torch.ops.traindiff, name).default)
+    return library
+
+
+def _do_nothing(*_: Any) -> None:
+    """What the operators do when shapes are inferred."""
+
+
+def _run_observe(x: Tensor, module: Tensor, slot: str) -> None:
+    for observer in _modules.get(int(module), ()):
+        observer.output(x, slot)
+
+
+def _run_observe_gradient(x: Tensor, module: Tensor, slot: str) -> None:
+    for observer in _modules.get(int(module), ()):
+        observer.gradient(x, slot)
+
+
+def _run_begin(module: Tensor, inputs: list[Tensor], slots: str, evaluating: bool) -> None:  # noqa: FBT001
+    names = slots.split("\n") if slots else []
+    for observer in _roots.get(int(module), ()):
+        observer.begin(list(zip(names, inputs, strict=True)), evaluating=evaluating)
+
+
+def _run_end(module: Tensor) -> None:
+    for observer in _roots.get(int(module), ()):
+        observer.end()
+
+
+def _run_inspect(x: Tensor, name: str) -> None:
+    for observer in _inspectors:
+        observer.output(x, name)
+
+
+def _run_inspect_gradient(x: Tensor, name: str) -> None:
+    for observer in _inspectors:
+        observer.gradient(x, name)
