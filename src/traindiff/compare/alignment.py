@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from traindiff.compare.step_table import Entry, Key
@@ -82,11 +83,12 @@ def align(baseline: Mapping[Key, Entry], candidate: Mapping[Key, Entry]) -> Alig
     """Pair entries by key; the candidate's paths are renamed already."""
     renamed = dict(candidate)
     pairs, unmerged, only_baseline = [], [], []
+    split_alike = _micro_steps(baseline) == _micro_steps(candidate)
     for key, entry in baseline.items():
         other = renamed.pop(key, None)
         if other is None:
             only_baseline.append(entry)
-        elif _is_unmerged(entry, other):
+        elif _is_unmerged(entry, other, split_alike=split_alike):
             unmerged.append(Pair(baseline=entry, candidate=other))
         else:
             pairs.append(Pair(baseline=entry, candidate=other))
@@ -98,13 +100,36 @@ def align(baseline: Mapping[Key, Entry], candidate: Mapping[Key, Entry]) -> Alig
     )
 
 
-def _is_unmerged(baseline: Entry, candidate: Entry) -> bool:
-    """Shapes that agree except in axis 0, where one is a whole multiple of the other."""
+def in_baseline_order(pairs: Iterable[Pair]) -> Callable[[int], int]:
+    """Map places in the candidate's execution order to the baseline's: behind the last pair before them."""
+    places = sorted((pair.candidate.order, pair.baseline.order) for pair in pairs)
+    ours = [candidate for candidate, _ in places]
+
+    def place(order: int) -> int:
+        before = bisect_left(ours, order)
+        return places[before - 1][1] + 1 if before else 0
+
+    return place
+
+
+def _is_unmerged(baseline: Entry, candidate: Entry, *, split_alike: bool) -> bool:
+    """Shapes that a batch axis explains which was not recognised on one side.
+
+    Either the shapes agree except in axis 0, where one is a whole multiple of the other, or the runs split
+    their batches into different numbers of micro-batches, and the shapes differ in one axis.
+    """
     left, right = baseline.shape, candidate.shape
-    if left == right or len(left) != len(right) or left[1:] != right[1:] or baseline.key.phase == "param":
+    if left == right or len(left) != len(right) or baseline.key.phase not in ("batch", "forward", "backward"):
         return False
+    axes = [axis for axis, lengths in enumerate(zip(left, right, strict=True)) if lengths[0] != lengths[1]]
+    if not split_alike:
+        return len(axes) <= 1 or any(one.parts and len(one.parts) > 1 for one in (baseline, candidate))
     small, large = sorted((left[0], right[0]))
-    return small > 0 and large % small == 0
+    return axes == [0] and small > 0 and large % small == 0
+
+
+def _micro_steps(table: Mapping[Key, Entry]) -> int:
+    return 1 + max((part[0] for entry in table.values() for part in entry.parts), default=0)
 
 
 def _is_later_micro_step(entry: Entry, others: Mapping[Key, Entry]) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from traindiff.compare.alignment import Pair, Rename, align, parse_renames
+from traindiff.compare.alignment import Pair, Rename, align, in_baseline_order, parse_renames
 from traindiff.compare.circumstances import circumstances
 from traindiff.compare.derived import Updates, gradient_norm
 from traindiff.compare.exact import Groups, check_hyper_parameters, check_random_state
@@ -14,6 +15,7 @@ from traindiff.compare.judge import Judge, StepInput
 from traindiff.compare.measure import Tolerance
 from traindiff.compare.pairing import RunStep, run_steps, step_pairs
 from traindiff.compare.presence import Presence, known_paths
+from traindiff.compare.recomputation import recomputation_findings, without_recomputed
 from traindiff.compare.step_table import Entry, Key
 from traindiff.compare.verdict import MISALIGNED_KINDS, Comparison, Finding, Word
 from traindiff.errors import ConfigError, Problem
@@ -78,7 +80,9 @@ class _Comparing:
         contents = [[run.rank_content(rank) for rank in run.ranks] for run in runs]
         self._groups = (_groups(contents[0], lambda path: path), _groups(contents[1], rename))
         renamed = frozenset(rename(path) for path in known_paths(contents[1]))
-        self._presence = Presence(known=(known_paths(contents[0]), renamed))
+        self._presence = Presence(
+            known=(known_paths(contents[0]), renamed), held=(_held(self._groups[0]), _held(self._groups[1]))
+        )
         self._judge = Judge(tolerance)
         self._updates = (Updates(), Updates())
         self._compared: list[int] = []
@@ -120,9 +124,12 @@ class _Comparing:
             table.update((entry.key, entry) for entry in (*derived, *gradient_norm(table)))
         first = not self._compared
         self._compared.append(left.step)
-        in_order = dict(sorted(tables[0].items(), key=lambda item: item[1].order))
-        aligned = align(in_order, tables[1])
+        in_order = dict(sorted(without_recomputed(tables[0]).items(), key=lambda item: item[1].order))
+        aligned = align(in_order, without_recomputed(tables[1]))
         pairs, findings = self._presence.judge(aligned, step=left.step)
+        findings += recomputation_findings(tables[0], tables[1], step=left.step)
+        place = in_baseline_order(aligned.pairs)
+        findings = [replace(one, order=place(one.order)) if _is_of_candidate(one) else one for one in findings]
         findings += check_random_state(tables[0], tables[1], step=left.step)
         findings += self._hyper_parameters(tables, left.step)
         self._judge.judge(
@@ -214,6 +221,15 @@ def _groups(contents: Iterable[Mapping[str, Any]], rename: Rename) -> Groups:
         for content in contents
         for optimizer in content.get("optimizers", [])
     }
+
+
+def _held(groups: Groups) -> frozenset[str]:
+    return frozenset(path for optimizer in groups.values() for group in optimizer for path in group)
+
+
+def _is_of_candidate(finding: Finding) -> bool:
+    """Whether its place in execution order was read off the candidate."""
+    return finding.kind in ("extra", "recomputed")
 
 
 def _contributions(table: Mapping[Key, Entry]) -> dict[str, dict[int, Any]]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from traindiff.compare.floors import UNIT_ROUNDOFF
 from traindiff.compare.step_table import Entry
+from traindiff.shard import OPEN, Shard
 from traindiff.summary import distance, finite_count, nonfinite_count, norm
 
 
@@ -54,9 +55,9 @@ def diagnose(case: Case) -> Diagnosis:
     return Diagnosis(kind="value", says=f"The values differ by {size} of the baseline's size (relative L2).")
 
 
-def best_fit(case: Case) -> tuple[float, float]:
+def best_fit(baseline: Entry, candidate: Entry) -> tuple[float, float]:
     """The s that minimises `||candidate - s * baseline||`, and what that leaves of the candidate."""
-    b, c = case.baseline.summary["sketch"], case.candidate.summary["sketch"]
+    b, c = baseline.summary["sketch"], candidate.summary["sketch"]
     power = float(b @ b)
     if power == 0.0:
         return 0.0, 1.0
@@ -86,11 +87,25 @@ def nonfinite(case: Case) -> Diagnosis | None:
     )
 
 
+def counted(case: Case) -> Diagnosis | None:
+    """An optimizer's own count of its steps."""
+    if case.baseline.key.phase != "optimizer" or case.baseline.key.slot != "step":
+        return None
+    before, after = (float(entry.summary["sum"]) for entry in (case.baseline, case.candidate))
+    return Diagnosis(
+        kind="step-count",
+        says=f"The candidate's optimizer is at its step {after:g} for this parameter, the baseline's at its step "
+        f"{before:g}. Was the state lost, or not loaded, at a resume?",
+        evidence={"baseline": before, "candidate": after},
+    )
+
+
 def vanished(case: Case) -> Diagnosis | None:
     """All zero on one side only."""
     if float(norm(case.candidate.summary)) == 0.0:
         if case.candidate.key.phase == "update":
-            return Diagnosis(kind="never-updated", says="The candidate's parameter did not move; the baseline's did.")
+            says = "The candidate's step did not change this parameter; the baseline's did."
+            return Diagnosis(kind="never-updated", says=says)
         return Diagnosis(kind="zero", says="The candidate's is all zero; the baseline's is not.")
     if float(norm(case.baseline.summary)) == 0.0:
         return Diagnosis(kind="zero", says="The baseline's is all zero; the candidate's is not.")
@@ -134,7 +149,7 @@ def permuted(case: Case) -> Diagnosis | None:
 
 def scaled(case: Case) -> Diagnosis | None:
     """A constant factor."""
-    s, left_over = best_fit(case)
+    s, left_over = best_fit(case.baseline, case.candidate)
     if s == 0.0 or abs(s - 1.0) < 3 * max(left_over, case.floor) or left_over > 0.02:
         return None
     if abs(s + 1.0) < 0.02:
@@ -145,7 +160,7 @@ def scaled(case: Case) -> Diagnosis | None:
         )
     return Diagnosis(
         kind="scale",
-        says=f"The candidate's is {s:.4g} x the baseline's{_meaning(s, case.micro_steps)}.",
+        says=f"The candidate's is {s:.4g} x the baseline's{factor_meaning(s, case.micro_steps)}.",
         evidence={"factor": s, "residual": left_over},
     )
 
@@ -177,10 +192,27 @@ def localised(case: Case) -> Diagnosis | None:
         if change[worst] > 20 * float(rest.max(initial=0.0)) and change[worst] > 4 * case.floor * left.max():
             return Diagnosis(
                 kind="localised",
-                says=f"The difference is in one part of the {axis}s only (bucket {worst + 1} of {int(used.sum())}).",
+                says=f"The difference is in {_bucket(case.baseline, axis, worst)} only.",
                 evidence={"axis": axis, "bucket": worst},
             )
     return None
+
+
+def _bucket(entry: Entry, axis: str, bucket: int) -> str:
+    """The rows or columns of a bucket, as `traindiff.shard.Grid` divides them."""
+    activation = entry.key.phase in ("batch", "forward", "backward")
+    shape = (OPEN, *entry.shape[1:]) if activation else entry.shape
+    grid = Shard.whole(shape).grid
+    inner = entry.shape[1:] if activation else entry.shape
+    if axis == "row":
+        first, last, count = bucket * grid.row_block, (bucket + 1) * grid.row_block, inner[0] if inner else 1
+    else:
+        first, last, count = bucket * grid.column_block, (bucket + 1) * grid.column_block, grid.columns
+    last = min(last, count) - 1
+    where = f"{axis} {first}" if first == last else f"{axis}s {first} to {last}"
+    if axis == "row":
+        where += f" of axis {int(activation)}" if activation else ""
+    return f"{where} (of {count})"
 
 
 def precision(case: Case) -> Diagnosis | None:
@@ -201,6 +233,7 @@ def precision(case: Case) -> Diagnosis | None:
 
 TESTS: tuple[Callable[[Case], Diagnosis | None], ...] = (
     nonfinite,
+    counted,
     vanished,
     lost_contribution,
     permuted,
@@ -218,8 +251,8 @@ def _times(value: float) -> str:
     return "twice" if abs(value - 2.0) < 0.02 else f"{value:.3g} times"
 
 
-def _meaning(factor: float, micro_steps: int) -> str:
-    """A reading of a factor that is a small whole number or one over it."""
+def factor_meaning(factor: float, micro_steps: int) -> str:
+    """A reading of a factor that is a small whole number or one over it; empty for any other."""
     size = abs(factor)
     whole = Fraction(size).limit_denominator(64)
     if size == 0 or (whole.numerator != 1 and whole.denominator != 1) or abs(float(whole) / size - 1) > 0.01:
@@ -228,4 +261,4 @@ def _meaning(factor: float, micro_steps: int) -> str:
         return f" (= 1/{micro_steps}, one over its micro-batches: divided once too often?)"
     if whole == micro_steps and micro_steps > 1:
         return f" (= its {micro_steps} micro-batches: summed instead of averaged?)"
-    return f" (= {whole})"
+    return f" (= {whole})" if whole.denominator != 1 else ""

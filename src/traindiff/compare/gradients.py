@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from traindiff.compare.alignment import Pair
-from traindiff.compare.diagnosis import Case, best_fit
+from traindiff.compare.diagnosis import best_fit
+from traindiff.compare.floors import Floors
 from traindiff.compare.step_table import Key
 from traindiff.summary import norm
 
@@ -29,27 +31,47 @@ def common_factor(pairs: Sequence[Pair], floors: Mapping[Key, float]) -> float |
     """
     if len(pairs) < 3:
         return None
-    fits = [best_fit(Case(baseline=pair.baseline, candidate=pair.candidate))[0] for pair in pairs]
+    fits = [best_fit(pair.baseline, pair.candidate)[0] for pair in pairs]
     limits = [floors[pair.baseline.key] for pair in pairs]
     factor = float(np.median(fits))
-    if factor == 0.0 or not math.isfinite(factor) or abs(factor - 1.0) <= float(np.median(limits)):
+    # A factor that is common to all shows as clearly as in the least noisy of them.
+    if factor == 0.0 or not math.isfinite(factor) or abs(factor - 1.0) <= min(limits):
         return None
     near = sum(abs(s / factor - 1.0) <= max(limit, 1e-6) for s, limit in zip(fits, limits, strict=True))
     return factor if near >= COMMON_SHARE * len(fits) else None
 
 
-def terms_norms(pairs: Iterable[Pair]) -> dict[str, float]:
-    """By path of a module: the norm of the gradient of its first output, which its bias sums up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a module's bias adds up to its gradient: the gradient of the module's first output.
+
+    Attributes:
+        norm: Its norm.
+        count: Its elements.
+    """
+
+    norm: float
+    count: int
+
+
+def terms_by_module(pairs: Iterable[Pair]) -> dict[str, Terms]:
+    """Terms by path of the module."""
     return {
-        pair.baseline.key.path: float(norm(pair.baseline.summary))
+        pair.baseline.key.path: Terms(
+            norm=float(norm(pair.baseline.summary)), count=int(pair.baseline.summary["count"])
+        )
         for pair in pairs
         if pair.baseline.key.phase == "backward" and pair.baseline.key.slot == "output[0]"
     }
 
 
-def cancellation(pair: Pair, terms: Mapping[str, float]) -> float:
-    """Norm of the terms of a bias's gradient over the norm of their sum; 1 for other parameters."""
-    if len(pair.baseline.shape) != 1:
-        return 1.0
-    size = float(norm(pair.baseline.summary))
-    return terms.get(pair.baseline.key.path.rpartition(".")[0], 0.0) / size if size else 1.0
+def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors) -> float:
+    """Floor of a parameter's gradient; those with one axis (biases, norms) are sums over all rows."""
+    left = pair.baseline
+    added = terms.get(left.key.path.rpartition(".")[0])
+    if len(left.shape) != 1 or added is None or not left.shape[0]:
+        return floors.gradient(1.0)
+    size = float(norm(left.summary))
+    return floors.gradient(
+        added.norm / size if size else 1.0, dtype=left.dtype, terms=max(1.0, added.count / left.shape[0])
+    )

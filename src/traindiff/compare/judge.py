@@ -9,9 +9,9 @@ from typing import Any
 
 from traindiff.compare import exact
 from traindiff.compare.alignment import Pair
-from traindiff.compare.diagnosis import Case, Diagnosis, diagnose
+from traindiff.compare.diagnosis import Case, Diagnosis, best_fit, diagnose, factor_meaning
 from traindiff.compare.floors import UNIT_ROUNDOFF, Floors
-from traindiff.compare.gradients import cancellation, common_factor, terms_norms
+from traindiff.compare.gradients import common_factor, gradient_floor, terms_by_module
 from traindiff.compare.measure import Tolerance, difference, equal_bits, rescaled
 from traindiff.compare.step_table import Key
 from traindiff.compare.verdict import Finding, SiteDifference
@@ -123,7 +123,7 @@ class _Step:
         self._judge = judge
         self._given = given
         self._floors = floors
-        self._terms = terms_norms(given.pairs)
+        self._terms = terms_by_module(given.pairs)
         self._updates: dict[str, tuple[float, bool]] = {}
 
     def judge(self) -> list[Finding]:
@@ -168,26 +168,41 @@ class _Step:
         key, floors = pair.baseline.key, self._floors
         dtypes = (pair.baseline.dtype, pair.candidate.dtype)
         if key.phase in ("forward", "backward"):
-            return floors.activation(key.path, dtypes)
+            smooth = floors.activation(key.path, dtypes)
+            gated = floors.gated(pair.baseline.summary, pair.candidate.summary) if key.phase == "backward" else 0.0
+            return max(smooth, gated)
         if key.phase == "loss" or key.slot == "norm":
             return floors.scalar(self._given.samples)
         if key.phase == "grad":
-            return floors.gradient(cancellation(pair, self._terms))
+            return gradient_floor(pair, self._terms, floors)
         if key.phase == "optimizer":
             self._judge.is_adaptive(key.path, key.slot)
             return 0.0 if key.slot == "step" else floors.state(key.path, dtypes)
         if key.phase == "update":
-            before, size = self._given.parameters.get(key.path), float(norm(pair.baseline.summary))
-            storage = float(norm(before.baseline.summary)) / size if before is not None and size else 0.0
-            adaptive = self._judge.is_adaptive(key.path)
+            adaptive, storage = self._judge.is_adaptive(key.path), self._storage(pair)
             return floors.update(key.path, dtypes[0], adaptive=adaptive, storage=storage)
         return floors.activation(key.path.rpartition(".")[0], dtypes)  # a buffer
 
+    def _storage(self, pair: Pair) -> float:
+        """Norm of a parameter over norm of its update.
+
+        Where the baseline lost all of its update to rounding, the candidate's may be as large as
+        what rounding loses: the answer is then inf, as for every update of nothing.
+        """
+        before, size = self._given.parameters.get(pair.baseline.key.path), float(norm(pair.baseline.summary))
+        if before is None:
+            return 0.0
+        whole, u = float(norm(before.baseline.summary)), UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
+        if size:
+            return whole / size
+        return math.inf if float(norm(pair.candidate.summary)) <= 2.0 * u * whole else 0.0
+
     def _batch(self, pair: Pair) -> Finding | None:
         finding = exact.check_batch(pair, step=self._given.step)
-        self._judge.note(pair, self._given.step, math.inf if finding else 0.0, 0.0)
-        if finding:
-            self._floors.saw(math.inf)  # everything that follows in this step follows from it
+        apart = 0.0 if equal_bits(pair) else difference(pair)
+        self._judge.note(pair, self._given.step, math.inf if finding else apart or 0.0, 0.0 if finding else math.inf)
+        # Everything that follows in this step follows from other inputs.
+        self._floors.saw(math.inf if finding else apart or 0.0)
         return finding
 
     def _initial(self, pair: Pair) -> Finding | None:
@@ -217,7 +232,7 @@ class _Step:
     def _gradients(self, pairs: list[Pair]) -> list[Finding | None]:
         if not pairs:
             return []
-        floors = {pair.baseline.key: self._floors.gradient(cancellation(pair, self._terms)) for pair in pairs}
+        floors = {pair.baseline.key: gradient_floor(pair, self._terms, self._floors) for pair in pairs}
         factor = None if self._judge.floor(pairs[0], math.nan) >= 0 else common_factor(pairs, floors)
         found: list[Finding] = []
         for pair in pairs:
@@ -240,14 +255,16 @@ class _Step:
 
     def _all_gradients(self, pairs: list[Pair], factor: float, floors: Mapping[Key, float]) -> Finding:
         first = pairs[0]
-        size, floor = abs(factor - 1.0), floors[first.baseline.key]
+        size, floor = abs(factor - 1.0), min(floors.values())
         finding = self._as_finding(first, size, floor, self._shape(first, size, floor))
-        says = f"All gradients: {finding.says[0].lower()}{finding.says[1:]}"
-        return replace(finding, says=says, evidence={**finding.evidence, "factor": factor, "parameters": len(pairs)})
+        meaning = factor_meaning(factor, self._given.micro_steps)
+        says = f"All gradients are {factor:.4g} x the baseline's{meaning}."
+        evidence = {**finding.evidence, "factor": factor, "parameters": len(pairs)}
+        return replace(finding, kind="scale", says=says, evidence=evidence)
 
     def _finding(self, pair: Pair, size: float, floor: float, *, observed: Pair | None = None) -> Finding | None:
         """A finding if the difference exceeds its floor. `observed` is the pair before it was rescaled."""
-        floor = self._judge.floor(pair, floor)
+        floor = self._factor_floor(pair, size, self._judge.floor(pair, floor))
         self._judge.note(observed or pair, self._given.step, size, floor)
         left = pair.baseline
         if int(left.summary["nan"]) and int(pair.candidate.summary["nan"]) and math.isfinite(size):
@@ -256,6 +273,21 @@ class _Step:
         if not size > floor:
             return None
         return self._as_finding(pair, size, floor, self._shape(pair, size, floor))
+
+    def _factor_floor(self, pair: Pair, size: float, floor: float) -> float:
+        """The floor, or a lower one for a difference that is a constant factor and nothing else.
+
+        Of fewer than 16 elements too little is left beside the best-fitting multiple to tell the two apart.
+        """
+        left = pair.baseline
+        judged_by_user = self._judge.floor(pair, math.nan) >= 0
+        if not size <= floor < math.inf or judged_by_user or int(left.summary["count"]) < 16:
+            return floor
+        s, left_over = best_fit(left, pair.candidate)
+        storage = self._storage(pair) if left.key.phase == "update" else 0.0
+        dtypes = (left.dtype, pair.candidate.dtype)
+        lower = self._floors.factor(left.key.path, dtypes, left_over=left_over, storage=storage)
+        return lower if lower < min(floor, abs(s - 1.0)) else floor
 
     def _as_finding(self, pair: Pair, size: float, floor: float, shape: Diagnosis) -> Finding:
         key = pair.baseline.key

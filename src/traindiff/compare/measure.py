@@ -13,7 +13,7 @@ from traindiff.summary import distance, norm, scale
 def equal_bits(pair: Pair) -> bool:
     """Whether both sides are known to hold the same bits."""
     left, right = pair.baseline, pair.candidate
-    return (
+    return bool(
         left.exact
         and right.exact
         and left.dtype == right.dtype

@@ -20,11 +20,13 @@ class Presence:
 
     Attributes:
         known: Paths of modules and parameters of the two models, baseline's first.
+        held: Paths of the parameters that the optimizers hold; empty where that is not known.
         unaligned: By side and site: sites without counterpart.
         unobserved: Sites that a run could not observe, with the reason.
     """
 
     known: tuple[frozenset[str], frozenset[str]]
+    held: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     unaligned: tuple[dict[tuple[str, str, str], Unaligned], dict[tuple[str, str, str], Unaligned]] = field(
         default_factory=lambda: ({}, {})
     )
@@ -73,14 +75,16 @@ class Presence:
             return
         self._reported.add((str(side), key.path))
         run, other = (("baseline", "candidate"), ("candidate", "baseline"))[side]
-        what = {
-            "forward": f"{key.path} is not called in the {run}",
-            "grad": f"{key.path} gets no gradient in the {run}",
-        }.get(key.phase, f"the {run}'s optimizer does not hold {key.path}")
+        if key.phase == "forward":
+            says = f"The {run} does not call {key.path}; the {other} does."
+        elif self.held[side] and key.path not in self.held[side]:
+            says = f"The {run}'s optimizer does not hold {key.path}; the {other}'s does."
+        else:
+            says = f"In the {run}, {key.path} gets no gradient; in the {other} it does."
         yield Finding(
             step=step, micro_step=None, rank=0, phase=key.phase, stage=key.stage, path=key.path, slot=key.slot,
             call=key.call, order=entry.order, kind="missing" if side else "extra", difference=float("inf"),
-            floor=0.0, says=f"{what[0].upper()}{what[1:]}; in the {other} it does.", evidence={},
+            floor=0.0, says=says, evidence={},
         )  # fmt: skip
 
     def _skip(self, entry: Entry | None) -> None:

@@ -1,0 +1,61 @@
+"""What activation checkpointing computes a second time: held against the first time, within one run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from traindiff.compare.alignment import Pair
+from traindiff.compare.floors import rounding
+from traindiff.compare.measure import difference
+from traindiff.compare.step_table import Entry, Key
+from traindiff.compare.verdict import Finding
+
+STAGE = "recomputed"
+
+
+def without_recomputed(table: Mapping[Key, Entry]) -> dict[Key, Entry]:
+    """The table without what was computed twice; whether it was is no difference between two runs."""
+    return {key: entry for key, entry in table.items() if key.stage != STAGE}
+
+
+def changed_when_recomputed(table: Mapping[Key, Entry]) -> Iterator[Pair]:
+    """Outputs that were not the same the second time, paired with the first time.
+
+    Modules that are called several times in a step are left out: they are not recomputed in the order of
+    their calls.
+    """
+    calls = Counter((key.path, key.slot) for key in table if key.phase == "forward" and not key.stage)
+    for key, entry in table.items():
+        first = table.get(key._replace(stage=""))
+        if key.stage != STAGE or first is None or calls[key.path, key.slot] != 1:
+            continue
+        pair = Pair(baseline=first, candidate=entry)
+        size = difference(pair)
+        if size is None or size > rounding(entry.dtype):
+            yield pair
+
+
+def recomputation_findings(
+    baseline: Mapping[Key, Entry], candidate: Mapping[Key, Entry], *, step: int
+) -> list[Finding]:
+    """What the candidate recomputes to something else, and the baseline does not."""
+    known = {pair.candidate.key for pair in changed_when_recomputed(baseline)}
+    found = []
+    for pair in changed_when_recomputed(candidate):
+        key = pair.candidate.key
+        if key in known:
+            continue
+        size = difference(pair)
+        says = (
+            f"In the candidate, activation checkpointing computes {key.path} again and gets another output: "
+            "another dropout mask, or an operation that is not deterministic?"
+        )
+        found.append(
+            Finding(
+                step=step, micro_step=None, rank=None, phase=key.phase, stage=key.stage, path=key.path, slot=key.slot,
+                call=key.call, order=pair.candidate.order, kind="recomputed",
+                difference=float("inf") if size is None else size, floor=rounding(pair.candidate.dtype), says=says,
+            )
+        )  # fmt: skip
+    return found

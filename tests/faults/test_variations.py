@@ -1,0 +1,93 @@
+"""Legal variations raise no finding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import traindiff
+from tests.faults.recipe import recipe
+from tests.faults.variations import DOUBLE, variations
+
+TRAININGS = [
+    ("mlp", "sgd", "float32"),
+    ("mlp", "adamw", "autocast"),
+    ("mlp", "adam", "bfloat16"),
+    ("gpt", "adamw", "float32"),
+    ("gpt", "adamw", "autocast"),
+    ("gpt", "adamw", "bfloat16"),
+    ("conv", "sgd", "float32"),
+    ("conv", "sgd", "autocast"),
+    ("conv", "adamw", "bfloat16"),
+    ("lstm", "adam", "float32"),
+    ("lstm", "sgd", "autocast"),
+    ("lstm", "adamw", "bfloat16"),
+]
+CASES = [(*training, name) for training in TRAININGS for name in variations(*training)]
+
+
+@pytest.fixture(scope="module")
+def baselines() -> dict[tuple[str, ...], Path]:
+    """Recordings that were made already, by training."""
+    return {}
+
+
+@pytest.mark.parametrize(("model", "optimizer", "precision", "name"), CASES, ids=["-".join(case) for case in CASES])
+def test_a_legal_variation_raises_no_finding(
+    model: str,
+    optimizer: str,
+    precision: str,
+    name: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    baselines: dict[tuple[str, ...], Path],
+) -> None:
+    training = recipe(model, optimizer, precision)  # type: ignore[arg-type]
+    key = (model, optimizer, precision)
+    if key not in baselines:
+        baselines[key] = training.run(tmp_path_factory.mktemp("baseline") / "run")
+
+    candidate = variations(*key)[name](training).run(tmp_path / "candidate")
+    comparison = traindiff.compare(baselines[key], candidate)
+
+    assert comparison.verdict in ("identical", "equivalent"), str(comparison)
+    assert not comparison.findings
+    assert not any(comparison.unaligned)
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt", "conv", "lstm"])
+def test_the_same_training_again_is_identical(model: str, tmp_path: Path) -> None:
+    training = recipe(model)
+    comparison = traindiff.compare(training.run(tmp_path / "baseline"), training.run(tmp_path / "candidate"))
+
+    assert comparison.verdict == "identical"
+    assert all(row.identical_steps == row.steps for row in comparison.differences)
+
+
+@pytest.mark.parametrize("model", ["mlp", "conv"])
+def test_a_float64_batch_of_the_same_numbers_is_the_same_batch(model: str, tmp_path: Path) -> None:
+    training = recipe(model, "sgd").but(steps=2)
+    candidate = DOUBLE["float64"](training).run(tmp_path / "candidate")
+    comparison = traindiff.compare(training.run(tmp_path / "baseline"), candidate)
+
+    assert comparison.verdict == "equivalent", str(comparison)
+
+
+def test_bfloat16_against_float32_parameters_of_the_same_values_is_no_other_initialisation(tmp_path: Path) -> None:
+    training = recipe("gpt").but(steps=3)
+    comparison = traindiff.compare(
+        training.run(tmp_path / "baseline"), training.but(precision="bfloat16").run(tmp_path / "candidate")
+    )
+
+    assert "initial-parameter" not in {finding.kind for finding in comparison.findings}
+
+
+def test_a_batch_axis_that_is_not_the_first_is_said_and_not_called_a_divergence(tmp_path: Path) -> None:
+    training = recipe("lstm").but(steps=3)  # the axis of its states is 1
+    candidate = training.but(micro_batches=(3, 5)).run(tmp_path / "candidate")
+    comparison = traindiff.compare(training.run(tmp_path / "baseline"), candidate)
+
+    assert comparison.verdict == "incomplete"
+    assert not comparison.findings
+    assert any('declare it with record(batch_axis={"lstm"' in note for note in comparison.notes)
