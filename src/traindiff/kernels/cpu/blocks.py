@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from traindiff.kernels import hashing
-from traindiff.kernels.cpu.code import F64, I64, LANES, POINTER, Code, Value, Variable, vector
+from traindiff.kernels.cpu.code import F64, I32, I64, LANES, POINTER, Code, Value, Variable, element_of, vector
 from traindiff.kernels.cpu.dtypes import FloatDtype, magnitude
 from traindiff.kernels.cpu.state import COUNTS, FIELDS
 from traindiff.kernels.hashing import BLOCK
@@ -23,13 +23,13 @@ class _Group:
 
     Attributes:
         raw: Bits as they are in memory.
-        lane_weights: L(lane) of each.
+        lane_weights: L(lane) of each; of the even and of the odd lanes apart where words have 32 bits.
         negated: Mask of those that enter the sketch negated.
         buckets: Pointer to the sketch bucket of the first; the others follow it.
     """
 
     raw: Value
-    lane_weights: Value
+    lane_weights: tuple[Value, ...]
     negated: Value
     buckets: Value
 
@@ -42,18 +42,21 @@ class _Totals:
         of = vector if wide else (lambda kind: kind)
         infinity = float("inf")
         number = of(dtype.number)
+        hashes = ir.VectorType(I64, LANES * dtype.word.width // 64) if wide else I64
         self.counts = {name: code.variable(code.constant(I64, 0)) for name in COUNTS}
         self.minimum = code.variable(code.constant(number, infinity))
         self.maximum = code.variable(code.constant(number, -infinity))
         self.smallest = code.variable(code.constant(number, infinity))
         self.sum = code.variable(code.constant(of(F64), 0.0))
-        self.fingerprint = code.variable(code.constant(of(I64), 0))
-        self.multiset = code.variable(code.constant(of(I64), 0))
-        self.nonfinite = code.variable(code.constant(of(I64), 0))
+        self.fingerprint = code.variable(code.constant(hashes, 0))
+        self.multiset = code.variable(code.constant(hashes, 0))
+        self.nonfinite = code.variable(code.constant(hashes, 0))
+        self.signs = code.variable(code.constant(of(dtype.word), 0))
 
     def add_to(self, state: Value) -> None:
         """Merge everything into the state; a scalar goes into the first lane."""
         code = self.code
+        _add(self.counts["negative"], self.signs.value.widened(I64).total())
         for name, count in self.counts.items():
             _update(code, FIELDS[name].pointer(code, state), count.value, Value.__add__)
         for name in ("sum", "fingerprint", "multiset", "nonfinite"):
@@ -106,7 +109,7 @@ def elements_function(module: ir.Module, dtype: FloatDtype) -> ir.Function:
         lane = (index + (here - first)) & 63
         group = _Group(
             raw=code.load(code.at(x, here, dtype.stored), dtype.stored),
-            lane_weights=code.load(code.at(Value(code, lane_weights), lane, I64), I64),
+            lane_weights=(code.load(code.at(Value(code, lane_weights), lane, I64), I64),),
             negated=((signs >> lane) & 1).equals(1),
             buckets=FIELDS["sketch"].pointer(code, state, lane + (weight >> 58)),
         )
@@ -131,11 +134,12 @@ def _groups(
     """The vectors of one block."""
     rotated = FIELDS["sketch"].pointer(code, state, weight >> 58)
     for group in range(_GROUPS):
-        lanes = range(LANES * group, LANES * (group + 1))
+        lanes = hashing.LANE_WEIGHTS[LANES * group : LANES * (group + 1)].tolist()
+        parts = (lanes,) if dtype.bits == 64 else (lanes[::2], lanes[1::2])
         mask = (signs >> (LANES * group)).narrowed(ir.IntType(LANES))
         yield _Group(
             raw=code.load(code.at(x, start + LANES * group, dtype.stored), vector(dtype.stored)),
-            lane_weights=code.constants(I64, (int(hashing.LANE_WEIGHTS[lane]) for lane in lanes)),
+            lane_weights=tuple(code.constants(I64, part) for part in parts),
             negated=Value(code, code.builder.bitcast(mask.ir, vector(ir.IntType(1)))),
             buckets=code.at(rotated, LANES * group, F64),
         )
@@ -151,7 +155,7 @@ def _block(totals: _Totals, dtype: FloatDtype, groups: list[_Group], weight: Val
         value = dtype.value(group.raw)
         finite = value if plain else _count_specials(totals, dtype, bits, value)
         if plain:
-            _add(totals.counts["negative"], group.raw.below_zero().count())
+            _add(totals.signs, bits >> (dtype.bits - 1))  # 32-bit lanes do not overflow within a chunk
         _extremes(totals, finite, value, dtype, bits, plain=plain)
         long = finite.widened(F64)
         _add(totals.sum, long)
@@ -159,11 +163,11 @@ def _block(totals: _Totals, dtype: FloatDtype, groups: list[_Group], weight: Val
         code.store(group.buckets, code.load(group.buckets, signed.type) + signed)
 
         folded = bits ^ (bits >> 32) if dtype.bits == 64 else bits
-        term = folded.widened(I64) * group.lane_weights
+        term = _dot(folded, group.lane_weights)
         weighted = term if weighted is None else weighted + term
         _add(totals.multiset, _multiset_hash(folded, wide=dtype.bits == 64))
         if not plain:
-            term = _kind(bits, dtype) * group.lane_weights
+            term = _dot(_kind(bits, dtype), group.lane_weights)
             spots = term if spots is None else spots + term
     assert weighted is not None
     _add(totals.fingerprint, weighted * weight)
@@ -210,14 +214,23 @@ def _special(raw: Value, dtype: FloatDtype) -> Value:
 
 
 def _kind(bits: Value, dtype: FloatDtype) -> Value:
-    """1 for NaN, 2 for +inf, 3 for -inf, else 0, as i64."""
+    """1 for NaN, 2 for +inf, 3 for -inf, else 0."""
     code = bits.code
     size = bits & dtype.magnitude_mask
-    wide = bits.widened(I64)
-    nothing = code.like(wide, 0)
     signed = (bits & (dtype.magnitude_mask + 1)) > 0
-    infinite = size.equals(dtype.infinity).choose(signed.choose(code.like(wide, 3), 2), nothing)
-    return (size > dtype.infinity).choose(code.like(wide, 1), infinite)
+    infinite = size.equals(dtype.infinity).choose(signed.choose(code.like(bits, 3), 2), code.like(bits, 0))
+    return (size > dtype.infinity).choose(code.like(bits, 1), infinite)
+
+
+def _words(value: Value) -> tuple[Value, ...]:
+    """As 64-bit words: one vector of them, or of 32-bit lanes the even and the odd ones."""
+    return value.halves() if value.is_vector and element_of(value.type) == I32 else (value.widened(I64),)
+
+
+def _dot(value: Value, weights: tuple[Value, ...]) -> Value:
+    """Products modulo 2^64 of words and weights, those of an even and the next odd lane added."""
+    products = [word * weight for word, weight in zip(_words(value), weights, strict=True)]
+    return products[0] if len(products) == 1 else products[0] + products[1]
 
 
 def _multiset_hash(folded: Value, *, wide: bool) -> Value:
@@ -225,8 +238,7 @@ def _multiset_hash(folded: Value, *, wide: bool) -> Value:
         z = folded * hashing.MIX_1
         return (z ^ (z >> 32)) * hashing.MIX_2
     v = folded * hashing.ODD_32
-    v = v ^ (v >> 16)
-    return (folded ^ hashing.XOR_32).widened(I64) * v.widened(I64)
+    return _dot(folded ^ hashing.XOR_32, _words(v ^ (v >> 16)))
 
 
 def _splitmix64(z: Value) -> Value:

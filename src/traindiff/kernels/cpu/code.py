@@ -46,6 +46,11 @@ class Value:
         return self.ir.type
 
     @property
+    def is_vector(self) -> bool:
+        """Whether it has lanes."""
+        return isinstance(self.type, ir.VectorType)
+
+    @property
     def _is_float(self) -> bool:
         return not isinstance(element_of(self.type), ir.IntType)
 
@@ -147,30 +152,41 @@ class Value:
         """The same bits as another type of the same width."""
         return self._cast(element, "bitcast")
 
+    def halves(self) -> tuple[Value, Value]:
+        """Of a vector with 32-bit lanes: the even ones and the odd ones as i64, where they are."""
+        pairs = Value(self.code, self.code.builder.bitcast(self.ir, ir.VectorType(I64, LANES // 2)))
+        return pairs & 0xFFFFFFFF, pairs >> 32
+
+    def plus_square(self, other: Value, *, exact: bool) -> Value:
+        """`self + other * other`; where the square is `exact`, fused or not is the same."""
+        flags = ("contract",) if exact else ()
+        square = self.code.builder.fmul(other.ir, other.ir, flags=flags)
+        return Value(self.code, self.code.builder.fadd(self.ir, square, flags=flags))
+
     def to_float(self, *, signed: bool) -> Value:
         """Integers as float64, rounded to nearest."""
         return self._cast(F64, "sitofp" if signed else "uitofp")
 
     def count(self) -> Value:
         """How many lanes of a mask are set, as i64."""
-        if not isinstance(self.type, ir.VectorType):
+        if not self.is_vector:
             return self.widened(I64)
         bits = Value(self.code, self.code.builder.bitcast(self.ir, ir.IntType(LANES)))
         return self.code.intrinsic("llvm.ctpop", bits).widened(I64)
 
     def any(self) -> Value:
         """Whether a lane of a mask is set."""
-        if not isinstance(self.type, ir.VectorType):
+        if not self.is_vector:
             return self
         bits = Value(self.code, self.code.builder.bitcast(self.ir, ir.IntType(LANES)))
         return bits > 0
 
     def lanes(self) -> Iterator[Value]:
         """The entries of a vector, first to last; a scalar has itself."""
-        if not isinstance(self.type, ir.VectorType):
+        if not self.is_vector:
             yield self
             return
-        for lane in range(LANES):
+        for lane in range(self.type.count):
             yield Value(self.code, self.code.builder.extract_element(self.ir, ir.Constant(I32, lane)))
 
     def total(self) -> Value:
@@ -237,25 +253,23 @@ class Code:
         return Value(self, ir.Constant(kind, number))
 
     def constants(self, element: ir.Type, numbers: Any) -> Value:
-        """A vector of LANES given numbers, or the scalar if there is one."""
-        listed = list(numbers)
-        if len(listed) == 1:
-            return Value(self, ir.Constant(element, listed[0]))
-        return Value(self, ir.Constant(vector(element), [ir.Constant(element, one) for one in listed]))
+        """A vector of the given numbers."""
+        listed = [ir.Constant(element, number) for number in numbers]
+        return Value(self, ir.Constant(ir.VectorType(element, len(listed)), listed))
 
     def like(self, model: Value, operand: Operand) -> Value:
         """`operand` as a value of the type of `model`: numbers become constants, scalars are spread."""
         if not isinstance(operand, Value):
             return self.constant(model.type, operand)
         if isinstance(model.type, ir.VectorType) and not isinstance(operand.type, ir.VectorType):
-            return self.spread(operand)
+            return self.spread(operand, model.type.count)
         return operand
 
-    def spread(self, scalar: Value) -> Value:
+    def spread(self, scalar: Value, lanes: int = LANES) -> Value:
         """A vector with `scalar` in every lane."""
-        kind = vector(scalar.type)
+        kind = ir.VectorType(scalar.type, lanes)
         first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), scalar.ir, ir.Constant(I32, 0))
-        mask = ir.Constant(vector(I32), [ir.Constant(I32, 0)] * LANES)
+        mask = ir.Constant(ir.VectorType(I32, lanes), [ir.Constant(I32, 0)] * lanes)
         return Value(self, self.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), mask))
 
     def variable(self, initial: Value) -> Variable:

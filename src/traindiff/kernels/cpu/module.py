@@ -11,7 +11,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from traindiff.kernels.cpu.blocks import blocks_function, elements_function
-from traindiff.kernels.cpu.code import F64, I64, POINTER, Code, Value, vector
+from traindiff.kernels.cpu.code import F32, F64, I64, POINTER, Code, Value, vector
 from traindiff.kernels.cpu.dtypes import FLOATS, FloatDtype
 from traindiff.kernels.cpu.profiles import place_function, profiles_function
 from traindiff.kernels.cpu.state import COUNTS, FIELDS, SIZE
@@ -31,7 +31,7 @@ class Kernel:
         add: By dtype, `add(x, runs, length, x_step, index, index_step, columns, row_block, column_block,
             state)`: accumulate `runs` runs of `length` contiguous elements. Run r begins `r * x_step`
             elements after `x`, at global index `index + r * index_step`.
-        finish: `finish(state, summary)`: write the state as a SUMMARY, all but `count`.
+        finish: `finish(state, summary, count)`: write the state as a SUMMARY of `count` elements.
         begin: `begin(state)`: an empty state.
         host: The processor it was built for.
     """
@@ -64,7 +64,7 @@ def kernel() -> Kernel:
     add = ctypes.CFUNCTYPE(None, pointer, word, word, word, word, word, word, word, word, pointer)
     return Kernel(
         add={dtype.name: add(engine.get_function_address(f"add_{dtype.name}")) for dtype in FLOATS},
-        finish=ctypes.CFUNCTYPE(None, pointer, pointer)(engine.get_function_address("finish")),
+        finish=ctypes.CFUNCTYPE(None, pointer, pointer, word)(engine.get_function_address("finish")),
         begin=ctypes.CFUNCTYPE(None, pointer)(engine.get_function_address("begin")),
         host=host,
         engine=engine,
@@ -121,8 +121,8 @@ def _begin_function(module: ir.Module) -> None:
 
 
 def _finish_function(module: ir.Module) -> None:
-    code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, POINTER]), "finish"))
-    state, summary = code.arguments
+    code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, POINTER, I64]), "finish"))
+    state, summary, count = code.arguments
 
     def out(name: str, index: Value | int = 0) -> Value:
         assert SUMMARY.fields is not None
@@ -134,6 +134,7 @@ def _finish_function(module: ir.Module) -> None:
         index = bucket if isinstance(bucket, Value) else code.constant(I64, bucket)
         return code.load(field.vector_pointer(code, state, index), vector(field.element))
 
+    code.store(out("count"), count)
     for name in COUNTS:
         code.store(out(name), code.load(FIELDS[name].pointer(code, state), I64))
     for name in ("sum", "fingerprint", "multiset", "nonfinite"):
@@ -152,7 +153,8 @@ def _finish_function(module: ir.Module) -> None:
         squares.value = squares.value + row
         code.store(out("row_squares", bucket), row)
         code.store(out("column_squares", bucket), lanes("column_squares", bucket).total())
-        code.store(out("row_largest", bucket), lanes("row_largest", bucket).greatest())
-        code.store(out("column_largest", bucket), lanes("column_largest", bucket).greatest())
+        for axis in ("row", "column"):
+            short = lanes(f"{axis}_largest_{F32}", bucket).widened(F64)
+            code.store(out(f"{axis}_largest", bucket), lanes(f"{axis}_largest_{F64}", bucket).larger(short).greatest())
     code.store(out("sum_of_squares"), squares.value)
     code.finish()

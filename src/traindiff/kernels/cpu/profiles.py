@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from traindiff.kernels.cpu.code import F64, I64, LANES, POINTER, Code, Value, Variable, vector
+from traindiff.kernels.cpu.code import F64, I64, LANES, POINTER, Code, Value, Variable, element_of, vector
 from traindiff.kernels.cpu.dtypes import FloatDtype, magnitude
 from traindiff.kernels.cpu.state import FIELDS, VECTOR_F64
 from traindiff.shard import BUCKETS
@@ -47,7 +47,8 @@ def profiles_function(module: ir.Module, dtype: FloatDtype) -> ir.Function:
     x, first, stop, state, columns, row_block, column_block = code.arguments
     place = {name: code.variable(code.load(FIELDS[name].pointer(code, state), I64)) for name in _PLACE}
     zero = code.constant(VECTOR_F64, 0.0)
-    row_squares, row_largest = code.variable(zero), code.variable(zero)
+    nothing = code.constant(vector(dtype.number), 0.0)
+    row_squares, row_largest = code.variable(zero), code.variable(nothing)
     single = columns <= column_block
     here = code.variable(first)
     with code.repeat(here, stop):
@@ -62,7 +63,7 @@ def profiles_function(module: ir.Module, dtype: FloatDtype) -> ir.Function:
             _advance(code, place, single, columns, row_block, column_block)
             with code.when(place["row_in_bucket"].value >= row_block):
                 _merge(code, state, "row", place["row_bucket"].value, row_squares.value, row_largest.value)
-                row_squares.value = row_largest.value = zero
+                row_squares.value, row_largest.value = zero, nothing
                 place["row_in_bucket"].value = code.constant(I64, 0)
                 place["row_bucket"].value = (place["row_bucket"].value + 1) & (BUCKETS - 1)
     _merge(code, state, "row", place["row_bucket"].value, row_squares.value, row_largest.value)
@@ -99,7 +100,7 @@ def _segment(code: Code, dtype: FloatDtype, x: Value, length: Value) -> tuple[Va
         size = magnitude(value)
         size = (size < float("inf")).choose(size, 0.0)
         long = size.widened(F64)
-        squares.value = squares.value + long * long
+        squares.value = squares.value.plus_square(long, exact=dtype.bits < 64)
         largest.value = size.larger(largest.value)
 
     kind = vector(dtype.stored)
@@ -108,14 +109,15 @@ def _segment(code: Code, dtype: FloatDtype, x: Value, length: Value) -> tuple[Va
         take(code.load(code.at(x, start, dtype.stored), kind))
     with code.when(whole < length):
         take(code.load_first(code.at(x, whole, dtype.stored), kind, length - whole))
-    return squares.value, largest.value.widened(F64)
+    return squares.value, largest.value
 
 
 def _merge(code: Code, state: Value, axis: str, bucket: Value, squares: Value, largest: Value) -> None:
     place = FIELDS[f"{axis}_squares"].vector_pointer(code, state, bucket)
     code.store(place, code.load(place, VECTOR_F64) + squares)
-    place = FIELDS[f"{axis}_largest"].vector_pointer(code, state, bucket)
-    code.store(place, code.load(place, VECTOR_F64).larger(largest))
+    number = element_of(largest.type)
+    place = FIELDS[f"{axis}_largest_{number}"].vector_pointer(code, state, bucket)
+    code.store(place, largest.larger(code.load(place, vector(number))))
 
 
 def _least(left: Value, right: Value) -> Value:

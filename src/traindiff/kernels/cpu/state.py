@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from traindiff.kernels.cpu.code import F64, I64, LANES, Code, Value, vector
+from traindiff.kernels.cpu.code import F32, F64, I64, LANES, Code, Value, vector
 from traindiff.shard import BUCKETS
 from traindiff.summary import SKETCH_SIZE
 
@@ -46,8 +46,10 @@ def _layout() -> tuple[dict[str, Field], int]:
     for name in ("fingerprint", "multiset", "nonfinite"):
         add(name, I64, LANES)
     add("sketch", F64, 2 * SKETCH_SIZE)  # buckets are written rotated by up to 63, and folded at the end
-    for name in ("row_largest", "row_squares", "column_largest", "column_squares"):
-        add(name, F64, BUCKETS * LANES)
+    for axis in ("row", "column"):
+        add(f"{axis}_squares", F64, BUCKETS * LANES)
+        for number in (F32, F64):  # each in the type in which the dtype is compared; the other stays zero
+            add(f"{axis}_largest_{number}", number, BUCKETS * LANES)
     for name in ("row_in_bucket", "row_bucket", "column_bucket", "left"):
         add(name, I64, 1)
     return fields, offset

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from traindiff.errors import UnsupportedTensorError
 from traindiff.kernels.cpu.module import Kernel, kernel
 from traindiff.kernels.cpu.runs import run_length, runs
 from traindiff.kernels.cpu.state import SIZE
 from traindiff.shard import Shard
-from traindiff.summary import empty
+from traindiff.summary import SUMMARY
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
 """Dtypes that the kernel reads."""
@@ -38,23 +39,22 @@ def summarise(tensor: torch.Tensor, shard: Shard) -> np.void:
     """
     built = kernel()
     state = _state()
-    summary = empty(1)
-    address = state.ctypes.data
-    built.begin(address)
+    row = np.empty(1, SUMMARY)
+    built.begin(state)
     if shard.size:
-        _add(built, tensor.detach(), shard, address)
-    built.finish(address, summary.ctypes.data)
-    summary["count"] = shard.size
-    only: np.void = summary[0]
-    return only
+        _add(built, tensor, shard, state)
+    built.finish(state, row.ctypes.data, shard.size)
+    summary: np.void = row[0]
+    return summary
 
 
 def _add(built: Kernel, tensor: torch.Tensor, shard: Shard, state: int) -> None:
     add = built.add[DTYPES[tensor.dtype]]
-    grid = (shard.grid.columns, shard.grid.row_block, shard.grid.column_block)
-    if tensor.is_contiguous() and shard.contiguous:
-        add(_address(tensor), 1, shard.size, 0, shard.start, 0, *grid, state)
+    plan = _plan(shard)
+    if plan.contiguous and tensor.is_contiguous():
+        add(_address(tensor), 1, plan.size, 0, plan.start, 0, *plan.grid, state)
         return
+    tensor = tensor.detach()
     if tensor.shape != shard.shape:  # a flat range
         tensor = tensor.reshape(-1)
     index = shard.strides if len(shard.shape) == len(shard.global_shape) else (1,)
@@ -63,8 +63,24 @@ def _add(built: Kernel, tensor: torch.Tensor, shard: Shard, state: int) -> None:
     address, size = _address(tensor), tensor.element_size()
     for part in runs(shard.shape, tensor.stride(), index):
         start = address + size * part.memory
-        first = shard.start + part.index
-        add(start, part.count, part.length, part.memory_step, first, part.index_step, *grid, state)
+        first = plan.start + part.index
+        add(start, part.count, part.length, part.memory_step, first, part.index_step, *plan.grid, state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What follows from a shard; most shards come back in every step."""
+
+    contiguous: bool
+    size: int
+    start: int
+    grid: tuple[int, int, int]
+
+
+@lru_cache(maxsize=1 << 14)
+def _plan(shard: Shard) -> _Plan:
+    grid = shard.grid
+    return _Plan(shard.contiguous, shard.size, shard.start, (grid.columns, grid.row_block, grid.column_block))
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -74,9 +90,10 @@ def _address(tensor: torch.Tensor) -> int:
         raise UnsupportedTensorError(f"its elements cannot be read: {error}") from error
 
 
-def _state() -> NDArray[np.int64]:
-    """Memory for the state, one per thread."""
-    held: NDArray[np.int64] | None = getattr(_scratch, "state", None)
-    if held is None:
-        held = _scratch.state = np.zeros(SIZE // 8, dtype=np.int64)
-    return held
+def _state() -> int:
+    """Address of memory for the state, one per thread."""
+    if not hasattr(_scratch, "address"):
+        _scratch.state = np.zeros(SIZE // 8, dtype=np.int64)
+        _scratch.address = _scratch.state.ctypes.data
+    address: int = _scratch.address
+    return address
