@@ -28,6 +28,9 @@ class Pending:
         """Drop everything."""
         self._rows.clear()
 
+    def __len__(self) -> int:
+        return sum(map(len, self._rows.values()))
+
     def take(self, optimizer: str | None = None) -> Iterator[tuple[list[Observation], Summaries]]:
         """Remove and yield what belongs to one optimizer, or to all of them: one item per step."""
         for key in sorted(key for key in self._rows if optimizer in (None, key[0])):

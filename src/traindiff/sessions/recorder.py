@@ -19,6 +19,7 @@ from traindiff.kernels.torch_arrays import dtype_name, shape_of
 from traindiff.observation import Merge, Observation
 from traindiff.recording import RecordingWriter
 from traindiff.sessions.attachment import Attachment
+from traindiff.sessions.background import BackgroundWriter
 from traindiff.sessions.containment import Containment
 from traindiff.sessions.environment import describe
 from traindiff.sessions.pending import Pending
@@ -26,6 +27,10 @@ from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.shard import Shard
 from traindiff.taps.progress import Progress
+
+
+MOST_PENDING = 1 << 16
+"""Observations of unfinished steps that are held in memory, about 80 MB; more are written early."""
 
 
 class Recorder:
@@ -42,19 +47,21 @@ class Recorder:
         self._settings = settings
         self._pending = Pending()
         self._containment = Containment(strict=settings.strict, report=self._record_fault)
-        self._writer: RecordingWriter | None = None
+        self._files: RecordingWriter | None = None
+        self._writer: BackgroundWriter | None = None
         self._attachment: Attachment | None = None
         self._undo = ExitStack()
         rank, world_size = _rank_and_world_size()
         if settings.ranks is not None and rank not in settings.ranks:
             return
-        self._writer = writer = RecordingWriter(
+        self._files = RecordingWriter(
             path,
             run={"world_size": world_size, "mesh": None, "settings": settings.to_json(), **describe()},
             rank=rank,
             world_size=world_size,
             overwrite=overwrite,
         )
+        self._writer = writer = BackgroundWriter(self._files)
         with ExitStack() as undo:
             undo.callback(self._containment.guarded("writer", writer.close, always=True))
             self._attachment = Attachment(
@@ -111,7 +118,7 @@ class Recorder:
         undo, self._undo = self._undo, ExitStack()
         with undo:
             self._containment.guarded("writer", self._write)()
-        self._writer = self._attachment = None
+        self._writer = self._files = self._attachment = None
         self.progress.observing = False  # for hooks on a graph that outlives this
         self._pending.clear()
 
@@ -150,6 +157,8 @@ class Recorder:
             weight=weight, unobserved=reason,
         )  # fmt: skip
         self._pending.append(seen, summary)
+        if len(self._pending) >= MOST_PENDING:
+            self.guarded("writer", self._write)()
 
     def unobserved(
         self, reason: str, *, phase: str, path: str, slot: str, stage: str = "", optimizer: str | None = None
@@ -183,8 +192,8 @@ class Recorder:
                 self._writer.write_step(observations, summaries)
 
     def _write_rank(self) -> None:
-        if self._writer is not None and self._attachment is not None:
-            self._writer.write_rank({**self._attachment.describe(), "pid": os.getpid()})
+        if self._files is not None and self._attachment is not None:
+            self._files.write_rank({**self._attachment.describe(), "pid": os.getpid()})
 
     def _log(self, name: str, value: float | Tensor, merge: Merge, weight: float | None) -> None:
         progress = self.progress

@@ -1,0 +1,89 @@
+"""Write steps while the training goes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+
+from traindiff.observation import Observation
+from traindiff.recording import RecordingWriter
+from traindiff.summary import Summaries
+
+DEPTH = 2
+"""Steps that may wait to be written. With one more in the writer's hands, this bounds the memory."""
+
+PATIENCE_SECONDS = 60.0
+"""How long a step of the training waits for a file system that takes nothing."""
+
+Step = tuple[Sequence[Observation], Summaries]
+
+
+class BackgroundWriter:
+    """Hands steps to a `RecordingWriter` on a thread of its own.
+
+    A step of the training waits only if `DEPTH` steps are waiting to be written already, and then for
+    `PATIENCE_SECONDS` at most. Nothing is ever dropped in silence: what cannot be written is an error
+    of the next call. A run that is killed loses the steps that were waiting, as a rule none.
+
+    Args:
+        writer: Owned from now on: closed by `close`.
+        patience_seconds: See `PATIENCE_SECONDS`.
+    """
+
+    def __init__(self, writer: RecordingWriter, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._writer = writer
+        self._patience = patience_seconds
+        self._steps: queue.Queue[Step | None] = queue.Queue(DEPTH)
+        self._error: BaseException | None = None
+        # A daemon, so that a file system that hangs does not keep the interpreter from exiting.
+        self._thread = threading.Thread(target=self._run, name="traindiff writer", daemon=True)
+        self._thread.start()
+
+    def write_step(self, observations: Sequence[Observation], summaries: Summaries) -> None:
+        """Have a step written.
+
+        Raises:
+            OSError: An earlier step could not be written.
+            TimeoutError: The file system takes nothing.
+        """
+        self._put((observations, summaries))
+
+    def close(self) -> None:
+        """Wait until everything is written, and complete the files.
+
+        Raises:
+            OSError: A step could not be written.
+            TimeoutError: The file system takes nothing.
+        """
+        if self._thread.is_alive():
+            self._put(None)
+            self._thread.join(self._patience)
+            if self._thread.is_alive():
+                raise self._timeout()
+        self._writer.close()
+        self._raise_error()
+
+    def _put(self, step: Step | None) -> None:
+        self._raise_error()
+        try:
+            self._steps.put(step, timeout=self._patience)
+        except queue.Full:
+            raise self._timeout() from None
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _timeout(self) -> TimeoutError:
+        return TimeoutError(f"the file system took no data for {self._patience:g} seconds")
+
+    def _run(self) -> None:
+        while (step := self._steps.get()) is not None:
+            if self._error is not None:
+                continue  # nothing can follow a gap; the queue is emptied so that nobody waits
+            try:
+                self._writer.write_step(*step)
+            except BaseException as error:  # noqa: BLE001  raised where the training can be told
+                self._error = error
