@@ -55,6 +55,7 @@ class Attachment:
         self._model_state = ModelStateTap(
             targets.parameters if observes_parameters else {},
             targets.buffers if observes_parameters else {},
+            targets.root,
             sink,
         )
         with ExitStack() as undo:

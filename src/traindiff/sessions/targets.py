@@ -25,7 +25,7 @@ class Targets:
         root: The module that the training loop calls.
         modules: Selected modules by canonical path.
         parameters: Selected parameters by canonical path, tied ones under their first name.
-        buffers: Selected buffers by canonical path.
+        buffers: What `root.get_buffer` calls the selected buffers, by canonical path.
         names: Canonical path of every parameter of the model, selected or not, by id.
         tied: Canonical path of a parameter by each of its further names.
         optimizers: Tracked optimizers by name, the one that counts steps first.
@@ -34,7 +34,7 @@ class Targets:
     root: nn.Module
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]
-    buffers: Mapping[str, Tensor]
+    buffers: Mapping[str, str]
     names: Mapping[int, str]
     tied: Mapping[str, str]
     optimizers: Mapping[str, Optimizer]
@@ -50,7 +50,7 @@ class Targets:
             "model": type(self.root).__qualname__,
             "modules": {path: type(module).__qualname__ for path, module in self.modules.items()},
             "parameters": {path: _describe_tensor(p) for path, p in self.parameters.items()},
-            "buffers": {path: _describe_tensor(b) for path, b in self.buffers.items()},
+            "buffers": {path: _describe_tensor(self.root.get_buffer(b)) for path, b in self.buffers.items()},
             "tied": dict(self.tied),
         }
 
@@ -80,7 +80,7 @@ def find_targets(model: object, optimizer: Optimizers, *, select: Sequence[str])
     for path, parameter in every_name.items():
         first_name.setdefault(id(parameter), path)
     parameters = {path: p for path, p in every_name.items() if first_name[id(p)] == path}
-    buffers = _canonical(dict(model.named_buffers()))
+    buffers = _canonical({name: name for name, _ in model.named_buffers()})
     chosen = [
         {path: item for path, item in found.items() if any(matches(glob, path) for glob in select)}
         for found in (modules, parameters, buffers)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from typing import Any, Protocol
@@ -46,8 +47,16 @@ class RootObserver(Protocol):
         """It has ended."""
 
 
-_modules: dict[int, list[ModuleObserver]] = {}
-_roots: dict[int, list[RootObserver]] = {}
+@dataclass(slots=True, kw_only=True)
+class _Observed:
+    """Who observes a module, and the hooks on it."""
+
+    observers: list[Any] = field(default_factory=list)
+    hooks: ExitStack = field(default_factory=ExitStack)
+
+
+_modules: dict[int, _Observed] = {}
+_roots: dict[int, _Observed] = {}
 _inspectors: list[ModuleObserver] = []
 _numbers = count()
 
@@ -92,7 +101,7 @@ def trace_hooks_again() -> None:
 
 
 def _attach(
-    module: nn.Module, observer: Any, registry: dict[int, list[Any]], hooks: Sequence[Callable[[], Any]]
+    module: nn.Module, observer: Any, registry: dict[int, _Observed], hooks: Sequence[Callable[[], Any]]
 ) -> ExitStack:
     operators()
     number = module.__dict__.get(_NUMBER)
@@ -101,19 +110,21 @@ def _attach(
         number = module.__dict__[_NUMBER] = torch.tensor(next(_numbers), device="cpu")
     key = int(number)
     with ExitStack() as undo:
-        observers = registry.setdefault(key, [])
-        if not observers:
-            for hook in hooks:
-                undo.callback(hook().remove)
-        observers.append(observer)
         undo.callback(_detach, module, key, observer, registry)
+        if key not in registry:
+            registry[key] = _Observed()
+            for hook in hooks:
+                registry[key].hooks.callback(hook().remove)
+        registry[key].observers.append(observer)
         return undo.pop_all()
 
 
-def _detach(module: nn.Module, key: int, observer: Any, registry: dict[int, list[Any]]) -> None:
-    registry[key].remove(observer)
-    if not registry[key]:
-        del registry[key]
+def _detach(module: nn.Module, key: int, observer: Any, registry: dict[int, _Observed]) -> None:
+    observed = registry[key]
+    if observer in observed.observers:
+        observed.observers.remove(observer)
+    if not observed.observers:  # the hooks serve all observers, so they go with the last
+        registry.pop(key).hooks.close()
     if key not in _modules and key not in _roots:
         module.__dict__.pop(_NUMBER, None)  # compiled code is guarded by it, and compiled anew without us
 
@@ -170,24 +181,29 @@ def _do_nothing(*_: Any) -> None:
 
 
 def _run_observe(x: Tensor, module: Tensor, slot: str) -> None:
-    for observer in _modules.get(int(module), ()):
+    for observer in _observers(_modules, module):
         observer.output(x, slot)
 
 
 def _run_observe_gradient(x: Tensor, module: Tensor, slot: str) -> None:
-    for observer in _modules.get(int(module), ()):
+    for observer in _observers(_modules, module):
         observer.gradient(x, slot)
 
 
 def _run_begin(module: Tensor, inputs: list[Tensor], slots: str, evaluating: bool) -> None:  # noqa: FBT001
     names = slots.split("\n") if slots else []
-    for observer in _roots.get(int(module), ()):
+    for observer in _observers(_roots, module):
         observer.begin(list(zip(names, inputs, strict=True)), evaluating=evaluating)
 
 
 def _run_end(module: Tensor) -> None:
-    for observer in _roots.get(int(module), ()):
+    for observer in _observers(_roots, module):
         observer.end()
+
+
+def _observers(registry: dict[int, _Observed], module: Tensor) -> list[Any]:
+    observed = registry.get(int(module))
+    return list(observed.observers) if observed else []
 
 
 def _run_inspect(x: Tensor, name: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
@@ -14,19 +15,25 @@ class ModelStateTap:
 
     Parameters are recorded before the first step, and again before each recorded step whose
     predecessor was not recorded, so that every update has both its ends. Buffers are recorded with
-    them, and after a step if they were written (their version counter has moved).
+    them, and after a step those that may have been written: floating-point ones (batch normalisation
+    writes its statistics without moving their version counter), and others whose counter has moved
+    or that another tensor has replaced.
 
     Args:
         parameters: By canonical path.
-        buffers: By canonical path.
+        buffers: What `root.get_buffer` calls them, by canonical path.
+        root: The module that has the buffers.
         sink: Receives observations of phase `param`, slot `value` or `buffer`.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], sink: Sink) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, str], root: nn.Module, sink: Sink
+    ) -> None:
         self._parameters = parameters
         self._buffers = buffers
+        self._root = root
         self._sink = sink
-        self._versions: dict[str, int] = {}
+        self._seen: dict[str, tuple[ReferenceType[Tensor], int]] = {}
         self._recorded_step = -2
 
     def before_step(self) -> None:
@@ -37,16 +44,29 @@ class ModelStateTap:
         self._recorded_step = progress.step
         for path, parameter in self._parameters.items():
             self._sink.emit(parameter, phase="param", path=path, slot="value", stage="before")
-        for path, buffer in self._buffers.items():
-            self._versions[path] = buffer._version
+        for path, buffer in self._present_buffers():
+            self._seen[path] = ref(buffer), buffer._version
             self._sink.emit(buffer, phase="param", path=path, slot="buffer", stage="before")
 
     def after_step(self) -> None:
-        """Record the buffers that were written."""
+        """Record the buffers that may have been written."""
         if not self._sink.progress.observing:
             return
         self._recorded_step = self._sink.progress.step
-        for path, buffer in self._buffers.items():
-            if self._versions.get(path) != buffer._version:
-                self._versions[path] = buffer._version
+        for path, buffer in self._present_buffers():
+            if buffer.is_floating_point() or self._is_new(path, buffer):
+                self._seen[path] = ref(buffer), buffer._version
                 self._sink.emit(buffer, phase="param", path=path, slot="buffer")
+
+    def _is_new(self, path: str, buffer: Tensor) -> bool:
+        before, version = self._seen.get(path, (None, 0))
+        return before is None or before() is not buffer or version != buffer._version
+
+    def _present_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for path, name in self._buffers.items():
+            try:
+                buffer = self._root.get_buffer(name)
+            except AttributeError:  # deleted since
+                continue
+            if isinstance(buffer, Tensor):  # not set to None since
+                yield path, buffer

@@ -1,0 +1,272 @@
+"""When a recording ends, however it ends, nothing of it is left on the training."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import optimizer as optimizer_module
+
+import traindiff
+from tests.taps.models import WithTable, mlp
+from tests.taps.reading import rows
+from tests.taps.trainings import TRAININGS, batches
+from traindiff.settings import OBSERVABLE
+from traindiff.taps import backward_calls, inspection
+
+BACKWARD = torch.autograd.backward
+
+MODULE_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called", "_state_dict_hooks",
+)  # fmt: skip
+OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def assert_nothing_left(model: nn.Module, *optimizers: Optimizer) -> None:
+    for module in model.modules():
+        for hooks in MODULE_HOOKS:
+            assert not getattr(module, hooks), (module, hooks)
+        assert not [name for name in vars(module) if "traindiff" in name]
+    for name, parameter in model.named_parameters():
+        assert not parameter._backward_hooks, name
+        assert not parameter._post_accumulate_grad_hooks, name
+    for optimizer in optimizers:
+        for hooks in OPTIMIZER_HOOKS:
+            assert not getattr(optimizer, hooks), hooks
+    assert not optimizer_module._global_optimizer_pre_hooks
+    assert not optimizer_module._global_optimizer_post_hooks
+    assert torch.autograd.backward is BACKWARD
+    assert not backward_calls._listeners
+    assert not inspection._observers
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
+    for batch in batches(steps):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_closing_removes_every_hook(name: str, tmp_path: Path) -> None:
+    seen: list[tuple[nn.Module, Any]] = []
+
+    def observe(model: nn.Module, optimizer: Any) -> traindiff.Recorder:
+        seen.append((model, optimizer))
+        return traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVABLE)
+
+    TRAININGS[name](observe)
+
+    model, optimizer = seen[0]
+    given = optimizer if isinstance(optimizer, list) else [optimizer] if optimizer else []
+    assert_nothing_left(model, *given)
+
+
+def test_a_found_optimizer_is_left_as_it_was(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model):
+        train(model, optimizer)
+
+    assert_nothing_left(model, optimizer)
+
+
+def test_a_with_block_that_raises_removes_every_hook_and_keeps_what_was_seen(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = AdamW(model.parameters())
+
+    def fail_in_the_third_step() -> None:
+        with traindiff.record(tmp_path / "run", model, optimizer):
+            train(model, optimizer, steps=2)
+            model(torch.ones(2, 8))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_the_third_step()
+
+    assert_nothing_left(model, optimizer)
+    assert {seen.step for seen, _ in rows(tmp_path / "run", phase="grad")} == {0, 1}
+    assert {seen.step for seen, _ in rows(tmp_path / "run", phase="forward")} == {0, 1, 2}
+
+
+def test_a_forward_pass_that_raises_leaves_the_recording_usable(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = AdamW(model.parameters())
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            model(torch.ones(2, 9))
+        train(model, optimizer, steps=1)
+
+    assert_nothing_left(model, optimizer)
+    assert len(rows(tmp_path / "run", phase="loss")) == 1
+
+
+# What registers the hooks of each tap, in the order in which they are attached.
+REGISTERED: list[tuple[type[Any], str, int]] = [
+    *((nn.Module, "register_forward_hook", number) for number in range(5)),
+    (nn.Module, "register_forward_pre_hook", 0),
+    *((torch.Tensor, "register_hook", number) for number in range(4)),
+    (Optimizer, "register_step_pre_hook", 0),
+    (Optimizer, "register_step_post_hook", 0),
+    (Optimizer, "register_step_post_hook", 1),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "number"), REGISTERED)
+def test_a_recording_leaves_no_hooks_when_attaching_fails(
+    owner: type[Any], name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp()
+    optimizer = AdamW(model.parameters())
+    original: Callable[..., Any] = getattr(owner, name)
+    calls: list[None] = []
+
+    def register(*args: Any, **kwargs: Any) -> Any:
+        if len(calls) == number:
+            raise MemoryError("no room for a hook")
+        calls.append(None)
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, register)
+        with pytest.raises(MemoryError):
+            traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVABLE)
+
+    assert_nothing_left(model, optimizer)
+    with traindiff.record(tmp_path / "run", model, optimizer, overwrite=True):
+        train(model, optimizer)
+
+
+def test_failing_to_write_the_rank_file_leaves_no_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = AdamW(model.parameters())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("traindiff.recording.RecordingWriter.write_rank", full)
+    with pytest.raises(OSError, match="No space left"):
+        traindiff.record(tmp_path / "run", model, optimizer)
+
+    assert_nothing_left(model, optimizer)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_closed_recorder_keeps_neither_model_nor_optimizer_alive(given: bool, tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = AdamW(model.parameters())
+    with traindiff.record(tmp_path / "run", model, optimizer if given else None, observe=OBSERVABLE) as run:
+        train(model, optimizer)
+    alive = weakref.ref(model), weakref.ref(optimizer), weakref.ref(model[0].weight)
+
+    del model, optimizer
+    gc.collect()
+
+    assert [reference() for reference in alive] == [None, None, None]
+    assert run.step == 2
+
+
+def test_a_graph_that_outlives_the_recording_observes_nothing_more(tmp_path: Path) -> None:
+    model = WithTable()
+    optimizer = AdamW(model.parameters())
+    with traindiff.record(tmp_path / "run", model, optimizer) as run:
+        loss = model(next(batches())).square().mean()
+    alive = weakref.ref(model)
+
+    loss.backward()
+    run.log("late", 1.0)
+    run.close()
+
+    assert rows(tmp_path / "run", phase="backward") == []
+    assert rows(tmp_path / "run", phase="loss") == []
+    del model, optimizer
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_recorder_that_is_never_closed_is_closed_when_the_interpreter_exits(tmp_path: Path) -> None:
+    code = f"""
+import torch, traindiff
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+traindiff.record({str(tmp_path / "run")!r}, model, optimizer)  # nobody holds the recorder
+model(torch.ones(3, 2)).sum().backward()
+optimizer.step()
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+    assert traindiff.open_recording(str(tmp_path / "run")).status(0).ending == "closed"
+    assert {seen.step for seen, _ in rows(tmp_path / "run")} == {0}
+
+
+def test_several_recordings_of_one_training_do_not_disturb_each_other(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = AdamW(model.parameters())
+    outer = traindiff.record(tmp_path / "outer", model, optimizer)
+    inner = traindiff.record(tmp_path / "inner", model, optimizer)
+    train(model, optimizer, steps=1)
+    outer.close()
+    assert torch.autograd.backward is not BACKWARD
+    train(model, optimizer, steps=1)
+    inner.close()
+
+    assert_nothing_left(model, optimizer)
+    assert [{seen.step for seen, _ in rows(tmp_path / name)} for name in ("outer", "inner")] == [{0}, {0, 1}]
+    first, second = (
+        [(seen.path, seen.slot, bytes(summary)) for seen, summary in rows(tmp_path / name, step=0)]
+        for name in ("outer", "inner")
+    )
+    assert first == second
+
+
+def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
+    model = mlp()
+    run = traindiff.record(tmp_path / "run", model)
+    run.close()
+    run.close()
+
+    assert_nothing_left(model)
+
+
+def test_a_copy_of_the_model_is_not_observed(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = AdamW(model.parameters())
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        average = copy.deepcopy(model)
+        average(torch.ones(2, 8)).sum().backward()
+        train(model, optimizer, steps=1)
+    average(torch.ones(2, 8))
+
+    found = rows(tmp_path / "run", phase="forward")
+    assert [(seen.path, seen.call) for seen, _ in found] == [("0", 0), ("1", 0), ("2", 0), ("", 0)]
+
+
+def test_a_model_can_be_saved_as_a_whole_while_it_is_recorded(tmp_path: Path) -> None:
+    model = mlp()
+    file = io.BytesIO()
+    with traindiff.record(tmp_path / "run", model, AdamW(model.parameters()), observe=OBSERVABLE):
+        torch.save(model, file)
+        torch.save(model(torch.ones(2, 8)), io.BytesIO())
+
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(torch.ones(2, 8)), model(torch.ones(2, 8)))
+
+
+def test_a_process_without_a_recording_is_as_if_traindiff_were_not_there() -> None:
+    TRAININGS["plain"](lambda *_: nullcontext())
+
+    assert torch.autograd.backward is BACKWARD
