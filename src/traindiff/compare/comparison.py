@@ -9,7 +9,7 @@ from typing import Any
 
 from traindiff.compare.alignment import Pair, Rename, align, in_baseline_order, parse_renames
 from traindiff.compare.circumstances import circumstances
-from traindiff.compare.derived import Updates, gradient_norm
+from traindiff.compare.derived import Updates, gradient_norms
 from traindiff.compare.exact import Groups, check_hyper_parameters, check_random_state
 from traindiff.compare.judge import Judge, StepInput
 from traindiff.compare.measure import Tolerance
@@ -20,6 +20,7 @@ from traindiff.compare.step_table import Entry, Key
 from traindiff.compare.verdict import MISALIGNED_KINDS, Comparison, Finding, Word
 from traindiff.errors import ConfigError, Problem
 from traindiff.recording import Recording, open_recording
+from traindiff.site import ROOT
 from traindiff.steps import StepSelection, parse_steps
 
 Progress = Callable[[int], None]
@@ -79,7 +80,7 @@ class _Comparing:
         self._selection = selection
         contents = [[run.rank_content(rank) for rank in run.ranks] for run in runs]
         self._groups = (_groups(contents[0], lambda path: path), _groups(contents[1], rename))
-        renamed = frozenset(rename(path) for path in known_paths(contents[1]))
+        renamed = _renamed(known_paths(contents[1]), rename)
         self._presence = Presence(
             known=(known_paths(contents[0]), renamed), held=(_held(self._groups[0]), _held(self._groups[1]))
         )
@@ -111,9 +112,10 @@ class _Comparing:
         )
 
     def _step(self, left: RunStep, right: RunStep) -> None:
+        renamed = {key: key._replace(path=self._rename(key.path)) for key in right.table}
         tables = (
             left.table,
-            {key._replace(path=self._rename(key.path)): e for key, e in right.table.items()},
+            {renamed[key]: replace(entry, key=renamed[key]) for key, entry in right.table.items()},
         )
         updates, before = zip(
             *(one.derive(table) for one, table in zip(self._updates, tables, strict=True)), strict=True
@@ -121,7 +123,7 @@ class _Comparing:
         if left.step not in self._selection:
             return
         for table, derived in zip(tables, updates, strict=True):
-            table.update((entry.key, entry) for entry in (*derived, *gradient_norm(table)))
+            table.update((entry.key, entry) for entry in derived)
         first = not self._compared
         self._compared.append(left.step)
         in_order = dict(sorted(without_recomputed(tables[0]).items(), key=lambda item: item[1].order))
@@ -136,7 +138,7 @@ class _Comparing:
             StepInput(
                 step=left.step,
                 first=first,
-                pairs=tuple(pairs),
+                pairs=tuple(sorted((*pairs, *gradient_norms(pairs)), key=lambda pair: pair.baseline.order)),
                 found=tuple(findings),
                 contributions=_contributions(tables[1]),
                 parameters=_both(before[0], before[1]),
@@ -221,6 +223,25 @@ def _groups(contents: Iterable[Mapping[str, Any]], rename: Rename) -> Groups:
         for content in contents
         for optimizer in content.get("optimizers", [])
     }
+
+
+def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
+    """The candidate's paths under the baseline's names, which must stay distinct."""
+    by_name: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        by_name.setdefault(rename(path), []).append(path)
+    problems = [
+        Problem(
+            where="--rename",
+            what=f"gives {' and '.join(path or ROOT for path in same)} of the candidate one name, {name or ROOT}.",
+            fix="Write expressions that keep the candidate's paths apart.",
+        )
+        for name, same in by_name.items()
+        if len(same) > 1
+    ]
+    if problems:
+        raise ConfigError("compare(...)", problems, consequence="nothing was compared")
+    return frozenset(by_name)
 
 
 def _held(groups: Groups) -> frozenset[str]:

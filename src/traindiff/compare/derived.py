@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from traindiff.compare.alignment import Pair
 from traindiff.compare.step_table import Entry, Key, scalar_entry
-from traindiff.summary import add
+from traindiff.summary import add, nonfinite_count
 
 GRADIENT_NORM = Key("grad", "", "(all parameters)", "norm", 0, 0)
 """Where the norm of all parameter gradients, recomputed from their summaries, is filed."""
@@ -54,12 +56,21 @@ def _update(key: Key, before: Entry, after: Entry) -> Entry:
     )
 
 
-def gradient_norm(table: dict[Key, Entry]) -> list[Entry]:
-    """The norm of all gradients as the optimizers saw them; nothing where there are none."""
-    gradients = [e for k, e in table.items() if k.phase == "grad" and not k.stage and not e.unobserved]
+def gradient_norms(pairs: Iterable[Pair]) -> list[Pair]:
+    """The norms of all gradients that both runs' optimizers saw; nothing where there are none."""
+    gradients = [pair for pair in pairs if pair.baseline.key.phase == "grad" and not pair.baseline.key.stage]
     if not gradients:
         return []
+    return [
+        Pair(
+            baseline=_norm_of([pair.baseline for pair in gradients]),
+            candidate=_norm_of([pair.candidate for pair in gradients]),
+        )
+    ]
+
+
+def _norm_of(gradients: Sequence[Entry]) -> Entry:
+    bad = any(nonfinite_count(entry.summary) for entry in gradients)
     squares = sum(float(entry.summary["sum_of_squares"]) for entry in gradients)
-    bad = any(int(entry.summary["nan"]) or int(entry.summary["positive_infinity"]) for entry in gradients)
     value = math.nan if bad else math.sqrt(squares)
-    return [scalar_entry(GRADIENT_NORM, value, order=max(entry.order for entry in gradients))]
+    return scalar_entry(GRADIENT_NORM, value, order=max(entry.order for entry in gradients))

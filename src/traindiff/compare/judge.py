@@ -9,6 +9,7 @@ from typing import Any
 
 from traindiff.compare import exact
 from traindiff.compare.alignment import Pair
+from traindiff.compare.derived import GRADIENT_NORM
 from traindiff.compare.diagnosis import Case, Diagnosis, best_fit, diagnose, factor_meaning
 from traindiff.compare.floors import UNIT_ROUNDOFF, Floors
 from traindiff.compare.gradients import common_factor, gradient_floor, terms_by_module
@@ -96,7 +97,8 @@ class Judge:
         """Remember the largest difference of a site."""
         key = pair.baseline.key
         equal = equal_bits(pair) or (size == 0.0 and not pair.baseline.exact)
-        self.all_equal = self.all_equal and equal
+        derived = key.phase == "update" or key == GRADIENT_NORM  # adds nothing to what it is derived from
+        self.all_equal = self.all_equal and (equal or derived)
         row = SiteDifference(
             phase=key.phase, stage=key.stage, path=key.path, slot=key.slot, call=key.call, step=step,
             order=pair.baseline.order, difference=size, floor=floor, steps=0, identical_steps=0,

@@ -1,0 +1,143 @@
+"""The word of a verdict, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.compare.conftest import Compared
+from tests.compare.runs import CONTENT, Seen, Step, at, record
+from traindiff.compare import compare
+from traindiff.errors import ConfigError, NotARecordingError
+
+FC = ("forward", "", "fc", "output[0]")
+
+
+def test_equal_recordings_are_identical(compared: Compared) -> None:
+    comparison = compared()
+
+    assert (comparison.verdict, comparison.exit_code) == ("identical", 0)
+    assert comparison.first_divergence is None
+    assert comparison.steps == (0, 1, 2)
+
+
+def test_rounding_is_equivalent(compared: Compared) -> None:
+    comparison = compared(at(FC, lambda x: x * np.float32(1 + 2e-7)))
+
+    assert (comparison.verdict, comparison.exit_code) == ("equivalent", 0)
+    assert not comparison.calibrated
+
+
+def test_more_than_rounding_is_diverged(compared: Compared) -> None:
+    comparison = compared(at(FC, lambda x: x * np.float32(1.01), step=1))
+
+    assert (comparison.verdict, comparison.exit_code) == ("diverged", 1)
+    first = comparison.first_divergence
+    assert first is not None
+    assert (first.step, first.phase, first.path, first.slot) == (1, "forward", "fc", "output[0]")
+
+
+def test_another_batch_is_misaligned(compared: Compared) -> None:
+    comparison = compared(at(("batch", "", "", "input[0]"), lambda x: x + 1))
+
+    assert (comparison.verdict, comparison.exit_code) == ("misaligned", 3)
+
+
+def test_a_candidate_that_ends_early_is_incomplete(compared: Compared) -> None:
+    comparison = compared(steps=2)
+
+    assert (comparison.verdict, comparison.exit_code) == ("incomplete", 3)
+    assert comparison.steps == (0, 1)
+    assert comparison.notes == (
+        "The candidate ends after step 1; 1 later steps of the other run were not compared. "
+        "(--steps compares a part on purpose.)",
+    )
+
+
+def test_a_candidate_that_ends_early_may_be_compared_in_part(compared: Compared, tmp_path: Path) -> None:
+    comparison = compare(record(tmp_path / "b"), record(tmp_path / "c", steps=2), steps="0-1")
+
+    assert comparison.verdict == "identical"
+
+
+def test_a_killed_candidate_is_compared_as_far_as_it_came(compared: Compared) -> None:
+    comparison = compared(steps=2, close=False)
+
+    assert comparison.verdict == "incomplete"
+    assert comparison.notes[0] == (
+        "candidate: rank 0: the recording was not closed (the run was killed, or still runs)."
+    )
+
+
+def test_a_divergence_outweighs_what_is_missing(compared: Compared) -> None:
+    assert compared(at(FC, lambda x: -x), steps=2).verdict == "diverged"
+
+
+def test_an_empty_recording_is_incomplete(compared: Compared) -> None:
+    comparison = compared(steps=0)
+
+    assert comparison.verdict == "incomplete"
+    assert "has no finished step among those asked for" in comparison.notes[0]
+
+
+def test_steps_that_neither_run_has_are_incomplete(tmp_path: Path) -> None:
+    comparison = compare(record(tmp_path / "b"), record(tmp_path / "c"), steps="7-9")
+
+    assert comparison.verdict == "incomplete"
+    assert comparison.steps == ()
+
+
+def test_recordings_without_a_common_step_say_which_they_have(tmp_path: Path) -> None:
+    comparison = compare(record(tmp_path / "b", steps=2), record(tmp_path / "c", steps=range(5, 7)))
+
+    assert comparison.notes == (
+        "The recordings have no step in common: the baseline has steps 0 to 1, the candidate 5 to 6.",
+    )
+
+
+def test_a_missing_rank_is_incomplete(tmp_path: Path) -> None:
+    candidate = record(tmp_path / "c", run={"world_size": 2})
+    comparison = compare(record(tmp_path / "b"), candidate)
+
+    assert comparison.verdict == "incomplete"
+    assert "candidate: rank 1 left no recording." in comparison.notes
+
+
+def test_recordings_of_different_models_are_not_equivalent(tmp_path: Path) -> None:
+    def other(step: int) -> Step:
+        return {
+            ("forward", "", "encoder", "output[0]"): Seen(values=np.ones((3, 4), np.float32)),
+            ("param", "", "encoder.weight", "value"): Seen(values=np.ones((3, 4), np.float32)),
+        }
+
+    content = {**CONTENT, "modules": {"encoder": "Linear"}, "parameters": {"encoder.weight": {}}, "optimizers": []}
+    comparison = compare(record(tmp_path / "b"), record(tmp_path / "c", build=other, content=content))
+
+    assert comparison.verdict == "incomplete"
+    assert "Only in the baseline: " in str(comparison)
+    assert "Only in the candidate: encoder output[0] (forward), " in str(comparison)
+    assert "--rename PATTERN=REPLACEMENT" in str(comparison)
+
+
+def test_a_wider_model_is_misaligned(compared: Compared) -> None:
+    comparison = compared(at(("param", "before", "head.weight", "value"), lambda x: np.vstack([x, x]), step=0))
+
+    assert comparison.verdict == "misaligned"
+    assert comparison.first_divergence is not None
+    assert comparison.first_divergence.says == (
+        "head.weight has shape [4, 8] in the baseline and [8, 8] in the candidate: "
+        "another model, or another layout of the same one?"
+    )
+
+
+def test_a_path_without_a_recording_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotARecordingError, match="does not exist"):
+        compare(record(tmp_path / "b"), tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("options", [{"rtol": -1.0}, {"atol": float("nan")}, {"steps": "3-1"}, {"rename": ["no"]}])
+def test_unusable_settings_are_refused_before_anything_is_read(tmp_path: Path, options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="nothing was compared"):
+        compare(tmp_path / "b", tmp_path / "c", **options)  # type: ignore[arg-type]
