@@ -33,7 +33,7 @@ def test_a_fault_is_found_at_its_step_phase_and_site(name: str, precision: str, 
 
 def test_a_kernel_that_does_not_update_is_found_in_torch_itself(tmp_path: Path) -> None:
     """Fused SGD of torch 2.13 leaves bfloat16 parameters on the CPU as they are."""
-    baseline = recipe("lstm", "sgd", "bfloat16").but(steps=2)
+    baseline = recipe("conv", "sgd", "bfloat16").but(steps=2)
     broken = baseline.but(
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
     )

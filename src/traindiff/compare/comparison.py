@@ -126,8 +126,7 @@ class _Comparing:
             table.update((entry.key, entry) for entry in derived)
         first = not self._compared
         self._compared.append(left.step)
-        in_order = dict(sorted(without_recomputed(tables[0]).items(), key=lambda item: item[1].order))
-        aligned = align(in_order, without_recomputed(tables[1]))
+        aligned = align(*(_in_order(without_recomputed(table)) for table in tables))
         pairs, findings = self._presence.judge(aligned, step=left.step)
         findings += recomputation_findings(tables[0], tables[1], step=left.step)
         place = in_baseline_order(aligned.pairs)
@@ -246,6 +245,12 @@ def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
 
 def _held(groups: Groups) -> frozenset[str]:
     return frozenset(path for optimizer in groups.values() for group in optimizer for path in group)
+
+
+def _in_order(table: Mapping[Key, Entry]) -> dict[Key, Entry]:
+    """What is aligned site by site, in execution order; settings are compared by parameter instead."""
+    sites = ((key, entry) for key, entry in table.items() if key.group is None)
+    return dict(sorted(sites, key=lambda item: item[1].order))
 
 
 def _is_of_candidate(finding: Finding) -> bool:

@@ -100,6 +100,13 @@ def counted(case: Case) -> Diagnosis | None:
     )
 
 
+def whole_numbers(case: Case) -> Diagnosis | None:
+    """Indices and masks, of which neither size nor distance are known."""
+    if case.baseline.dtype in UNIT_ROUNDOFF or case.candidate.dtype in UNIT_ROUNDOFF:
+        return None
+    return permuted(case) or Diagnosis(kind="value", says="Whole numbers (indices, a mask) differ.")
+
+
 def vanished(case: Case) -> Diagnosis | None:
     """All zero on one side only."""
     if float(norm(case.candidate.summary)) == 0.0:
@@ -234,6 +241,7 @@ def precision(case: Case) -> Diagnosis | None:
 TESTS: tuple[Callable[[Case], Diagnosis | None], ...] = (
     nonfinite,
     counted,
+    whole_numbers,
     vanished,
     lost_contribution,
     permuted,

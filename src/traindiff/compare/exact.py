@@ -129,11 +129,10 @@ def _settings(table: Mapping[Key, Entry], groups: Groups) -> dict[tuple[str, str
     """Value of each setting by parameter (by group, where its parameters are not known)."""
     found: dict[tuple[str, str], tuple[float, Entry]] = {}
     for key, entry in table.items():
-        name, separator, number = key.path.rpartition(".groups[")
-        if key.phase != "optimizer" or not separator:
+        if key.group is None:
             continue
+        name, index = key.group
         members = groups.get(name, [])
-        index = int(number.rstrip("]"))
         for path in members[index] if index < len(members) else [key.path]:
             found[path, key.slot] = (float(entry.summary["sum"]), entry)
     return found

@@ -5,7 +5,9 @@ site's inputs, not from replicas of the baseline. Two ideas carry them:
 
 * One operation in a dtype of unit roundoff u gives results that differ by `c * u` when it is computed
   in another order. c is 32 for float32 and float64, whose errors grow with the length of a
-  reduction, and 4 for shorter dtypes, which accumulate in a longer one and round once.
+  reduction, and 2 for shorter dtypes, which accumulate in a longer one: two runs that round the
+  same number once differ by 2 u at most (and by 0.6 u in relative L2, which leaves room for operations
+  that round several times).
 * What enters an operation with a relative difference e may leave it with `GAIN * e`. So a site is
   judged against the differences *measured* at its inputs: noise may grow from site to site and
   from step to step, a jump is a finding ("inputs agree, output does not").
@@ -24,7 +26,7 @@ UNIT_ROUNDOFF = {
     "float64": 2.0**-53,
     "float32": 2.0**-24,
     "float16": 2.0**-11,
-    "bfloat16": 2.0**-9,
+    "bfloat16": 2.0**-8,
     "float8_e4m3fn": 2.0**-4,
     "float8_e4m3fnuz": 2.0**-4,
     "float8_e5m2": 2.0**-3,
@@ -44,7 +46,7 @@ ADAPTIVE_GAIN = 30.0
 def rounding(dtype: str) -> float:
     """Floor of one operation in `dtype`: `c * u`; 0 for dtypes without fractions."""
     u = UNIT_ROUNDOFF.get(dtype, 0.0)
-    return (32.0 if u <= UNIT_ROUNDOFF["float32"] else 4.0) * u
+    return (32.0 if u <= UNIT_ROUNDOFF["float32"] else 2.0) * u
 
 
 @dataclass(slots=True)
@@ -107,7 +109,7 @@ class Floors:
             dtype: Dtype of the gradient.
             terms: How many terms were added up element by element, as for biases and norms. Their sum is
                 good to sqrt(terms) u, and not every kernel adds in a longer dtype. Measured with torch on
-                the CPU, for 128 to 500,000 terms: 0.5 sqrt(terms) u in bfloat16 (LayerNorm), and in
+                the CPU, for 128 to 500,000 terms: 0.25 sqrt(terms) u in bfloat16 (LayerNorm), and in
                 float32 up to 0.4 sqrt(terms) u of the terms' norm (a bias before BatchNorm).
         """
         own = math.sqrt(terms) * UNIT_ROUNDOFF.get(dtype, 0.0)

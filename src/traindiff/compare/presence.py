@@ -65,8 +65,15 @@ class Presence:
         return tuple(left.values()), tuple(right.values())
 
     def _exists_there(self, entry: Entry, *, side: int) -> bool:
-        """Whether the other model has the module or parameter, so that what is missing was not done."""
-        return entry.key.phase in ("forward", "grad", "optimizer", "update") and entry.key.path in self.known[side]
+        """Whether the other model has the module or parameter, so that what is missing was not done.
+
+        Optimizers may keep different state for the same update, so state counts only where a whole
+        parameter is left out.
+        """
+        key = entry.key
+        if key.phase == "optimizer" and key.path in self.held[side]:
+            return False
+        return key.phase in ("forward", "grad", "optimizer", "update") and key.path in self.known[side]
 
     def _absent(self, entry: Entry, *, side: int, step: int) -> Iterator[Finding]:
         """A finding for what the run `side` lacks; once per path, later ones follow from it."""

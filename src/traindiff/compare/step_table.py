@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ import numpy as np
 from traindiff.observation import Observation
 from traindiff.shard import OPEN
 from traindiff.summary import add, empty, merge
+
+_GROUP = re.compile(r"(.*)\.groups\[(\d+)\]")
 
 
 class Key(NamedTuple):
@@ -23,6 +26,12 @@ class Key(NamedTuple):
     slot: str
     call: int
     micro_step: int  # 0 for what merges over micro-steps
+
+    @property
+    def group(self) -> tuple[str, int] | None:
+        """Optimizer and number of the parameter group, if this is a setting of one."""
+        match = _GROUP.fullmatch(self.path) if self.phase == "optimizer" else None
+        return (match[1], int(match[2])) if match else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,205 @@
+"""What a difference looks like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.compare.runs import Array, random, summary_of
+from traindiff.compare.diagnosis import Case, Diagnosis, best_fit, diagnose, factor_meaning
+from traindiff.compare.step_table import Entry, Key
+from traindiff.summary import add, distance, norm
+
+
+def entry(values: Array, *, phase: str = "grad", slot: str = "grad", **about: Any) -> Entry:
+    key = Key(phase, "", "fc.weight", slot, 0, 0)
+    return Entry(key=key, order=0, dtype=values.dtype.name, shape=values.shape, summary=summary_of(values), **about)
+
+
+def look(
+    baseline: Array, candidate: Array, *, floor: float = 1e-6, phase: str = "grad", slot: str = "grad", **more: Any
+) -> Diagnosis:
+    left, right = entry(baseline, phase=phase, slot=slot), entry(candidate, phase=phase, slot=slot)
+    size = float(norm(left.summary))
+    apart = float(distance(left.summary, right.summary)) / size if size else float("inf")
+    return diagnose(Case(baseline=left, candidate=right, difference=apart, floor=floor, **more))
+
+
+X = random(32, 40, seed=0)
+NOISE = random(32, 40, seed=1)
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 8.0, 1.01, 3.7])
+def test_a_factor(factor: float) -> None:
+    found = look(X, X * np.float32(factor))
+
+    assert found.kind == "scale"
+    assert found.evidence["factor"] == pytest.approx(factor, rel=1e-5)
+
+
+def test_a_factor_in_words() -> None:
+    assert look(X, X * 2).says == "The candidate's is 2 x the baseline's."
+    assert look(X, X / 4).says == "The candidate's is 0.25 x the baseline's (= 1/4)."
+    assert look(X, X / 4, micro_steps=4).says == (
+        "The candidate's is 0.25 x the baseline's (= 1/4, one over its micro-batches: divided once too often?)."
+    )
+    assert look(X, X * 4, micro_steps=4).says == (
+        "The candidate's is 4 x the baseline's (= its 4 micro-batches: summed instead of averaged?)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("factor", "meaning"), [(0.0, ""), (1.0, ""), (0.995, ""), (0.7, ""), (1 / 3, " (= 1/3)"), (16.0, "")]
+)
+def test_only_telling_factors_are_read(factor: float, meaning: str) -> None:
+    assert factor_meaning(factor, 1) == meaning
+
+
+def test_a_flipped_sign() -> None:
+    assert look(X, -X).kind == "sign"
+
+
+def test_a_factor_with_a_sign_is_a_factor() -> None:
+    assert look(X, X * -2).evidence["factor"] == pytest.approx(-2)
+
+
+def test_all_zero() -> None:
+    assert look(X, X * 0).says == "The candidate's is all zero; the baseline's is not."
+    assert look(X * 0, X).says == "The baseline's is all zero; the candidate's is not."
+
+
+def test_an_update_of_zero() -> None:
+    assert look(X, X * 0, phase="update", slot="update").kind == "never-updated"
+
+
+def test_an_offset() -> None:
+    found = look(X, X + np.float32(0.25))
+
+    assert found.kind == "offset"
+    assert found.evidence["offset"] == pytest.approx(0.25, rel=1e-4)
+    assert found.says == "Every element is about +0.25 off."
+
+
+def test_a_permutation() -> None:
+    assert look(X, X[::-1]).says == "The candidate holds the same values in another order."
+
+
+def test_a_row() -> None:
+    candidate = X.copy()
+    candidate[9] *= 3
+
+    assert look(X, candidate).says == "The difference is in rows 8 to 9 (of 32) only."
+
+
+def test_a_range_of_columns() -> None:
+    wide = random(8, 128, seed=0)
+    candidate = wide.copy()
+    candidate[:, 70] *= 5
+
+    assert look(wide, candidate).says == "The difference is in columns 64 to 79 (of 128) only."
+
+
+def test_a_position_of_an_activation() -> None:
+    values = random(4, 32, 8, seed=0)
+    candidate = values.copy()
+    candidate[:, 3] *= 5
+
+    # A batched activation has its rows along axis 1.
+    found = _localised_activation(values, candidate)
+    assert found.says == "The difference is in rows 2 to 3 of axis 1 (of 32) only."
+
+
+def _localised_activation(baseline: Array, candidate: Array) -> Diagnosis:
+    from traindiff.shard import Shard
+
+    shard = Shard.of_batch(baseline.shape, first=0)
+    key = Key("forward", "", "fc", "output[0]", 0, 0)
+    left, right = (
+        Entry(key=key, order=0, dtype="float32", shape=values.shape, summary=summary_of(values, shard))
+        for values in (baseline, candidate)
+    )
+    return diagnose(Case(baseline=left, candidate=right, difference=1.0, floor=1e-6))
+
+
+@pytest.mark.parametrize("dtype", ["float16"])
+def test_a_lower_precision(dtype: str) -> None:
+    assert look(X, X.astype(dtype).astype(np.float32)).kind == "precision"
+
+
+def test_bfloat16_inside() -> None:
+    bits = (X.view(np.uint32) + 0x8000) & 0xFFFF0000
+    found = look(X, bits.view(np.float32))
+
+    assert found.kind == "precision"
+    assert "rounding to bfloat16 would make it" in found.says
+
+
+def test_values_that_are_not_finite_are_counted() -> None:
+    candidate = X.copy()
+    candidate[0, :2] = np.nan
+    candidate[1, 0] = np.inf
+
+    assert look(X, candidate).says == (
+        "The candidate holds 2 NaN where the baseline has 0, 1 +inf where the baseline has 0, of 1280 elements."
+    )
+
+
+def test_values_that_are_not_finite_elsewhere() -> None:
+    baseline, candidate = X.copy(), X.copy()
+    baseline[0, 0] = candidate[0, 1] = np.nan
+
+    assert look(baseline, candidate).says == "NaN or infinities stand at other places than in the baseline."
+
+
+@pytest.mark.parametrize(
+    ("factors", "says"),
+    [
+        ((1.0, 0.0, 1.0), "micro-step 1 enters not at all"),
+        ((1.0, 1.0, 2.0), "micro-step 2 enters twice"),
+        ((0.5, 1.0, 1.0), "micro-step 0 enters 0.5 times"),
+    ],
+)
+def test_a_micro_batch_that_is_lost_doubled_or_scaled(factors: tuple[float, ...], says: str) -> None:
+    parts = [random(32, 40, seed=10 + number) for number in range(3)]
+    baseline = np.sum(parts, axis=0)
+    candidate = np.sum([part * np.float32(factor) for part, factor in zip(parts, factors, strict=True)], axis=0)
+    contributions = {number: summary_of(part) for number, part in enumerate(parts)}
+
+    found = look(baseline, candidate, micro_steps=3, contributions=contributions)
+
+    assert found.kind == "lost-contribution"
+    assert says in found.says
+
+
+def test_an_optimizers_count_of_steps() -> None:
+    assert look(np.array(4.0), np.array(1.0), phase="optimizer", slot="step").says == (
+        "The candidate's optimizer is at its step 1 for this parameter, the baseline's at its step 4. "
+        "Was the state lost, or not loaded, at a resume?"
+    )
+
+
+def test_none_of_these() -> None:
+    found = look(X, X + NOISE)
+
+    assert found.kind == "value"
+    assert found.says.startswith("The values differ by ")
+
+
+def test_noise_is_not_a_factor() -> None:
+    assert look(X, X + NOISE * np.float32(0.01), floor=1e-6).kind in ("value", "precision")
+
+
+def test_the_best_fit_of_zeros_is_defined() -> None:
+    assert best_fit(entry(X * 0), entry(X)) == (0.0, 1.0)
+    assert best_fit(entry(X), entry(X * 0)) == (0.0, 0.0)
+
+
+def test_sums_of_observations_are_fitted_by_their_sketches() -> None:
+    left, right = entry(X, exact=False), entry(X, exact=False)
+    doubled = Entry(
+        key=right.key, order=0, dtype="float32", shape=X.shape, summary=add([right.summary], [2.0]), exact=False
+    )
+
+    assert best_fit(left, doubled)[0] == pytest.approx(2.0)
