@@ -148,6 +148,7 @@ def _groups(
 def _block(totals: _Totals, dtype: FloatDtype, groups: list[_Group], weight: Value, *, plain: bool) -> None:
     """Accumulate groups of one block. `plain`: all their elements are normal numbers."""
     code = totals.code
+    sums: list[Value] = []
     spots: Value | None = None
     weighted: Value | None = None
     for group in groups:
@@ -158,7 +159,7 @@ def _block(totals: _Totals, dtype: FloatDtype, groups: list[_Group], weight: Val
             _add(totals.signs, bits >> (dtype.bits - 1))  # 32-bit lanes do not overflow within a chunk
         _extremes(totals, finite, value, dtype, bits, plain=plain)
         long = finite.widened(F64)
-        _add(totals.sum, long)
+        sums.append(long)
         signed = group.negated.choose(-long, long)
         code.store(group.buckets, code.load(group.buckets, signed.type) + signed)
 
@@ -169,6 +170,9 @@ def _block(totals: _Totals, dtype: FloatDtype, groups: list[_Group], weight: Val
         if not plain:
             term = _dot(_kind(bits, dtype), group.lane_weights)
             spots = term if spots is None else spots + term
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    _add(totals.sum, sums[0])
     assert weighted is not None
     _add(totals.fingerprint, weighted * weight)
     if spots is not None:
