@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -75,8 +77,17 @@ def demo(
     results.print(f"\nThe fault was: {chosen.says}", soft_wrap=True)
     results.print("\n[bold]What to run next[/bold]")
     for command in (
-        f"traindiff compare {paths[0]} {paths[2]}",
-        f"traindiff show {paths[2]} --phase grad --steps 0",
-        "traindiff demo --list",
+        f"compare {paths[0]} {paths[2]}",
+        f"show {paths[2]} --phase grad --steps 2",
+        "demo --list",
     ):
-        results.print(f"  {command}", soft_wrap=True)
+        results.print(f"  {_this_command()} {command}", soft_wrap=True)
+
+
+def _this_command() -> str:
+    """How the user can call traindiff again: by its name if that leads here, else as it was called now."""
+    called = sys.argv[0]
+    if not called.endswith("traindiff"):
+        return "python -m traindiff"
+    found = shutil.which("traindiff")
+    return "traindiff" if found and Path(found).samefile(called) else called
