@@ -12,7 +12,7 @@ from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.taps.backward_calls import tap_backward_calls
 from traindiff.taps.batch_axis import BatchAxis
-from traindiff.taps.compiled import trace_hooks_again
+from traindiff.taps.compiled import trace_hooks
 from traindiff.taps.model_state import ModelStateTap
 from traindiff.taps.module_outputs import ActivationTap
 from traindiff.taps.optimizer_discovery import tap_optimizer_discovery
@@ -48,6 +48,7 @@ class Attachment:
         self._on_step = on_step
         self._on_discovery = on_discovery
         self._optimizers: dict[str, OptimizerTap] = {}
+        self._report_silence: Callable[[], None] = lambda: None
         self._observe = settings.observe
         if settings.observe & {"param", "update"}:
             self._observe |= {"param"}
@@ -60,12 +61,22 @@ class Attachment:
         )
         with ExitStack() as undo:
             self._attach(undo, settings)
-            trace_hooks_again()
+            undo.enter_context(trace_hooks())
             self._undo = undo.pop_all()
 
     def close(self) -> None:
         """Remove all taps."""
         self._undo.close()
+
+    def finish(self) -> None:
+        """Record what can be told only at the end; call it before the last observations are written."""
+        self.settle()
+        self._report_silence()
+
+    def settle(self) -> None:
+        """End the steps of optimizers that ran in compiled code, which has returned by now."""
+        for tap in self._optimizers.values():
+            tap.settle()
 
     def describe(self) -> dict[str, Any]:
         """Names, shapes and dtypes of what is observed, for `rank.json`."""
@@ -84,12 +95,14 @@ class Attachment:
         )  # fmt: skip
         undo.enter_context(tap_backward_calls(sink, observe_loss="loss" in observe))
         if observe & {"forward", "backward"}:
+            self._report_silence = sink.guarded("module_outputs", activations.report_silence)
             undo.enter_context(activations.attach(targets.modules))
             undo.enter_context(activations.attach_inspection())
         # After the modules' own hooks: the root's output still belongs to the forward pass that this ends.
         root_forward = RootForwardTap(
             targets.root, sink, batch_axis=batch_axis, observe_batch="batch" in observe,
             evaluation=settings.evaluation,
+            before_forward=self.settle,
             before_step=sink.guarded("model_state", self._model_state.before_step),
         )  # fmt: skip
         undo.enter_context(root_forward.attach())
@@ -118,4 +131,5 @@ class Attachment:
     def _end_step(self, name: str) -> None:
         if name == self._sink.progress.optimizer:
             self._sink.guarded("model_state", self._model_state.after_step)()
+            self._report_silence()
         self._on_step(name)

@@ -11,6 +11,7 @@ from typing import Any
 from torch.compiler import is_compiling
 
 from traindiff.errors import TraindiffWarning
+from traindiff.taps._torch_compat import run_as_it_is
 
 _logger = logging.getLogger("traindiff")
 
@@ -53,6 +54,7 @@ class Containment:
         self._strict = strict
         self._report = report
         self._disabled: set[str] = set()
+        run_as_it_is(_Guard.__call__, callees=True)
 
     def guarded(self, tap: str, hook: Callable[..., None], *, always: bool = False) -> Callable[..., Any]:
         """`hook`, made harmless. It returns None, which tells torch to change nothing.

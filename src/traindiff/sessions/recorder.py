@@ -117,6 +117,8 @@ class Recorder:
         """Remove every tap, complete the files and let go of the model. Later calls do nothing."""
         undo, self._undo = self._undo, ExitStack()
         with undo:
+            if self._attachment is not None:
+                self._attachment.finish()
             self._containment.guarded("writer", self._write)()
         self._writer = self._files = self._attachment = None
         self.progress.observing = False  # for hooks on a graph that outlives this
@@ -196,6 +198,8 @@ class Recorder:
             self._files.write_rank({**self._attachment.describe(), "pid": os.getpid()})
 
     def _log(self, name: str, value: float | Tensor, merge: Merge, weight: float | None) -> None:
+        if self._attachment is not None:
+            self._attachment.settle()
         progress = self.progress
         late = not progress.forward_done and progress.batch is None and progress.step > 0
         if not self._is_recording or not self._settings.records(progress.step - late):

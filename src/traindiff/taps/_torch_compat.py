@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,3 +32,51 @@ def forget_compiled_code() -> None:
     """Have everything that was compiled compiled anew at its next call; nothing if there is nothing."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+def run_as_it_is(function: Callable[..., Any], *, callees: bool) -> None:
+    """Have `function` run without being compiled where code that is not compiled calls it.
+
+    While `torch.compile` is at work, every Python function that it did not trace into is compiled by
+    itself when it is called: hooks too, and up to eight times over, once per shape. Where a hook is
+    traced together with the code that calls it, this changes nothing. There is no public way:
+    `torch.compiler.disable` breaks the graph where the hook would be traced.
+
+    Args:
+        function: A Python function.
+        callees: Whether this holds for everything that it calls, too.
+    """
+    from torch._C._dynamo import eval_frame
+
+    set_strategy = getattr(eval_frame, "set_code_exec_strategy", None)
+    if set_strategy is not None:  # since torch 2.7; before, hooks are compiled by themselves
+        skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        set_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip if callees else default))
+
+
+def compiled_code_ran() -> bool:
+    """Whether anything was compiled since `forget_compiled_code`. There is no public count."""
+    module = sys.modules.get("torch._dynamo.convert_frame")
+    return module is not None and module.FRAME_COUNTER > 0
+
+
+def from_compiled_code(tensor: torch.Tensor) -> bool:
+    """Whether backward enters compiled code at this tensor."""
+    return type(tensor.grad_fn).__name__ == "CompiledFunctionBackward"
+
+
+def patch_hook_guards() -> Callable[[], None]:
+    """Have compiled code look at the hooks of modules before it is used again; returns what undoes it.
+
+    By default it does not, so that code compiled for one module is used for another of its class
+    that has hooks, and they never run. (`torch._dynamo.config.skip_nnmodule_hook_guards`)
+    """
+    import torch._dynamo.config as config
+
+    before = config.skip_nnmodule_hook_guards
+    config.skip_nnmodule_hook_guards = False
+
+    def undo() -> None:
+        config.skip_nnmodule_hook_guards = before
+
+    return undo

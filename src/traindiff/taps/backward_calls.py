@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from traindiff.taps._torch_compat import inside_backward
+from traindiff.taps._torch_compat import inside_backward, run_as_it_is
 from traindiff.taps.sink import Sink
 
 _patched: dict[str, Callable[..., None]] = {}
@@ -75,6 +75,8 @@ def _install() -> None:
         for listener in listeners:
             listener.end()
 
+    run_as_it_is(backward, callees=False)
+    run_as_it_is(inside_backward, callees=True)
     _patched["backward"] = original
     torch.autograd.backward = backward
 

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from traindiff.taps._torch_compat import forget_compiled_code, register_ordered_effect
+from traindiff.taps._torch_compat import forget_compiled_code, patch_hook_guards, register_ordered_effect, run_as_it_is
 from traindiff.taps.nested import tensors
 
 _NUMBER = "_traindiff_number"
@@ -47,6 +48,16 @@ class RootObserver(Protocol):
         """It has ended."""
 
 
+class StepObserver(Protocol):
+    """Who observes the calls of an optimizer in compiled code."""
+
+    def begin(self) -> None:
+        """A call begins: nothing is written yet."""
+
+    def end(self) -> None:
+        """It has ended; what it computed may be written when the compiled code returns, not before."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Observed:
     """Who observes a module, and the hooks on it."""
@@ -57,8 +68,10 @@ class _Observed:
 
 _modules: dict[int, _Observed] = {}
 _roots: dict[int, _Observed] = {}
+_optimizers: dict[int, _Observed] = {}
 _inspectors: list[ModuleObserver] = []
 _numbers = count()
+_tracing: list[Callable[[], None]] = []
 
 
 def tap_compiled_module(module: nn.Module, observer: ModuleObserver) -> ExitStack:
@@ -73,6 +86,15 @@ def tap_compiled_root(root: nn.Module, observer: RootObserver) -> ExitStack:
         lambda: root.register_forward_hook(_end_hook),
     ]
     return _attach(root, observer, _roots, hooks)
+
+
+def tap_compiled_optimizer(optimizer: Optimizer, observer: StepObserver) -> ExitStack:
+    """Have `observer` called around the optimizer's steps in compiled code."""
+    hooks = [
+        lambda: optimizer.register_step_pre_hook(_before_step_hook),
+        lambda: optimizer.register_step_post_hook(_after_step_hook),
+    ]
+    return _attach(optimizer, observer, _optimizers, hooks)
 
 
 def tap_compiled_inspection(observer: ModuleObserver) -> ExitStack:
@@ -91,17 +113,32 @@ def inspect_compiled(name: str, tensor: Tensor) -> None:
         tensor.register_hook(lambda gradient: torch.ops.traindiff.inspect_gradient(gradient, name))
 
 
-def trace_hooks_again() -> None:
-    """Forget compiled code, which was traced without the hooks that are there now.
+def trace_hooks() -> ExitStack:
+    """Have compiled code traced anew, with the hooks that are there, and guarded by them.
 
-    By default torch does not look for new hooks when it reuses compiled code
-    (`torch._dynamo.config.skip_nnmodule_hook_guards`), and they would record nothing.
+    By default torch looks for new hooks neither when it reuses code for the module that it was
+    compiled for, nor for another one of its class, and the hooks would record nothing.
+
+    Returns:
+        Close it to leave guards as they were.
     """
     forget_compiled_code()
+    if not _tracing:
+        _tracing.append(patch_hook_guards())
+    _tracing.append(_do_nothing)  # one per recording: the last one puts things back
+    undo = ExitStack()
+    undo.callback(_trace_no_hooks)
+    return undo
+
+
+def _trace_no_hooks() -> None:
+    _tracing.pop()
+    if len(_tracing) == 1:
+        _tracing.pop()()
 
 
 def _attach(
-    module: nn.Module, observer: Any, registry: dict[int, _Observed], hooks: Sequence[Callable[[], Any]]
+    module: nn.Module | Optimizer, observer: Any, registry: dict[int, _Observed], hooks: Sequence[Callable[[], Any]]
 ) -> ExitStack:
     operators()
     number = module.__dict__.get(_NUMBER)
@@ -119,13 +156,13 @@ def _attach(
         return undo.pop_all()
 
 
-def _detach(module: nn.Module, key: int, observer: Any, registry: dict[int, _Observed]) -> None:
+def _detach(module: nn.Module | Optimizer, key: int, observer: Any, registry: dict[int, _Observed]) -> None:
     observed = registry[key]
     if observer in observed.observers:
         observed.observers.remove(observer)
     if not observed.observers:  # the hooks serve all observers, so they go with the last
         registry.pop(key).hooks.close()
-    if key not in _modules and key not in _roots:
+    if not any(key in one for one in (_modules, _roots, _optimizers)):
         module.__dict__.pop(_NUMBER, None)  # compiled code is guarded by it, and compiled anew without us
 
 
@@ -156,6 +193,16 @@ def _end_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  #
         torch.ops.traindiff.end(module._traindiff_number)
 
 
+def _before_step_hook(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+    if torch.compiler.is_compiling():
+        torch.ops.traindiff.before_step(optimizer._traindiff_number)
+
+
+def _after_step_hook(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+    if torch.compiler.is_compiling():
+        torch.ops.traindiff.after_step(optimizer._traindiff_number)
+
+
 @cache
 def operators() -> torch.library.Library:
     """Define the operators, once."""
@@ -165,6 +212,8 @@ def operators() -> torch.library.Library:
         ("observe_gradient(Tensor x, Tensor module, str slot) -> ()", _run_observe_gradient),
         ("begin(Tensor module, Tensor[] inputs, str slots, bool evaluating) -> ()", _run_begin),
         ("end(Tensor module) -> ()", _run_end),
+        ("before_step(Tensor optimizer) -> ()", _run_before_step),
+        ("after_step(Tensor optimizer) -> ()", _run_after_step),
         ("inspect(Tensor x, str name) -> ()", _run_inspect),
         ("inspect_gradient(Tensor x, str name) -> ()", _run_inspect_gradient),
     ):
@@ -173,6 +222,8 @@ def operators() -> torch.library.Library:
         library.impl(name, run, "CompositeExplicitAutograd")
         library.impl(name, _do_nothing, "Meta")
         register_ordered_effect(getattr(torch.ops.traindiff, name).default)
+    for hook in (_output_hook, _begin_hook, _end_hook, _before_step_hook, _after_step_hook):
+        run_as_it_is(hook, callees=True)
     return library
 
 
@@ -185,7 +236,9 @@ def _run_observe(x: Tensor, module: Tensor, slot: str) -> None:
         observer.output(x, slot)
 
 
-def _run_observe_gradient(x: Tensor, module: Tensor, slot: str) -> None:
+def _run_observe_gradient(x: Tensor | None, module: Tensor, slot: str) -> None:
+    if x is None:
+        return  # backward did not come this way
     for observer in _observers(_modules, module):
         observer.gradient(x, slot)
 
@@ -201,6 +254,16 @@ def _run_end(module: Tensor) -> None:
         observer.end()
 
 
+def _run_before_step(optimizer: Tensor) -> None:
+    for observer in _observers(_optimizers, optimizer):
+        observer.begin()
+
+
+def _run_after_step(optimizer: Tensor) -> None:
+    for observer in _observers(_optimizers, optimizer):
+        observer.end()
+
+
 def _observers(registry: dict[int, _Observed], module: Tensor) -> list[Any]:
     observed = registry.get(int(module))
     return list(observed.observers) if observed else []
@@ -211,6 +274,8 @@ def _run_inspect(x: Tensor, name: str) -> None:
         observer.output(x, name)
 
 
-def _run_inspect_gradient(x: Tensor, name: str) -> None:
+def _run_inspect_gradient(x: Tensor | None, name: str) -> None:
+    if x is None:
+        return
     for observer in _inspectors:
         observer.gradient(x, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +13,18 @@ from torch.utils.hooks import RemovableHandle
 
 from traindiff.observation import Merge
 from traindiff.shard import Shard
-from traindiff.taps._torch_compat import inside_backward
+from traindiff.taps._torch_compat import from_compiled_code, inside_backward
 from traindiff.taps.batch_axis import BatchAxis, batch_first
 from traindiff.taps.compiled import tap_compiled_inspection, tap_compiled_module
 from traindiff.taps.inspection import tap_inspection
 from traindiff.taps.nested import tensors
+from traindiff.taps.silent_modules import SilentModules
 from traindiff.taps.sink import Sink
+
+PARTIAL = (
+    "compiled code returned it together with other tensors, and what part of its gradient flows inside that code "
+    "cannot be seen; it can where a function that calls the module is compiled, not the module itself"
+)
 
 
 class ActivationTap:
@@ -43,9 +49,11 @@ class ActivationTap:
         self._evaluation = evaluation
         self._on_leaves: dict[tuple[str, str, int], RemovableHandle] = {}
         self._compiled: dict[tuple[str, str], list[_Gradient]] = {}
+        self._silent = SilentModules({}, sink)
 
     def attach(self, modules: Mapping[str, nn.Module]) -> ExitStack:
         """Observe every module of a mapping from canonical paths. Close the result to remove the tap."""
+        self._silent = SilentModules(modules, self._sink)
         with ExitStack() as undo:
             undo.callback(self._leave_leaves)
             for path, module in modules.items():
@@ -65,19 +73,29 @@ class ActivationTap:
         """Observe an intermediate tensor that no module returns."""
         self._observe(name, [("value", tensor)])
 
+    def report_silence(self) -> None:
+        """Record which modules returned nothing, where that may be because they were compiled."""
+        self._silent.report()
+
     def _module_output(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         # Returning None tells torch to keep `output` as it is.
-        self._observe(path, tensors(output, "output"))
+        self._observe(path, list(tensors(output, "output")))
 
-    def _observe(self, path: str, found: Any) -> None:
+    def _observe(self, path: str, found: Sequence[tuple[str, Tensor]]) -> None:
         stage = self._stage()
         if stage is None:
             return
+        self._silent.heard(path, compiled=False)
         call = self._sink.progress.next_call(path, stage)
+        alone = sum(tensor.requires_grad for _, tensor in found) == 1
         for slot, tensor in found:
             gradient = self._tensor(tensor, path=path, slot=slot, stage=stage, call=call)
-            if self._backward and tensor.requires_grad:
+            if not (self._backward and tensor.requires_grad):
+                continue
+            if alone or not from_compiled_code(tensor):
                 self._hook_gradient(tensor, gradient)
+            else:
+                self._sink.unobserved(PARTIAL, phase="backward", path=path, slot=slot)
 
     def _compiled_output(self, path: str, tensor: Tensor, slot: str) -> None:
         """An output in compiled code: one operator call per tensor, so calls are counted per tensor."""
@@ -85,6 +103,7 @@ class ActivationTap:
         stage = self._stage()
         if stage is None:
             return
+        self._silent.heard(path, compiled=True)
         call = progress.next_call(f"{path} {slot}", stage)
         gradient = self._tensor(tensor, path=path, slot=slot, stage=stage, call=call)
         waiting = self._compiled.setdefault((path, slot), [])

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from traindiff.site import matches
+from traindiff.taps.compiled import tap_compiled_optimizer
 from traindiff.taps.nested import tensors
 from traindiff.taps.sink import Sink
 
@@ -50,6 +52,7 @@ class OptimizerTap:
         self._observe = frozenset(observe)
         self._sink = sink
         self._on_end = on_end
+        self._unsettled = False
 
     def attach(self) -> ExitStack:
         """Follow the optimizer's calls. Close the result to remove the tap."""
@@ -58,7 +61,16 @@ class OptimizerTap:
             undo.callback(self.optimizer.register_step_pre_hook(guarded(self.before_step)).remove)
             undo.callback(self.optimizer.register_step_post_hook(guarded(self.after_step)).remove)
             undo.callback(self.optimizer.register_step_post_hook(self._end_step).remove)
+            compiled = _Compiled(guarded(self._begin_compiled), guarded(self._end_compiled))
+            undo.enter_context(tap_compiled_optimizer(self.optimizer, compiled))
             return undo.pop_all()
+
+    def settle(self) -> None:
+        """End a step that ran in compiled code, once what it wrote can be read: after that code."""
+        if self._unsettled:
+            self._unsettled = False
+            self._sink.guarded("optimizer_step", self.after_step)()
+            self._on_end(self.name)
 
     def groups(self) -> list[list[str]]:
         """Canonical paths of the parameters in each group."""
@@ -88,7 +100,15 @@ class OptimizerTap:
                 self._emit(parameter, phase="param", path=path, slot="value")
 
     def _end_step(self, *_: Any) -> None:
-        self._on_end(self.name)
+        if not is_compiling():
+            self._on_end(self.name)
+
+    def _begin_compiled(self) -> None:
+        self.settle()
+        self.before_step()
+
+    def _end_compiled(self) -> None:
+        self._unsettled = True
 
     def _parameters(self) -> Iterable[tuple[str, Tensor]]:
         for names, entry in zip(self.groups(), self.optimizer.param_groups, strict=True):
@@ -134,3 +154,11 @@ class OptimizerTap:
 
     def _emit(self, tensor: Tensor, *, phase: str, path: str, slot: str, stage: str = "") -> None:
         self._sink.emit(tensor, phase=phase, path=path, slot=slot, stage=stage, optimizer=self.name)
+
+
+class _Compiled:
+    """Observes the optimizer's steps in compiled code."""
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self.begin = begin
+        self.end = end

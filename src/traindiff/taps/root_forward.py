@@ -26,6 +26,7 @@ class RootForwardTap:
         batch_axis: Recognises the batch axis.
         observe_batch: Whether inputs and random state are recorded; if not, only progress is kept.
         evaluation: Whether forward passes without gradients are recorded too.
+        before_forward: Called before every forward pass.
         before_step: Called before the first forward pass of each step that keeps gradients.
     """
 
@@ -37,6 +38,7 @@ class RootForwardTap:
         batch_axis: BatchAxis,
         observe_batch: bool,
         evaluation: bool,
+        before_forward: Callable[[], None],
         before_step: Callable[[], None],
     ) -> None:
         self._root = root
@@ -44,6 +46,7 @@ class RootForwardTap:
         self._batch_axis = batch_axis
         self._observe_batch = observe_batch
         self._evaluation = evaluation
+        self._before_forward = before_forward
         self._before_step = before_step
         self._running: list[AbstractContextManager[None]] = []
         # What fails while it looks at the batch must not stop the counting of micro-steps.
@@ -65,6 +68,7 @@ class RootForwardTap:
         self._begin_with(inputs, evaluating=not torch.is_grad_enabled())
 
     def _begin_with(self, inputs: Sequence[tuple[str, Tensor]], *, evaluating: bool) -> None:
+        self._before_forward()
         progress = self._sink.progress
         if not evaluating and not progress.forward_done and progress.batch is None:
             self._before_step()

@@ -1,0 +1,76 @@
+"""Modules of which nothing was observed because their code was compiled where taps cannot see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from traindiff.taps._torch_compat import compiled_code_ran
+from traindiff.taps.sink import Sink
+
+COMPILED = (
+    "no output was observed, although the root ran and torch.compile was in use: the module was called in compiled "
+    "code without its hooks, called by its forward method, or not called"
+)
+SCRIPTED = "no output was observed: TorchScript calls no hooks of the modules inside it"
+
+
+class SilentModules:
+    """Says, once, which of the observed modules never returned anything in a step that was recorded.
+
+    A module that was merely not called is no news. Without compiled code, silence means just that. With
+    it, it still does if the forward pass of the module around it is known to have been traced with hooks,
+    or if the module has parameters to train and none of them has a gradient.
+
+    Args:
+        modules: The observed modules by canonical path.
+        sink: Receives the silent ones as unobserved.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], sink: Sink) -> None:
+        self._sink = sink
+        self._callable = {path: module for path, module in modules.items() if _has_forward(module)}
+        self._silent = dict(self._callable)
+        self._traced: set[str] = set()
+        self._reported = False
+
+    def heard(self, path: str, *, compiled: bool) -> None:
+        """The module at `path` returned something, in compiled code or not."""
+        if self._silent.pop(path, None) is not None and compiled:
+            self._traced |= {path, self._around(path)}
+
+    def report(self) -> None:
+        """Record the silent modules, if the root has run in a step that is recorded, and only the first time."""
+        progress = self._sink.progress
+        if self._reported or not (progress.observing and progress.forward_done):
+            return
+        self._reported = True
+        compiled = compiled_code_ran()
+        for path, module in self._silent.items():
+            scripted = isinstance(module, torch.jit.ScriptModule)
+            if scripted or (compiled and not self._is_idle(path, module)):
+                reason = SCRIPTED if scripted else COMPILED
+                self._sink.unobserved(reason, phase="forward", path=path, slot="output[0]")
+        self._silent.clear()
+        self._callable.clear()
+
+    def _is_idle(self, path: str, module: nn.Module) -> bool:
+        """Whether the module is known not to have been called."""
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if trained:
+            return all(parameter.grad is None for parameter in trained)
+        return self._around(path) in self._traced
+
+    def _around(self, path: str) -> str:
+        """The nearest module around `path` that has a forward method."""
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self._callable:
+                break
+        return path
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
