@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import settings
-
-# The same examples on every run, so that a red build is red again on the next machine.
-settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
-# HYPOTHESIS_PROFILE=explore looks for new ones.
-settings.register_profile("explore", deadline=None, max_examples=2000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # tests/no_torch need nothing but pytest
+    pass
+else:
+    # The same examples on every run, so that a red build is red again on the next machine.
+    settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
+    # HYPOTHESIS_PROFILE=explore looks for new ones.
+    settings.register_profile("explore", deadline=None, max_examples=2000)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

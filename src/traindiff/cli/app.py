@@ -32,13 +32,18 @@ results = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
 def says_what_is_wrong(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Print an error of ours as its message, and exit with 2."""
+    """Print an error of ours, or of the file system, as its message, and exit with 2."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
         except TraindiffError as error:
+            messages.print(f"traindiff: {error}", markup=False, soft_wrap=True)
+            raise typer.Exit(UNUSABLE) from None
+        except BrokenPipeError:
+            raise
+        except OSError as error:
             messages.print(f"traindiff: {error}", markup=False, soft_wrap=True)
             raise typer.Exit(UNUSABLE) from None
         except ModuleNotFoundError as error:

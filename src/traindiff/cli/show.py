@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from traindiff.cli.app import app, results, says_what_is_wrong
 
@@ -53,15 +55,16 @@ def show(
     found = open_recording(recording)
     rows = table.rows(found, table.Filter(site=site, phases=phases, steps=selection))
 
-    if form is Format.TABLE:
-        print_head(results, found)
-        print_rows(results, islice(rows, top), rest=rows)
-    elif form is Format.PARQUET and output is not None:
+    if form is Format.PARQUET and output is not None:
         with output.open("wb") as binary:
             table.write_parquet(rows, binary)
-    else:
-        with output.open("w", encoding="utf-8", newline="") if output else sys.stdout as text:
-            if form is Format.CSV:
-                table.write_csv(rows, text)
-            else:
-                table.write_json(rows, text, recording=found)
+        return
+    with output.open("w", encoding="utf-8", newline="") if output else nullcontext(sys.stdout) as text:
+        if form is Format.CSV:
+            table.write_csv(rows, text)
+        elif form is Format.JSON:
+            table.write_json(rows, text, recording=found)
+        else:
+            console = Console(file=text, highlight=False, width=results.width) if output else results
+            print_head(console, found)
+            print_rows(console, islice(rows, top), rest=rows)

@@ -1,0 +1,54 @@
+"""The command as users start it: in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import traindiff
+from tests.cli.conftest import GOLDEN
+
+
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "traindiff", *arguments],
+        capture_output=True, text=True, cwd=GOLDEN, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_the_version_is_printed() -> None:
+    result = start("--version")
+
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"traindiff {traindiff.__version__}\n", "")
+
+
+def test_help_lists_the_commands() -> None:
+    result = start("--help")
+
+    assert result.returncode == 0
+    assert "Find where, when and on which rank the numbers of a training first go wrong." in result.stdout
+    assert "compare" in result.stdout
+    assert "show" in result.stdout
+
+
+def test_a_command_that_does_not_exist_exits_with_two() -> None:
+    result = start("compere", "baseline", "again")
+
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "No such command 'compere'" in result.stderr
+
+
+@pytest.mark.parametrize(("candidate", "code"), [("again", 0), ("candidate", 1), ("nothing", 2)])
+def test_exit_codes_reach_the_shell(candidate: str, code: int) -> None:
+    assert start("compare", "baseline", candidate).returncode == code
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    command = f"{sys.executable} -W error -m traindiff show baseline -f csv | head -n 1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=GOLDEN, timeout=60, check=True)
+
+    assert result.stdout.startswith("step,micro_step,rank")
+    assert result.stderr == ""

@@ -1,0 +1,146 @@
+"""`traindiff compare`: what it prints where, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import GOLDEN, Traindiff
+
+
+def test_equal_runs_exit_with_zero(traindiff: Traindiff) -> None:
+    result = traindiff("compare", "baseline", "again")
+
+    assert result.exit_code == 0
+    assert result.stdout == "identical: every recorded tensor has the same bits, over 3 steps (0 to 2)\n"
+    assert result.stderr == ""
+
+
+def test_a_divergence_is_printed_and_exits_with_one(traindiff: Traindiff) -> None:
+    result = traindiff("compare", "baseline", "candidate", "--top", "2")
+
+    assert result.exit_code == 1
+    assert [line.rstrip() for line in result.stdout.splitlines()] == [
+        "diverged (uncalibrated): the numbers part, over 3 steps (0 to 2)",
+        "",
+        "First divergence: step 1, micro-step 0, grad, fc.weight grad",
+        "  The candidate's is 2 x the baseline's.",
+        "  relative L2 difference 1 = 5.24e+05 x its floor of 1.91e-06",
+        "",
+        "Largest differences, in execution order (5 of 27 sites are identical throughout)",
+        "phase    site            at step  difference    floor  x floor",
+        "forward  fc output[0]          2       0.033      0.2     0.16",
+        "grad     fc.weight grad        1           1  1.9e-06  5.2e+05",
+    ]
+
+
+def test_without_rows_there_are_no_tables(traindiff: Traindiff) -> None:
+    assert "Largest" not in traindiff("compare", "baseline", "candidate", "--top", "0").stdout
+
+
+def test_json_is_all_that_is_on_standard_output(traindiff: Traindiff) -> None:
+    result = traindiff("compare", "baseline", "candidate", "--json")
+
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert found["schema"] == {"name": "traindiff-comparison", "version": 1}
+    assert (found["baseline"], found["candidate"]) == ("baseline", "candidate")
+    assert found["first_divergence"]["site"] == "fc.weight"
+    assert "differences" not in found
+
+
+def test_chosen_steps_may_agree(traindiff: Traindiff) -> None:
+    assert traindiff("compare", "baseline", "candidate", "--steps", "0").exit_code == 0
+
+
+def test_a_tolerance_replaces_the_floors(traindiff: Traindiff) -> None:
+    assert traindiff("compare", "baseline", "candidate", "--rtol", "2").exit_code == 0
+
+
+def test_a_candidate_without_steps_is_incomplete_and_exits_with_three(traindiff: Traindiff, tmp_path: Path) -> None:
+    candidate = Path(shutil.copytree(GOLDEN / "candidate", tmp_path / "c"))
+    for name in ("observations.arrows", "observations.crc"):
+        (candidate / "rank-00000" / name).unlink()
+
+    result = traindiff("compare", "baseline", str(candidate))
+
+    assert result.exit_code == 3
+    assert result.stdout.startswith("incomplete (uncalibrated): ")
+    assert "has no finished step among those asked for" in result.stdout
+
+
+def test_another_model_is_incomplete_and_exits_with_three(traindiff: Traindiff) -> None:
+    result = traindiff("compare", "baseline", "again", "--rename", "head=other")
+
+    assert result.exit_code == 3
+    assert "Only in the baseline: head.weight value (param)" in result.stdout
+    assert "If these are the same sites under other names: --rename PATTERN=REPLACEMENT." in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ("nothing", "again"),
+            "traindiff: nothing does not exist. Give the directory that traindiff.record(...) wrote.",
+        ),
+        (("baseline", "baseline/run.json"), "traindiff: baseline/run.json is a file. A recording is a directory"),
+        (("baseline", "baseline/rank-00000"), "traindiff: baseline/rank-00000 holds no run.json"),
+        (("baseline", "again", "--steps", "x"), "'x' is not a step or a range of steps."),
+        (("baseline", "again", "--rtol", "-1"), "must be a number from 0 up."),
+        (("baseline", "again", "--rename", "x"), 'has no "=".'),
+    ],
+)
+def test_unusable_input_is_explained_on_standard_error_and_exits_with_two(
+    traindiff: Traindiff, arguments: tuple[str, ...], says: str
+) -> None:
+    result = traindiff("compare", *arguments)
+
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert says in result.stderr
+
+
+def test_a_newer_version_is_refused_with_both_versions(traindiff: Traindiff, tmp_path: Path) -> None:
+    newer = Path(shutil.copytree(GOLDEN / "candidate", tmp_path / "newer"))
+    about = json.loads((newer / "run.json").read_text())
+    (newer / "run.json").write_text(json.dumps({**about, "version": 99}))
+
+    result = traindiff("compare", "baseline", str(newer))
+
+    assert result.exit_code == 2
+    assert "has format version 99; this traindiff reads versions up to 1." in result.stderr
+    assert "pip install --upgrade traindiff" in result.stderr
+
+
+def test_damage_is_refused_with_its_place(traindiff: Traindiff, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(GOLDEN / "candidate", tmp_path / "damaged"))
+    data = damaged / "rank-00000" / "observations.arrows"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+    result = traindiff("compare", "baseline", str(damaged))
+
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "observations.arrows is damaged: message 2" in result.stderr
+
+
+def test_a_stream_that_was_cut_off_is_used_as_far_as_it_goes(traindiff: Traindiff, tmp_path: Path) -> None:
+    cut = Path(shutil.copytree(GOLDEN / "again", tmp_path / "cut"))
+    data = cut / "rank-00000" / "observations.arrows"
+    data.write_bytes(data.read_bytes()[:-2000])
+
+    result = traindiff("compare", "baseline", str(cut))
+
+    assert result.exit_code == 3
+    assert "over 2 steps (0 to 1)" in result.stdout
+    assert "candidate: rank 0: the last step was cut off while it was written" in result.stdout
+
+
+def test_a_recording_is_needed_on_each_side(traindiff: Traindiff) -> None:
+    assert traindiff("compare", "baseline").exit_code == 2

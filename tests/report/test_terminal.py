@@ -1,0 +1,81 @@
+"""A comparison in the terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from tests.compare.runs import Step, at, record
+from traindiff.compare import Comparison, compare
+from traindiff.report.terminal import print_comparison
+
+FC = ("forward", "", "fc", "output[0]")
+
+
+def printed(comparison: Comparison, *, top: int = 12, width: int = 100) -> list[str]:
+    text = io.StringIO()
+    print_comparison(Console(file=text, width=width, highlight=False), comparison, top=top)
+    return [line.rstrip() for line in text.getvalue().splitlines()]
+
+
+def test_equal_runs_are_one_line(tmp_path: Path) -> None:
+    assert printed(compare(record(tmp_path / "b"), record(tmp_path / "c"))) == [
+        "identical: every recorded tensor has the same bits, over 3 steps (0 to 2)"
+    ]
+
+
+def test_further_findings_are_listed(tmp_path: Path) -> None:
+    def wrong(step: int, sites: Step) -> None:
+        at(FC, lambda x: x * 2, step=1)(step, sites)
+        at(("forward", "", "head", "output[0]"), lambda x: x * np.float32(np.nan), step=1)(step, sites)
+        at(("grad", "", "fc.bias", "grad"), lambda x: x * np.float32(np.nan), step=2)(step, sites)
+
+    lines = printed(compare(record(tmp_path / "b"), record(tmp_path / "c", wrong)))
+
+    assert lines[:9] == [
+        "diverged (uncalibrated): the numbers part, over 3 steps (0 to 2)",
+        "",
+        "First divergence: step 1, micro-step 0, forward, fc output[0]",
+        "  The candidate's is 2 x the baseline's.",
+        "  relative L2 difference 1 = 5.24e+05 x its floor of 1.91e-06",
+        "",
+        "Further findings: 2",
+        "step  phase    site            what",
+        "1     forward  head output[0]  The candidate holds 20 NaN where the baseline has 0, of 20 elements.",
+    ]
+    assert any(line.startswith("2     grad     fc.bias grad") for line in lines)
+
+
+def test_as_many_rows_as_wanted_are_shown(tmp_path: Path) -> None:
+    def wrong(step: int, sites: Step) -> None:
+        for site, seen in sites.items():
+            if site[0] == "grad":
+                seen.values = seen.values * np.float32(np.nan)
+
+    lines = printed(compare(record(tmp_path / "b"), record(tmp_path / "c", wrong)), top=1)
+
+    assert "Further findings: 2, the first 1" in lines
+
+
+def test_sites_with_brackets_are_not_taken_for_markup(tmp_path: Path) -> None:
+    lines = printed(compare(record(tmp_path / "b"), record(tmp_path / "c", at(FC, lambda x: -x))))
+
+    assert "First divergence: step 0, micro-step 0, forward, fc output[0]" in lines
+
+
+def test_what_limits_the_verdict_comes_last(tmp_path: Path) -> None:
+    lines = printed(compare(record(tmp_path / "b"), record(tmp_path / "c", steps=2)))
+
+    assert lines[0].startswith("incomplete")
+    assert lines[-1].startswith("The candidate ends after step 1")
+
+
+def test_differences_below_their_floors_are_listed_too(tmp_path: Path) -> None:
+    lines = printed(compare(record(tmp_path / "b"), record(tmp_path / "c", at(FC, lambda x: x * np.float32(1 + 3e-7)))))
+
+    assert lines[0].startswith("equivalent (uncalibrated)")
+    assert lines[2].startswith("Largest differences, in execution order (")
+    assert lines[4].startswith("forward  fc output[0]")
