@@ -123,6 +123,15 @@ def test_tied_weights_are_one_parameter_with_two_names(tmp_path: Path) -> None:
     assert list(content["parameters"]) == ["embedding.weight"]
 
 
+def test_either_name_of_a_tied_weight_selects_it(tmp_path: Path) -> None:
+    for name in ("embedding.weight", "head.weight"):
+        TRAININGS["tied_weights"](
+            lambda *args, name=name: traindiff.record(tmp_path / name, *args, select=name, steps=0, strict=True)
+        )
+
+        assert sites(rows(tmp_path / name, phase="grad")) == [("embedding.weight", "grad")]
+
+
 def test_contributions_of_micro_batches_are_terms_of_the_gradient(tmp_path: Path) -> None:
     TRAININGS["gradient_accumulation"](
         lambda *args: traindiff.record(tmp_path / "run", *args, observe=["grad", "grad.micro"], strict=True)

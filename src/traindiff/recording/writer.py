@@ -85,7 +85,11 @@ class RecordingWriter:
         self._put(posixpath.join(self._directory, "rank.json"), manifest.dump(content))
 
     def write_step(self, observations: Sequence[Observation], summaries: Summaries) -> None:
-        """Append the observations of one step of one optimizer and hand them to the file system."""
+        """Append the observations of one step of one optimizer and hand them to the file system.
+
+        Raises:
+            OSError: They could not be written, or earlier ones could not: nothing follows a gap.
+        """
         self._stream.write_batch(to_batch(observations, summaries))
         self._flush()
 
@@ -108,6 +112,8 @@ class RecordingWriter:
 
     def _append(self, message: bytes) -> None:
         # Whatever stays half written (the disk is full) must remain the end of the files.
+        if self._failed:
+            raise OSError(f"{self._directory} is incomplete since an earlier step could not be written")
         self._failed = True
         self._seals.write(seal(self._offset, message))
         self._seals.flush()

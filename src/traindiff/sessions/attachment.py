@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
+from traindiff.site import matches
 from traindiff.taps.backward_calls import tap_backward_calls
 from traindiff.taps.batch_axis import BatchAxis
 from traindiff.taps.compiled import trace_hooks
@@ -44,6 +45,7 @@ class Attachment:
     ) -> None:
         self._targets = targets
         self._select = settings.select
+        self._named = frozenset(targets.names.values())
         self._sink = sink
         self._on_step = on_step
         self._on_discovery = on_discovery
@@ -117,11 +119,16 @@ class Attachment:
 
     def _track(self, name: str, optimizer: Optimizer) -> OptimizerTap:
         tap = OptimizerTap(
-            optimizer, name=name, names=self._targets.names, select=self._select, observe=self._observe,
+            optimizer, name=name, names=self._targets.names, selects=self._selects, observe=self._observe,
             sink=self._sink, on_end=self._end_step,
         )  # fmt: skip
         self._optimizers[name] = tap
         return tap
+
+    def _selects(self, path: str) -> bool:
+        if path in self._named:
+            return path in self._targets.parameters
+        return any(matches(glob, path) for glob in self._select)  # an optimizer may hold more than the model
 
     def _discover(self, optimizer: Optimizer) -> None:
         name = f"optimizer[{len(self._optimizers)}]" if self._optimizers else "optimizer"

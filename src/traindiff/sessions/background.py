@@ -47,6 +47,7 @@ class BackgroundWriter:
             OSError: An earlier step could not be written.
             TimeoutError: The file system takes nothing.
         """
+        self._raise_error()
         self._put((observations, summaries))
 
     def close(self) -> None:
@@ -61,11 +62,12 @@ class BackgroundWriter:
             self._thread.join(self._patience)
             if self._thread.is_alive():
                 raise self._timeout()
-        self._writer.close()
-        self._raise_error()
+        try:
+            self._writer.close()
+        finally:
+            self._raise_error()
 
     def _put(self, step: Step | None) -> None:
-        self._raise_error()
         try:
             self._steps.put(step, timeout=self._patience)
         except queue.Full:

@@ -28,7 +28,6 @@ from traindiff.settings import RecordSettings
 from traindiff.shard import Shard
 from traindiff.taps.progress import Progress
 
-
 MOST_PENDING = 1 << 16
 """Observations of unfinished steps that are held in memory, about 80 MB; more are written early."""
 

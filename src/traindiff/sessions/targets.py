@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from traindiff.errors import ConfigError, Problem
 from traindiff.kernels.torch_arrays import shape_of
-from traindiff.site import canonical_paths, matches
+from traindiff.site import ROOT, canonical_paths, matches
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
 """One optimizer, several, several by name, or None to find them when they first step."""
@@ -24,7 +24,8 @@ class Targets:
     Attributes:
         root: The module that the training loop calls.
         modules: Selected modules by canonical path.
-        parameters: Selected parameters by canonical path, tied ones under their first name.
+        parameters: Selected parameters by canonical path, tied ones under their first name,
+            whichever of their names was selected.
         buffers: What `root.get_buffer` calls the selected buffers, by canonical path.
         names: Canonical path of every parameter of the model, selected or not, by id.
         tied: Canonical path of a parameter by each of its further names.
@@ -80,12 +81,14 @@ def find_targets(model: object, optimizer: Optimizers, *, select: Sequence[str])
     for path, parameter in every_name.items():
         first_name.setdefault(id(parameter), path)
     parameters = {path: p for path, p in every_name.items() if first_name[id(p)] == path}
+    selected = {id(p) for path, p in every_name.items() if any(matches(glob, path) for glob in select)}
     buffers = _canonical({name: name for name, _ in model.named_buffers()})
-    chosen = [
+    chosen_modules, chosen_buffers = (
         {path: item for path, item in found.items() if any(matches(glob, path) for glob in select)}
-        for found in (modules, parameters, buffers)
-    ]
-    if not any(chosen[:2]):
+        for found in (modules, buffers)
+    )
+    chosen_parameters = {path: p for path, p in parameters.items() if id(p) in selected}
+    if not chosen_modules and not chosen_parameters:
         raise ConfigError(
             "record(...)",
             [_no_match(select, [*modules, *parameters])],
@@ -93,9 +96,9 @@ def find_targets(model: object, optimizer: Optimizers, *, select: Sequence[str])
         )
     return Targets(
         root=model,
-        modules=chosen[0],
-        parameters=chosen[1],
-        buffers=chosen[2],
+        modules=chosen_modules,
+        parameters=chosen_parameters,
+        buffers=chosen_buffers,
         names=first_name,
         tied={path: first_name[id(p)] for path, p in every_name.items() if first_name[id(p)] != path},
         optimizers=optimizers,
@@ -136,9 +139,10 @@ def _describe_tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def _no_match(select: Sequence[str], paths: Sequence[str]) -> Problem:
-    named = [path for path in paths if path]
+    named = [path for path in paths if path] or [ROOT]
+    examples = ", ".join(named[:3]) + (", ..." if len(named) > 3 else ".")
     return Problem(
         where=f"record(select={list(select)!r})",
         what=f"matches none of the model's {len(paths)} modules and parameters.",
-        fix=f"Paths look like: {', '.join(named[:3])}, ... Use '*' for all of them.",
+        fix=f"Paths look like: {examples} Use '*' for all of them.",
     )

@@ -43,7 +43,7 @@ class _Listener:
     def __init__(self, sink: Sink, *, observe_loss: bool) -> None:
         self.sink = sink
         self._observe_loss = observe_loss
-        self.begin = sink.guarded("backward_calls", self._begin)
+        self.begin = sink.guarded("loss", self._begin)
         self.end = sink.guarded("backward_calls", sink.progress.end_backward)
 
     def _begin(self, roots: Sequence[Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.site import matches
 from traindiff.taps.compiled import tap_compiled_optimizer
 from traindiff.taps.nested import tensors
 from traindiff.taps.sink import Sink
@@ -28,7 +27,7 @@ class OptimizerTap:
         optimizer: The optimizer.
         name: What its steps and hyper-parameters are filed under.
         names: Canonical paths by id of parameter; others are named by group and position.
-        select: Globs over these names: parameters that match none are passed over.
+        selects: Whether the parameter with this name is observed.
         observe: Phases to record, of `grad`, `optimizer` and `param`.
         sink: Receives the observations.
         on_end: Called with `name` when a step has ended.
@@ -40,7 +39,7 @@ class OptimizerTap:
         *,
         name: str,
         names: Mapping[int, str],
-        select: Sequence[str],
+        selects: Callable[[str], bool],
         observe: Iterable[str],
         sink: Sink,
         on_end: Callable[[str], None],
@@ -48,7 +47,7 @@ class OptimizerTap:
         self.optimizer = optimizer
         self.name = name
         self._names = names
-        self._select = tuple(select)
+        self._selects = selects
         self._observe = frozenset(observe)
         self._sink = sink
         self._on_end = on_end
@@ -113,7 +112,7 @@ class OptimizerTap:
     def _parameters(self) -> Iterable[tuple[str, Tensor]]:
         for names, entry in zip(self.groups(), self.optimizer.param_groups, strict=True):
             for path, parameter in zip(names, entry["params"], strict=True):
-                if any(matches(glob, path) for glob in self._select):
+                if self._selects(path):
                     yield path, parameter
 
     def _name_of(self, parameter: Tensor, group: int, position: int) -> str:

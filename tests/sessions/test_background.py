@@ -1,0 +1,120 @@
+"""Steps are written on a thread of their own, in order, and nothing is lost in silence."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.recording.full_disk import FullDisk
+from tests.recording.samples import RUN, content, step
+from traindiff.recording import RecordingWriter, open_recording
+from traindiff.sessions.background import DEPTH, BackgroundWriter
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> RecordingWriter:
+    return RecordingWriter(str(tmp_path / "run"), run=RUN)
+
+
+class Stuck:
+    """A file system that takes nothing until it is released."""
+
+    def __init__(self, files: RecordingWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.released = threading.Event()
+        write_step = files.write_step
+
+        def wait(*args: object) -> None:
+            self.released.wait(30)
+            write_step(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(files, "write_step", wait)
+
+
+def test_steps_are_written_in_order_and_closing_waits_for_all_of_them(files: RecordingWriter, tmp_path: Path) -> None:
+    writer = BackgroundWriter(files)
+    for number in range(10):
+        writer.write_step(*step(number))
+    writer.close()
+
+    assert [number for _, number, _, _ in content(tmp_path / "run")] == list(range(10))
+    assert open_recording(str(tmp_path / "run")).status(0).ending == "closed"
+
+
+def test_the_training_does_not_wait_for_a_step_to_be_written(
+    files: RecordingWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(files, monkeypatch)
+    writer = BackgroundWriter(files, patience_seconds=20)
+    for number in range(DEPTH):
+        writer.write_step(*step(number))
+    assert content(tmp_path / "run") == []
+
+    stuck.released.set()
+    writer.close()
+    assert len(content(tmp_path / "run")) == DEPTH
+
+
+def test_a_file_system_that_takes_nothing_is_an_error_after_a_while(
+    files: RecordingWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(files, monkeypatch)
+    writer = BackgroundWriter(files, patience_seconds=0.05)
+
+    def write_too_many() -> None:
+        for number in range(DEPTH + 2):
+            writer.write_step(*step(number))
+
+    with pytest.raises(TimeoutError, match=r"the file system took no data for 0\.05 seconds"):
+        write_too_many()
+    with pytest.raises(TimeoutError):
+        writer.close()
+
+    stuck.released.set()
+    writer._patience = 20
+    writer.close()
+
+
+def test_a_step_that_cannot_be_written_is_an_error_of_a_later_call_and_nothing_follows_it(
+    files: RecordingWriter, tmp_path: Path
+) -> None:
+    files._data = FullDisk(files._data, room=20_000)  # type: ignore[assignment]
+    writer = BackgroundWriter(files)
+
+    def write_many() -> None:
+        for number in range(100):
+            writer.write_step(*step(number))
+
+    with pytest.raises(OSError, match="No space left"):
+        write_many()
+    with suppress(OSError):  # of a step that was waiting behind the one that failed
+        writer.close()
+
+    written = [number for _, number, _, _ in content(tmp_path / "run")]
+    assert written == list(range(len(written)))
+    assert 0 < len(written) < 10
+    assert open_recording(str(tmp_path / "run")).status(0).ending == "truncated"
+    assert not writer._thread.is_alive()
+    assert files._data.closed
+
+
+def test_an_error_of_the_last_step_is_an_error_of_closing(files: RecordingWriter) -> None:
+    files._data = FullDisk(files._data, room=100)  # type: ignore[assignment]
+    writer = BackgroundWriter(files)
+    writer.write_step(*step(0))
+
+    with pytest.raises(OSError, match="No space left"):
+        writer.close()
+
+    assert not writer._thread.is_alive()
+    assert files._data.closed
+
+
+def test_closing_twice_is_closing_once(files: RecordingWriter) -> None:
+    writer = BackgroundWriter(files)
+    writer.close()
+    writer.close()
+
+    assert files._data.closed

@@ -1,0 +1,119 @@
+"""Imports point down the list of layers in the design, and the analysis half never needs torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "traindiff"
+
+VOCABULARY = frozenset({"_version", "errors", "observation", "settings", "shard", "site", "steps", "summary"})
+"""Modules that every layer speaks: the lowest layer, without torch."""
+
+MAY_IMPORT: dict[str, frozenset[str]] = {
+    "vocabulary": frozenset(),
+    "kernels": frozenset({"vocabulary"}),
+    "taps": frozenset({"kernels", "vocabulary"}),
+    "recording": frozenset({"vocabulary"}),
+    "compare": frozenset({"recording", "vocabulary"}),
+    "report": frozenset({"compare", "recording", "vocabulary"}),
+    "engines": frozenset({"taps", "kernels", "vocabulary"}),
+    "interop": frozenset({"recording", "vocabulary"}),
+    "sessions": frozenset({"engines", "taps", "kernels", "recording", "compare", "vocabulary"}),
+    "demo": frozenset({"sessions", "taps", "recording", "compare", "report", "vocabulary"}),
+    "cli": frozenset({"demo", "sessions", "engines", "interop", "report", "compare", "recording", "vocabulary"}),
+    "__main__": frozenset({"cli"}),
+}
+"""The layers, and what each may import beside itself. The public module, `traindiff`, imports any of them lazily."""
+
+WITHOUT_TORCH = ("vocabulary", "recording", "compare", "report")
+
+
+def layer_of(module: str) -> str:
+    """The layer of `traindiff.MODULE...`, given without the `traindiff.` in front."""
+    first = module.partition(".")[0]
+    return "vocabulary" if first in VOCABULARY else first
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Every module that a file imports, at its top, in functions or for type checkers only."""
+    package = path.relative_to(SOURCE.parent).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            if module == "traindiff":
+                yield from (f"traindiff.{alias.name}" for alias in node.names)
+            else:
+                yield module
+
+
+FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+def file_layer(path: Path) -> str:
+    return layer_of(path.relative_to(SOURCE).parts[0].removesuffix(".py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_down(path: Path) -> None:
+    layer = file_layer(path)
+    found = {layer_of(module.partition(".")[2]) for module in imported_modules(path) if module.startswith("traindiff.")}
+    found = {other for other in found if other in MAY_IMPORT or (SOURCE / other).exists()}  # not public names
+
+    assert layer in MAY_IMPORT, f"{path} is in no layer of the design"
+    assert found - {layer} <= MAY_IMPORT[layer]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if file_layer(path) in WITHOUT_TORCH],
+    ids=lambda path: str(path.relative_to(SOURCE)),
+)
+def test_the_analysis_half_never_imports_torch(path: Path) -> None:
+    assert not [module for module in imported_modules(path) if module.partition(".")[0] == "torch"]
+
+
+PACKAGES = [
+    "traindiff",
+    *(f"traindiff.{name}" for name in sorted(VOCABULARY)),
+    *(
+        f"traindiff.{name}"
+        for name in ("recording", "compare", "report", "cli")
+        if (SOURCE / name / "__init__.py").exists()
+    ),
+    "traindiff.kernels",
+    "traindiff.taps.inspection",
+]
+
+
+@pytest.mark.parametrize("module", PACKAGES)
+def test_importing_what_needs_no_torch_imports_no_torch(module: str) -> None:
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_without_torch_recording_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+import traindiff
+try:
+    traindiff.record
+except ModuleNotFoundError as error:
+    print(error)
+traindiff.open_recording, traindiff.inspect
+"""
+    result = subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True, text=True)
+
+    assert result.stdout == (
+        "traindiff.record needs torch, which is not installed. Install it with: pip install 'traindiff[torch]'\n"
+    )

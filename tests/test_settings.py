@@ -1,0 +1,147 @@
+"""What users write wrong, and what they are told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from traindiff.errors import ConfigError
+from traindiff.settings import OBSERVABLE, RecordSettings, record_settings
+from traindiff.site import PHASES
+
+PLAIN: dict[str, Any] = {
+    "observe": None, "select": "*", "detail": "summary", "steps": None, "ranks": None, "every": 1,
+    "batch_axis": None, "evaluation": False, "strict": False,
+}  # fmt: skip
+
+
+def settings(**changes: Any) -> RecordSettings:
+    return record_settings(**{**PLAIN, **changes})
+
+
+def problems_of(**changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        settings(**changes)
+    return str(caught.value)
+
+
+def test_all_phases_are_observed_unless_some_are_named() -> None:
+    assert settings().observe == frozenset(PHASES)
+    assert settings(observe="loss").observe == {"loss"}
+    assert settings(observe=("grad", "grad.micro")).observe == {"grad", "grad.micro"}
+    assert settings(observe=(phase for phase in ["grad"])).observe == {"grad"}
+
+
+def test_settings_are_brought_into_one_form() -> None:
+    assert settings(select="a.*").select == ("a.*",)
+    assert settings(select=["a", "b"]).select == ("a", "b")
+    assert settings(ranks=2).ranks == (2,)
+    assert settings(ranks=[3, 1, 3]).ranks == (1, 3)
+    assert settings(ranks=range(2)).ranks == (0, 1)
+    assert settings(batch_axis=1).batch_axis == {"*": 1}
+    assert settings(batch_axis=0).batch_axis == {"*": 0}
+    assert settings(batch_axis={"a.*": None, "b": -1}).batch_axis == {"a.*": None, "b": -1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "recorded"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"every": 3}, [0, 3, 6]),
+        ({"steps": "1-4"}, [1, 2, 3, 4]),
+        ({"steps": "1-6", "every": 2}, [2, 4, 6]),
+    ],
+)
+def test_a_step_is_recorded_if_both_steps_and_every_say_so(changes: dict[str, Any], recorded: list[int]) -> None:
+    chosen = settings(**changes)
+
+    assert [step for step in range(8) if chosen.records(step)] == recorded
+
+
+def test_settings_are_written_as_json_in_one_order() -> None:
+    chosen = settings(observe=["param", "batch"], steps="0-3", ranks=[0], batch_axis={"a": None}, every=2)
+
+    assert json.loads(json.dumps(chosen.to_json())) == {
+        "observe": ["batch", "param"], "select": ["*"], "detail": "summary", "steps": "0-3", "ranks": [0],
+        "every": 2, "batch_axis": {"a": None}, "evaluation": False,
+    }  # fmt: skip
+
+
+def test_every_problem_is_listed_at_once_with_near_misses() -> None:
+    assert problems_of(
+        observe=["gradient", "forward", "weights"], detail="sumary", steps="9-1", ranks=-1, every=0, batch_axis="1"
+    ) == (
+        "7 problems in record(...); nothing was attached to the model.\n"
+        "\n"
+        "  record(observe=...)\n"
+        '    "gradient" is not something to observe.\n'
+        '    Did you mean "grad"? '
+        "Known: backward, batch, forward, grad, grad.micro, loss, optimizer, param, update.\n"
+        "\n"
+        "  record(observe=...)\n"
+        '    "weights" is not something to observe.\n'
+        "    Known: backward, batch, forward, grad, grad.micro, loss, optimizer, param, update.\n"
+        "\n"
+        "  record(detail=...)\n"
+        '    "sumary" is not a level of detail.\n'
+        '    Did you mean "summary"? Known: summary.\n'
+        "\n"
+        "  record(steps=...)\n"
+        "    the range '9-1' ends before it begins.\n"
+        '    Write steps like "0-9,20,30-", counted from 0.\n'
+        "\n"
+        "  record(ranks=-1)\n"
+        "    must be a rank or a list of ranks.\n"
+        "    Write ranks=[0, 1], or leave it out to record all of them.\n"
+        "\n"
+        "  record(every=0)\n"
+        "    must be a whole number of steps, at least 1.\n"
+        "    Write every=1 to record every step, or leave it out.\n"
+        "\n"
+        "  record(batch_axis='1')\n"
+        "    must be an axis, or axes by pattern over module paths.\n"
+        '    Write batch_axis=1, or batch_axis={"encoder.*": 1, "rotary": None}.'
+    )
+
+
+def test_observing_nothing_is_a_problem() -> None:
+    assert problems_of(observe=[]) == (
+        "1 problem in record(...); nothing was attached to the model.\n"
+        "\n"
+        "  record(observe=...)\n"
+        "    is empty, so nothing would be recorded.\n"
+        f"    Name some of: {', '.join(OBSERVABLE)}."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"observe": 3}, "record(observe=...)"),
+        ({"observe": "activations"}, "record(observe=...)"),
+        ({"select": 3}, "record(select=3)"),
+        ({"select": ["a", None]}, "record(select=['a', None])"),
+        ({"detail": None}, "record(detail=...)"),
+        ({"every": -2}, "record(every=-2)"),
+        ({"every": 1.5}, "record(every=1.5)"),
+        ({"every": "2"}, "record(every='2')"),
+        ({"every": True}, "record(every=True)"),
+        ({"steps": "x"}, "record(steps=...)"),
+        ({"steps": 1.5}, "record(steps=...)"),
+        ({"ranks": "0"}, "record(ranks='0')"),
+        ({"ranks": [0, -1]}, "record(ranks=[0, -1])"),
+        ({"ranks": [True]}, "record(ranks=[True])"),
+        ({"ranks": 1.0}, "record(ranks=1.0)"),
+        ({"batch_axis": 1.0}, "record(batch_axis=1.0)"),
+        ({"batch_axis": True}, "record(batch_axis=True)"),
+        ({"batch_axis": {"a": "1"}}, "record(batch_axis={'a': '1'})"),
+        ({"batch_axis": [1]}, "record(batch_axis=[1])"),
+    ],
+)
+def test_each_wrong_setting_is_one_problem_that_names_it(changes: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(**changes)
+
+    assert [problem.where for problem in caught.value.problems] == [where]

@@ -1,0 +1,98 @@
+"""Where a tensor lives: canonical paths, patterns, labels."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from traindiff.site import PHASES, WRAPPERS, canonical_path, canonical_paths, label, matches
+
+names = st.sampled_from(["a", "b", "0", "module", "_orig_mod", "_fsdp_wrapped_module", "weight"])
+paths = st.lists(names, max_size=4).map(".".join)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("", ""),
+        ("encoder.0.weight", "encoder.0.weight"),
+        ("module.encoder.0.weight", "encoder.0.weight"),
+        ("module._orig_mod.encoder", "encoder"),
+        ("_fsdp_wrapped_module.layers.3._fsdp_wrapped_module.fc.weight", "layers.3.fc.weight"),
+        ("layers.0._checkpoint_wrapped_module.fc", "layers.0.fc"),
+        ("_torch_module._original_module.head", "head"),
+        ("module", ""),
+        ("modules.0", "modules.0"),
+        ("my_module.x", "my_module.x"),
+    ],
+)
+def test_components_that_wrappers_insert_are_left_out(path: str, expected: str) -> None:
+    assert canonical_path(path) == expected
+
+
+@given(paths)
+def test_a_canonical_path_is_its_own_canonical_path(path: str) -> None:
+    assert canonical_path(canonical_path(path)) == canonical_path(path)
+    assert not WRAPPERS & set(canonical_path(path).split("."))
+
+
+def test_of_a_wrapper_and_what_it_wraps_the_innermost_is_observed() -> None:
+    wrapped = ["", "module", "module.encoder", "module.encoder._orig_mod", "module.encoder._orig_mod.fc"]
+
+    assert canonical_paths(wrapped) == {
+        "module": "",
+        "module.encoder._orig_mod": "encoder",
+        "module.encoder._orig_mod.fc": "encoder.fc",
+    }
+
+
+def test_wrapped_and_plain_models_have_the_same_paths() -> None:
+    plain = ["", "encoder", "encoder.0", "head"]
+    wrapped = ["", "module", *(f"module.{path}" for path in plain[1:])]
+
+    assert list(canonical_paths(wrapped).values()) == list(canonical_paths(plain).values()) == plain
+
+
+def test_a_layer_that_is_really_called_module_keeps_its_name_where_another_would_share_it() -> None:
+    ambiguous = ["blocks.module.fc", "blocks.fc"]
+
+    assert canonical_paths(ambiguous) == {path: path for path in ambiguous}
+
+
+@given(st.lists(paths, unique=True))
+def test_no_two_paths_share_a_canonical_path(some: list[str]) -> None:
+    found = canonical_paths(some)
+
+    assert len(set(found.values())) == len(found)
+    assert [path for path in some if path in found] == list(found)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "expected"),
+    [
+        ("*", "", True),
+        ("*", "encoder.0", True),
+        ("(root)", "", True),
+        ("(root)", "encoder", False),
+        ("encoder.*", "encoder.0.fc", True),
+        ("encoder.*", "encoder", False),
+        ("encoder*", "", False),
+        ("h.[0-3].*", "h.2.mlp", True),
+        ("h.?", "h.2", True),
+        ("Encoder", "encoder", False),
+        ("*.weight", "weight", False),
+    ],
+)
+def test_patterns_match_canonical_paths(pattern: str, path: str, expected: bool) -> None:
+    assert matches(pattern, path) is expected
+
+
+def test_a_site_is_labelled_as_people_read_it() -> None:
+    assert label("encoder.0", "output[0]") == "encoder.0 output[0]"
+    assert label("", "output[0]") == "(root) output[0]"
+    assert label("encoder", "") == "encoder"
+
+
+def test_phases_are_in_dataflow_order() -> None:
+    assert PHASES == ("batch", "forward", "loss", "backward", "grad", "optimizer", "update", "param")
