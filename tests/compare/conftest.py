@@ -19,7 +19,9 @@ def compared(tmp_path: Path) -> Compared:
     """Compare the plain run with an edited one; `baseline_edit` edits the other one too."""
 
     def run(edit: Edit = lambda step, sites: None, *, baseline_edit: Edit | None = None, **options: Any) -> Comparison:
-        settings = {name: options.pop(name) for name in ("steps", "content", "close", "run") if name in options}
+        settings = {
+            name: options.pop(name) for name in ("steps", "content", "close", "run", "recorded") if name in options
+        }
         number = len(list(tmp_path.iterdir()))
         baseline = record(tmp_path / f"baseline-{number}", baseline_edit or (lambda step, sites: None))
         candidate = record(tmp_path / f"candidate-{number}", edit, **settings)

@@ -14,6 +14,7 @@ from traindiff.kernels.reference import summarise_array
 from traindiff.observation import Observation
 from traindiff.recording import RecordingWriter
 from traindiff.shard import Shard
+from traindiff.site import PHASES
 from traindiff.summary import empty
 
 Array = NDArray[Any]
@@ -114,10 +115,12 @@ def record(
     content: Mapping[str, Any] = CONTENT,
     close: bool = True,
     run: Mapping[str, Any] | None = None,
+    recorded: Mapping[str, Any] | None = None,
     build: Callable[[int], Step] = plain_step,
 ) -> Path:
     """Write a recording; `edit` changes the sites of each step before it is written."""
-    about = {"world_size": 1, "mesh": None, "settings": {"observe": ["forward"], "ranks": None}}
+    settings = {"observe": list(PHASES), "ranks": None, "steps": None, "every": 1, "evaluation": False}
+    about = {"world_size": 1, "mesh": None, "settings": {**settings, **(recorded or {})}}
     writer = RecordingWriter(str(path), run={**about, **(run or {})})
     writer.write_rank(content)
     for step in range(steps) if isinstance(steps, int) else steps:

@@ -28,7 +28,7 @@ def parameter(values: Array, stage: str = "") -> Step:
 
 def test_an_update_is_the_parameter_after_minus_before() -> None:
     before, after = random(50, 40, seed=0), random(50, 40, seed=1)
-    found, parameters = Updates().derive(table_of(0, {**parameter(before, "before"), **parameter(after)}))  # type: ignore[arg-type]
+    found, parameters = Updates().derive(table_of(0, {**parameter(before, "before"), **parameter(after)}), step=0)  # type: ignore[arg-type]
 
     assert [entry.key.phase for entry in found] == ["update"]
     assert norm(found[0].summary) == pytest.approx(np.linalg.norm(after - before), rel=0.4)
@@ -37,19 +37,19 @@ def test_an_update_is_the_parameter_after_minus_before() -> None:
 
 def test_the_next_update_starts_where_the_last_step_ended() -> None:
     updates = Updates()
-    updates.derive(table_of(0, {**parameter(random(9, seed=0), "before"), **parameter(random(9, seed=1))}))  # type: ignore[arg-type]
-    found, _ = updates.derive(table_of(1, parameter(random(9, seed=1))))  # type: ignore[arg-type]
+    updates.derive(table_of(0, {**parameter(random(9, seed=0), "before"), **parameter(random(9, seed=1))}), step=0)  # type: ignore[arg-type]
+    found, _ = updates.derive(table_of(1, parameter(random(9, seed=1))), step=1)  # type: ignore[arg-type]
 
     assert norm(found[0].summary) == 0.0
 
 
 def test_without_a_parameter_before_there_is_no_update() -> None:
-    assert Updates().derive(table_of(4, parameter(random(9, seed=0))))[0] == []  # type: ignore[arg-type]
+    assert Updates().derive(table_of(4, parameter(random(9, seed=0))), step=4)[0] == []  # type: ignore[arg-type]
 
 
 def test_a_parameter_that_keeps_its_bits_has_an_update_of_exactly_zero() -> None:
     values = random(1000, seed=0) * np.float32(1e6)
-    found, _ = Updates().derive(table_of(0, {**parameter(values, "before"), **parameter(values)}))  # type: ignore[arg-type]
+    found, _ = Updates().derive(table_of(0, {**parameter(values, "before"), **parameter(values)}), step=0)  # type: ignore[arg-type]
 
     assert not found[0].summary["sketch"].any()
 
@@ -97,3 +97,10 @@ def test_an_update_that_did_not_happen_is_named(compared: Compared) -> None:
     assert first is not None
     assert (first.phase, first.path, first.kind, first.step) == ("update", "fc.weight", "never-updated", 0)
     assert first.says == "The candidate's step did not change this parameter; the baseline's did."
+
+
+def test_an_update_over_steps_that_were_not_recorded_is_not_derived() -> None:
+    updates = Updates()
+    updates.derive(table_of(0, {**parameter(random(9, seed=0), "before"), **parameter(random(9, seed=1))}), step=0)  # type: ignore[arg-type]
+
+    assert updates.derive(table_of(2, parameter(random(9, seed=2))), step=2)[0] == []  # type: ignore[arg-type]

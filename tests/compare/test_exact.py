@@ -195,3 +195,16 @@ def test_state_that_another_optimizer_keeps_is_unknown_and_not_a_missing_paramet
     comparison = compared(more)
     assert comparison.verdict == "incomplete"
     assert [(one.path, one.slot) for one in comparison.unaligned[1]] == [("fc.bias", "step")]
+
+
+@pytest.mark.parametrize("candidate", [0.1 + 1e-16, float(np.float32(0.1))])
+def test_a_setting_that_differs_by_its_own_rounding_is_the_same(compared: Compared, candidate: float) -> None:
+    comparison = compared(at(("optimizer", "", "optimizer.groups[0]", "lr"), lambda x: np.array(candidate)))
+
+    assert comparison.verdict == "identical"
+
+
+def test_a_small_difference_of_a_setting_is_shown_with_enough_digits(compared: Compared) -> None:
+    finding = first(compared, at(("optimizer", "", "optimizer.groups[1]", "lr"), lambda x: np.array(0.1000001)))
+
+    assert finding.says == "lr is 0.1 in the baseline and 0.1000001 in the candidate, for fc.bias."

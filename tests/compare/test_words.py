@@ -51,7 +51,7 @@ def test_a_candidate_that_ends_early_is_incomplete(compared: Compared) -> None:
     assert (comparison.verdict, comparison.exit_code) == ("incomplete", 3)
     assert comparison.steps == (0, 1)
     assert comparison.notes == (
-        "The candidate ends after step 1; 1 later steps of the other run were not compared. "
+        "The candidate ends after step 1; 1 later step of the other run was not compared. "
         "(--steps compares a part on purpose.)",
     )
 

@@ -82,7 +82,9 @@ class _Comparing:
         self._groups = (_groups(contents[0], lambda path: path), _groups(contents[1], rename))
         renamed = _renamed(known_paths(contents[1]), rename)
         self._presence = Presence(
-            known=(known_paths(contents[0]), renamed), held=(_held(self._groups[0]), _held(self._groups[1]))
+            known=(known_paths(contents[0]), renamed),
+            held=(_held(self._groups[0]), _held(self._groups[1])),
+            recorded=(_recorded(runs[0]), _recorded(runs[1])),
         )
         self._judge = Judge(tolerance)
         self._updates = (Updates(), Updates())
@@ -96,8 +98,13 @@ class _Comparing:
                 self._step(left, right)
                 if progress:
                     progress(left.step)
-            elif (alone := left or right) is not None and alone.finished and alone.step in self._selection:
-                self._alone[0 if left else 1].append(alone.step)
+            elif (alone := left or right) is not None:
+                side = 0 if left else 1
+                self._updates[side].derive(
+                    self._table(alone, side), step=alone.step
+                )  # the next step begins where this one ended
+                if alone.finished and alone.step in self._selection:
+                    self._alone[side].append(alone.step)
         notes, incomplete = self._limits()
         return Comparison(
             baseline=self._runs[0].path,
@@ -112,18 +119,20 @@ class _Comparing:
         )
 
     def _step(self, left: RunStep, right: RunStep) -> None:
-        renamed = {key: key._replace(path=self._rename(key.path)) for key in right.table}
-        tables = (
-            left.table,
-            {renamed[key]: replace(entry, key=renamed[key]) for key, entry in right.table.items()},
-        )
+        tables = (self._table(left, 0), self._table(right, 1))
         updates, before = zip(
-            *(one.derive(table) for one, table in zip(self._updates, tables, strict=True)), strict=True
+            *(one.derive(table, step=left.step) for one, table in zip(self._updates, tables, strict=True)), strict=True
         )
         if left.step not in self._selection:
             return
+        derivable = {entry.key for entry in updates[0]} & {entry.key for entry in updates[1]}
         for table, derived in zip(tables, updates, strict=True):
-            table.update((entry.key, entry) for entry in derived)
+            table.update((entry.key, entry) for entry in derived if entry.key in derivable)
+        # A run that does not record every step records the parameters before each step that it does.
+        for table, other, known in zip(tables, tables[::-1], before[::-1], strict=True):
+            for key in [key for key in table if key.stage == "before" and key.phase == "param"]:
+                if key not in other and key.path in known:
+                    del table[key]
         first = not self._compared
         self._compared.append(left.step)
         aligned = align(*(_in_order(without_recomputed(table)) for table in tables))
@@ -146,6 +155,13 @@ class _Comparing:
             )
         )
 
+    def _table(self, step: RunStep, side: int) -> dict[Key, Entry]:
+        """The step's entries under the baseline's names."""
+        if side == 0:
+            return step.table
+        renamed = {key: key._replace(path=self._rename(key.path)) for key in step.table}
+        return {renamed[key]: replace(entry, key=renamed[key]) for key, entry in step.table.items()}
+
     def _hyper_parameters(self, tables: tuple[dict[Key, Entry], dict[Key, Entry]], step: int) -> list[Finding]:
         found = check_hyper_parameters((tables[0], self._groups[0]), (tables[1], self._groups[1]), step=step)
         fresh = []
@@ -164,34 +180,50 @@ class _Comparing:
             for rank in run.ranks
             if (status := run.status(rank)).says
         ]
-        incomplete = False
-        for name, run in zip(("baseline", "candidate"), self._runs, strict=True):
-            if run.missing_ranks:
-                incomplete = True
-                notes.append(f"{name}: rank {', '.join(map(str, run.missing_ranks))} left no recording.")
+        parts = (self._missing_ranks(), self._missing_steps(), self._not_compared())
+        notes += [note for found, _ in parts for note in found]
+        incomplete = any(missing for _, missing in parts) or any(self._presence.unaligned)
+        notes += [f"{one.path} {one.slot}: {one.why}." for one in self._presence.sides()[0] if one.why][:3]
+        if self._judge.nan_in_both:
+            notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
+        return [*notes, *circumstances(self._runs[0].run, self._runs[1].run)], incomplete
+
+    def _missing_ranks(self) -> tuple[list[str], bool]:
+        notes = [
+            f"{name}: rank {', '.join(map(str, run.missing_ranks))} left no recording."
+            for name, run in zip(("baseline", "candidate"), self._runs, strict=True)
+            if run.missing_ranks
+        ]
+        return notes, bool(notes)
+
+    def _missing_steps(self) -> tuple[list[str], bool]:
         if not self._compared:
-            incomplete = True
-            notes.append(_nothing_in_common(self._runs, self._alone))
-        else:
-            for name, alone in zip(("candidate", "baseline"), self._alone, strict=True):
-                after = [step for step in alone if step > self._compared[-1]]
-                if after:
-                    incomplete = True
-                    notes.append(
-                        f"The {name} ends after step {self._compared[-1]}; {len(after)} later steps of "
-                        "the other run were not compared. (--steps compares a part on purpose.)"
-                    )
+            return [_nothing_in_common(self._runs, self._alone)], True
+        notes = []
+        for side, alone in enumerate(self._alone):
+            ended = self._runs[1 - side]
+            after = [step for step in alone if step > self._compared[-1] and _would_record(ended, step)]
+            if after:
+                steps = "1 later step of the other run was" if len(after) == 1 else f"{len(after)} later steps were"
+                notes.append(
+                    f"The {('candidate', 'baseline')[side]} ends after step {self._compared[-1]}; {steps} "
+                    "not compared. (--steps compares a part on purpose.)"
+                )
+        return notes, bool(notes)
+
+    def _not_compared(self) -> tuple[list[str], bool]:
+        notes, incomplete = [], False
         if self._presence.unobserved:
             incomplete = True
             site, why = next(iter(self._presence.unobserved.items()))
             more = len(self._presence.unobserved) - 1
             notes.append(f"Not observed, so unknown: {site} ({why}){f' and {more} more sites' if more else ''}.")
-        notes += [f"{one.path} {one.slot}: {one.why}." for one in self._presence.sides()[0] if one.why][:3]
-        if self._judge.nan_in_both:
-            notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
-        if any(self._presence.unaligned):
-            incomplete = True
-        return [*notes, *circumstances(self._runs[0].run, self._runs[1].run)], incomplete
+        for name, missing in zip(("baseline", "candidate"), self._presence.not_recorded, strict=True):
+            if missing:
+                notes.append(f"Not recorded in the {name}, so not compared: {', '.join(missing)}.")
+                # Evaluation and micro-batches come on top; without a whole phase the rest is a part.
+                incomplete |= bool(missing.keys() - {"evaluation", "grad.micro"})
+        return notes, incomplete
 
     def _word(self, *, incomplete: bool) -> Word:
         if self._judge.findings:
@@ -241,6 +273,19 @@ def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
     if problems:
         raise ConfigError("compare(...)", problems, consequence="nothing was compared")
     return frozenset(by_name)
+
+
+def _recorded(run: Recording) -> frozenset[str]:
+    """Phases that the run was asked to record, with `evaluation` if that."""
+    settings = run.run["settings"]
+    return frozenset(settings.get("observe", ())) | ({"evaluation"} if settings.get("evaluation") else frozenset())
+
+
+def _would_record(run: Recording, step: int) -> bool:
+    """Whether the run would have recorded this step, had it come so far."""
+    settings = run.run["settings"]
+    chosen = parse_steps(settings.get("steps"), where="run.json")
+    return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
 
 
 def _held(groups: Groups) -> frozenset[str]:

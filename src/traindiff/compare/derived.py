@@ -23,21 +23,24 @@ class Updates:
 
     def __init__(self) -> None:
         self._parameters: dict[str, Entry] = {}
+        self._ended: dict[str, int] = {}  # by path: the step at whose end a parameter was last seen
 
-    def derive(self, table: dict[Key, Entry]) -> tuple[list[Entry], dict[str, Entry]]:
+    def derive(self, table: dict[Key, Entry], *, step: int) -> tuple[list[Entry], dict[str, Entry]]:
         """Entries of phase `update`, and the parameters as this step found them, by path."""
         for key, entry in table.items():
             if key.phase == "param" and key.stage == "before" and key.slot == "value":
                 self._parameters[key.path] = entry
+                self._ended.pop(key.path, None)
         before = dict(self._parameters)
         found: list[Entry] = []
         for key, entry in table.items():
             if key.phase != "param" or key.stage or key.slot != "value":
                 continue
             old = before.get(key.path)
-            if old is not None and old.shape == entry.shape:
+            if old is not None and old.shape == entry.shape and self._ended.get(key.path, step - 1) == step - 1:
                 found.append(_update(key, old, entry))
             self._parameters[key.path] = entry
+            self._ended[key.path] = step
         return found, before
 
 

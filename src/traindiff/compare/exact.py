@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -113,16 +114,25 @@ def check_hyper_parameters(
     differing: dict[tuple[str, float, float], list[str]] = {}
     entries: dict[tuple[str, float, float], Pair] = {}
     for (path, slot), (value, entry) in left.items():
-        if (path, slot) in right and (found := right[path, slot])[0] != value:
+        if (path, slot) in right and not _same_setting(value, (found := right[path, slot])[0]):
             change = (slot, value, found[0])
             differing.setdefault(change, []).append(path)
             entries.setdefault(change, Pair(baseline=entry, candidate=found[1]))
     for (slot, before, after), paths in differing.items():
         among = paths[0] if len(paths) == 1 else f"{len(paths)} parameters ({', '.join(paths[:2])}, ...)"
-        says = f"{slot} is {before:g} in the baseline and {after:g} in the candidate, for {among}."
+        digits = 6 if f"{before:g}" != f"{after:g}" else 9
+        values = f"{before:.{digits}g} in the baseline and {after:.{digits}g} in the candidate"
+        says = f"{slot} is {values}, for {among}."
         evidence = {"baseline": before, "candidate": after, "parameters": len(paths), "paths": paths}
         pair = entries[slot, before, after]
         yield exact_finding(pair, step=step, kind="hyper-parameter", says=says, evidence=evidence)
+
+
+def _same_setting(baseline: float, candidate: float) -> bool:
+    """Whether a setting has one value, as far as a schedule computed in float32 can tell."""
+    return math.isclose(baseline, candidate, rel_tol=4.0 * UNIT_ROUNDOFF["float32"]) or (
+        math.isnan(baseline) and math.isnan(candidate)
+    )
 
 
 def _settings(table: Mapping[Key, Entry], groups: Groups) -> dict[tuple[str, str], tuple[float, Entry]]:

@@ -57,6 +57,7 @@ class Floors:
         parameters: Relative difference of all parameters together, as the step found them.
         own: The same per module, of the parameters that it owns.
         gradients: Largest relative difference of each parameter's gradients so far in the run.
+        states: Largest relative difference of the state that each optimizer keeps of a parameter, in this step.
         precision: Largest rounding of a dtype that has been observed on the way of the data.
         flow: Largest relative difference on the way of the data.
         settings_differ: Whether the optimizers are set differently, so that states and updates must differ.
@@ -65,6 +66,7 @@ class Floors:
     parameters: float = 0.0
     own: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
+    states: dict[str, float] = field(default_factory=dict)
     precision: float = 0.0
     flow: float = 0.0
     settings_differ: bool = False
@@ -127,7 +129,8 @@ class Floors:
 
         The first update of an adaptive optimizer is the *sign* of the gradient: every element
         smaller than its own error goes either way. A relative error e flips a share of about e of the
-        elements, and that is a relative difference of order sqrt(e).
+        elements, and that is a relative difference of order sqrt(e). What the optimizer itself rounds, in its
+        state, is an error of each element and flips nothing.
 
         Args:
             path: The parameter.
@@ -138,9 +141,9 @@ class Floors:
         """
         if self.settings_differ:
             return math.inf
-        gradient = max(self.gradients.get(path, 0.0), self.precision, rounding(dtype))
+        gradient, state = self.gradients.get(path, 0.0), max(self.states.get(path, 0.0), rounding(dtype))
         own = ADAPTIVE_GAIN * math.sqrt(gradient) if adaptive else GAIN * gradient
-        return max(own, 2.0 * UNIT_ROUNDOFF.get(dtype, 0.0) * (1.0 + storage))
+        return max(own, GAIN * state, 2.0 * UNIT_ROUNDOFF.get(dtype, 0.0) * (1.0 + storage))
 
     def factor(self, path: str, dtypes: Iterable[str], *, left_over: float, storage: float) -> float:
         """Floor of a difference that is a constant factor and nothing else.
@@ -170,6 +173,10 @@ class Floors:
             self.flow = max(self.flow, difference)
         else:
             self.flow = math.inf
+
+    def saw_state(self, path: str, difference: float) -> None:
+        """A relative difference of an optimizer's state of a parameter was measured."""
+        self.states[path] = max(self.states.get(path, 0.0), difference)
 
     def saw_gradient(self, path: str, difference: float) -> None:
         """A relative difference of a parameter's gradient was measured."""

@@ -161,6 +161,8 @@ class _Step:
             self._floors.saw(size)
         if key.phase == "grad" and key.stage == "micro":
             self._floors.saw_gradient(key.path, size)
+        if key.phase == "optimizer":
+            self._floors.saw_state(key.path, size)
         finding = self._finding(pair, size, floor)
         if key.phase == "update":
             self._updates[key.path] = max(size, floor), finding is not None

@@ -21,12 +21,17 @@ class Presence:
     Attributes:
         known: Paths of modules and parameters of the two models, baseline's first.
         held: Paths of the parameters that the optimizers hold; empty where that is not known.
+        recorded: What each run was asked to record: phases, `grad.micro`, `evaluation`; empty where
+            that is not known.
+        not_recorded: Of that, what one run was not asked for and the other has.
         unaligned: By side and site: sites without counterpart.
         unobserved: Sites that a run could not observe, with the reason.
     """
 
     known: tuple[frozenset[str], frozenset[str]]
     held: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    recorded: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    not_recorded: tuple[dict[str, None], dict[str, None]] = field(default_factory=lambda: ({}, {}))
     unaligned: tuple[dict[tuple[str, str, str], Unaligned], dict[tuple[str, str, str], Unaligned]] = field(
         default_factory=lambda: ({}, {})
     )
@@ -49,20 +54,32 @@ class Presence:
                 self._skip(left if left.unobserved else right)
         for side, entries in enumerate((aligned.only_baseline, aligned.only_candidate)):
             for entry in entries:
-                if entry.unobserved:
-                    self._skip(entry if not entry.unobserved.startswith(NO_GRADIENT) else None)
-                elif self._exists_there(entry, side=1 - side):
-                    findings += self._absent(entry, side=1 - side, step=step)
-                else:
-                    self._add(side, entry, step)
+                findings += self._alone(entry, side=side, step=step)
         for pair in aligned.unmerged:
             self._add(0, pair.baseline, step, why=_batch_axis_hint(pair))
         return pairs, findings
+
+    def _alone(self, entry: Entry, *, side: int, step: int) -> Iterator[Finding]:
+        """Findings for an entry that only the run `side` has."""
+        if entry.unobserved:
+            self._skip(entry if not entry.unobserved.startswith(NO_GRADIENT) else None)
+        elif what := self._not_recorded(entry, side=1 - side):
+            self.not_recorded[1 - side].setdefault(what, None)
+        elif self._exists_there(entry, side=1 - side):
+            yield from self._absent(entry, side=1 - side, step=step)
+        else:
+            self._add(side, entry, step)
 
     def sides(self) -> tuple[tuple[Unaligned, ...], tuple[Unaligned, ...]]:
         """What is unaligned, per side."""
         left, right = self.unaligned
         return tuple(left.values()), tuple(right.values())
+
+    def _not_recorded(self, entry: Entry, *, side: int) -> str:
+        """What of the entry the other run was not asked to record; empty where it was."""
+        key, recorded = entry.key, self.recorded[side]
+        what = {"micro": "grad.micro", "evaluation": "evaluation"}.get(key.stage, key.phase)
+        return what if recorded and what not in recorded and not (what == "param" and "update" in recorded) else ""
 
     def _exists_there(self, entry: Entry, *, side: int) -> bool:
         """Whether the other model has the module or parameter, so that what is missing was not done.
@@ -71,9 +88,9 @@ class Presence:
         parameter is left out.
         """
         key = entry.key
-        if key.phase == "optimizer" and key.path in self.held[side]:
+        if key.stage or (key.phase == "optimizer" and key.path in self.held[side]):
             return False
-        return key.phase in ("forward", "grad", "optimizer", "update") and key.path in self.known[side]
+        return key.phase in ("forward", "grad", "optimizer") and key.path in self.known[side]
 
     def _absent(self, entry: Entry, *, side: int, step: int) -> Iterator[Finding]:
         """A finding for what the run `side` lacks; once per path, later ones follow from it."""
