@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+
+import pytest
 
 try:
     from hypothesis import settings
@@ -14,3 +17,16 @@ else:
     # HYPOTHESIS_PROFILE=explore looks for new ones.
     settings.register_profile("explore", deadline=None, max_examples=2000)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="module", params=["reference", "compiled"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Have `traindiff.kernels.summarise` use the NumPy reference, or the compiled kernel for the CPU."""
+    from traindiff import kernels
+
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param == "reference":
+            patched.setattr(kernels, "_cpu_kernel", lambda: None)
+        elif kernels._cpu_kernel() is None:
+            pytest.skip("llvmlite is not installed")
+        yield request.param

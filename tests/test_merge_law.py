@@ -6,6 +6,7 @@ from itertools import pairwise, product
 from math import prod
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,8 @@ from traindiff import summary
 from traindiff.kernels import summarise
 from traindiff.shard import OPEN, Shard
 from traindiff.summary import SUMMARY, empty, merge
+
+pytestmark = pytest.mark.usefixtures("kernel")
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "uint8", "bool")
 

@@ -14,6 +14,8 @@ from traindiff.kernels import summarise
 from traindiff.kernels.hashing import LANE_WEIGHTS, block_weights, fold
 from traindiff.shard import Shard
 
+pytestmark = pytest.mark.usefixtures("kernel")
+
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 

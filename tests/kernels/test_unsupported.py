@@ -14,6 +14,8 @@ from traindiff.kernels import summarise
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.shard import Shard
 
+pytestmark = pytest.mark.usefixtures("kernel")
+
 
 def fake() -> Tensor:
     with FakeTensorMode():

@@ -33,7 +33,7 @@ def test_a_batch_gives_back_its_observations_and_summaries(seen: list[Observatio
     numbers = summaries(len(seen))
 
     batch = to_batch(seen, numbers)
-    actual, actual_numbers = from_batch(batch)
+    actual, actual_numbers, _ = from_batch(batch)
 
     assert batch.schema.equals(SCHEMA)
     assert actual == seen

@@ -199,7 +199,7 @@ def test_a_writer_that_fails_ends_the_recording_and_keeps_nothing_in_memory(
 
     def observe(*args: Any) -> traindiff.Recorder:
         recorders.append(traindiff.record(tmp_path / "run", *args))
-        args[1].register_step_post_hook(lambda *_: held.append(len(recorders[0]._pending)))
+        args[1].register_step_post_hook(lambda *_: held.append(len(list(recorders[0]._pending.take()))))
         return recorders[0]
 
     with pytest.warns(traindiff.TraindiffWarning, match="no longer observes with its writer tap") as caught:

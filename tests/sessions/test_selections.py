@@ -16,7 +16,7 @@ from tests.taps.trainings import batches
 from traindiff.site import PHASES
 
 
-def record(path: Path, count: int = 7, **options: Any) -> None:
+def record(path: Path | str, count: int = 7, **options: Any) -> None:
     model = mlp()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     with traindiff.record(path, model, optimizer, strict=True, **options):
@@ -82,7 +82,7 @@ def test_a_rank_that_was_not_chosen_records_nothing_and_is_left_alone(
         model(next(batches())).sum().backward()
         optimizer.step()
         run.log("loss", 1.0)
-        assert len(run._pending) == 0
+        assert list(run._pending.take()) == []
 
     assert not (tmp_path / "run").exists()
 
@@ -97,3 +97,20 @@ def test_each_chosen_rank_writes_its_own_directory(tmp_path: Path, monkeypatch: 
     assert (recording.ranks, recording.world_size, recording.missing_ranks) == ((0, 2), 3, ())
     assert [part.rank for part in recording.steps(2)] == [2]
     assert recording.run["settings"]["ranks"] == [0, 2]
+
+
+def test_a_recording_may_be_written_to_any_file_system(tmp_path: Path) -> None:
+    url = "memory://traindiff-selections/run"
+    for path in (url, tmp_path / "run"):
+        torch.manual_seed(0)
+        record(path, count=2)
+
+    actual, expected = (
+        [
+            (part.step, part.observations, part.summaries.tobytes())
+            for part in traindiff.open_recording(str(path)).steps(0)
+        ]
+        for path in (url, tmp_path / "run")
+    )
+    assert actual == expected
+    assert traindiff.open_recording(url).status(0).ending == "closed"
