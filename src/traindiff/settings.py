@@ -6,14 +6,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from traindiff.detail import DETAILS
 from traindiff.errors import ConfigError, Problem
 from traindiff.site import PHASES
 from traindiff.steps import ALL_STEPS, StepSelection, parse_steps
 
 OBSERVABLE = (*PHASES, "grad.micro")
 """What `observe` may list: phases, and `grad.micro`, each micro-batch's share of a gradient."""
-
-DETAILS = ("summary",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +21,7 @@ class RecordSettings:
 
     observe: frozenset[str]
     select: tuple[str, ...]
-    detail: str
+    detail: frozenset[str]
     steps: StepSelection
     ranks: tuple[int, ...] | None
     every: int
@@ -39,7 +38,7 @@ class RecordSettings:
         return {
             "observe": [name for name in OBSERVABLE if name in self.observe],
             "select": list(self.select),
-            "detail": self.detail,
+            "detail": [name for name in DETAILS if name in self.detail],
             "steps": self.steps.text or None,
             "ranks": None if self.ranks is None else list(self.ranks),
             "every": self.every,
@@ -52,7 +51,7 @@ def record_settings(
     *,
     observe: str | Iterable[str] | None,
     select: str | Iterable[str],
-    detail: str,
+    detail: str | Iterable[str],
     steps: str | int | Iterable[int] | None,
     ranks: int | Collection[int] | None,
     every: int,
@@ -112,11 +111,14 @@ def _select(value: object, problems: list[Problem]) -> tuple[str, ...]:
     return tuple(map(str, patterns))
 
 
-def _detail(value: str, problems: list[Problem]) -> str:
-    if value not in DETAILS:
-        where = "record(detail=...)"
-        problems.append(Problem.unknown_name(where=where, kind="a level of detail", found=str(value), known=DETAILS))
-    return value
+def _detail(value: object, problems: list[Problem]) -> frozenset[str]:
+    wanted = [str(name) for name in _listed(value)]
+    problems += [
+        Problem.unknown_name(where="record(detail=...)", kind="a detail", found=name, known=DETAILS)
+        for name in wanted
+        if name not in DETAILS
+    ]
+    return frozenset(("summary", *wanted))
 
 
 def _steps(value: str | int | Iterable[int] | None, problems: list[Problem]) -> StepSelection:

@@ -47,7 +47,7 @@ def test_tensors_and_exponents_come_back_with_their_observation(tmp_path: Path) 
 def test_a_hostile_site_stays_inside_the_recording(tmp_path: Path) -> None:
     write(tmp_path / "run", site="../../outside")
 
-    files = [path for path in tmp_path.rglob("*.safetensors")]
+    files = list(tmp_path.rglob("*.safetensors"))
     assert len(files) == 2
     assert all(path.is_relative_to(tmp_path / "run" / "rank-00000" / "tensors") for path in files)
 

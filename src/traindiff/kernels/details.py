@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,7 +36,7 @@ def exponents(values: NDArray[np.generic]) -> NDArray[np.int64]:
     return counts
 
 
-def packed_signs(values: NDArray[np.generic]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def packed_signs(values: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """One bit per element: whether it is positive, and whether it has no sign.
 
     Args:

@@ -12,11 +12,12 @@ from typing import Any, Literal
 import fsspec
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from traindiff.errors import CorruptRecordingError, NotARecordingError
 from traindiff.observation import Observation
-from traindiff.recording import manifest
-from traindiff.recording.schema import SCHEMA, from_batch
+from traindiff.recording import manifest, tensor_files
+from traindiff.recording.schema import NOTHING_STORED, SCHEMA, Stored, from_batch
 from traindiff.summary import Summaries
 
 _SEAL = re.compile(rb"(\d+) (\d+) ([0-9a-f]{8})")
@@ -26,13 +27,17 @@ _END_OF_STREAM_BYTES = 8  # the shortest of all messages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepObservations:
-    """All observations of one step of one optimizer on one rank; `summaries[i]` is of `observations[i]`."""
+    """All observations of one step of one optimizer on one rank; `summaries[i]` is of `observations[i]`.
+
+    `stored` holds what was kept beyond the summaries, by the same i; `Recording.tensors` reads the files.
+    """
 
     rank: int
     optimizer: str
     step: int
     observations: list[Observation]
     summaries: Summaries
+    stored: Stored = NOTHING_STORED
 
     def joined(self, more: StepObservations) -> StepObservations:
         """This step with further observations of it."""
@@ -40,6 +45,7 @@ class StepObservations:
             self,
             observations=self.observations + more.observations,
             summaries=np.concatenate([self.summaries, more.summaries]),
+            stored=self.stored.joined(more.stored, after=len(self.observations)),
         )
 
 
@@ -141,6 +147,24 @@ class Recording:
             held[part.optimizer] = part
         yield from held.values()
 
+    def tensors(self, step: StepObservations, row: int) -> dict[str, NDArray[np.generic]]:
+        """What was kept of an observation in a file of its own; empty where nothing was.
+
+        Returns:
+            `value`: the tensor (bfloat16 as float32); `positive` and `signless`: packed bits, the first
+            element in the lowest one. Which, is a matter of `record(detail=...)`.
+
+        Raises:
+            CorruptRecordingError: The file is missing or damaged.
+        """
+        name = step.stored.files.get(row)
+        if name is None:
+            return {}
+        where = self._file(step.rank, name)
+        if not self._fs.exists(where):
+            raise CorruptRecordingError(f"{where} is missing, although the recording names it.")
+        return tensor_files.load(self._fs.cat_file(where), where=where)
+
     def _messages(self, rank: int) -> Iterator[StepObservations]:
         where = self._file(rank, "observations.arrows")
         seals, _ = self._seals(rank)
@@ -170,13 +194,14 @@ class Recording:
 
     def _decode(self, message: bytes, rank: int) -> StepObservations:
         batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
-        observations, summaries = from_batch(batch)
+        observations, summaries, stored = from_batch(batch)
         return StepObservations(
             rank=rank,
             optimizer=observations[0].optimizer,
             step=observations[0].step,
             observations=observations,
             summaries=summaries,
+            stored=stored,
         )
 
     def _check_schema(self, message: bytes, where: str) -> None:

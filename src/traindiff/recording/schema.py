@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from traindiff.observation import Observation
 from traindiff.shard import Shard
@@ -39,11 +41,35 @@ def _summary_field(name: str) -> pa.Field:
     return pa.field(name, pa.list_(arrow, dtype.shape[0]) if dtype.shape else arrow, nullable=False)
 
 
-SCHEMA = pa.schema([*_ABOUT, *_SHARD, *(_summary_field(name) for name in SUMMARY.names or ())])
+_DETAIL: tuple[pa.Field, ...] = (
+    pa.field("exponents", pa.list_(pa.int64()), nullable=False),
+    pa.field("tensors", pa.utf8(), nullable=False),
+)
+SCHEMA = pa.schema([*_ABOUT, *_SHARD, *(_summary_field(name) for name in SUMMARY.names or ()), *_DETAIL])
 """Columns of `observations.arrows`, in order."""
 
 
-def to_batch(observations: Sequence[Observation], summaries: Summaries) -> pa.RecordBatch:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The optional parts of a step's observations, by row: exponents, and names of files with tensors."""
+
+    exponents: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
+    files: Mapping[int, str] = field(default_factory=dict)
+
+    def joined(self, more: Stored, *, after: int) -> Stored:
+        """With those of further observations, which begin at row `after`."""
+        return Stored(
+            exponents={**self.exponents, **{after + row: counts for row, counts in more.exponents.items()}},
+            files={**self.files, **{after + row: name for row, name in more.files.items()}},
+        )
+
+
+NOTHING_STORED = Stored()
+
+
+def to_batch(
+    observations: Sequence[Observation], summaries: Summaries, stored: Stored = NOTHING_STORED
+) -> pa.RecordBatch:
     """One record batch of a step's observations; row i of it is observation i with summary i."""
     columns = [pa.array([getattr(seen, field.name) for seen in observations], field.type) for field in _ABOUT]
     columns += [pa.array([getattr(seen.shard, field.name) for seen in observations], field.type) for field in _SHARD]
@@ -52,10 +78,13 @@ def to_batch(observations: Sequence[Observation], summaries: Summaries) -> pa.Re
         flat = pa.array(values.reshape(-1))
         width = SUMMARY[name].shape
         columns.append(pa.FixedSizeListArray.from_arrays(flat, width[0]) if width else flat)
+    rows = range(len(observations))
+    columns.append(pa.array([stored.exponents.get(row, ()) for row in rows], pa.list_(pa.int64())))
+    columns.append(pa.array([stored.files.get(row, "") for row in rows], pa.utf8()))
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
-def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries]:
+def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Stored]:
     """The inverse of `to_batch`."""
     about = {field.name: batch.column(field.name).to_pylist() for field in (*_ABOUT, *_SHARD)}
     shards = [
@@ -71,4 +100,9 @@ def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries]:
         column = batch.column(name)
         flat = column.flatten() if SUMMARY[name].shape else column
         summaries[name] = flat.to_numpy().reshape(batch.num_rows, *SUMMARY[name].shape)
-    return observations, summaries
+    exponents = enumerate(batch.column("exponents").to_pylist())
+    stored = Stored(
+        exponents={row: np.array(counts, dtype=np.int64) for row, counts in exponents if counts},
+        files={row: name for row, name in enumerate(batch.column("tensors").to_pylist()) if name},
+    )
+    return observations, summaries, stored

@@ -13,16 +13,22 @@ from typing import IO, Any
 import fsspec
 import pyarrow as pa
 
+from traindiff.detail import Detail
 from traindiff.errors import ConfigError, Problem
 from traindiff.observation import Observation
-from traindiff.recording import manifest
-from traindiff.recording.schema import SCHEMA, to_batch
+from traindiff.recording import manifest, tensor_files
+from traindiff.recording.schema import SCHEMA, Stored, to_batch
+from traindiff.site import label
 from traindiff.summary import Summaries
 
 _FILES = frozenset({"observations.arrows", "observations.crc", "rank.json", "tensors"})
 """What a rank's directory holds."""
 
 _UNFINISHED = ".unfinished"
+
+
+NO_DETAILS: Mapping[int, Detail] = {}
+"""Details of observations that have none."""
 
 
 def rank_directory(rank: int) -> str:
@@ -72,6 +78,7 @@ class RecordingWriter:
         self._data: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.arrows"), "wb")
         self._seals: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.crc"), "wb")
         self._offset = 0
+        self._rows = 0
         self._failed = False
         self._buffer = io.BytesIO()
         self._stream = pa.ipc.new_stream(self._buffer, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd"))
@@ -84,14 +91,39 @@ class RecordingWriter:
         """Write or replace `rank.json`: what this rank holds of the model and of the optimizers."""
         self._put(posixpath.join(self._directory, "rank.json"), manifest.dump(content))
 
-    def write_step(self, observations: Sequence[Observation], summaries: Summaries) -> None:
+    def write_step(
+        self,
+        observations: Sequence[Observation],
+        summaries: Summaries,
+        details: Mapping[int, Detail] = NO_DETAILS,
+    ) -> None:
         """Append the observations of one step of one optimizer and hand them to the file system.
+
+        Args:
+            observations: All of the same optimizer and step.
+            summaries: Theirs.
+            details: Optional parts, by position in `observations`. Files with tensors are written
+                before the message that names them.
 
         Raises:
             OSError: They could not be written, or earlier ones could not: nothing follows a gap.
         """
-        self._stream.write_batch(to_batch(observations, summaries))
+        files: dict[int, str] = {}
+        for row, detail in details.items():
+            if detail.tensors:
+                seen = observations[row]
+                site = label(seen.path, seen.slot)
+                files[row] = tensor_files.tensor_file(step=seen.step, row=self._rows + row, site=site)
+                self._put_tensors(files[row], tensor_files.dump(detail.tensors, site=site))
+        exponents = {row: one.exponents for row, one in details.items() if one.exponents is not None}
+        self._stream.write_batch(to_batch(observations, summaries, Stored(exponents=exponents, files=files)))
+        self._rows += len(observations)
         self._flush()
+
+    def _put_tensors(self, name: str, content: bytes) -> None:
+        path = posixpath.join(self._directory, name)
+        self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
+        self._put(path, content)
 
     def close(self) -> None:
         """Mark the stream as complete, unless writing it failed. Later calls do nothing."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from traindiff.detail import Detail
 from traindiff.observation import Observation
 from traindiff.recording import RecordingWriter
+from traindiff.recording.writer import NO_DETAILS
 from traindiff.summary import Summaries
 
 DEPTH = 2
@@ -16,7 +18,7 @@ DEPTH = 2
 PATIENCE_SECONDS = 60.0
 """How long a step of the training waits for a file system that takes nothing."""
 
-Step = tuple[Sequence[Observation], Summaries]
+Step = tuple[Sequence[Observation], Summaries, Mapping[int, Detail]]
 
 
 class BackgroundWriter:
@@ -40,15 +42,17 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._run, name="traindiff writer", daemon=True)
         self._thread.start()
 
-    def write_step(self, observations: Sequence[Observation], summaries: Summaries) -> None:
-        """Have a step written.
+    def write_step(
+        self, observations: Sequence[Observation], summaries: Summaries, details: Mapping[int, Detail] = NO_DETAILS
+    ) -> None:
+        """Have a step written; see `RecordingWriter.write_step`.
 
         Raises:
             OSError: An earlier step could not be written.
             TimeoutError: The file system takes nothing.
         """
         self._raise_error()
-        self._put((observations, summaries))
+        self._put((observations, summaries, details))
 
     def close(self) -> None:
         """Wait until everything is written, and complete the files.

@@ -3,36 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from traindiff.detail import Detail
 from traindiff.observation import Observation
 from traindiff.summary import SUMMARY, Summaries, empty
 
+MOST_BYTES = 256 * 2**20
+"""Memory that waiting observations may take; beyond it they are written early, as a part of their step."""
+
 _NOTHING = empty()
+_ROW_BYTES = SUMMARY.itemsize + 600  # with what else an observation takes
+
+
+@dataclass(slots=True)
+class _Step:
+    seen: list[Observation] = field(default_factory=list)
+    summaries: list[Any] = field(default_factory=list)
+    details: dict[int, Detail] = field(default_factory=dict)
 
 
 class Pending:
     """Holds observations by the optimizer and step that they belong to, in order of arrival."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[str, int], list[tuple[Observation, Any]]] = {}
+        self._steps: dict[tuple[str, int], _Step] = {}
+        self._bytes = 0
 
-    def append(self, seen: Observation, summary: Any) -> None:
+    @property
+    def full(self) -> bool:
+        """Whether more is held than `MOST_BYTES`."""
+        return self._bytes > MOST_BYTES
+
+    def append(self, seen: Observation, summary: Any, detail: Detail | None = None) -> None:
         """Keep one observation; `summary` is None for an unobserved site."""
-        rows = self._rows.setdefault((seen.optimizer, seen.step), [])
-        rows.append((seen, _NOTHING if summary is None else summary))
+        key = (seen.optimizer, seen.step)
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = _Step()
+        if detail is not None:
+            step.details[len(step.seen)] = detail
+            self._bytes += detail.num_bytes
+        step.seen.append(seen)
+        step.summaries.append(_NOTHING if summary is None else summary)
+        self._bytes += _ROW_BYTES
 
     def clear(self) -> None:
         """Drop everything."""
-        self._rows.clear()
+        self._steps.clear()
+        self._bytes = 0
 
-    def __len__(self) -> int:
-        return sum(map(len, self._rows.values()))
-
-    def take(self, optimizer: str | None = None) -> Iterator[tuple[list[Observation], Summaries]]:
+    def take(self, optimizer: str | None = None) -> Iterator[tuple[list[Observation], Summaries, dict[int, Detail]]]:
         """Remove and yield what belongs to one optimizer, or to all of them: one item per step."""
-        for key in sorted(key for key in self._rows if optimizer in (None, key[0])):
-            rows = self._rows.pop(key)
-            yield [seen for seen, _ in rows], np.array([summary for _, summary in rows], dtype=SUMMARY)
+        for key in sorted(key for key in self._steps if optimizer in (None, key[0])):
+            step = self._steps.pop(key)
+            details = sum(detail.num_bytes for detail in step.details.values())
+            self._bytes -= details + _ROW_BYTES * len(step.seen)
+            yield step.seen, np.array(step.summaries, dtype=SUMMARY), step.details

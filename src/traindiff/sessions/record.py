@@ -19,7 +19,7 @@ def record(
     *,
     observe: str | Iterable[str] | None = None,
     select: str | Iterable[str] = "*",
-    detail: str = "summary",
+    detail: str | Iterable[str] = "summary",
     steps: str | int | Iterable[int] | None = None,
     ranks: int | Collection[int] | None = None,
     every: int = 1,
@@ -50,7 +50,10 @@ def record(
             `param`, and `grad.micro`. Default: all but `grad.micro`. `update` is the difference of two
             `param` observations and makes sure that these are recorded.
         select: Globs over canonical paths of modules and parameters, e.g. `"transformer.h.3.*"`.
-        detail: How much is kept of a tensor. `summary`: about one kilobyte.
+        detail: What is kept of a tensor, one or several of `summary` (always; 1.2 kilobytes),
+            `exponents` (a histogram of binary exponents; 2.5 kilobytes), `signs` (one bit per element, and
+            one more where there are zeros or NaN) and `tensors` (everything). Choose steps with the
+            last two: they write a file per tensor.
         steps: Steps to record, e.g. `"0-9,20,30-"` or `range(10)`. Default: all.
         ranks: Ranks to record. Default: all.
         every: Record only every n-th step, counted from 0.

@@ -21,15 +21,13 @@ from traindiff.recording import RecordingWriter
 from traindiff.sessions.attachment import Attachment
 from traindiff.sessions.background import BackgroundWriter
 from traindiff.sessions.containment import Containment
+from traindiff.sessions.details import detail_of
 from traindiff.sessions.environment import describe
 from traindiff.sessions.pending import Pending
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.shard import Shard
 from traindiff.taps.progress import Progress
-
-MOST_PENDING = 1 << 16
-"""Observations of unfinished steps that are held in memory, about 80 MB; more are written early."""
 
 
 class Recorder:
@@ -157,8 +155,9 @@ class Recorder:
             order=progress.next_order(late=late), dtype=dtype_name(tensor), shard=shard, merge=merge,
             weight=weight, unobserved=reason,
         )  # fmt: skip
-        self._pending.append(seen, summary)
-        if len(self._pending) >= MOST_PENDING:
+        kept = path != "rng" and summary is not None
+        self._pending.append(seen, summary, detail_of(tensor, self._settings.detail) if kept else None)
+        if self._pending.full:
             self.guarded("writer", self._write)()
 
     def unobserved(
@@ -189,8 +188,8 @@ class Recorder:
 
     def _write(self, optimizer: str | None = None) -> None:
         if self._writer is not None:
-            for observations, summaries in self._pending.take(optimizer):
-                self._writer.write_step(observations, summaries)
+            for step in self._pending.take(optimizer):
+                self._writer.write_step(*step)
 
     def _write_rank(self) -> None:
         if self._files is not None and self._attachment is not None:
