@@ -206,6 +206,34 @@ def test_an_optimizer_is_found_at_the_address_of_one_that_is_gone(tmp_path: Path
     assert len(found) == 8
 
 
+def test_gradients_that_a_closure_computes_belong_to_its_own_step(tmp_path: Path) -> None:
+    outcomes = {
+        name: TRAININGS[name](lambda *args, name=name: traindiff.record(tmp_path / name, *args, strict=True))
+        for name in ("plain", "step_with_a_closure", "lbfgs_with_a_closure")
+    }
+
+    for name, outcome in outcomes.items():
+        for step in range(3):
+            expected = outcome[f"step {step} grad 0.weight"]
+            _, summary = row(tmp_path / name, phase="grad", path="0.weight", step=step)
+            assert summary["fingerprint"] == summarise(expected, Shard.whole((16, 8)))["fingerprint"]
+        assert unobserved(tmp_path / name) == []
+
+
+def test_a_step_with_a_closure_is_recorded_as_one_without(tmp_path: Path) -> None:
+    for name in ("plain", "step_with_a_closure"):
+        TRAININGS[name](lambda *args, name=name: traindiff.record(tmp_path / name, *args, strict=True))
+
+    expected, actual = (
+        {
+            (seen.step, seen.micro_step, seen.phase, seen.stage, seen.path, seen.slot, bytes(summary))
+            for seen, summary in rows(tmp_path / name)
+        }
+        for name in ("plain", "step_with_a_closure")
+    )
+    assert actual == expected
+
+
 @pytest.mark.parametrize("name", ["lbfgs_with_a_closure", "gradient_scaler"])
 def test_closures_and_scalers_give_one_step_per_call_of_the_optimizer(name: str, tmp_path: Path) -> None:
     TRAININGS[name](lambda *args: traindiff.record(tmp_path / "run", *args, strict=True))

@@ -207,6 +207,26 @@ def lbfgs_with_a_closure(observe: Observe) -> Outcome:
 
 
 @training
+def step_with_a_closure(observe: Observe) -> Outcome:
+    """As PyTorch Lightning calls every optimizer: forward, backward and zero_grad happen inside of `step`."""
+    model = mlp()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    outcome: Outcome = {}
+    with observe(model, optimizer):
+        for step, batch in enumerate(batches()):
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                loss = model(batch).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                return loss
+
+            outcome[f"step {step} loss"] = optimizer.step(closure=closure).detach()
+            outcome |= gradients(model, step)
+    return outcome | final_state(model, optimizer)
+
+
+@training
 def two_optimizers(observe: Observe) -> Outcome:
     model = mlp()
     optimizers = [AdamW(model[0].parameters(), lr=0.01), SGD(model[2].parameters(), lr=0.1, momentum=0.9)]

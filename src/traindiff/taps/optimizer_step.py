@@ -52,6 +52,7 @@ class OptimizerTap:
         self._sink = sink
         self._on_end = on_end
         self._unsettled = False
+        self._has_closure = False
 
     def attach(self) -> ExitStack:
         """Follow the optimizer's calls. Close the result to remove the tap."""
@@ -78,20 +79,25 @@ class OptimizerTap:
             for group, entry in enumerate(self.optimizer.param_groups)
         ]
 
-    def before_step(self, *_: Any) -> None:
-        """Record hyper-parameters, and gradients as the optimizer sees them."""
+    def before_step(self, *call: Any) -> None:
+        """Record hyper-parameters, and gradients as the optimizer sees them.
+
+        Where `step` is given a closure, that computes them: they are recorded after the step.
+        """
+        self._has_closure = _has_closure(*call)
         if not self._sink.progress.observing:
             return
         if "optimizer" in self._observe:
             self._hyper_parameters()
-        for path, parameter in self._parameters():
-            if "grad" in self._observe:
-                self._gradient(path, parameter)
+        if not self._has_closure:
+            self._gradients()
 
     def after_step(self, *_: Any) -> None:
         """Record state and parameters."""
         if not self._sink.progress.observing:
             return
+        if self._has_closure:
+            self._gradients()
         for path, parameter in self._parameters():
             if "optimizer" in self._observe:
                 self._state(path, self.optimizer.state.get(parameter, {}))
@@ -117,6 +123,11 @@ class OptimizerTap:
 
     def _name_of(self, parameter: Tensor, group: int, position: int) -> str:
         return self._names.get(id(parameter)) or f"{self.name}.groups[{group}].params[{position}]"
+
+    def _gradients(self) -> None:
+        if "grad" in self._observe:
+            for path, parameter in self._parameters():
+                self._gradient(path, parameter)
 
     def _gradient(self, path: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -153,6 +164,14 @@ class OptimizerTap:
 
     def _emit(self, tensor: Tensor, *, phase: str, path: str, slot: str, stage: str = "") -> None:
         self._sink.emit(tensor, phase=phase, path=path, slot=slot, stage=stage, optimizer=self.name)
+
+
+def _has_closure(*call: Any) -> bool:
+    """Whether a hook on `step`, called with the optimizer, `args` and `kwargs`, was called for `step(closure)`."""
+    if not call:
+        return False
+    _, args, kwargs = call  # `args` begins with the optimizer itself
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
 class _Compiled:
