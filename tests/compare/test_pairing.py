@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.compare.runs import Seen, Step, observed, record
+from tests.compare.runs import CONTENT, GROUPS, Seen, Step, observed, record
 from traindiff.compare import compare
 from traindiff.compare.pairing import RunStep, run_steps, step_pairs
 from traindiff.recording import RecordingWriter, open_recording
@@ -115,3 +115,17 @@ def test_ranks_of_one_step_are_merged(tmp_path: Path) -> None:
 
     assert [(step.step, len(step.table)) for step in steps] == [(0, 1), (1, 1)]
     assert all(step.finished for step in steps)
+
+
+def test_optimizers_of_other_names_are_the_reason_that_is_given(tmp_path: Path) -> None:
+    def renamed(step: int, sites: Step) -> None:
+        for seen in sites.values():
+            seen.about["optimizer"] = "main"
+
+    content = {**CONTENT, "optimizers": [{"name": "main", "type": "SGD", "groups": GROUPS}]}
+    comparison = compare(record(tmp_path / "b"), record(tmp_path / "c", renamed, content=content))
+
+    assert comparison.verdict == "incomplete"
+    assert comparison.notes[0].startswith(
+        "The optimizers have other names: optimizer in the baseline, main in the candidate."
+    )

@@ -168,8 +168,11 @@ def _skip_update(path: str) -> Callable[[Recipe], Recipe]:
     return lambda recipe: recipe.but(optimizer=build)
 
 
-class _NoBiasCorrection(torch.optim.AdamW):
-    """AdamW whose first and second moments are not corrected for starting at zero."""
+class _WrittenOut(torch.optim.AdamW):
+    """AdamW written out, without one of its parts."""
+
+    corrects_bias = True
+    decays = True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -180,10 +183,21 @@ class _NoBiasCorrection(torch.optim.AdamW):
                 if not state:
                     state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
                 state["step"] += 1
-                p.mul_(1 - group["lr"] * group["weight_decay"])
+                step = state["step"].item() if self.corrects_bias else torch.inf
+                if self.decays:
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
                 state["exp_avg"].lerp_(p.grad, 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-group["lr"])
+                size = (state["exp_avg_sq"].sqrt() / sqrt(1 - beta2**step)).add_(group["eps"])
+                p.addcdiv_(state["exp_avg"], size, value=-group["lr"] / (1 - beta1**step))
+
+
+class _NoBiasCorrection(_WrittenOut):
+    corrects_bias = False
+
+
+class _NoDecay(_WrittenOut):
+    decays = False
 
 
 def adamw(**options: Any) -> Callable[[Recipe], Recipe]:
@@ -438,6 +452,28 @@ FAULTS: dict[str, Fault] = {
             optimizer=lambda model: _NoBiasCorrection(model.parameters(), lr=3e-3, weight_decay=0.1)
         ),
         step=0, phase="update", path="wte.weight", kind="scale", precisions=("float32", "autocast"),
+    ),
+    "weight-decay-forgotten": Fault(
+        change=lambda recipe: recipe.but(
+            optimizer=lambda model: _NoDecay(model.parameters(), lr=3e-3, weight_decay=0.1)
+        ),
+        step=0, phase="update", path="wte.weight", precisions=("float32", "autocast"),
+    ),
+    "momentum-forgotten": Fault(
+        change=before_step(at(AT, _forget_moments)), step=AT, phase="optimizer", path="conv1.weight", model="conv",
+        optimizer="sgd",
+    ),
+    "running-statistics-too-slow": Fault(
+        change=built(setting("bn1", "momentum", 0.01)), step=0, phase="param", path="bn1.running_mean", model="conv",
+        kind="scale", says="(= 1/10)",
+    ),
+    "batch-norm-in-evaluation": Fault(
+        change=before_step(lambda now: now.model.get_submodule("bn1").eval() and None), step=0, phase="forward",
+        path="bn1", model="conv",
+    ),
+    "last-state-of-another-step": Fault(
+        change=built(forward("head", lambda self, x: functional.linear(x.roll(1, 0), self.weight, self.bias))), step=0,
+        phase="forward", path="head", model="lstm", optimizer="adam", kind="permuted",
     ),
     "never-updated": Fault(
         change=_skip_update("h.0.attn.proj.weight"), step=0, phase="update", path="h.0.attn.proj.weight",

@@ -198,6 +198,13 @@ class _Comparing:
 
     def _missing_steps(self) -> tuple[list[str], bool]:
         if not self._compared:
+            names = [", ".join(sorted(groups)) for groups in self._groups]
+            if all(names) and not self._groups[0].keys() & self._groups[1].keys():
+                says = (
+                    f"The optimizers have other names: {names[0]} in the baseline, {names[1]} in the candidate. Steps "
+                    "are counted per optimizer; record both runs with the same names: optimizer={NAME: optimizer}."
+                )
+                return [says], True
             return [_nothing_in_common(self._runs, self._alone)], True
         notes = []
         for side, alone in enumerate(self._alone):
