@@ -37,6 +37,8 @@ def test_all_phases_are_observed_unless_some_are_named() -> None:
 def test_settings_are_brought_into_one_form() -> None:
     assert settings(select="a.*").select == ("a.*",)
     assert settings(select=["a", "b"]).select == ("a", "b")
+    assert settings(detail="signs").detail == {"summary", "signs"}
+    assert settings(detail=["exponents", "tensors"]).detail == {"summary", "exponents", "tensors"}
     assert settings(ranks=2).ranks == (2,)
     assert settings(ranks=[3, 1, 3]).ranks == (1, 3)
     assert settings(ranks=range(2)).ranks == (0, 1)
@@ -64,7 +66,7 @@ def test_settings_are_written_as_json_in_one_order() -> None:
     chosen = settings(observe=["param", "batch"], steps="0-3", ranks=[0], batch_axis={"a": None}, every=2)
 
     assert json.loads(json.dumps(chosen.to_json())) == {
-        "observe": ["batch", "param"], "select": ["*"], "detail": "summary", "steps": "0-3", "ranks": [0],
+        "observe": ["batch", "param"], "select": ["*"], "detail": ["summary"], "steps": "0-3", "ranks": [0],
         "every": 2, "batch_axis": {"a": None}, "evaluation": False,
     }  # fmt: skip
 
@@ -85,8 +87,8 @@ def test_every_problem_is_listed_at_once_with_near_misses() -> None:
         "    Known: backward, batch, forward, grad, grad.micro, loss, optimizer, param, update.\n"
         "\n"
         "  record(detail=...)\n"
-        '    "sumary" is not a level of detail.\n'
-        '    Did you mean "summary"? Known: summary.\n'
+        '    "sumary" is not a detail.\n'
+        '    Did you mean "summary"? Known: exponents, signs, summary, tensors.\n'
         "\n"
         "  record(steps=...)\n"
         "    the range '9-1' ends before it begins.\n"

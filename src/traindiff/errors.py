@@ -76,9 +76,7 @@ class ConfigError(TraindiffError, ValueError):
         consequence: What was therefore not done.
     """
 
-    def __init__(
-        self, source: str, problems: Collection[Problem], *, consequence: str = "nothing was done"
-    ) -> None:
+    def __init__(self, source: str, problems: Collection[Problem], *, consequence: str = "nothing was done") -> None:
         self.source = source
         self.problems = tuple(problems)
         self.consequence = consequence

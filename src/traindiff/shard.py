@@ -74,9 +74,7 @@ class Shard:
         if len(self.shape) != len(self.global_shape) or len(self.shape) <= 1:
             return True
         partial_axes = [
-            axis
-            for axis, (part, whole) in enumerate(zip(self.shape, self.global_shape, strict=True))
-            if part != whole
+            axis for axis, (part, whole) in enumerate(zip(self.shape, self.global_shape, strict=True)) if part != whole
         ]
         # Every axis before the last cut one must have length 1, or the runs would have gaps.
         return not partial_axes or prod(self.shape[: partial_axes[-1]]) <= 1

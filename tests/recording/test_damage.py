@@ -66,7 +66,7 @@ def test_every_bit_flip_in_the_seals_is_refused_with_its_place(run: Path) -> Non
 
 @pytest.mark.parametrize("name", ["run.json", "rank-00000/rank.json"])
 def test_every_bit_flip_in_a_json_file_is_refused_with_its_name(run: Path, name: str) -> None:
-    for _ in flips(run / name, most=3000):
+    for _ in flips(run / name, most=1000):
         with pytest.raises(RecordingError) as caught:
             open_recording(str(run)).rank_content(0)
         assert str(run / name) in str(caught.value)

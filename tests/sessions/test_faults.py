@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -241,20 +239,3 @@ def test_an_interrupt_inside_a_tap_reaches_the_training(tmp_path: Path, monkeypa
 
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run")
-
-
-def test_a_fault_is_warned_about_once_however_often_the_module_is_called(tmp_path: Path) -> None:
-    code = f"""
-import torch, traindiff
-from traindiff.taps.module_outputs import ActivationTap
-ActivationTap._tensor = None
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with traindiff.record({str(tmp_path / "run")!r}, model, optimizer):
-    for _ in range(3):
-        model(torch.ones(3, 2)).sum().backward()
-        optimizer.step()
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-
-    assert result.stderr.count("TraindiffWarning") == 1

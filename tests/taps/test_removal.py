@@ -224,7 +224,7 @@ traindiff.record({str(tmp_path / "run")!r}, model, optimizer)  # nobody holds th
 model(torch.ones(3, 2)).sum().backward()
 optimizer.step()
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
     assert traindiff.open_recording(str(tmp_path / "run")).status(0).ending == "closed"
     assert {seen.step for seen, _ in rows(tmp_path / "run")} == {0}
