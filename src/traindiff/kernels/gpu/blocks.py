@@ -1,0 +1,174 @@
+"""Device code: counts, extremes, sum, fingerprints and sketch: what walks the global index in blocks of 64.
+
+A tile is BLOCKS blocks at once, one per row. Its columns are not the lanes but the *sketch buckets*: the
+element in column b of a row is the one whose bucket is b, lane (b - rotation) mod 64. So the sketch is
+a sum over rows, without atomics; a row's 64 elements are read in rotated order, from the same lines of
+memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from traindiff.kernels.gpu.decoding import (
+    as_float64,
+    element_size,
+    is_signed,
+    key_as_float64,
+    load_words,
+    magnitude,
+    order_key,
+    size_as_float64,
+)
+from traindiff.kernels.gpu.hashing import block_signs, block_weights, fold, multiset_hash
+from traindiff.kernels.gpu.layout import first_word
+
+BLOCKS = tl.constexpr(8)
+"""Rows of a tile: with 4 warps of 32 threads each thread holds 4 elements and their accumulators."""
+
+_SPAN = tl.constexpr(255)
+"""Tiles between two looks at the counters, which have 8 bits per kind of element."""
+
+_POSITIVE, _NEGATIVE, _ZERO, _SUBNORMAL, _NAN, _INFINITE = (tl.constexpr(8 * kind) for kind in (0, 1, 2, 3, 5, 6))
+"""Kinds of elements, as shifts. A negative subnormal is 4 and a negative infinity 7: one more than positive."""
+
+_COUNT = tl.constexpr(first_word("count"))
+_NANS = tl.constexpr(first_word("nan"))
+_POSITIVE_INFINITIES = tl.constexpr(first_word("positive_infinity"))
+_NEGATIVE_INFINITIES = tl.constexpr(first_word("negative_infinity"))
+_ZEROS = tl.constexpr(first_word("zero"))
+_NEGATIVES = tl.constexpr(first_word("negative"))
+_SUBNORMALS = tl.constexpr(first_word("subnormal"))
+_MINIMUM = tl.constexpr(first_word("minimum"))
+_MAXIMUM = tl.constexpr(first_word("maximum"))
+_SMALLEST = tl.constexpr(first_word("smallest"))
+_SUM = tl.constexpr(first_word("sum"))
+_FINGERPRINT = tl.constexpr(first_word("fingerprint"))
+_MULTISET = tl.constexpr(first_word("multiset"))
+_NONFINITE = tl.constexpr(first_word("nonfinite"))
+_SKETCH = tl.constexpr(first_word("sketch"))
+
+
+@triton.jit
+def summarise_blocks(
+    address, row, lane_weights, part, parts,
+    length, num_runs, memory_step, index_step, start, blocks_per_run,
+    box: tl.constexpr, form: tl.constexpr, bits: tl.constexpr,
+    infinity: tl.constexpr, first_nan: tl.constexpr, smallest_normal: tl.constexpr,
+):  # fmt: skip
+    """Summarise part `part` of `parts` of a piece (see `plan.Piece`), and write all but squares and profiles.
+
+    `address`, `row` and `lane_weights` (int64) are those of the piece's first element, of the summary to
+    write, and of 64 int64. `box` is whether `num_runs` may be more than 1.
+    """
+    integers: tl.constexpr = form == "signed" or form == "unsigned"
+    number: tl.constexpr = tl.int64 if integers or bits == 64 else tl.int32
+    size_type: tl.constexpr = tl.uint64 if integers or bits == 64 else tl.uint32
+    highest: tl.constexpr = 2**63 - 1 if integers else infinity
+    shape: tl.constexpr = (BLOCKS, 64)
+    bucket = tl.arange(0, 64)
+    kinds = tl.arange(0, 8)
+    counts = tl.zeros((8,), dtype=tl.int64)
+    low = tl.full(shape, highest, dtype=number)
+    high = tl.full(shape, -highest - (1 if integers else 0), dtype=number)
+    small = tl.full(shape, 2**64 - 1 if integers else infinity, dtype=size_type)
+    total = tl.zeros(shape, dtype=tl.float64)
+    sketch = tl.zeros(shape, dtype=tl.float64)
+    fingerprint = tl.zeros(shape, dtype=tl.uint64)
+    multiset = tl.zeros(shape, dtype=tl.uint64)
+    nonfinite = tl.zeros(shape, dtype=tl.uint64)
+    tiles = (num_runs * blocks_per_run + BLOCKS - 1) // BLOCKS
+    stop = tiles * (part + 1) // parts
+    for span in range(tiles * part // parts, stop, _SPAN):
+        packed = tl.zeros(shape, dtype=tl.uint64)
+        for tile in range(span, tl.minimum(span + _SPAN, stop)):
+            number_of_block = tl.arange(0, BLOCKS).to(tl.int64) + tile * BLOCKS
+            run = tl.zeros_like(number_of_block)
+            if box:
+                run = number_of_block // blocks_per_run
+                number_of_block -= run * blocks_per_run
+            first = start + run * index_step
+            block = (first >> 6) + number_of_block
+            weight = block_weights(block)[:, None]
+            lane = (bucket[None, :] - (weight >> 58).to(tl.int32)) & 63
+            at = (block * 64 - first)[:, None] + lane
+            valid = (at >= 0) & (at < length) & (run < num_runs)[:, None]
+            word = load_words(address, (run * memory_step)[:, None] + at, valid, bits)
+            lane_weight = tl.load(lane_weights.to(tl.pointer_type(tl.int64)) + lane).to(tl.uint64)
+            weight = weight * lane_weight
+            fingerprint += weight * fold(word, bits)
+            multiset += multiset_hash(word, bits)
+
+            kind = _kind(word, form, bits, infinity, first_nan, smallest_normal)
+            packed += tl.where(valid, tl.full(shape, 1, dtype=tl.uint64) << kind.to(tl.uint64), 0)
+            finite = valid & (kind < _NAN)
+            key = order_key(word, form, bits)
+            size = element_size(word, form, bits)
+            low = tl.minimum(low, tl.where(finite, key, low))
+            high = tl.maximum(high, tl.where(finite, key, high))
+            small = tl.minimum(small, tl.where(finite & (size != 0), size, small))
+            if not integers:
+                nonfinite += weight * _nonfinite_code(kind)
+                value = tl.where(finite, as_float64(word, form), 0.0)
+                total += value
+                negated = ((block_signs(block)[:, None] >> lane.to(tl.uint64)) & 1) != 0
+                sketch += tl.where(negated, -value, value)
+        for kind in tl.static_range(8):
+            found = tl.sum(((packed >> (8 * kind)) & 0xFF).to(tl.int64))
+            counts += tl.where(kinds == kind, found, 0)
+
+    whole = row.to(tl.pointer_type(tl.int64))
+    real = row.to(tl.pointer_type(tl.float64))
+    every = tl.sum(counts)
+    nans, infinities = _of(counts, _NAN), _of(counts, _INFINITE)
+    negative_infinities = _of(counts, _INFINITE + 8)
+    zeros = _of(counts, _ZERO)
+    subnormals, negative_subnormals = _of(counts, _SUBNORMAL), _of(counts, _SUBNORMAL + 8)
+    finites = every - nans - infinities - negative_infinities
+    tl.store(whole + _COUNT, every)
+    tl.store(whole + _NANS, nans)
+    tl.store(whole + _POSITIVE_INFINITIES, infinities)
+    tl.store(whole + _NEGATIVE_INFINITIES, negative_infinities)
+    tl.store(whole + _ZEROS, zeros)
+    tl.store(whole + _NEGATIVES, _of(counts, _NEGATIVE) + negative_subnormals + negative_infinities)
+    tl.store(whole + _SUBNORMALS, subnormals + negative_subnormals)
+    tl.store(real + _MINIMUM, tl.where(finites > 0, key_as_float64(tl.min(low), form), float("inf")))
+    tl.store(real + _MAXIMUM, tl.where(finites > 0, key_as_float64(tl.max(high), form), float("-inf")))
+    tl.store(real + _SMALLEST, tl.where(finites > zeros, size_as_float64(tl.min(small), form), float("inf")))
+    tl.store(real + _SUM, tl.sum(total))
+    tl.store(whole + _FINGERPRINT, tl.sum(fingerprint).to(tl.int64))
+    tl.store(whole + _MULTISET, tl.sum(multiset).to(tl.int64))
+    tl.store(whole + _NONFINITE, tl.sum(nonfinite).to(tl.int64))
+    tl.store(real + _SKETCH + bucket, tl.sum(sketch, axis=0))
+
+
+@triton.jit
+def _kind(
+    word, form: tl.constexpr, bits: tl.constexpr,
+    infinity: tl.constexpr, first_nan: tl.constexpr, smallest_normal: tl.constexpr,
+):  # fmt: skip
+    """Which counter of 8 bits an element belongs to, as a shift of 0 to 56."""
+    if form == "signed" or form == "unsigned":
+        value = order_key(word, form, bits)
+        kind = tl.where(value == 0, _ZERO, tl.where(value < 0, _NEGATIVE, _POSITIVE))
+    else:
+        size = magnitude(word, bits)
+        signed = tl.where(is_signed(word, bits), 8, 0)
+        subnormal = tl.where(size == 0, _ZERO, _SUBNORMAL + signed)
+        kind = tl.where(size < smallest_normal, subnormal, signed)
+        beyond = tl.where(size >= first_nan, _NAN, _INFINITE + signed)
+        kind = tl.where(size < infinity, kind, beyond)
+    return kind
+
+
+@triton.jit
+def _nonfinite_code(kind):
+    """1 for NaN, 2 for +inf, 3 for -inf, else 0, as uint64."""
+    return tl.where(kind >= _NAN, (kind >> 3) - 4, 0).to(tl.uint64)
+
+
+@triton.jit
+def _of(counts, shift: tl.constexpr):
+    """The counter of one kind."""
+    return tl.sum(tl.where(tl.arange(0, 8) == shift // 8, counts, 0))
