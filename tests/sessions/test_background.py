@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -118,3 +120,34 @@ def test_closing_twice_is_closing_once(files: RecordingWriter) -> None:
     writer.close()
 
     assert files._data.closed
+
+
+FORKING = """
+import os, sys, torch, traindiff
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step():
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+
+with traindiff.record(sys.argv[1], model, optimizer, strict=True):
+    step()
+    child = os.fork()
+    if child == 0:
+        for _ in range(10):
+            step()
+        sys.exit()  # closes the recorder on its way out
+    assert os.waitpid(child, 0)[1] == 0
+    step()
+    step()
+"""
+
+
+def test_a_fork_of_the_process_leaves_the_recording_alone(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", FORKING, str(tmp_path / "run")], check=True, timeout=120)
+
+    recording = open_recording(str(tmp_path / "run"))
+    assert [part.step for part in recording.steps(0)] == [0, 1, 2]
+    assert recording.status(0).ending == "closed"

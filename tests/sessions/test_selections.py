@@ -99,6 +99,22 @@ def test_each_chosen_rank_writes_its_own_directory(tmp_path: Path, monkeypatch: 
     assert recording.run["settings"]["ranks"] == [0, 2]
 
 
+def test_the_rank_of_a_process_group_goes_before_that_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        record(tmp_path / "run", count=1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+    recording = traindiff.open_recording(str(tmp_path / "run"))
+    assert (recording.ranks, recording.world_size) == ((0,), 1)
+
+
 def test_a_recording_may_be_written_to_any_file_system(tmp_path: Path) -> None:
     url = "memory://traindiff-selections/run"
     for path in (url, tmp_path / "run"):

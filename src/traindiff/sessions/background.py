@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,8 @@ class BackgroundWriter:
 
     A step of the training waits only if `DEPTH` steps are waiting to be written already, and then for
     `PATIENCE_SECONDS` at most. Nothing is ever dropped in silence: what cannot be written is an error
-    of the next call. A run that is killed loses the steps that were waiting, as a rule none.
+    of the next call. A run that is killed loses the steps that were waiting, as a rule none. In a
+    fork of the process every method does nothing.
 
     Args:
         writer: Owned from now on: closed by `close`.
@@ -38,6 +40,7 @@ class BackgroundWriter:
         self._patience = patience_seconds
         self._steps: queue.Queue[Step | None] = queue.Queue(DEPTH)
         self._error: BaseException | None = None
+        self._process = os.getpid()
         # A daemon, so that a file system that hangs does not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name="traindiff writer", daemon=True)
         self._thread.start()
@@ -51,6 +54,8 @@ class BackgroundWriter:
             OSError: An earlier step could not be written.
             TimeoutError: The file system takes nothing.
         """
+        if self._is_forked:
+            return
         self._raise_error()
         self._put((observations, summaries, details))
 
@@ -61,6 +66,8 @@ class BackgroundWriter:
             OSError: A step could not be written.
             TimeoutError: The file system takes nothing.
         """
+        if self._is_forked:
+            return
         if self._thread.is_alive():
             self._put(None)
             self._thread.join(self._patience)
@@ -70,6 +77,11 @@ class BackgroundWriter:
             self._writer.close()
         finally:
             self._raise_error()
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a fork of the process that records: the files, and the thread, are not its own."""
+        return os.getpid() != self._process
 
     def _put(self, step: Step | None) -> None:
         try:
