@@ -55,3 +55,12 @@ def _cpu_kernel() -> ModuleType | None:
             return None
         raise
     return fast
+
+
+def cpu_kernel_in_use() -> tuple[str, str]:
+    """Which kernel summarises tensors on the CPU, and why it is not the fast one; empty if it is."""
+    if _cpu_kernel() is None:
+        return "NumPy reference", "the NumPy reference, far slower: llvmlite is not installed (pip install llvmlite)"
+    from traindiff.kernels.cpu.module import kernel
+
+    return f"SIMD code built through llvmlite for {kernel().host}", ""

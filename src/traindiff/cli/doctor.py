@@ -1,0 +1,60 @@
+"""`traindiff doctor`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from traindiff.cli.app import app, messages, results, says_what_is_wrong
+
+
+@app.command()
+@says_what_is_wrong
+def doctor(
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="[SCRIPT.py:FUNCTION]",
+            help="Function that returns (model, optimizer, step); step() trains for a step. A small model if left out.",
+        ),
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each training whose bits are compared.")] = 3,
+    rounds: Annotated[int, typer.Option(min=0, help="Pairs of steps that are timed; 0 times nothing.")] = 9,
+    compiled: Annotated[bool, typer.Option(help="Also with torch.compile.")] = True,
+    backend: Annotated[str, typer.Option(help="Backend of torch.compile, e.g. inductor.")] = "aot_eager",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (docs/json.md).")] = False,
+) -> None:
+    """Check on this machine that recording changes nothing and misses nothing, and what it costs.
+
+    The training is run with and without a recording, eagerly and compiled, and compared bit by bit. Exits
+    with 0 if no check failed, 1 if one did, and 2 if SCRIPT.py:FUNCTION cannot be used.
+    """
+    from traindiff.report.doctor import Diagnosis, print_diagnosis, to_json
+    from traindiff.sessions.doctor.checks import Check, Plan, run_checks
+    from traindiff.sessions.doctor.subject import built_in, load
+    from traindiff.sessions.environment import describe
+
+    build = load(subject) if subject else built_in
+    build()  # what is wrong with it is an error of the command, not of a check
+    plan = Plan(build=build, steps=steps, rounds=rounds, backend=backend if compiled else None)
+    checks: list[Check] = []
+    with messages.status("checking") as status:
+        for check in run_checks(plan):
+            checks.append(check)
+            status.update(f"checking, after: {check.name}")
+    about = describe()
+    diagnosis = Diagnosis(
+        subject=subject or "the built-in model",
+        checks=tuple(checks),
+        versions=about["versions"],
+        environment=about["environment"],
+    )
+    if as_json:
+        json.dump(to_json(diagnosis), sys.stdout, indent=2, allow_nan=False)
+        sys.stdout.write("\n")
+    else:
+        print_diagnosis(results, diagnosis)
+    raise typer.Exit(0 if diagnosis.healthy else 1)

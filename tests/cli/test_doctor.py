@@ -1,0 +1,222 @@
+"""`traindiff doctor`: what it checks, what it finds, and what it says of subjects that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from typer.testing import CliRunner, Result
+
+import traindiff.cli.doctor  # noqa: F401  registers the command
+from traindiff.cli.app import app
+from traindiff.errors import ConfigError
+from traindiff.sessions.doctor.checks import Plan, run_checks
+from traindiff.sessions.doctor.subject import Subject, load
+from traindiff.sessions.doctor.timing import interleaved
+from traindiff.sessions.doctor.training import first_difference
+
+SCRIPT = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        loss = model(torch.randn(3, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return model, optimizer, step
+
+def two():
+    return nn.Linear(2, 2), 3
+
+def wrong():
+    return "model", 3, None
+
+def raising():
+    raise FileNotFoundError("no data here")
+"""
+
+
+def run(*arguments: str) -> Result:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return CliRunner().invoke(app, ["doctor", *arguments])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def subject(model: nn.Module, disturb: Callable[[], None] = lambda: None) -> Subject:
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def step() -> Tensor:
+        loss = model(torch.randn(3, 4)).square().mean()
+        disturb()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Subject(model=model, optimizer=optimizer, step=step)
+
+
+def checked(build: Callable[[], Subject], **options: Any) -> dict[str, tuple[str, str]]:
+    plan = Plan(build=build, rounds=0, **{"backend": None, **options})
+    return {check.name: (check.result, check.says) for check in run_checks(plan)}
+
+
+def test_this_machine_is_healthy() -> None:
+    result = run("--json", "--rounds", "2", "--steps", "2")
+
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0, found
+    assert found["schema"] == {"name": "traindiff-doctor", "version": 1}
+    assert (found["subject"], found["verdict"]) == ("the built-in model", "healthy")
+    assert {check["name"]: check["result"] for check in found["checks"]} == {
+        "kernel": "pass",
+        "same bits with and without a recording": "pass",
+        "every slot is written": "pass",
+        "same bits with and without a recording, compiled with aot_eager": "pass",
+        "every slot is written, compiled": "pass",
+        "overhead": "pass",
+    }
+    overhead = found["checks"][-1]["evidence"]
+    assert overhead["rounds"] == 2
+    assert overhead["low"] <= overhead["ratio"] <= overhead["high"]
+    assert found["versions"]["torch"] == torch.__version__
+
+
+def test_a_model_of_the_user_is_checked(script: str) -> None:
+    result = run(f"{script}:build", "--no-compiled", "--rounds", "0")
+
+    assert result.exit_code == 0, result.output
+    assert "pass  same bits with and without a recording" in result.stdout
+    assert "skip  compiled" in result.stdout
+    assert "skip  overhead" in result.stdout
+    assert "No check failed." in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ("{folder}/missing.py:build", "missing.py does not exist."),
+        ("{folder}/train.py", "does not name a function in a file."),
+        ("{folder}/train.py:biuld", 'Did you mean "build"?'),
+        ("{folder}/train.py:two", "returned a tuple of 2."),
+        ("{folder}/train.py:wrong", "model\n    is a str, not a torch.nn.Module."),
+        ("{folder}/train.py:wrong", "optimizer\n    is a int, not a torch.optim.Optimizer."),
+        ("{folder}/train.py:wrong", "step\n    is a NoneType, not a function."),
+        ("{folder}/train.py:raising", "calling it raised FileNotFoundError: no data here"),
+        ("{folder}/broken.py:build", "raised SyntaxError"),
+    ],
+)
+def test_a_subject_that_cannot_be_used_is_an_error_that_says_why(named: str, says: str, script: str) -> None:
+    folder = Path(script).parent
+    (folder / "broken.py").write_text("def build(:")
+
+    result = run(named.format(folder=folder))
+
+    assert result.exit_code == 2
+    assert says in result.stderr
+    with pytest.raises(ConfigError):
+        load(named.format(folder=folder))()
+
+
+def test_a_recording_that_disturbs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from traindiff.sessions.recorder import Recorder
+
+    emit = Recorder.emit
+
+    def disturbing(self: Recorder, tensor: Tensor, **about: Any) -> None:
+        torch.rand(1)
+        emit(self, tensor, **about)
+
+    monkeypatch.setattr(Recorder, "emit", disturbing)
+    found = checked(lambda: subject(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))))
+
+    result, says = found["same bits with and without a recording"]
+    assert result == "fail"
+    assert says.startswith("with a recording, ")
+
+
+def test_a_slot_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from traindiff.sessions.recorder import Recorder
+
+    emit = Recorder.emit
+
+    def forgetting(self: Recorder, tensor: Tensor, **about: Any) -> None:
+        if about["path"] != "0":
+            emit(self, tensor, **about)
+
+    monkeypatch.setattr(Recorder, "emit", forgetting)
+    found = checked(lambda: subject(nn.Sequential(nn.Linear(4, 2))))
+
+    assert found["every slot is written"] == ("fail", "not written: 0")
+
+
+def test_a_recording_that_fails_is_a_failed_check_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from traindiff.sessions.recorder import Recorder
+
+    def failing(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(Recorder, "emit", failing)
+    found = checked(lambda: subject(nn.Linear(4, 2)))
+
+    assert found["same bits with and without a recording"] == ("fail", "ZeroDivisionError: by zero")
+    assert "overhead" in found
+
+
+def test_a_training_that_differs_from_itself_is_not_held_against_the_recording() -> None:
+    numbers = iter(range(1000))
+
+    def build() -> Subject:
+        return subject(nn.Linear(4, 2), lambda: torch.manual_seed(next(numbers)) and None)
+
+    result, says = checked(build)["same bits with and without a recording"]
+
+    assert result == "skip"
+    assert says.startswith("two trainings without a recording differ")
+
+
+def test_one_bit_is_a_difference() -> None:
+    outcome = {"loss": torch.tensor([0.0, torch.nan])}
+
+    assert first_difference(outcome, {"loss": torch.tensor([0.0, torch.nan])}) is None
+    assert first_difference(outcome, {"loss": torch.tensor([-0.0, torch.nan])}) == "loss"
+    assert first_difference(outcome, {}) == "loss"
+
+
+def test_ratios_are_of_rounds_in_which_both_took_their_turn() -> None:
+    clock = 0.0
+    turns: list[str] = []
+
+    def take(name: str, seconds: float) -> None:
+        nonlocal clock
+        turns.append(name)
+        clock += seconds * (1 + len(turns) // 4)  # the machine gets slower
+
+    found = interleaved(lambda: take("plain", 1.0), lambda: take("watched", 1.5), rounds=4, clock=lambda: clock)
+
+    assert turns == ["plain", "watched", "watched", "plain", "plain", "watched", "watched", "plain"]
+    assert (found.rounds, found.low, found.high) == (4, pytest.approx(1.25, abs=0.5), pytest.approx(1.5, abs=0.5))
+    assert 1.0 < found.median < 2.0
