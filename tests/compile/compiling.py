@@ -137,7 +137,7 @@ def assert_seen_as_in_eager_mode(case: Case, compile_: Compile, tmp_path: Path) 
     assert_bitwise_equal(recorded.outcome, plain.outcome)
     assert recorded.breaks == plain.breaks
     assert_same_observations(tmp_path)
-    if case.recorded != "late":  # then the code that was there is compiled anew
+    if case.recorded != "late" and not plain.breaks:  # late: what was there is compiled anew
         assert recorded.graphs == plain.graphs
     return recorded
 

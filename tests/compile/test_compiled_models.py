@@ -41,6 +41,7 @@ from tests.compile.models import (
 from tests.taps.reading import rows, unobserved
 from tests.taps.test_undisturbed import assert_bitwise_equal
 from tests.taps.trainings import CONTAINERS, Returning, WithTable
+from traindiff.taps.module_outputs import LEAF
 
 pytestmark = torch_may_warn
 
@@ -77,7 +78,6 @@ def test_equal_layers_are_compiled_once(tmp_path: Path) -> None:
         (Twice, full_graph),
         (Tokens, full_graph),
         (InspectedNet, full_graph),
-        (WithTable, full_graph),
         (Narrowing, full_graph),
     ],
 )
@@ -213,3 +213,15 @@ def test_a_name_that_is_inspected_twice_is_numbered(tmp_path: Path) -> None:
     for phase, calls in (("forward", [0, 1]), ("backward", [1, 0])):
         found: list[Tensor] = rows(tmp_path / "run", phase=phase, path="between", step=2)
         assert [one.call for one, _ in found] == calls
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_hooks_do_not_pile_up_on_a_parameter_that_compiled_code_returns(backend: str, tmp_path: Path) -> None:
+    case = Case(build=WithTable, backend=backend)
+    plain, recorded = train(case, full_graph, None), train(case, full_graph, tmp_path / "run")
+
+    assert_bitwise_equal(recorded.outcome, plain.outcome)
+    assert rows(tmp_path / "run", phase="backward", path="positions", unobserved="") == []
+    found = rows(tmp_path / "run", phase="backward", path="positions")
+    assert [(one.step, one.unobserved) for one, _ in found] == [(0, LEAF), (1, LEAF), (2, LEAF)]
+    assert len(rows(tmp_path / "run", phase="forward", path="positions")) == 3

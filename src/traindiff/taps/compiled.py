@@ -37,6 +37,9 @@ class ModuleObserver(Protocol):
     def gradient(self, gradient: Tensor, slot: str) -> None:
         """The gradient of that output."""
 
+    def no_gradient(self, slot: str) -> None:
+        """That output is a parameter or an input: a hook on it in compiled code would never be removed."""
+
 
 class RootObserver(Protocol):
     """Who observes the forward passes of the root in compiled code."""
@@ -109,7 +112,9 @@ def tap_compiled_inspection(observer: ModuleObserver) -> ExitStack:
 def inspect_compiled(name: str, tensor: Tensor) -> None:
     """Observe an intermediate tensor; called while code is compiled."""
     torch.ops.traindiff.inspect(tensor, name)
-    if tensor.requires_grad:
+    if tensor.requires_grad and tensor.is_leaf:
+        torch.ops.traindiff.inspect_no_gradient(name)
+    elif tensor.requires_grad:
         tensor.register_hook(lambda gradient: torch.ops.traindiff.inspect_gradient(gradient, name))
 
 
@@ -175,7 +180,9 @@ def _output_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 def _observe(tensor: Tensor, number: Tensor, slot: str) -> None:
     torch.ops.traindiff.observe(tensor, number, slot)
-    if tensor.requires_grad:
+    if tensor.requires_grad and tensor.is_leaf:
+        torch.ops.traindiff.observe_no_gradient(number, slot)
+    elif tensor.requires_grad:
         tensor.register_hook(lambda gradient: torch.ops.traindiff.observe_gradient(gradient, number, slot))
 
 
@@ -210,12 +217,14 @@ def operators() -> torch.library.Library:
     for schema, run in (
         ("observe(Tensor x, Tensor module, str slot) -> ()", _run_observe),
         ("observe_gradient(Tensor x, Tensor module, str slot) -> ()", _run_observe_gradient),
+        ("observe_no_gradient(Tensor module, str slot) -> ()", _run_observe_no_gradient),
         ("begin(Tensor module, Tensor[] inputs, str slots, bool evaluating) -> ()", _run_begin),
         ("end(Tensor module) -> ()", _run_end),
         ("before_step(Tensor optimizer) -> ()", _run_before_step),
         ("after_step(Tensor optimizer) -> ()", _run_after_step),
         ("inspect(Tensor x, str name) -> ()", _run_inspect),
         ("inspect_gradient(Tensor x, str name) -> ()", _run_inspect_gradient),
+        ("inspect_no_gradient(str name) -> ()", _run_inspect_no_gradient),
     ):
         library.define(schema)
         name = schema.partition("(")[0]
@@ -241,6 +250,11 @@ def _run_observe_gradient(x: Tensor | None, module: Tensor, slot: str) -> None:
         return  # backward did not come this way
     for observer in _observers(_modules, module):
         observer.gradient(x, slot)
+
+
+def _run_observe_no_gradient(module: Tensor, slot: str) -> None:
+    for observer in _observers(_modules, module):
+        observer.no_gradient(slot)
 
 
 def _run_begin(module: Tensor, inputs: list[Tensor], slots: str, evaluating: bool) -> None:  # noqa: FBT001
@@ -279,3 +293,8 @@ def _run_inspect_gradient(x: Tensor | None, name: str) -> None:
         return
     for observer in _inspectors:
         observer.gradient(x, name)
+
+
+def _run_inspect_no_gradient(name: str) -> None:
+    for observer in _inspectors:
+        observer.no_gradient(name)

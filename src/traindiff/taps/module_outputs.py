@@ -26,6 +26,8 @@ PARTIAL = (
     "cannot be seen; it can where a function that calls the module is compiled, not the module itself"
 )
 
+LEAF = "compiled code returned a parameter or an input itself, whose gradient is seen as that of the parameter alone"
+
 
 class ActivationTap:
     """Summarise activations and the gradients of them.
@@ -118,6 +120,11 @@ class ActivationTap:
         for gradient in (fresh or waiting)[-1:]:
             gradient(tensor)
 
+    def _compiled_leaf(self, path: str, slot: str) -> None:
+        """An output in compiled code of which no gradient will come."""
+        if self._backward and self._stage() is not None:
+            self._sink.unobserved(LEAF, phase="backward", path=path, slot=slot)
+
     def _stage(self) -> str | None:
         """Stage of what a module returns now; None if it is not observed."""
         progress = self._sink.progress
@@ -172,6 +179,7 @@ class _Compiled:
     def __init__(self, tap: ActivationTap, sink: Sink, path: str) -> None:
         self.output = sink.guarded("module_outputs", partial(tap._compiled_output, path))
         self.gradient = sink.guarded("module_outputs", partial(tap._compiled_gradient, path))
+        self.no_gradient = sink.guarded("module_outputs", partial(tap._compiled_leaf, path))
 
 
 class _CompiledInspection:
@@ -180,6 +188,7 @@ class _CompiledInspection:
     def __init__(self, tap: ActivationTap, sink: Sink) -> None:
         self._output = sink.guarded("inspect", tap._compiled_output)
         self._gradient = sink.guarded("inspect", tap._compiled_gradient)
+        self._leaf = sink.guarded("inspect", tap._compiled_leaf)
 
     def output(self, tensor: Tensor, name: str) -> None:
         """See `traindiff.taps.compiled.ModuleObserver`."""
@@ -188,6 +197,10 @@ class _CompiledInspection:
     def gradient(self, gradient: Tensor, name: str) -> None:
         """See `traindiff.taps.compiled.ModuleObserver`."""
         self._gradient(name, gradient, "value")
+
+    def no_gradient(self, name: str) -> None:
+        """See `traindiff.taps.compiled.ModuleObserver`."""
+        self._leaf(name, "value")
 
 
 @dataclass(slots=True, kw_only=True)
