@@ -135,7 +135,7 @@ def test_a_kernel_that_fails_disables_every_tap_that_uses_it_and_the_training_go
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = TRAINING(lambda *_: nullcontext())
-    monkeypatch.setattr("traindiff.sessions.recorder.summarise", broken)
+    monkeypatch.setattr("traindiff.kernels.store.summarise", broken)
 
     with pytest.warns(traindiff.TraindiffWarning) as caught:
         actual = train(tmp_path / "run")
@@ -235,7 +235,7 @@ def test_an_interrupt_inside_a_tap_reaches_the_training(tmp_path: Path, monkeypa
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("traindiff.sessions.recorder.summarise", interrupt)
+    monkeypatch.setattr("traindiff.kernels.store.summarise", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run")

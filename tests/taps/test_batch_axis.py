@@ -142,7 +142,7 @@ def progress(*lengths: int, size: int = 4) -> Progress:
 
 
 def split(tensor: Tensor, where: Progress, declared: dict[str, int | None] | None = None) -> tuple[int, Shard]:
-    return BatchAxis(declared or {}).split(tensor, path="encoder.0", site=SITE, progress=where)
+    return BatchAxis(declared or {}).split(tensor, path="encoder.0", slot="output[1][0]", site=SITE, progress=where)
 
 
 def test_the_batch_is_as_long_as_axis_0_of_the_first_input_with_axes() -> None:
@@ -172,6 +172,13 @@ def test_a_batch_of_sequences_flattened_to_tokens_is_recognised() -> None:
     assert split(torch.ones(24, 5), where) == (0, Shard.of_batch((24, 5), first=24))
 
 
+def test_with_one_sample_a_position_table_is_not_taken_for_its_tokens() -> None:
+    where = Progress(batch=BatchAxis({}).of_batch([torch.ones(1, 6, dtype=torch.int64)]))
+
+    assert split(torch.ones(6, 5), where) == (0, Shard.whole((6, 5)))
+    assert split(torch.ones(1, 5), where) == (0, Shard.of_batch((1, 5), first=0))
+
+
 @pytest.mark.parametrize("shape", [(6, 5), (5, 4), (), (8,), (0,)])
 def test_a_tensor_of_another_length_is_whole(shape: tuple[int, ...]) -> None:
     where = Progress(batch=BatchAxis({}).of_batch([torch.ones(4, 6)]))
@@ -190,6 +197,9 @@ def test_outside_of_any_batch_every_tensor_is_whole() -> None:
         ({"encoder.*": -1}, -1, (3, 5)),
         ({"decoder.*": 1, "*": 0}, 0, (5, 3)),
         ({"encoder.0": 0, "*": 1}, 0, (5, 3)),  # the first pattern that matches
+        ({"encoder.0 output[1][0]": 1}, 1, (3, 5)),  # path and slot
+        ({"encoder.0 output[1][*": 1}, 1, (3, 5)),
+        ({"encoder.0 output[0]": None, "encoder.*": 1}, 1, (3, 5)),  # another slot's
     ],
 )
 def test_a_declared_axis_is_taken_whatever_its_length(

@@ -6,12 +6,13 @@ import os
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from traindiff.detail import Detail
+from traindiff.kernels.store import resolved
 from traindiff.observation import Observation
 from traindiff.recording import RecordingWriter
 from traindiff.recording.writer import NO_DETAILS
-from traindiff.summary import Summaries
 
 DEPTH = 2
 """Steps that may wait to be written. With one more in the writer's hands, this bounds the memory."""
@@ -19,7 +20,7 @@ DEPTH = 2
 PATIENCE_SECONDS = 60.0
 """How long a step of the training waits for a file system that takes nothing."""
 
-Step = tuple[Sequence[Observation], Summaries, Mapping[int, Detail]]
+Step = tuple[Sequence[Observation], Sequence[Any], Mapping[int, Detail]]
 
 
 class BackgroundWriter:
@@ -46,9 +47,9 @@ class BackgroundWriter:
         self._thread.start()
 
     def write_step(
-        self, observations: Sequence[Observation], summaries: Summaries, details: Mapping[int, Detail] = NO_DETAILS
+        self, observations: Sequence[Observation], summaries: Sequence[Any], details: Mapping[int, Detail] = NO_DETAILS
     ) -> None:
-        """Have a step written; see `RecordingWriter.write_step`.
+        """Have a step written; see `RecordingWriter.write_step`. Some summaries may be `Deferred`.
 
         Raises:
             OSError: An earlier step could not be written.
@@ -102,6 +103,7 @@ class BackgroundWriter:
             if self._error is not None:
                 continue  # nothing can follow a gap; the queue is emptied so that nobody waits
             try:
-                self._writer.write_step(*step)
+                observations, summaries, details = step
+                self._writer.write_step(observations, resolved(summaries), details)
             except BaseException as error:  # noqa: BLE001  raised where the training can be told
                 self._error = error

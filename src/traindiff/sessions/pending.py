@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from traindiff.detail import Detail
 from traindiff.observation import Observation
-from traindiff.summary import SUMMARY, Summaries, empty
+from traindiff.summary import SUMMARY, empty
 
 MOST_BYTES = 256 * 2**20
 """Memory that waiting observations may take; beyond it they are written early, as a part of their step."""
@@ -56,10 +54,13 @@ class Pending:
         self._steps.clear()
         self._bytes = 0
 
-    def take(self, optimizer: str | None = None) -> Iterator[tuple[list[Observation], Summaries, dict[int, Detail]]]:
-        """Remove and yield what belongs to one optimizer, or to all of them: one item per step."""
+    def take(self, optimizer: str | None = None) -> Iterator[tuple[list[Observation], list[Any], dict[int, Detail]]]:
+        """Remove and yield what belongs to one optimizer, or to all of them: one item per step.
+
+        Summaries come as they were given; `traindiff.kernels.store.resolved` makes one array of them.
+        """
         for key in sorted(key for key in self._steps if optimizer in (None, key[0])):
             step = self._steps.pop(key)
             details = sum(detail.num_bytes for detail in step.details.values())
             self._bytes -= details + _ROW_BYTES * len(step.seen)
-            yield step.seen, np.array(step.summaries, dtype=SUMMARY), step.details
+            yield step.seen, step.summaries, step.details

@@ -6,7 +6,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from traindiff.errors import ConfigError, Problem, UnsupportedTensorError
-from traindiff.kernels import summarise
+from traindiff.kernels.store import SummaryStore
 from traindiff.kernels.torch_arrays import dtype_name, shape_of
 from traindiff.observation import Merge, Observation
 from traindiff.recording import RecordingWriter
@@ -43,6 +43,7 @@ class Recorder:
         self.progress = Progress(optimizer=targets.primary, observing=settings.records(0))
         self._settings = settings
         self._pending = Pending()
+        self._summaries = SummaryStore()
         self._containment = Containment(strict=settings.strict, report=self._record_fault)
         self._files: RecordingWriter | None = None
         self._writer: BackgroundWriter | None = None
@@ -143,7 +144,7 @@ class Recorder:
             shard = Shard(shape=(*shard.shape, 2), global_shape=(*shard.global_shape, 2), offset=(*shard.offset, 0))
         reason, summary = "", None
         try:
-            summary = summarise(tensor, shard)
+            summary = self._summaries.add(tensor, shard)
         except UnsupportedTensorError as error:
             reason = str(error)
         progress = self.progress
@@ -173,6 +174,10 @@ class Recorder:
         )  # fmt: skip
         self._pending.append(seen, None)
 
+    def together(self) -> AbstractContextManager[None]:
+        """See `traindiff.taps.sink.Sink`."""
+        return self._summaries.together()
+
     def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
         """See `traindiff.taps.sink.Sink`."""
         return self._containment.guarded(tap, hook)
@@ -188,6 +193,7 @@ class Recorder:
 
     def _write(self, optimizer: str | None = None) -> None:
         if self._writer is not None:
+            self._summaries.end_step()
             for step in self._pending.take(optimizer):
                 self._writer.write_step(*step)
 

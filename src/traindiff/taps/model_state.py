@@ -42,11 +42,12 @@ class ModelStateTap:
         if not progress.observing or self._recorded_step in (progress.step, progress.step - 1):
             return
         self._recorded_step = progress.step
-        for path, parameter in self._parameters.items():
-            self._sink.emit(parameter, phase="param", path=path, slot="value", stage="before")
-        for path, buffer in self._present_buffers():
-            self._seen[path] = ref(buffer), buffer._version
-            self._sink.emit(buffer, phase="param", path=path, slot="buffer", stage="before")
+        with self._sink.together():
+            for path, parameter in self._parameters.items():
+                self._sink.emit(parameter, phase="param", path=path, slot="value", stage="before")
+            for path, buffer in self._present_buffers():
+                self._seen[path] = ref(buffer), buffer._version
+                self._sink.emit(buffer, phase="param", path=path, slot="buffer", stage="before")
 
     def after_step(self) -> None:
         """Record the buffers that may have been written."""

@@ -136,7 +136,7 @@ class ActivationTap:
         """Record an output; returns what will record its gradient."""
         progress = self._sink.progress
         site = ("forward", stage, path, slot, str(call))
-        axis, shard = self._batch_axis.split(tensor, path=path, site=site, progress=progress)
+        axis, shard = self._batch_axis.split(tensor, path=path, slot=slot, site=site, progress=progress)
         batch = progress.current_batch
         samples = batch.size if batch else 1
         scalar = tensor.dim() == 0 and batch is not None

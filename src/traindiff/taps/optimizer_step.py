@@ -90,19 +90,21 @@ class OptimizerTap:
         if "optimizer" in self._observe:
             self._hyper_parameters()
         if not self._has_closure:
-            self._gradients()
+            with self._sink.together():
+                self._gradients()
 
     def after_step(self, *_: Any) -> None:
         """Record state and parameters."""
         if not self._sink.progress.observing:
             return
-        if self._has_closure:
-            self._gradients()
-        for path, parameter in self._parameters():
-            if "optimizer" in self._observe:
-                self._state(path, self.optimizer.state.get(parameter, {}))
-            if "param" in self._observe:
-                self._emit(parameter, phase="param", path=path, slot="value")
+        with self._sink.together():
+            if self._has_closure:
+                self._gradients()
+            for path, parameter in self._parameters():
+                if "optimizer" in self._observe:
+                    self._state(path, self.optimizer.state.get(parameter, {}))
+                if "param" in self._observe:
+                    self._emit(parameter, phase="param", path=path, slot="value")
 
     def _end_step(self, *_: Any) -> None:
         if not is_compiling():

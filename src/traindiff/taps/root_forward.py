@@ -97,7 +97,7 @@ class RootForwardTap:
         call = progress.next_call("", f"inputs {stage}")
         for slot, tensor in inputs:
             site = ("batch", stage, slot, str(call))
-            axis, shard = self._batch_axis.split(tensor, path="", site=site, progress=progress)
+            axis, shard = self._batch_axis.split(tensor, path="", slot=slot, site=site, progress=progress)
             rows = batch_first(tensor, axis)
             self._sink.emit(rows, phase="batch", path="", slot=slot, stage=stage, call=call, shard=shard)
         if not progress.evaluating:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class Sink(Protocol):
         self, reason: str, *, phase: str, path: str, slot: str, stage: str = "", optimizer: str | None = None
     ) -> None:
         """Record that there is nothing to summarise at a site, and why."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Inside it, `emit` may put tensors off to its end, and summarise them together."""
 
     def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
         """`hook`, made harmless: an error in it disables the tap and never reaches the training."""

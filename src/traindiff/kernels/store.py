@@ -1,0 +1,128 @@
+"""The summaries of a session: made at once on the CPU, on their way from a GPU until they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from traindiff.kernels import summarise
+from traindiff.summary import SUMMARY, Summaries
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+    from traindiff.kernels.gpu.rows import DeviceRows
+    from traindiff.kernels.gpu.ticket import Ticket
+    from traindiff.shard import Shard
+
+
+class Deferred:
+    """A summary that a GPU is still making."""
+
+    __slots__ = ("_slot", "_ticket")
+
+    def __init__(self) -> None:
+        self._ticket: Ticket | None = None
+        self._slot = 0
+
+    def arrives_with(self, ticket: Ticket, slot: int) -> None:
+        """It is the given row of what the ticket brings."""
+        self._ticket, self._slot = ticket, slot
+
+    def result(self) -> np.void:
+        """The summary. Waits for the device if it has not come so far."""
+        assert self._ticket is not None
+        found: np.void = self._ticket.result()[self._slot]
+        return found
+
+
+def resolved(summaries: Sequence[Any]) -> Summaries:
+    """Summaries of which some may be `Deferred`, as one array; waits for those. Any thread may call it."""
+    return np.array([one.result() if isinstance(one, Deferred) else one for one in summaries], dtype=SUMMARY)
+
+
+class SummaryStore:
+    """Makes the summaries of a session.
+
+    A tensor on a GPU is summarised there, in the order of its stream, and nothing waits for it: what
+    `add` gives back is read after `end_step`, as a rule while the next step runs. Where Triton is
+    missing, or cannot read a tensor, its elements are copied to the CPU, which waits.
+
+    Args:
+        device_types: Types of devices on which the GPU kernel runs.
+    """
+
+    def __init__(self, device_types: Sequence[str] = ("cuda",)) -> None:
+        self._device_types = frozenset(device_types)
+        self._rows: dict[Any, DeviceRows] = {}
+        self._used: set[Any] = set()
+        self._waiting: list[tuple[Tensor, Shard, Deferred]] | None = None
+
+    def add(self, tensor: Tensor, shard: Shard) -> np.void | Deferred:
+        """The summary of a tensor; see `traindiff.kernels.summarise`.
+
+        Raises:
+            UnsupportedTensorError: The tensor has no dense elements that could be read.
+        """
+        if tensor.device.type in self._device_types and (gpu := _gpu_kernel()) is not None and gpu.reads(tensor):
+            deferred = Deferred()
+            if self._waiting is None:
+                rows = self._rows_of(tensor)
+                deferred.arrives_with(rows.ticket, rows.add(tensor, shard))
+            else:
+                self._waiting.append((tensor, shard, deferred))
+            return deferred
+        return summarise(tensor, shard)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Summarise what is added in the block at its end, all tensors of a dtype in one launch."""
+        if self._waiting is not None:
+            yield
+            return
+        self._waiting = []
+        try:
+            yield
+        finally:
+            waiting, self._waiting = self._waiting, None
+            for device in dict.fromkeys(tensor.device for tensor, _, _ in waiting):
+                self._add_many([entry for entry in waiting if entry[0].device == device])
+
+    def end_step(self) -> None:
+        """Send what was added on its way to the host. Waits for nothing but what was sent two steps ago."""
+        for device in self._used:
+            self._rows[device].end_step()
+        self._used.clear()
+
+    def _add_many(self, entries: Sequence[tuple[Tensor, Shard, Deferred]]) -> None:
+        rows = self._rows_of(entries[0][0])
+        slots = rows.add_many([tensor for tensor, _, _ in entries], [shard for _, shard, _ in entries])
+        for slot, (_, _, deferred) in zip(slots, entries, strict=True):
+            deferred.arrives_with(rows.ticket, slot)
+
+    def _rows_of(self, tensor: Tensor) -> DeviceRows:
+        device = tensor.device
+        if device not in self._rows:
+            from traindiff.kernels.gpu.rows import DeviceRows
+
+            self._rows[device] = DeviceRows(device)
+        self._used.add(device)
+        return self._rows[device]
+
+
+@cache
+def _gpu_kernel() -> ModuleType | None:
+    """The Triton kernel; None where Triton is not installed."""
+    try:
+        from traindiff.kernels.gpu import reading
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("triton"):
+            return None
+        raise
+    return reading
