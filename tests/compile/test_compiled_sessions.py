@@ -14,12 +14,21 @@ from torch._dynamo.utils import counters
 from torch.optim import SGD, Adam
 
 import traindiff
-from tests.compile.compiling import Compile, assert_same_observations, full_graph, per_layer, torch_may_warn, whole
+from tests.compile.compiling import (
+    Compile,
+    assert_same_observations,
+    eager,
+    full_graph,
+    per_layer,
+    torch_may_warn,
+    whole,
+)
 from tests.compile.models import Net
 from tests.taps.reading import rows, unobserved
 from tests.taps.test_undisturbed import assert_bitwise_equal
 from tests.taps.trainings import Outcome, batches, final_state
 from traindiff.taps import compiled
+from traindiff.taps.silent_modules import SCRIPTED
 
 pytestmark = torch_may_warn
 
@@ -250,3 +259,25 @@ def test_modules_that_compiled_code_does_not_call_are_no_news(tmp_path: Path) ->
         step(torch.compile(model, backend="aot_eager"), optimizer, next(batches()))
 
     assert [entry for entry in unobserved(tmp_path / "run") if entry[1] == "output[0]"] == []
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compile_", [eager, whole])
+def test_modules_in_torchscript_are_unobserved_and_the_rest_is_seen(compile_: Compile, tmp_path: Path) -> None:
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.inner(x))
+
+    model = Scripted()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    call = compile_(model, "aot_eager")
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for batch in batches(2):
+            step(call, optimizer, batch)
+
+    assert unobserved(tmp_path / "run") == [(path, "output[0]", SCRIPTED) for path in ("inner", "inner.0", "inner.1")]
+    assert sites(tmp_path / "run") == 2 + 3

@@ -18,7 +18,7 @@ from traindiff.taps.batch_axis import BatchAxis, batch_first
 from traindiff.taps.compiled import tap_compiled_inspection, tap_compiled_module
 from traindiff.taps.inspection import tap_inspection
 from traindiff.taps.nested import tensors
-from traindiff.taps.silent_modules import SilentModules
+from traindiff.taps.silent_modules import SilentModules, takes_hooks
 from traindiff.taps.sink import Sink
 
 PARTIAL = (
@@ -59,6 +59,8 @@ class ActivationTap:
         with ExitStack() as undo:
             undo.callback(self._leave_leaves)
             for path, module in modules.items():
+                if not takes_hooks(module):
+                    continue
                 hook = self._sink.guarded("module_outputs", partial(self._module_output, path))
                 undo.callback(module.register_forward_hook(hook).remove)
                 undo.enter_context(tap_compiled_module(module, _Compiled(self, self._sink, path)))

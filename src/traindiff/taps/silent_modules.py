@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import getattr_static
 
 import torch
 from torch import nn
@@ -14,7 +15,12 @@ COMPILED = (
     "no output was observed, although the root ran and torch.compile was in use: the module was called in compiled "
     "code without its hooks, called by its forward method, or not called"
 )
-SCRIPTED = "no output was observed: TorchScript calls no hooks of the modules inside it"
+SCRIPTED = "no output was observed: TorchScript takes no hooks on modules"
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """Whether outputs of the module can be observed at all."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 class SilentModules:
@@ -49,7 +55,7 @@ class SilentModules:
         self._reported = True
         compiled = compiled_code_ran()
         for path, module in self._silent.items():
-            scripted = isinstance(module, torch.jit.ScriptModule)
+            scripted = not takes_hooks(module)
             if scripted or (compiled and not self._is_idle(path, module)):
                 reason = SCRIPTED if scripted else COMPILED
                 self._sink.unobserved(reason, phase="forward", path=path, slot="output[0]")
@@ -73,4 +79,5 @@ class SilentModules:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    # Static: TorchScript computes the attribute, and cannot for a class.
+    return getattr_static(type(module), "forward") is not nn.Module.forward
