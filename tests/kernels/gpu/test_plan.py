@@ -39,8 +39,8 @@ def test_profiles_read_little_that_is_not_there(rows: int) -> None:
     for columns in (100, 768, 1024, 50_000):
         (planned,) = plan(Shard.whole((rows, columns)), (columns, 1))
         piece = planned.piece
-        width = 1 << piece.width_log2
-        tiles = -(-piece.window // width) * -(-piece.lines // (1024 // width))
+        width, height = 1 << piece.width_log2, 1 << piece.height_log2
+        tiles = -(-piece.window // width) * -(-piece.lines // height) * -(-piece.periods * width * height // 1024)
         read = tiles * 1024 * piece.row_buckets * piece.column_buckets
         assert read <= 3 * rows * columns + 1024 * piece.row_buckets * piece.column_buckets
 

@@ -67,6 +67,7 @@ def summarise_blocks(
     size_type: tl.constexpr = tl.uint64 if integers or bits == 64 else tl.uint32
     highest: tl.constexpr = 2**63 - 1 if integers else infinity
     shape: tl.constexpr = (BLOCKS, 64)
+    row_of = tl.arange(0, BLOCKS)
     bucket = tl.arange(0, 64)
     kinds = tl.arange(0, 8)
     counts = tl.zeros((8,), dtype=tl.int64)
@@ -83,25 +84,32 @@ def summarise_blocks(
     for span in range(tiles * part // parts, stop, _SPAN):
         packed = tl.zeros(shape, dtype=tl.uint64)
         for tile in range(span, tl.minimum(span + _SPAN, stop)):
-            number_of_block = tl.arange(0, BLOCKS).to(tl.int64) + tile * BLOCKS
-            run = tl.zeros_like(number_of_block)
+            # `before` elements lie before the run: of each row's block, or of the tile if there is one run.
             if box:
+                number_of_block = row_of.to(tl.int64) + tile * BLOCKS
                 run = number_of_block // blocks_per_run
-                number_of_block -= run * blocks_per_run
-            first = start + run * index_step
-            block = (first >> 6) + number_of_block
+                first = start + run * index_step
+                block = (first >> 6) + number_of_block - run * blocks_per_run
+                before = (first - block * 64)[:, None]
+                ahead = tl.where((run < num_runs)[:, None], before + length, 0)
+                base = address + (run * memory_step)[:, None] * (bits // 8)
+            else:
+                block = row_of.to(tl.int64) + ((start >> 6) + tile * BLOCKS)
+                before = (start & 63) - tile * (BLOCKS * 64)
+                ahead = before + length
+                base = address
             weight = block_weights(block)[:, None]
             lane = (bucket[None, :] - (weight >> 58).to(tl.int32)) & 63
-            at = (block * 64 - first)[:, None] + lane
-            valid = (at >= 0) & (at < length) & (run < num_runs)[:, None]
-            word = load_words(address, (run * memory_step)[:, None] + at, valid, bits)
-            lane_weight = tl.load(lane_weights.to(tl.pointer_type(tl.int64)) + lane).to(tl.uint64)
+            place = lane if box else row_of[:, None] * 64 + lane
+            valid = (place >= _within_tile(before)) & (place < _within_tile(ahead))
+            word = load_words(base - before * (bits // 8), place, valid, bits)
+            lane_weight = tl.load(lane_weights.to(tl.pointer_type(tl.uint32)) + 2 * lane).to(tl.uint64)
             weight = weight * lane_weight
             fingerprint += weight * fold(word, bits)
             multiset += multiset_hash(word, bits)
 
             kind = _kind(word, form, bits, infinity, first_nan, smallest_normal)
-            packed += tl.where(valid, tl.full(shape, 1, dtype=tl.uint64) << kind.to(tl.uint64), 0)
+            packed += tl.where(valid, tl.full(shape, 1, dtype=tl.uint64) << kind.to(tl.uint32).to(tl.uint64), 0)
             finite = valid & (kind < _NAN)
             key = order_key(word, form, bits)
             size = element_size(word, form, bits)
@@ -112,7 +120,7 @@ def summarise_blocks(
                 nonfinite += weight * _nonfinite_code(kind)
                 value = tl.where(finite, as_float64(word, form), 0.0)
                 total += value
-                negated = ((block_signs(block)[:, None] >> lane.to(tl.uint64)) & 1) != 0
+                negated = ((block_signs(block)[:, None] >> lane.to(tl.uint32).to(tl.uint64)) & 1) != 0
                 sketch += tl.where(negated, -value, value)
         for kind in tl.static_range(8):
             found = tl.sum(((packed >> (8 * kind)) & 0xFF).to(tl.int64))
@@ -144,6 +152,12 @@ def summarise_blocks(
 
 
 @triton.jit
+def _within_tile(number):
+    """A number of elements, at least 0 and at most those of a tile, int32."""
+    return tl.minimum(tl.maximum(number, 0), BLOCKS * 64).to(tl.int32)
+
+
+@triton.jit
 def _kind(
     word, form: tl.constexpr, bits: tl.constexpr,
     infinity: tl.constexpr, first_nan: tl.constexpr, smallest_normal: tl.constexpr,
@@ -165,7 +179,7 @@ def _kind(
 @triton.jit
 def _nonfinite_code(kind):
     """1 for NaN, 2 for +inf, 3 for -inf, else 0, as uint64."""
-    return tl.where(kind >= _NAN, (kind >> 3) - 4, 0).to(tl.uint64)
+    return tl.where(kind >= _NAN, (kind >> 3) - 4, 0).to(tl.uint32).to(tl.uint64)
 
 
 @triton.jit

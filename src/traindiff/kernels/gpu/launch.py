@@ -39,8 +39,8 @@ def one_kernel(
     length: tl.int64, num_runs: tl.int64, memory_step: tl.int64, index_step: tl.int64, start: tl.int64,
     blocks_per_run: tl.int64, line_length: tl.int64, line_block: tl.int64, column_block: tl.int64,
     first_group: tl.int64, first_line: tl.int64, row_buckets: tl.int64, column_buckets: tl.int64,
-    lines: tl.int64, first_column: tl.int64, stop_column: tl.int64, window: tl.int64, width_log2: tl.int64,
-    splits: tl.int64,
+    lines: tl.int64, periods: tl.int64, first_column: tl.int64, stop_column: tl.int64, window: tl.int64,
+    width_log2: tl.int64, height_log2: tl.int64, splits: tl.int64,
     box: tl.constexpr, form: tl.constexpr, bits: tl.constexpr,
     infinity: tl.constexpr, first_nan: tl.constexpr, smallest_normal: tl.constexpr,
 ):  # fmt: skip
@@ -53,9 +53,9 @@ def one_kernel(
         tl.cast(index_step, tl.int64), tl.cast(start, tl.int64), tl.cast(blocks_per_run, tl.int64),
         tl.cast(line_length, tl.int64), tl.cast(line_block, tl.int64), tl.cast(column_block, tl.int64),
         tl.cast(first_group, tl.int64), tl.cast(first_line, tl.int64), tl.cast(row_buckets, tl.int64),
-        tl.cast(column_buckets, tl.int64), tl.cast(lines, tl.int64), tl.cast(first_column, tl.int64),
-        tl.cast(stop_column, tl.int64), tl.cast(window, tl.int64), tl.cast(width_log2, tl.int64),
-        tl.cast(splits, tl.int64),
+        tl.cast(column_buckets, tl.int64), tl.cast(lines, tl.int64), tl.cast(periods, tl.int64),
+        tl.cast(first_column, tl.int64), tl.cast(stop_column, tl.int64), tl.cast(window, tl.int64),
+        tl.cast(width_log2, tl.int64), tl.cast(height_log2, tl.int64), tl.cast(splits, tl.int64),
         box, form, bits, infinity, first_nan, smallest_normal,
     )  # fmt: skip
 
@@ -86,6 +86,7 @@ def many_kernel(
         tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7), tl.load(piece + 8), tl.load(piece + 9),
         tl.load(piece + 10), tl.load(piece + 11), tl.load(piece + 12), tl.load(piece + 13), tl.load(piece + 14),
         tl.load(piece + 15), tl.load(piece + 16), tl.load(piece + 17), tl.load(piece + 18),
+        tl.load(piece + 19), tl.load(piece + 20),
         box, form, bits, infinity, first_nan, smallest_normal,
     )  # fmt: skip
 
@@ -95,7 +96,7 @@ def _summarise(
     address, row, lane_weights, part, parts,
     length, num_runs, memory_step, index_step, start, blocks_per_run,
     line_length, line_block, column_block, first_group, first_line, row_buckets, column_buckets,
-    lines, first_column, stop_column, window, width_log2, splits,
+    lines, periods, first_column, stop_column, window, width_log2, height_log2, splits,
     box: tl.constexpr, form: tl.constexpr, bits: tl.constexpr,
     infinity: tl.constexpr, first_nan: tl.constexpr, smallest_normal: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +112,7 @@ def _summarise(
             address, row, part, parts,
             length, num_runs, memory_step, index_step, start,
             line_length, line_block, column_block, first_group, first_line, row_buckets, column_buckets,
-            lines, first_column, stop_column, window, width_log2, splits,
+            lines, periods, first_column, stop_column, window, width_log2, height_log2, splits,
             box, form, bits, infinity,
         )  # fmt: skip
 

@@ -44,11 +44,13 @@ class Piece(NamedTuple):
         first_line: Where the first row bucket begins.
         row_buckets: Number of row buckets that the piece may touch.
         column_buckets: Number of column buckets that it may touch.
-        lines: Lines of each row bucket.
+        lines: Lines of a row bucket that follow each other and may be touched, at most `line_block`.
+        periods: How often that many follow; between them lie the other row buckets.
         first_column: First column that it may touch.
         stop_column: The column after the last that it may touch.
         window: Columns of each column bucket that lie between the two, at most.
-        width_log2: Of the width of a tile.
+        width_log2: Of the columns of a tile.
+        height_log2: Of its lines that follow each other; its other lines are those of further periods.
         splits: How many programs share a row and a column bucket.
     """
 
@@ -66,10 +68,12 @@ class Piece(NamedTuple):
     row_buckets: int
     column_buckets: int
     lines: int
+    periods: int
     first_column: int
     stop_column: int
     window: int
     width_log2: int
+    height_log2: int
     splits: int
 
 
@@ -131,10 +135,9 @@ def _planned(shard: Shard, part: Runs, elements_per_part: int) -> Planned:
         line_block, column_block = 1, line_length
     first_line, last_line = start // line_length, last // line_length
     first_group, last_group = first_line // line_block, last_line // line_block
-    if first_group == last_group:
-        lines = last_line - first_line + 1
-    else:
-        lines = line_block * -(-(last_group - first_group + 1) // BUCKETS)
+    lines, periods = last_line - first_line + 1, 1
+    if first_group != last_group:
+        lines, periods = line_block, -(-(last_group - first_group + 1) // BUCKETS)
         first_line = first_group * line_block
     row_buckets = min(BUCKETS, last_group - first_group + 1)
     first_column, last_column = _columns(start, last, part, line_length)
@@ -144,8 +147,7 @@ def _planned(shard: Shard, part: Runs, elements_per_part: int) -> Planned:
         ahead = min(last_column + 1, column_block * (first_column // column_block + 1)) - first_column
         window = max(ahead, last_column + 1 - first_column - ahead)
     parts = max(1, min(MOST_PARTS, -(-part.length * part.count // elements_per_part)))
-    width_log2 = _width_log2(window, lines)
-    steps = _tiles(window, lines, width_log2)
+    steps, width_log2, height_log2 = _tiles(window, lines, periods)
     piece = Piece(
         length=part.length,
         num_runs=part.count,
@@ -161,10 +163,12 @@ def _planned(shard: Shard, part: Runs, elements_per_part: int) -> Planned:
         row_buckets=row_buckets,
         column_buckets=column_buckets,
         lines=lines,
+        periods=periods,
         first_column=first_column,
         stop_column=last_column + 1,
         window=window,
         width_log2=width_log2,
+        height_log2=height_log2,
         splits=max(1, min(steps, -(-parts // (row_buckets * column_buckets)))),
     )
     return Planned(piece=piece, offset=part.memory, parts=parts)
@@ -180,11 +184,13 @@ def _columns(start: int, last: int, part: Runs, line_length: int) -> tuple[int, 
     return 0, line_length - 1
 
 
-def _width_log2(window: int, lines: int) -> int:
-    """The width of tiles of which the fewest cover the window of a bucket; the largest such."""
-    return min(range(TILE_LOG2, -1, -1), key=lambda width: _tiles(window, lines, width))
-
-
-def _tiles(window: int, lines: int, width_log2: int) -> int:
-    height = 1 << (TILE_LOG2 - width_log2)
-    return -(-window >> width_log2) * -(-lines // height)
+def _tiles(columns: int, lines: int, periods: int) -> tuple[int, int, int]:
+    """How few tiles cover so many columns and lines; log2 of the width and height of such a tile, the widest."""
+    best = (2**62, 0, 0)
+    for width in range(TILE_LOG2, -1, -1):
+        for height in range(TILE_LOG2 - width, -1, -1):
+            depth = TILE_LOG2 - width - height
+            tiles = (-columns >> width) * (-lines >> height) * -(-periods >> depth)
+            if tiles < best[0]:
+                best = (tiles, width, height)
+    return best

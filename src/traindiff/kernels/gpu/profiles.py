@@ -1,7 +1,8 @@
 """Device code: sums of squares and largest magnitudes of buckets of rows and of columns.
 
-A *unit* is what one row bucket and one column bucket share, or a split of it. Its lines are read in
-tiles of TILE elements, `2**width_log2` columns wide.
+A *unit* is what one row bucket and one column bucket share, or a split of it. It is read in tiles of
+TILE elements: so many columns of so many lines of so many periods, all powers of two. So the place of
+an element in a tile never changes, and a step from tile to tile is one addition per element.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def summarise_profiles(
     address, row, part, parts,
     length, num_runs, memory_step, index_step, start,
     line_length, line_block, column_block, first_group, first_line, row_buckets, column_buckets,
-    lines, first_column, stop_column, window, width_log2, splits,
+    lines, periods, first_column, stop_column, window, width_log2, height_log2, splits,
     box: tl.constexpr, form: tl.constexpr, bits: tl.constexpr, infinity: tl.constexpr,
 ):  # fmt: skip
     """Summarise part `part` of `parts` of a piece (see `plan.Piece`), and write squares and profiles.
@@ -40,12 +41,18 @@ def summarise_profiles(
     row_largest = tl.zeros((16,), dtype=tl.float64)
     column_squares = tl.zeros((16,), dtype=tl.float64)
     column_largest = tl.zeros((16,), dtype=tl.float64)
+    width, height = 1 << width_log2, 1 << height_log2
+    depth = TILE // width // height
     place = tl.arange(0, TILE)
-    width = 1 << width_log2
-    in_line, line_of_tile = (place & (width - 1)).to(tl.int64), (place >> width_log2).to(tl.int64)
-    height = TILE >> width_log2
-    steps_across = (window + width - 1) // width
-    steps = (lines + height - 1) // height * steps_across
+    column_of, line_of = (
+        place & (width - 1).to(tl.int32),
+        (place >> width_log2.to(tl.int32)) & (height - 1).to(tl.int32),
+    )
+    period_of = place >> (width_log2 + height_log2).to(tl.int32)
+    period_length = 16 * line_block * line_length
+    offset = column_of.to(tl.int64) + line_of.to(tl.int64) * line_length + period_of.to(tl.int64) * period_length
+    steps_across, steps_down = (window + width - 1) // width, (lines + height - 1) // height
+    steps = steps_across * steps_down * ((periods + depth - 1) // depth)
     for unit in range(part, row_buckets * column_buckets * splits, parts):
         column_bucket = first_column // column_block + unit % column_buckets
         split = unit // column_buckets % splits
@@ -53,16 +60,16 @@ def summarise_profiles(
         row_bucket = (first_group + number) & 15
         low = tl.maximum(column_bucket * column_block, first_column)
         high = tl.minimum((column_bucket + 1) * column_block, stop_column)
+        corner = (first_line + number * line_block) * line_length + low - start
         squares = tl.zeros((TILE,), dtype=tl.float64)
         largest = tl.zeros((TILE,), dtype=tl.uint64 if bits == 64 else tl.uint32)
-        for step in range(steps * split // splits, steps * (split + 1) // splits):
-            column = low + step % steps_across * width + in_line
-            of_bucket = step // steps_across * height + line_of_tile
-            # A row bucket has every 16th group of `line_block` lines.
-            line = first_line + number * line_block + of_bucket
-            line += (of_bucket.to(tl.uint32) // line_block.to(tl.uint32)).to(tl.int64) * (15 * line_block)
-            valid = (column < high) & (of_bucket < lines)
-            at = line * line_length + column - start
+        begin = steps * split // splits
+        across, down = begin % steps_across * width, begin // steps_across % steps_down * height
+        period = begin // steps_across // steps_down * depth
+        for _ in range(begin, steps * (split + 1) // splits):
+            valid = (column_of < _ahead(high - low - across)) & (line_of < _ahead(lines - down))
+            valid &= period_of < _ahead(periods - period)
+            at = offset + (corner + across + down * line_length + period * period_length)
             valid &= at >= 0
             if box:
                 run = at // index_step
@@ -76,6 +83,11 @@ def summarise_profiles(
             value = as_float64(size, form)
             squares += value * value
             largest = tl.maximum(largest, size)
+            across += width
+            down += tl.where(across >= window, height, 0)
+            across = tl.where(across >= window, 0, across)
+            period += tl.where(down >= lines, depth, 0)
+            down = tl.where(down >= lines, 0, down)
         sum_of_squares = tl.sum(squares)
         top = as_float64(tl.max(largest), form)
         row_squares += tl.where(buckets == row_bucket, sum_of_squares, 0.0)
@@ -88,6 +100,12 @@ def summarise_profiles(
     tl.store(real + _ROW_SQUARES + buckets, row_squares)
     tl.store(real + _COLUMN_LARGEST + buckets, column_largest)
     tl.store(real + _COLUMN_SQUARES + buckets, column_squares)
+
+
+@triton.jit
+def _ahead(number):
+    """How many of a tile's places along an axis are inside, when `number` lie ahead; int32."""
+    return tl.minimum(number, TILE).to(tl.int32)
 
 
 @triton.jit
