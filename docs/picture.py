@@ -4,16 +4,17 @@ Run it after `traindiff demo`: python docs/picture.py traindiff-demo docs/first-
 """
 
 import sys
+from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
 
-from traindiff.compare import compare
+from traindiff.comparison import compare
 from traindiff.report.terminal import print_comparison
 
 if __name__ == "__main__":
     recordings, picture = Path(sys.argv[1]), Path(sys.argv[2])
-    console = Console(record=True, width=124, file=Path("/dev/null").open("w"), force_terminal=True)
+    console = Console(record=True, width=124, file=StringIO(), force_terminal=True)
     result = compare(str(recordings / "baseline"), str(recordings / "faulty-lost-gradient"))
     print_comparison(console, result, top=10)
     console.save_svg(str(picture), title="traindiff compare baseline faulty-lost-gradient")

@@ -20,18 +20,18 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "kernels": frozenset({"vocabulary"}),
     "taps": frozenset({"kernels", "vocabulary"}),
     "recording": frozenset({"vocabulary"}),
-    "compare": frozenset({"recording", "vocabulary"}),
-    "report": frozenset({"compare", "recording", "vocabulary"}),
+    "comparison": frozenset({"recording", "vocabulary"}),
+    "report": frozenset({"comparison", "recording", "vocabulary"}),
     "engines": frozenset({"taps", "kernels", "vocabulary"}),
     "interop": frozenset({"recording", "vocabulary"}),
-    "sessions": frozenset({"engines", "taps", "kernels", "recording", "compare", "vocabulary"}),
-    "demo": frozenset({"sessions", "taps", "recording", "compare", "report", "vocabulary"}),
-    "cli": frozenset({"demo", "sessions", "engines", "interop", "report", "compare", "recording", "vocabulary"}),
+    "sessions": frozenset({"engines", "taps", "kernels", "recording", "comparison", "vocabulary"}),
+    "demo": frozenset({"sessions", "taps", "recording", "comparison", "report", "vocabulary"}),
+    "cli": frozenset({"demo", "sessions", "engines", "interop", "report", "comparison", "recording", "vocabulary"}),
     "__main__": frozenset({"cli"}),
 }
 """The layers, and what each may import beside itself. The public module, `traindiff`, imports any of them lazily."""
 
-WITHOUT_TORCH = ("vocabulary", "recording", "compare", "report")
+WITHOUT_TORCH = ("vocabulary", "recording", "comparison", "report")
 
 
 def layer_of(module: str) -> str:
@@ -86,7 +86,7 @@ PACKAGES = [
     *(f"traindiff.{name}" for name in sorted(VOCABULARY)),
     *(
         f"traindiff.{name}"
-        for name in ("recording", "compare", "report", "cli")
+        for name in ("recording", "comparison", "report", "cli")
         if (SOURCE / name / "__init__.py").exists()
     ),
     "traindiff.kernels",

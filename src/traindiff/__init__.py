@@ -29,18 +29,18 @@ from traindiff.errors import (
 )
 
 if TYPE_CHECKING:
-    from traindiff.compare import Comparison, Finding, compare
+    from traindiff.comparison import Comparison, Finding, compare
     from traindiff.recording import Recording, open_recording
     from traindiff.sessions.record import record
     from traindiff.sessions.recorder import Recorder
     from traindiff.taps.inspection import inspect
 
 _LAZY = {
-    "Comparison": "traindiff.compare",
-    "Finding": "traindiff.compare",
+    "Comparison": "traindiff.comparison",
+    "Finding": "traindiff.comparison",
     "Recorder": "traindiff.sessions.recorder",
     "Recording": "traindiff.recording",
-    "compare": "traindiff.compare",
+    "compare": "traindiff.comparison",
     "inspect": "traindiff.taps.inspection",
     "open_recording": "traindiff.recording",
     "record": "traindiff.sessions.record",

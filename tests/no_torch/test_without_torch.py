@@ -60,9 +60,8 @@ def test_show_works(form: str) -> None:
 
 
 def test_importing_traindiff_imports_no_torch() -> None:
-    source = (
-        "del sys.modules['torch']\nimport traindiff, traindiff.compare, traindiff.report.terminal, traindiff.cli.show\n"
-    )
+    modules = "traindiff, traindiff.comparison, traindiff.report.terminal, traindiff.cli.show"
+    source = f"del sys.modules['torch']\nimport {modules}\n"
     result = python(source + "assert not [name for name in sys.modules if name.partition('.')[0] == 'torch']")
 
     assert (result.returncode, result.stderr) == (0, "")

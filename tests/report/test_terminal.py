@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from tests.compare.runs import Step, at, record
-from traindiff.compare import Comparison, compare
+from tests.comparison.runs import Step, at, record
+from traindiff.comparison import Comparison, compare
 from traindiff.report.terminal import print_comparison
 
 FC = ("forward", "", "fc", "output[0]")

@@ -37,7 +37,7 @@ def compare(
     Exits with 0 if the runs are identical or equivalent, 1 if they diverged, 2 if the input cannot be
     used, and 3 if they are misaligned or could only be compared in part.
     """
-    from traindiff.compare import compare as compare_recordings
+    from traindiff.comparison import compare as compare_recordings
     from traindiff.report.terminal import print_comparison
 
     with messages.status("comparing") as status:

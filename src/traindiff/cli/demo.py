@@ -33,7 +33,7 @@ def demo(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
     from rich.table import Table
 
-    from traindiff.compare import compare
+    from traindiff.comparison import compare
     from traindiff.demo.faults import DEFAULT, FAULTS, find_fault
     from traindiff.demo.training import train
     from traindiff.report.terminal import print_verdict

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from traindiff.compare import sentences
+from traindiff.comparison import sentences
 from traindiff.recording import Recording
 from traindiff.report.observations import Row
 from traindiff.report.terminal import columns

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from traindiff.compare import Comparison, Finding, SiteDifference, sentences
+from traindiff.comparison import Comparison, Finding, SiteDifference, sentences
 from traindiff.site import label
 
 _STYLES = {

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.compare.runs import CONTENT, GROUPS, Seen, Step, observed, record
-from traindiff.compare import compare
-from traindiff.compare.pairing import RunStep, run_steps, step_pairs
+from tests.comparison.runs import CONTENT, GROUPS, Seen, Step, observed, record
+from traindiff.comparison import compare
+from traindiff.comparison.pairing import RunStep, run_steps, step_pairs
 from traindiff.recording import RecordingWriter, open_recording
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from traindiff.compare.step_table import Entry, Key, Part, step_table
+from traindiff.comparison.step_table import Entry, Key, Part, step_table
 from traindiff.recording import Recording, StepObservations
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from traindiff.compare.alignment import Aligned, Pair
-from traindiff.compare.step_table import Entry
-from traindiff.compare.verdict import Finding, Unaligned
+from traindiff.comparison.alignment import Aligned, Pair
+from traindiff.comparison.step_table import Entry
+from traindiff.comparison.verdict import Finding, Unaligned
 
 NO_GRADIENT = "no gradient"
 """How the reason of an unobserved gradient begins when there was none to observe."""

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.compare.runs import Array, random, summary_of
-from traindiff.compare.diagnosis import Case, Diagnosis, best_fit, diagnose, factor_meaning
-from traindiff.compare.step_table import Entry, Key
+from tests.comparison.runs import Array, random, summary_of
+from traindiff.comparison.diagnosis import Case, Diagnosis, best_fit, diagnose, factor_meaning
+from traindiff.comparison.step_table import Entry, Key
 from traindiff.summary import add, distance, norm
 
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from traindiff.compare.alignment import Pair
-from traindiff.compare.floors import UNIT_ROUNDOFF
-from traindiff.compare.measure import difference, equal_bits
-from traindiff.compare.step_table import Entry, Key
-from traindiff.compare.verdict import Finding
+from traindiff.comparison.alignment import Pair
+from traindiff.comparison.floors import UNIT_ROUNDOFF
+from traindiff.comparison.measure import difference, equal_bits
+from traindiff.comparison.step_table import Entry, Key
+from traindiff.comparison.verdict import Finding
 from traindiff.site import label
 
 Groups = Mapping[str, list[list[str]]]

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.compare.conftest import Compared
-from tests.compare.runs import Array, Seen, Step, at, observed, plain_step, random, record
-from traindiff.compare import compare
-from traindiff.compare.alignment import Pair
-from traindiff.compare.derived import GRADIENT_NORM, Updates, gradient_norms
-from traindiff.compare.step_table import Entry, step_table
+from tests.comparison.conftest import Compared
+from tests.comparison.runs import Array, Seen, Step, at, observed, plain_step, random, record
+from traindiff.comparison import compare
+from traindiff.comparison.alignment import Pair
+from traindiff.comparison.derived import GRADIENT_NORM, Updates, gradient_norms
+from traindiff.comparison.step_table import Entry, step_table
 from traindiff.summary import norm
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.compare.conftest import Compared
-from tests.compare.runs import Step, at, record
-from traindiff.compare import Comparison, compare
+from tests.comparison.conftest import Compared
+from tests.comparison.runs import Step, at, record
+from traindiff.comparison import Comparison, compare
 
 FC = ("forward", "", "fc", "output[0]")
 FINDING = {
@@ -129,7 +129,7 @@ def test_each_site_is_found_once_with_the_number_of_steps(compared: Compared) ->
 
 @pytest.mark.parametrize("word", ["identical", "equivalent", "diverged", "misaligned", "incomplete"])
 def test_every_word_has_a_meaning_and_an_exit_code(word: str) -> None:
-    from traindiff.compare.sentences import MEANINGS
+    from traindiff.comparison.sentences import MEANINGS
 
     comparison = Comparison(
         baseline="b", candidate="c", verdict=word, calibrated=False, findings=(), unaligned=((), ()), steps=(0,),
@@ -142,6 +142,6 @@ def test_every_word_has_a_meaning_and_an_exit_code(word: str) -> None:
 
 def test_the_package_can_be_called_like_its_function(tmp_path: Path) -> None:
     import traindiff
-    import traindiff.compare.floors
+    import traindiff.comparison.floors
 
     assert traindiff.compare(record(tmp_path / "b"), record(tmp_path / "c")).verdict == "identical"

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from traindiff.compare.step_table import Entry, Key
+from traindiff.comparison.step_table import Entry, Key
 from traindiff.errors import ConfigError, Problem
 
 Rename = Callable[[str], str]

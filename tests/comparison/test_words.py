@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.compare.conftest import Compared
-from tests.compare.runs import CONTENT, Seen, Step, at, record
-from traindiff.compare import compare
+from tests.comparison.conftest import Compared
+from tests.comparison.runs import CONTENT, Seen, Step, at, record
+from traindiff.comparison import compare
 from traindiff.errors import ConfigError, NotARecordingError
 
 FC = ("forward", "", "fc", "output[0]")

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from traindiff.compare.alignment import Pair, Rename, align, in_baseline_order, parse_renames
-from traindiff.compare.circumstances import circumstances
-from traindiff.compare.derived import Updates, gradient_norms
-from traindiff.compare.exact import Groups, check_hyper_parameters, check_random_state
-from traindiff.compare.judge import Judge, StepInput
-from traindiff.compare.measure import Tolerance
-from traindiff.compare.pairing import RunStep, run_steps, step_pairs
-from traindiff.compare.presence import Presence, known_paths
-from traindiff.compare.recomputation import recomputation_findings, without_recomputed
-from traindiff.compare.step_table import Entry, Key
-from traindiff.compare.verdict import MISALIGNED_KINDS, Comparison, Finding, Word
+from traindiff.comparison.alignment import Pair, Rename, align, in_baseline_order, parse_renames
+from traindiff.comparison.circumstances import circumstances
+from traindiff.comparison.derived import Updates, gradient_norms
+from traindiff.comparison.exact import Groups, check_hyper_parameters, check_random_state
+from traindiff.comparison.judge import Judge, StepInput
+from traindiff.comparison.measure import Tolerance
+from traindiff.comparison.pairing import RunStep, run_steps, step_pairs
+from traindiff.comparison.presence import Presence, known_paths
+from traindiff.comparison.recomputation import recomputation_findings, without_recomputed
+from traindiff.comparison.step_table import Entry, Key
+from traindiff.comparison.verdict import MISALIGNED_KINDS, Comparison, Finding, Word
 from traindiff.errors import ConfigError, Problem
 from traindiff.recording import Recording, open_recording
 from traindiff.site import ROOT

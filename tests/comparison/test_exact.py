@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.compare.conftest import Compared
-from tests.compare.runs import CONTENT, Edit, Seen, Step, at
-from traindiff.compare import Finding
+from tests.comparison.conftest import Compared
+from tests.comparison.runs import CONTENT, Edit, Seen, Step, at
+from traindiff.comparison import Finding
 
 INPUT = ("batch", "", "", "input[0]")
 LABELS = ("batch", "", "", "input.labels")

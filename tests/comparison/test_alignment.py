@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.compare.conftest import Compared
-from tests.compare.runs import CONTENT, GROUPS, Seen, Step, at, record
-from traindiff.compare import compare
-from traindiff.compare.alignment import parse_renames
+from tests.comparison.conftest import Compared
+from tests.comparison.runs import CONTENT, GROUPS, Seen, Step, at, record
+from traindiff.comparison import compare
+from traindiff.comparison.alignment import parse_renames
 from traindiff.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.compare.runs import Edit, record
-from traindiff.compare import Comparison, compare
+from tests.comparison.runs import Edit, record
+from traindiff.comparison import Comparison, compare
 
 Compared = Callable[..., Comparison]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from traindiff.compare.alignment import Pair
-from traindiff.compare.floors import rounding
-from traindiff.compare.measure import difference
-from traindiff.compare.step_table import Entry, Key
-from traindiff.compare.verdict import Finding
+from traindiff.comparison.alignment import Pair
+from traindiff.comparison.floors import rounding
+from traindiff.comparison.measure import difference
+from traindiff.comparison.step_table import Entry, Key
+from traindiff.comparison.verdict import Finding
 
 STAGE = "recomputed"
 

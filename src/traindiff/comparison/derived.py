@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from traindiff.compare.alignment import Pair
-from traindiff.compare.step_table import Entry, Key, scalar_entry
+from traindiff.comparison.alignment import Pair
+from traindiff.comparison.step_table import Entry, Key, scalar_entry
 from traindiff.summary import add, nonfinite_count
 
 GRADIENT_NORM = Key("grad", "", "(all parameters)", "norm", 0, 0)

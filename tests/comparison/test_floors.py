@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from tests.compare.conftest import Compared
-from tests.compare.runs import Step, at, random, summary_of
-from traindiff.compare.floors import ADAPTIVE_GAIN, GAIN, UNIT_ROUNDOFF, Floors, rounding
+from tests.comparison.conftest import Compared
+from tests.comparison.runs import Step, at, random, summary_of
+from traindiff.comparison.floors import ADAPTIVE_GAIN, GAIN, UNIT_ROUNDOFF, Floors, rounding
 
 FC = ("forward", "", "fc", "output[0]")
 HEAD = ("forward", "", "head", "output[0]")

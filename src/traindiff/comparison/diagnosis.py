@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.compare.floors import UNIT_ROUNDOFF
-from traindiff.compare.step_table import Entry
+from traindiff.comparison.floors import UNIT_ROUNDOFF
+from traindiff.comparison.step_table import Entry
 from traindiff.shard import OPEN, Shard
 from traindiff.summary import distance, finite_count, nonfinite_count, norm
 

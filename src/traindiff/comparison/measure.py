@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from traindiff.compare.alignment import Pair
-from traindiff.compare.floors import UNIT_ROUNDOFF
+from traindiff.comparison.alignment import Pair
+from traindiff.comparison.floors import UNIT_ROUNDOFF
 from traindiff.summary import distance, norm, scale
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from traindiff.site import label
 
 if TYPE_CHECKING:
-    from traindiff.compare.verdict import Comparison, Finding
+    from traindiff.comparison.verdict import Comparison, Finding
 
 MEANINGS = {
     "identical": "every recorded tensor has the same bits",

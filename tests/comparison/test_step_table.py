@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.compare.runs import Array, Seen, observed, random, summary_of
-from traindiff.compare.step_table import Entry, Part, step_table
+from tests.comparison.runs import Array, Seen, observed, random, summary_of
+from traindiff.comparison.step_table import Entry, Part, step_table
 from traindiff.shard import Shard
 from traindiff.summary import norm
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from traindiff.compare.alignment import Pair
-from traindiff.compare.diagnosis import best_fit
-from traindiff.compare.floors import Floors
-from traindiff.compare.step_table import Key
+from traindiff.comparison.alignment import Pair
+from traindiff.comparison.diagnosis import best_fit
+from traindiff.comparison.floors import Floors
+from traindiff.comparison.step_table import Key
 from traindiff.summary import norm
 
 COMMON_SHARE = 0.6

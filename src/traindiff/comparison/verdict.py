@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from traindiff.compare.sentences import text
+from traindiff.comparison.sentences import text
 from traindiff.site import ROOT, label
 
 Word = Literal["identical", "equivalent", "diverged", "misaligned", "incomplete"]

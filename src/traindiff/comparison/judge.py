@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from traindiff.compare import exact
-from traindiff.compare.alignment import Pair
-from traindiff.compare.derived import GRADIENT_NORM
-from traindiff.compare.diagnosis import Case, Diagnosis, best_fit, diagnose, factor_meaning
-from traindiff.compare.floors import UNIT_ROUNDOFF, Floors
-from traindiff.compare.gradients import common_factor, gradient_floor, terms_by_module
-from traindiff.compare.measure import Tolerance, difference, equal_bits, rescaled
-from traindiff.compare.step_table import Key
-from traindiff.compare.verdict import Finding, SiteDifference
+from traindiff.comparison import exact
+from traindiff.comparison.alignment import Pair
+from traindiff.comparison.derived import GRADIENT_NORM
+from traindiff.comparison.diagnosis import Case, Diagnosis, best_fit, diagnose, factor_meaning
+from traindiff.comparison.floors import UNIT_ROUNDOFF, Floors
+from traindiff.comparison.gradients import common_factor, gradient_floor, terms_by_module
+from traindiff.comparison.measure import Tolerance, difference, equal_bits, rescaled
+from traindiff.comparison.step_table import Key
+from traindiff.comparison.verdict import Finding, SiteDifference
 from traindiff.summary import distance, norm
 
 LINEAR_STATE = frozenset({"momentum_buffer", "step"})

@@ -1,0 +1,6 @@
+"""Two recordings to a verdict: align, measure, judge, say what it looks like. Needs no framework."""
+
+from traindiff.comparison.comparing import compare
+from traindiff.comparison.verdict import Comparison, Finding, SiteDifference, Unaligned
+
+__all__ = ["Comparison", "Finding", "SiteDifference", "Unaligned", "compare"]
