@@ -16,6 +16,14 @@ from traindiff.cli.app import app, messages, results, says_what_is_wrong
 def compare(
     baseline: Annotated[str, typer.Argument(help="Recording of the run that is trusted.")],
     candidate: Annotated[str, typer.Argument(help="Recording of the run in question.")],
+    noise: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RUN",
+            help="Recording of a replica of the baseline, or of the baseline run again, to measure floors from. "
+            "Repeatable.",
+        ),
+    ] = None,
     rename: Annotated[
         list[str] | None,
         typer.Option(
@@ -44,6 +52,7 @@ def compare(
         result = compare_recordings(
             baseline,
             candidate,
+            noise=noise or (),
             rename=rename,
             steps=steps,
             rtol=rtol,

@@ -9,13 +9,15 @@ from typing import Any
 
 from traindiff.comparison.alignment import Pair, Rename, align, in_baseline_order, parse_renames
 from traindiff.comparison.circumstances import circumstances
-from traindiff.comparison.derived import Updates, gradient_norms
-from traindiff.comparison.exact import Groups, check_hyper_parameters, check_random_state
+from traindiff.comparison.derived import gradient_norms
+from traindiff.comparison.exact import check_hyper_parameters, check_random_state
 from traindiff.comparison.judge import Judge, StepInput
 from traindiff.comparison.measure import Tolerance
+from traindiff.comparison.noise import Calibration, Replicas, StepNoise, calibrate
 from traindiff.comparison.pairing import RunStep, run_steps, step_pairs
-from traindiff.comparison.presence import Presence, known_paths
+from traindiff.comparison.presence import Presence
 from traindiff.comparison.recomputation import recomputation_findings, without_recomputed
+from traindiff.comparison.side import Side, SideStep, in_order, join
 from traindiff.comparison.step_table import Entry, Key
 from traindiff.comparison.verdict import MISALIGNED_KINDS, Comparison, Finding, Word
 from traindiff.errors import ConfigError, Problem
@@ -31,6 +33,7 @@ def compare(
     baseline: str | os.PathLike[str],
     candidate: str | os.PathLike[str],
     *,
+    noise: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     rename: Mapping[str, str] | Sequence[str] | None = None,
     steps: str | int | Iterable[int] | None = None,
     rtol: float | None = None,
@@ -42,6 +45,9 @@ def compare(
     Args:
         baseline: Recording of the run that is trusted: a local path or any fsspec URL.
         candidate: Recording of the run in question.
+        noise: Recordings of further correct runs of the baseline's training: replicas
+            (`record(replica=...)`), or the baseline simply run again. Floors are measured from them, and the
+            verdict is calibrated.
         rename: Regular expressions and replacements that turn the candidate's paths into the
             baseline's.
         steps: Steps to compare, e.g. `"0-9,20"`. Default: all that both have.
@@ -62,7 +68,9 @@ def compare(
     tolerance = _tolerance(rtol, atol)
     renames = parse_renames(rename)
     runs = (open_recording(os.fspath(baseline)), open_recording(os.fspath(candidate)))
-    return _Comparing(runs, renames, selection, tolerance).run(progress)
+    paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
+    replicas = [open_recording(os.fspath(path)) for path in paths]
+    return _Comparing(runs, replicas, renames, selection, tolerance).run(progress)
 
 
 class _Comparing:
@@ -71,24 +79,25 @@ class _Comparing:
     def __init__(
         self,
         runs: tuple[Recording, Recording],
+        noise: Sequence[Recording],
         rename: Rename,
         selection: StepSelection,
         tolerance: Tolerance | None,
     ) -> None:
         self._runs = runs
-        self._rename = rename
         self._selection = selection
-        contents = [[run.rank_content(rank) for rank in run.ranks] for run in runs]
-        self._groups = (_groups(contents[0], lambda path: path), _groups(contents[1], rename))
-        renamed = _renamed(known_paths(contents[1]), rename)
+        left, right = self._sides = (Side(runs[0]), Side(runs[1], rename))
         self._presence = Presence(
-            known=(known_paths(contents[0]), renamed),
-            held=(_held(self._groups[0]), _held(self._groups[1])),
-            recorded=(_recorded(runs[0]), _recorded(runs[1])),
+            known=(left.paths, _renamed(right.paths, rename)),
+            held=(left.held, right.held),
+            recorded=(left.recorded, right.recorded),
         )
-        self._judge = Judge(tolerance)
-        self._updates = (Updates(), Updates())
+        self._calibration = calibrate(runs[0], noise, selection) if noise else Calibration()
+        by_path = {recording.path: recording for recording in noise}
+        self._replicas = Replicas([by_path[path] for path in self._calibration.names])
+        self._judge = Judge(tolerance, self._calibration)
         self._compared: list[int] = []
+        self._uncovered: list[int] = []
         self._alone: tuple[list[int], list[int]] = ([], [])
         self._settings_reported: set[tuple[str, Any, Any]] = set()
 
@@ -100,9 +109,7 @@ class _Comparing:
                     progress(left.step)
             elif (alone := left or right) is not None:
                 side = 0 if left else 1
-                self._updates[side].derive(
-                    self._table(alone, side), step=alone.step
-                )  # the next step begins where this one ended
+                self._sides[side].step(alone)  # the next step begins where this one ended
                 if alone.finished and alone.step in self._selection:
                     self._alone[side].append(alone.step)
         notes, incomplete = self._limits()
@@ -110,7 +117,8 @@ class _Comparing:
             baseline=self._runs[0].path,
             candidate=self._runs[1].path,
             verdict=self._word(incomplete=incomplete),
-            calibrated=False,
+            calibrated=bool(self._calibration.names) and not self._uncovered,
+            noise=self._calibration.to_json(),
             findings=tuple(self._judge.findings),
             unaligned=self._presence.sides(),
             steps=tuple(dict.fromkeys(self._compared)),
@@ -119,23 +127,13 @@ class _Comparing:
         )
 
     def _step(self, left: RunStep, right: RunStep) -> None:
-        tables = (self._table(left, 0), self._table(right, 1))
-        updates, before = zip(
-            *(one.derive(table, step=left.step) for one, table in zip(self._updates, tables, strict=True)), strict=True
-        )
+        sides = (self._sides[0].step(left), self._sides[1].step(right))
         if left.step not in self._selection:
             return
-        derivable = {entry.key for entry in updates[0]} & {entry.key for entry in updates[1]}
-        for table, derived in zip(tables, updates, strict=True):
-            table.update((entry.key, entry) for entry in derived if entry.key in derivable)
-        # A run that does not record every step records the parameters before each step that it does.
-        for table, other, known in zip(tables, tables[::-1], before[::-1], strict=True):
-            for key in [key for key in table if key.stage == "before" and key.phase == "param"]:
-                if key not in other and key.path in known:
-                    del table[key]
+        tables = join(sides)
         first = not self._compared
         self._compared.append(left.step)
-        aligned = align(*(_in_order(without_recomputed(table)) for table in tables))
+        aligned = align(*(in_order(without_recomputed(table)) for table in tables))
         pairs, findings = self._presence.judge(aligned, step=left.step)
         findings += recomputation_findings(tables[0], tables[1], step=left.step)
         place = in_baseline_order(aligned.pairs)
@@ -149,21 +147,24 @@ class _Comparing:
                 pairs=tuple(sorted((*pairs, *gradient_norms(pairs)), key=lambda pair: pair.baseline.order)),
                 found=tuple(findings),
                 contributions=_contributions(tables[1]),
-                parameters=_both(before[0], before[1]),
+                parameters=_both(sides[0].before, sides[1].before),
                 micro_steps=1 + max((part[0] for e in tables[1].values() for part in e.parts), default=0),
                 samples=max((int(e.summary["count"]) for k, e in tables[0].items() if k.phase == "batch"), default=1),
+                noise=self._noise(left, sides[0]),
             )
         )
 
-    def _table(self, step: RunStep, side: int) -> dict[Key, Entry]:
-        """The step's entries under the baseline's names."""
-        if side == 0:
-            return step.table
-        renamed = {key: key._replace(path=self._rename(key.path)) for key in step.table}
-        return {renamed[key]: replace(entry, key=renamed[key]) for key, entry in step.table.items()}
+    def _noise(self, step: RunStep, side: SideStep) -> StepNoise | None:
+        if not self._calibration.names:
+            return None
+        if (step.optimizer, step.step) in self._calibration.covered:
+            return self._replicas.noise(step, side)
+        self._uncovered.append(step.step)
+        return None
 
     def _hyper_parameters(self, tables: tuple[dict[Key, Entry], dict[Key, Entry]], step: int) -> list[Finding]:
-        found = check_hyper_parameters((tables[0], self._groups[0]), (tables[1], self._groups[1]), step=step)
+        groups = [side.groups for side in self._sides]
+        found = check_hyper_parameters((tables[0], groups[0]), (tables[1], groups[1]), step=step)
         fresh = []
         for finding in found:
             change = (finding.slot, finding.evidence["baseline"], finding.evidence["candidate"])
@@ -182,6 +183,7 @@ class _Comparing:
         ]
         parts = (self._missing_ranks(), self._missing_steps(), self._not_compared())
         notes += [note for found, _ in parts for note in found]
+        notes = [*self._calibration.notes(uncovered=self._uncovered), *notes]
         incomplete = any(missing for _, missing in parts) or any(self._presence.unaligned)
         notes += [f"{one.path} {one.slot}: {one.why}." for one in self._presence.sides()[0] if one.why][:3]
         if self._judge.nan_in_both:
@@ -198,8 +200,9 @@ class _Comparing:
 
     def _missing_steps(self) -> tuple[list[str], bool]:
         if not self._compared:
-            names = [", ".join(sorted(groups)) for groups in self._groups]
-            if all(names) and not self._groups[0].keys() & self._groups[1].keys():
+            groups = [side.groups.keys() for side in self._sides]
+            names = [", ".join(sorted(one)) for one in groups]
+            if all(names) and not groups[0] & groups[1]:
                 says = (
                     f"The optimizers have other names: {names[0]} in the baseline, {names[1]} in the candidate. Steps "
                     "are counted per optimizer; record both runs with the same names: optimizer={NAME: optimizer}."
@@ -208,8 +211,8 @@ class _Comparing:
             return [_nothing_in_common(self._runs, self._alone)], True
         notes = []
         for side, alone in enumerate(self._alone):
-            ended = self._runs[1 - side]
-            after = [step for step in alone if step > self._compared[-1] and _would_record(ended, step)]
+            ended = self._sides[1 - side]
+            after = [step for step in alone if step > self._compared[-1] and ended.would_record(step)]
             if after:
                 steps = "1 later step of the other run was" if len(after) == 1 else f"{len(after)} later steps were"
                 notes.append(
@@ -255,14 +258,6 @@ def _tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
     return None if rtol is None and atol is None else Tolerance(rtol=rtol or 0.0, atol=atol or 0.0)
 
 
-def _groups(contents: Iterable[Mapping[str, Any]], rename: Rename) -> Groups:
-    return {
-        optimizer["name"]: [[rename(path) for path in group] for group in optimizer["groups"]]
-        for content in contents
-        for optimizer in content.get("optimizers", [])
-    }
-
-
 def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
     """The candidate's paths under the baseline's names, which must stay distinct."""
     by_name: dict[str, list[str]] = {}
@@ -280,29 +275,6 @@ def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
     if problems:
         raise ConfigError("compare(...)", problems, consequence="nothing was compared")
     return frozenset(by_name)
-
-
-def _recorded(run: Recording) -> frozenset[str]:
-    """Phases that the run was asked to record, with `evaluation` if that."""
-    settings = run.run["settings"]
-    return frozenset(settings.get("observe", ())) | ({"evaluation"} if settings.get("evaluation") else frozenset())
-
-
-def _would_record(run: Recording, step: int) -> bool:
-    """Whether the run would have recorded this step, had it come so far."""
-    settings = run.run["settings"]
-    chosen = parse_steps(settings.get("steps"), where="run.json")
-    return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
-
-
-def _held(groups: Groups) -> frozenset[str]:
-    return frozenset(path for optimizer in groups.values() for group in optimizer for path in group)
-
-
-def _in_order(table: Mapping[Key, Entry]) -> dict[Key, Entry]:
-    """What is aligned site by site, in execution order; settings are compared by parameter instead."""
-    sites = ((key, entry) for key, entry in table.items() if key.group is None)
-    return dict(sorted(sites, key=lambda item: item[1].order))
 
 
 def _is_of_candidate(finding: Finding) -> bool:

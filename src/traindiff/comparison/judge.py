@@ -11,15 +11,13 @@ from traindiff.comparison import exact
 from traindiff.comparison.alignment import Pair
 from traindiff.comparison.derived import GRADIENT_NORM
 from traindiff.comparison.diagnosis import Case, Diagnosis, best_fit, diagnose, factor_meaning
-from traindiff.comparison.floors import UNIT_ROUNDOFF, Floors
-from traindiff.comparison.gradients import common_factor, gradient_floor, terms_by_module
+from traindiff.comparison.gradients import common_factor
 from traindiff.comparison.measure import Tolerance, difference, equal_bits, rescaled
+from traindiff.comparison.noise import Calibration, StepNoise
+from traindiff.comparison.site_floors import RunFloors, SiteFloors
 from traindiff.comparison.step_table import Key
 from traindiff.comparison.verdict import Finding, SiteDifference
-from traindiff.summary import distance, norm
-
-LINEAR_STATE = frozenset({"momentum_buffer", "step"})
-"""State slots of optimizers whose update is linear in the gradient."""
+from traindiff.summary import norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +33,7 @@ class StepInput:
         parameters: By path: the parameters as this step found them, on both sides.
         micro_steps: Micro-batches in the candidate's step.
         samples: Elements in the baseline's batch.
+        noise: What replicas of the baseline differ by in this step; None without them.
     """
 
     step: int
@@ -45,6 +44,7 @@ class StepInput:
     parameters: Mapping[str, Pair]
     micro_steps: int
     samples: int
+    noise: StepNoise | None = None
 
 
 class Judge:
@@ -52,6 +52,7 @@ class Judge:
 
     Args:
         tolerance: Used in place of floors where the user set one.
+        calibration: What replicas say about noise in general.
 
     Attributes:
         findings: Everything found so far, in execution order: each site once, with the number of
@@ -61,15 +62,14 @@ class Judge:
         nan_in_both: Where both runs hold NaN at the same places.
     """
 
-    def __init__(self, tolerance: Tolerance | None) -> None:
+    def __init__(self, tolerance: Tolerance | None, calibration: Calibration) -> None:
         self._tolerance = tolerance
+        self._calibration = calibration
         self._found: dict[tuple[Key, str], Finding] = {}
-        self._gradients: dict[str, float] = {}
-        self._adaptive: set[str] = set()
+        self._run = RunFloors()
         self.differences: dict[Key, SiteDifference] = {}
         self.all_equal = True
         self.nan_in_both: list[str] = []
-        self._settings_differ = False
         self._absent: set[str] = set()
 
     @property
@@ -79,9 +79,19 @@ class Judge:
 
     def judge(self, given: StepInput) -> None:
         """Judge a step: extends `findings` and `differences`."""
-        self._settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
+        self._run.settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
         self._absent.update(finding.path for finding in given.found if finding.kind in ("missing", "extra"))
-        step = _Step(self, given, _floors(given, self._gradients, settings_differ=self._settings_differ))
+        floors = SiteFloors(
+            self._run,
+            parameters=given.parameters,
+            pairs=given.pairs,
+            samples=given.samples,
+            noise=given.noise,
+            calibration=self._calibration,
+        )
+        if any(finding.kind == "random-state" for finding in given.found):
+            floors.saw_other_inputs(math.inf)
+        step = _Step(self, given, floors)
         for finding in sorted((*given.found, *step.judge()), key=lambda finding: finding.order):
             site = (_key(finding), finding.kind if finding.kind == "hyper-parameter" else "")
             held = self._found.get(site)
@@ -107,12 +117,6 @@ class Judge:
         worst = row if row.ratio > held.ratio else held
         self.differences[key] = replace(worst, steps=held.steps + 1, identical_steps=held.identical_steps + equal)
 
-    def is_adaptive(self, path: str, slot: str | None = None) -> bool:
-        """Whether a parameter's optimizer keeps a moment that it divides by; `slot` is one of its state."""
-        if slot is not None and slot not in LINEAR_STATE:
-            self._adaptive.add(path)
-        return path in self._adaptive
-
     def is_absent(self, path: str) -> bool:
         """Whether one run does not train this parameter, so that what follows needs no further word."""
         return path in self._absent
@@ -121,11 +125,10 @@ class Judge:
 class _Step:
     """One step while it is judged."""
 
-    def __init__(self, judge: Judge, given: StepInput, floors: Floors) -> None:
+    def __init__(self, judge: Judge, given: StepInput, floors: SiteFloors) -> None:
         self._judge = judge
         self._given = given
         self._floors = floors
-        self._terms = terms_by_module(given.pairs)
         self._updates: dict[str, tuple[float, bool]] = {}
 
     def judge(self) -> list[Finding]:
@@ -156,57 +159,19 @@ class _Step:
             return self._whole_numbers(pair)
         if key.phase == "param" and key.slot == "value":
             return self._parameter(pair, size)
-        floor = self._floor(pair)
-        if key.phase in ("forward", "backward", "loss"):
-            self._floors.saw(size)
-        if key.phase == "grad" and key.stage == "micro":
-            self._floors.saw_gradient(key.path, size)
-        if key.phase == "optimizer":
-            self._floors.saw_state(key.path, size)
+        floor = self._floors.of(pair)
+        self._floors.saw(pair, size)
         finding = self._finding(pair, size, floor)
         if key.phase == "update":
             self._updates[key.path] = max(size, floor), finding is not None
         return None if self._judge.is_absent(key.path) else finding
-
-    def _floor(self, pair: Pair) -> float:
-        key, floors = pair.baseline.key, self._floors
-        dtypes = (pair.baseline.dtype, pair.candidate.dtype)
-        if key.phase in ("forward", "backward"):
-            smooth = floors.activation(key.path, dtypes)
-            gated = floors.gated(pair.baseline.summary, pair.candidate.summary) if key.phase == "backward" else 0.0
-            return max(smooth, gated)
-        if key.phase == "loss" or key.slot == "norm":
-            return floors.scalar(self._given.samples)
-        if key.phase == "grad":
-            return gradient_floor(pair, self._terms, floors)
-        if key.phase == "optimizer":
-            self._judge.is_adaptive(key.path, key.slot)
-            return 0.0 if key.slot == "step" else floors.state(key.path, dtypes)
-        if key.phase == "update":
-            adaptive, storage = self._judge.is_adaptive(key.path), self._storage(pair)
-            return floors.update(key.path, dtypes[0], adaptive=adaptive, storage=storage)
-        return floors.activation(key.path.rpartition(".")[0], dtypes)  # a buffer
-
-    def _storage(self, pair: Pair) -> float:
-        """Norm of a parameter over norm of its update.
-
-        Where the baseline lost all of its update to rounding, the candidate's may be as large as
-        what rounding loses: the answer is then inf, as for every update of nothing.
-        """
-        before, size = self._given.parameters.get(pair.baseline.key.path), float(norm(pair.baseline.summary))
-        if before is None:
-            return 0.0
-        whole, u = float(norm(before.baseline.summary)), UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
-        if size:
-            return whole / size
-        return math.inf if float(norm(pair.candidate.summary)) <= 2.0 * u * whole else 0.0
 
     def _batch(self, pair: Pair) -> Finding | None:
         finding = exact.check_batch(pair, step=self._given.step)
         apart = 0.0 if equal_bits(pair) else difference(pair)
         self._judge.note(pair, self._given.step, math.inf if finding else apart or 0.0, 0.0 if finding else math.inf)
         # Everything that follows in this step follows from other inputs.
-        self._floors.saw(math.inf if finding else apart or 0.0)
+        self._floors.saw_other_inputs(math.inf if finding else apart or 0.0)
         return finding
 
     def _initial(self, pair: Pair) -> Finding | None:
@@ -216,40 +181,42 @@ class _Step:
         return exact.check_initial_parameter(pair, step=self._given.step)
 
     def _parameter(self, pair: Pair, size: float) -> Finding | None:
-        """A parameter after the step: no further apart than before it, plus what its update may bring."""
+        """A parameter after the step, unless what its update brought was judged already."""
         path = pair.baseline.key.path
-        before, update = self._given.parameters.get(path), self._updates.get(path)
-        if before is None or update is None or update[1] or self._judge.is_absent(path):
+        update = self._updates.get(path)
+        if update is None or update[1] or self._judge.is_absent(path):
             return None  # nothing to hold it against, or it follows from what was said of the update
-        whole = float(norm(pair.baseline.summary)) or 1.0
-        moved = float(distance(before.baseline.summary, pair.baseline.summary)) / whole
-        u = UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
-        floor = 2.0 * (difference(before) or 0.0) + 2.0 * moved * update[0] + 4.0 * u
-        return self._finding(pair, size, floor if not math.isnan(floor) else math.inf)
+        floor = self._floors.parameter(pair, update[0])
+        if floor is None:
+            return None
+        self._floors.saw(pair, size)
+        return self._finding(pair, size, floor)
 
     def _whole_numbers(self, pair: Pair) -> Finding | None:
         """Indices and masks have no distance; they may flip only where a difference came in."""
-        expected = bool(self._floors.flow or self._floors.parameters)
+        expected = self._floors.inputs_differ
         self._judge.note(pair, self._given.step, math.inf, math.inf if expected else 0.0)
         return None if expected else self._finding(pair, math.inf, 0.0)
 
     def _gradients(self, pairs: list[Pair]) -> list[Finding | None]:
         if not pairs:
             return []
-        floors = {pair.baseline.key: gradient_floor(pair, self._terms, self._floors) for pair in pairs}
+        floors = {pair.baseline.key: self._floors.of(pair) for pair in pairs}
         factor = None if self._judge.floor(pairs[0], math.nan) >= 0 else common_factor(pairs, floors)
         found: list[Finding] = []
+        seen: list[tuple[Pair, float]] = []
         for pair in pairs:
             whole = difference(pair)
             judged = pair if factor is None else rescaled(pair, factor)
             size = difference(judged)
             if whole is None or size is None:
                 continue
-            self._floors.saw_gradient(pair.baseline.key.path, max(whole, size))
+            seen.append((pair, max(whole, size)))
             finding = self._finding(judged, size, floors[pair.baseline.key], observed=pair)
             if finding:
                 found.append(finding)
-        self._floors.saw(max((d for pair in pairs if (d := difference(pair)) is not None), default=0.0))
+        for pair, size in seen:
+            self._floors.saw(pair, size)
         if factor is None:
             return list(found)
         if not found:
@@ -288,9 +255,7 @@ class _Step:
         if not size <= floor < math.inf or judged_by_user or int(left.summary["count"]) < 16:
             return floor
         s, left_over = best_fit(left, pair.candidate)
-        storage = self._storage(pair) if left.key.phase == "update" else 0.0
-        dtypes = (left.dtype, pair.candidate.dtype)
-        lower = self._floors.factor(left.key.path, dtypes, left_over=left_over, storage=storage)
+        lower = self._floors.factor(pair, left_over=left_over)
         return lower if lower < min(floor, abs(s - 1.0)) else floor
 
     def _as_finding(self, pair: Pair, size: float, floor: float, shape: Diagnosis) -> Finding:
@@ -324,22 +289,3 @@ class _Step:
 
 def _key(finding: Finding) -> Key:
     return Key(finding.phase, finding.stage, finding.path, finding.slot, finding.call, 0)
-
-
-def _floors(given: StepInput, gradients: dict[str, float], *, settings_differ: bool) -> Floors:
-    """Floors at the beginning of a step: what the parameters, and what was found before, bring in."""
-    squares: dict[str, tuple[float, float]] = {}
-    for path, pair in given.parameters.items():
-        equal = equal_bits(pair)
-        apart = 0.0 if equal else float(distance(pair.baseline.summary, pair.candidate.summary))
-        size = float(norm(pair.baseline.summary))
-        for owner in (path.rpartition(".")[0], "*"):
-            before = squares.get(owner, (0.0, 0.0))
-            squares[owner] = before[0] + apart * apart, before[1] + size * size
-    relative = {path: math.sqrt(a / b) if b else 0.0 for path, (a, b) in squares.items()}
-    floors = Floors(
-        parameters=relative.pop("*", 0.0), own=relative, gradients=gradients, settings_differ=settings_differ
-    )
-    if any(finding.kind == "random-state" for finding in given.found):
-        floors.saw(math.inf)
-    return floors

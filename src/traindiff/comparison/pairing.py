@@ -70,3 +70,24 @@ def step_pairs(
         yield None, rest
     for rest in candidate:
         yield None, rest
+
+
+class StepsOnDemand:
+    """Steps of a run that another run leads through, each asked for once and in the order of that run."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._steps = run_steps(recording)
+        self._passed: dict[tuple[str, int], RunStep] = {}
+        self._reached: dict[str, int] = {}
+
+    def until(self, optimizer: str, step: int) -> Iterator[RunStep]:
+        """The steps up to and with this one that were not given yet, in ascending order per optimizer."""
+        while self._reached.get(optimizer, -1) < step:
+            following = next(self._steps, None)
+            if following is None:
+                break
+            self._reached[following.optimizer] = following.step
+            self._passed[following.optimizer, following.step] = following
+        due = [key for key in self._passed if key[0] == optimizer and key[1] <= step]
+        for key in due:
+            yield self._passed.pop(key)

@@ -133,6 +133,7 @@ class Comparison:
         steps: Steps that were compared, ascending.
         notes: What limits the verdict, one sentence each.
         differences: Per site, its largest difference, in execution order.
+        noise: What measured floors rest on: recordings, constants; None where none were given.
     """
 
     baseline: str
@@ -144,6 +145,7 @@ class Comparison:
     steps: tuple[int, ...]
     notes: tuple[str, ...]
     differences: tuple[SiteDifference, ...]
+    noise: Mapping[str, Any] | None = None
 
     @property
     def first_divergence(self) -> Finding | None:
@@ -167,6 +169,7 @@ class Comparison:
             "first_divergence": first.to_json() if first else None,
             "findings": [finding.to_json() for finding in self.findings],
             "unaligned": [[asdict(one) for one in side] for side in self.unaligned],
+            "noise": None if self.noise is None else dict(self.noise),
             "steps": list(self.steps),
             "notes": list(self.notes),
         }

@@ -1,0 +1,106 @@
+"""One of the runs that are compared, as the comparison walks through its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from traindiff.comparison.alignment import Rename
+from traindiff.comparison.derived import Updates
+from traindiff.comparison.exact import Groups
+from traindiff.comparison.pairing import RunStep
+from traindiff.comparison.presence import known_paths
+from traindiff.comparison.step_table import Entry, Key
+from traindiff.recording import Recording
+from traindiff.steps import StepSelection, parse_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideStep:
+    """One step of one run, with what follows from it.
+
+    Attributes:
+        table: Its entries under the baseline's names.
+        updates: What the step did to the parameters; not in `table`.
+        before: The parameters as the step found them, by path.
+    """
+
+    table: dict[Key, Entry]
+    updates: tuple[Entry, ...]
+    before: Mapping[str, Entry]
+
+
+class Side:
+    """One run, step by step.
+
+    Args:
+        recording: The run.
+        rename: Turns its paths into the baseline's.
+
+    Attributes:
+        recording: The run.
+        groups: Parameters of each group of each optimizer, by its name.
+        paths: Canonical paths of modules and parameters, under the run's own names.
+    """
+
+    def __init__(self, recording: Recording, rename: Rename = str) -> None:
+        self.recording = recording
+        self._rename = rename
+        self._updates = Updates()
+        contents = [recording.rank_content(rank) for rank in recording.ranks]
+        self.paths = known_paths(contents)
+        self.groups: Groups = {
+            optimizer["name"]: [[rename(path) for path in group] for group in optimizer["groups"]]
+            for content in contents
+            for optimizer in content.get("optimizers", [])
+        }
+
+    def step(self, step: RunStep) -> SideStep:
+        """What the run has of a step. Steps must be given in order: updates are differences to the last one."""
+        renamed = {key: key._replace(path=self._rename(key.path)) for key in step.table}
+        table = {renamed[key]: replace(entry, key=renamed[key]) for key, entry in step.table.items()}
+        updates, before = self._updates.derive(table, step=step.step)
+        return SideStep(table=table, updates=tuple(updates), before=before)
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Paths of the parameters that the optimizers hold."""
+        return frozenset(path for optimizer in self.groups.values() for group in optimizer for path in group)
+
+    @property
+    def recorded(self) -> frozenset[str]:
+        """Phases that the run was asked to record, with `evaluation` if that."""
+        settings = self.recording.run["settings"]
+        evaluation = frozenset({"evaluation"} if settings.get("evaluation") else ())
+        return frozenset(settings.get("observe", ())) | evaluation
+
+    def would_record(self, step: int) -> bool:
+        """Whether the run would have recorded this step, had it come so far."""
+        settings = self.recording.run["settings"]
+        chosen = parse_steps(settings.get("steps"), where="run.json")
+        return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
+
+
+def join(sides: tuple[SideStep, SideStep]) -> tuple[dict[Key, Entry], dict[Key, Entry]]:
+    """The tables of two runs' step, with the updates that can be derived in both.
+
+    A run that does not record every step records the parameters before each step that it does; they are left out
+    where the other run knows them from the step before.
+    """
+    derivable = {entry.key for entry in sides[0].updates} & {entry.key for entry in sides[1].updates}
+    tables = []
+    for one in sides:
+        table = dict(one.table)
+        table.update((entry.key, entry) for entry in one.updates if entry.key in derivable)
+        tables.append(table)
+    for table, other, known in zip(tables, tables[::-1], (sides[1].before, sides[0].before), strict=True):
+        for key in [key for key in table if key.stage == "before" and key.phase == "param"]:
+            if key not in other and key.path in known:
+                del table[key]
+    return tables[0], tables[1]
+
+
+def in_order(table: Mapping[Key, Entry]) -> dict[Key, Entry]:
+    """What is aligned site by site, in execution order; settings are compared by parameter instead."""
+    sites = ((key, entry) for key, entry in table.items() if key.group is None)
+    return dict(sorted(sites, key=lambda item: item[1].order))
