@@ -156,27 +156,49 @@ def test_values_that_are_not_finite_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("factors", "says"),
     [
-        ((1.0, 0.0, 1.0), "micro-step 1 enters not at all"),
-        ((1.0, 1.0, 2.0), "micro-step 2 enters twice"),
-        ((0.5, 1.0, 1.0), "micro-step 0 enters 0.5 times"),
+        (
+            (1.0, 0.0, 1.0),
+            "The optimizer's gradient lacks what micro-step 1 of 3 contributed; it is the sum of the other 2.",
+        ),
+        ((1.0, 1.0, 2.0), "The optimizer's gradient holds what micro-step 2 of 3 contributed twice; the other 2 once."),
+        (
+            (0.5, 1.0, 1.0),
+            "The optimizer's gradient holds what micro-step 0 of 3 contributed 0.5 times; the other 2 once.",
+        ),
+        (
+            (1.0, 0.0, 1.0, 0.0, 1.0),
+            "The optimizer's gradient lacks what micro-steps 1 and 3 of 5 contributed; it is the sum of the other 3.",
+        ),
+        (
+            (2.0, 1.0, 1.0, 0.0, 1.0),
+            "The optimizer's gradient holds what micro-step 0 of 5 contributed twice, lacks what micro-step 3 "
+            "contributed; the other 3 once.",
+        ),
     ],
 )
 def test_a_micro_batch_that_is_lost_doubled_or_scaled(factors: tuple[float, ...], says: str) -> None:
-    parts = [random(32, 40, seed=10 + number) for number in range(3)]
+    parts = [random(32, 40, seed=10 + number) for number in range(len(factors))]
     baseline = np.sum(parts, axis=0)
     candidate = np.sum([part * np.float32(factor) for part, factor in zip(parts, factors, strict=True)], axis=0)
     contributions = {number: summary_of(part) for number, part in enumerate(parts)}
 
-    found = look(baseline, candidate, micro_steps=3, contributions=contributions)
+    found = look(baseline, candidate, micro_steps=len(factors), contributions=contributions)
 
     assert found.kind == "lost-contribution"
-    assert says in found.says
+    assert found.says == says
+
+
+def test_a_factor_next_to_one_is_told_from_one() -> None:
+    assert (
+        look(np.float32(2.0), np.float32(2.0 + 1e-6), floor=0.0).says
+        == "The candidate's is (1 + 4.8e-07) x the baseline's."
+    )
 
 
 def test_an_optimizers_count_of_steps() -> None:
     assert look(np.array(4.0), np.array(1.0), phase="optimizer", slot="step").says == (
         "The candidate's optimizer is at its step 1 for this parameter, the baseline's at its step 4. "
-        "Was the state lost, or not loaded, at a resume?"
+        "Was its state lost, or not loaded, at a resume?"
     )
 
 

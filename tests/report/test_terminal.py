@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from tests.comparison.runs import Step, at, record
+from tests.comparison.runs import Seen, Step, at, record
 from traindiff.comparison import Comparison, compare
 from traindiff.report.terminal import print_comparison
 
@@ -51,13 +51,38 @@ def test_further_findings_are_listed(tmp_path: Path) -> None:
 
 def test_as_many_rows_as_wanted_are_shown(tmp_path: Path) -> None:
     def wrong(step: int, sites: Step) -> None:
+        at(FC, lambda x: -x, step=0)(step, sites)
         for site, seen in sites.items():
-            if site[0] == "grad":
+            if (site[0], step) == ("grad", 1):
                 seen.values = seen.values * np.float32(np.nan)
+        at(("forward", "", "head", "output[0]"), lambda x: -x, step=2)(step, sites)
 
-    lines = printed(compare(record(tmp_path / "b"), record(tmp_path / "c", wrong)), top=1)
+    comparison = compare(record(tmp_path / "b"), record(tmp_path / "c", wrong))
 
-    assert "Further findings: 2, the first 1" in lines
+    assert "Further findings: 2, at 4 sites, the first 1" in printed(comparison, top=1)
+    assert any(line.startswith("1     grad     fc.weight grad and 2 more") for line in printed(comparison, top=2))
+
+
+def test_what_holds_for_many_parameters_is_said_once(tmp_path: Path) -> None:
+    def forgotten(step: int, sites: Step) -> None:
+        for site, seen in list(sites.items()):
+            if site[3] == "momentum_buffer":
+                sites["optimizer", "", site[2], "step"] = Seen(values=np.float32(step + 1))
+                if step == 2:
+                    seen.values = seen.values * np.float32(0.3)
+
+    def forgetting(step: int, sites: Step) -> None:
+        forgotten(step, sites)
+        for site, seen in sites.items():
+            if step == 2 and site[3] == "step":
+                seen.values = np.float32(1.0)
+
+    comparison = compare(record(tmp_path / "b", forgotten), record(tmp_path / "c", forgetting))
+
+    assert len(comparison.findings) == 3
+    assert "  The same holds for 2 more parameters: fc.bias, head.weight." in printed(comparison)
+    assert "  The same holds for 2 more parameters: fc.bias, head.weight." in str(comparison).splitlines()
+    assert not any(line.startswith("Further findings") for line in printed(comparison))
 
 
 def test_sites_with_brackets_are_not_taken_for_markup(tmp_path: Path) -> None:

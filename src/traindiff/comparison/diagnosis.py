@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -95,7 +95,7 @@ def counted(case: Case) -> Diagnosis | None:
     return Diagnosis(
         kind="step-count",
         says=f"The candidate's optimizer is at its step {after:g} for this parameter, the baseline's at its step "
-        f"{before:g}. Was the state lost, or not loaded, at a resume?",
+        f"{before:g}. Was its state lost, or not loaded, at a resume?",
         evidence={"baseline": before, "candidate": after},
     )
 
@@ -136,11 +136,9 @@ def lost_contribution(case: Case) -> Diagnosis | None:
     odd = [(step, float(value)) for step, value in zip(steps, relative, strict=True) if abs(value - 1.0) > 0.05]
     if not odd or len(odd) > len(steps) // 2:
         return None
-    parts = ", ".join(f"micro-step {step} enters {_times(value)}" for step, value in odd)
     return Diagnosis(
         kind="lost-contribution",
-        says=f"The optimizer does not see the sum of the {len(steps)} micro-batches' gradients: "
-        f"{parts}, the others once.",
+        says=f"The optimizer's gradient {_contributed(odd, len(steps))}.",
         evidence={"micro_step": odd[0][0], "factor": odd[0][1], "residual": left_over},
     )
 
@@ -167,7 +165,7 @@ def scaled(case: Case) -> Diagnosis | None:
         )
     return Diagnosis(
         kind="scale",
-        says=f"The candidate's is {s:.4g} x the baseline's{factor_meaning(s, case.micro_steps)}.",
+        says=f"The candidate's is {_factor(s)} x the baseline's{factor_meaning(s, case.micro_steps)}.",
         evidence={"factor": s, "residual": left_over},
     )
 
@@ -253,10 +251,37 @@ TESTS: tuple[Callable[[Case], Diagnosis | None], ...] = (
 """In the order in which they are tried; each is independent of the others."""
 
 
+def _contributed(odd: Sequence[tuple[int, float]], micro_steps: int) -> str:
+    """What is odd about a gradient, from the factors with which some of its micro-batches are in it."""
+    lost = [step for step, factor in odd if abs(factor) < 0.02]
+    rest = micro_steps - len(odd)
+    others = f"the other {rest} once" if rest > 1 else "the other one once"
+    if len(lost) == len(odd):
+        sum_of = f"it is the sum of the other {rest}" if rest > 1 else "it is that of the other one"
+        return f"lacks what {_micro_steps(lost)} of {micro_steps} contributed; {sum_of}"
+    held = [(step, factor) for step, factor in odd if step not in lost]
+    parts = [f"holds what {_micro_steps([step])} of {micro_steps} contributed {_times(value)}" for step, value in held]
+    lacks = [f"lacks what {_micro_steps(lost)} contributed"] if lost else []
+    return f"{', '.join([*parts, *lacks])}; {others}"
+
+
+def _micro_steps(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"micro-step {steps[0]}"
+    return f"micro-steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"
+
+
 def _times(value: float) -> str:
-    if abs(value) < 0.02:
-        return "not at all"
     return "twice" if abs(value - 2.0) < 0.02 else f"{value:.3g} times"
+
+
+def _factor(value: float) -> str:
+    """A factor with enough digits to tell it from 1."""
+    return (
+        f"{value:.4g}"
+        if abs(value - 1.0) > 5e-4
+        else f"(1 {value - 1.0:+.2g})".replace(" +", " + ").replace(" -", " - ")
+    )
 
 
 def factor_meaning(factor: float, micro_steps: int) -> str:

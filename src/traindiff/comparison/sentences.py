@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from traindiff.comparison.groups import grouped
 from traindiff.site import label
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ def text(comparison: Comparison) -> str:
     if (first := comparison.first_divergence) is not None:
         lines += ["", f"First divergence: {place(first)}", f"  {first.says}"]
         lines += [f"  {size}" for size in [size_text(first)] if size]
-        if len(comparison.findings) > 1:
-            lines.append(f"  ({len(comparison.findings) - 1} further findings.)")
+        lines += [f"  {also}" for also in [also_at(comparison)] if also]
+        if further := len(grouped(comparison.findings)) - 1:
+            lines.append(f"  ({further} further finding{'s' if further > 1 else ''}.)")
     rest = limits(comparison)
     return "\n".join([*lines, *([""] if rest else []), *rest])
 
@@ -57,6 +59,16 @@ def size_text(finding: Finding) -> str:
     if not math.isfinite(finding.difference) or not finding.floor:
         return ""
     return f"relative L2 difference {finding.difference:.3g} = {finding.ratio:.3g} x its floor of {finding.floor:.3g}"
+
+
+def also_at(comparison: Comparison) -> str:
+    """Where else the first finding was made in the same step; empty where it was not."""
+    groups = grouped(comparison.findings)
+    _, *more = groups[0].paths if groups else ("",)
+    if not more:
+        return ""
+    named = ", ".join(more[:2]) + (", ..." if len(more) > 2 else ".")
+    return f"The same holds for {len(more)} more parameter{'s' if len(more) > 1 else ''}: {named}"
 
 
 def limits(comparison: Comparison) -> list[str]:

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from traindiff.comparison import Comparison, Finding, SiteDifference, sentences
+from traindiff.comparison import Comparison, SiteDifference, sentences
+from traindiff.comparison.groups import Group, grouped
 from traindiff.site import label
 
 _STYLES = {
@@ -30,8 +31,8 @@ def print_comparison(console: Console, comparison: Comparison, *, top: int) -> N
         top: Rows per table at most; 0 prints no tables.
     """
     print_verdict(console, comparison)
-    if top and comparison.findings[1:]:
-        _print_findings(console, comparison.findings[1:], top=top)
+    if top and (further := grouped(comparison.findings)[1:]):
+        _print_findings(console, further, top=top)
     if top and any(row.difference > 0 for row in comparison.differences):
         _print_differences(console, comparison.differences, top=top)
     for number, line in enumerate(sentences.limits(comparison)):
@@ -50,15 +51,20 @@ def print_verdict(console: Console, comparison: Comparison) -> None:
     console.print(Text(f"  {first.says}"), soft_wrap=True)
     if size := sentences.size_text(first):
         console.print(Text(f"  {size}", style="dim"), soft_wrap=True)
+    if also := sentences.also_at(comparison):
+        console.print(Text(f"  {also}"), soft_wrap=True)
 
 
-def _print_findings(console: Console, findings: Sequence[Finding], *, top: int) -> None:
-    shown = "" if len(findings) <= top else f", the first {top}"
-    console.print(Text(f"\nFurther findings: {len(findings)}{shown}", style="bold"))
+def _print_findings(console: Console, groups: Sequence[Group], *, top: int) -> None:
+    sites = sum(len(group.paths) for group in groups)
+    shown = "" if len(groups) <= top else f", the first {top}"
+    kinds = "" if len(groups) == sites else f", at {sites} sites"
+    console.print(Text(f"\nFurther findings: {len(groups)}{kinds}{shown}", style="bold"))
     table = columns(left=("step", "phase", "site", "what"), right=())
-    for finding in findings[:top]:
-        phase = sentences.phase(finding.phase, finding.stage)
-        table.add_row(*map(Text, (str(finding.step), phase, finding.site, finding.says)))
+    for group in groups[:top]:
+        first = group.first
+        phase = sentences.phase(first.phase, first.stage)
+        table.add_row(*map(Text, (str(first.step), phase, group.site, first.says)))
     console.print(table)
 
 
