@@ -12,19 +12,22 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "traindiff"
 
-VOCABULARY = frozenset({"_version", "detail", "errors", "observation", "settings", "shard", "site", "steps", "summary"})
+VOCABULARY = frozenset(
+    {"_version", "detail", "errors", "observation", "replica_setting", "settings", "shard", "site", "steps", "summary"}
+)
 """Modules that every layer speaks: the lowest layer, without torch."""
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "vocabulary": frozenset(),
     "kernels": frozenset({"vocabulary"}),
     "taps": frozenset({"kernels", "vocabulary"}),
+    "replicas": frozenset({"taps", "vocabulary"}),
     "recording": frozenset({"vocabulary"}),
     "comparison": frozenset({"recording", "vocabulary"}),
     "report": frozenset({"comparison", "recording", "vocabulary"}),
     "engines": frozenset({"taps", "kernels", "vocabulary"}),
     "interop": frozenset({"recording", "vocabulary"}),
-    "sessions": frozenset({"engines", "taps", "kernels", "recording", "comparison", "vocabulary"}),
+    "sessions": frozenset({"engines", "replicas", "taps", "kernels", "recording", "comparison", "vocabulary"}),
     "demo": frozenset({"sessions", "taps", "recording", "comparison", "report", "vocabulary"}),
     "cli": frozenset({"demo", "sessions", "engines", "interop", "report", "comparison", "recording", "vocabulary"}),
     "__main__": frozenset({"cli"}),

@@ -13,7 +13,7 @@ from traindiff.site import PHASES
 
 PLAIN: dict[str, Any] = {
     "observe": None, "select": "*", "detail": "summary", "steps": None, "ranks": None, "every": 1,
-    "batch_axis": None, "evaluation": False, "strict": False,
+    "batch_axis": None, "evaluation": False, "strict": False, "replica": None,
 }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def test_settings_are_written_as_json_in_one_order() -> None:
 
     assert json.loads(json.dumps(chosen.to_json())) == {
         "observe": ["batch", "param"], "select": ["*"], "detail": ["summary"], "steps": "0-3", "ranks": [0],
-        "every": 2, "batch_axis": {"a": None}, "evaluation": False,
+        "every": 2, "batch_axis": {"a": None}, "evaluation": False, "replica": None,
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 from traindiff.detail import DETAILS
 from traindiff.errors import ConfigError, Problem
+from traindiff.replica_setting import ReplicaSetting, checked_replica
 from traindiff.site import PHASES
 from traindiff.steps import ALL_STEPS, StepSelection, parse_steps
 
@@ -28,6 +29,7 @@ class RecordSettings:
     batch_axis: Mapping[str, int | None]
     evaluation: bool
     strict: bool
+    replica: ReplicaSetting | None
 
     def records(self, step: int) -> bool:
         """Whether this step is recorded."""
@@ -44,6 +46,7 @@ class RecordSettings:
             "every": self.every,
             "batch_axis": dict(self.batch_axis),
             "evaluation": self.evaluation,
+            "replica": None if self.replica is None else str(self.replica),
         }
 
 
@@ -58,6 +61,7 @@ def record_settings(
     batch_axis: int | Mapping[str, int | None] | None,
     evaluation: bool,
     strict: bool,
+    replica: object,
 ) -> RecordSettings:
     """Check the settings of `traindiff.record`.
 
@@ -75,6 +79,7 @@ def record_settings(
         batch_axis=_batch_axis(batch_axis, problems),
         evaluation=evaluation,
         strict=strict,
+        replica=checked_replica(replica, ranks=ranks, problems=problems),
     )
     if problems:
         raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from traindiff.replicas.compiled import notice_compiled
+from traindiff.replicas.replica import Replica
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.site import matches
@@ -30,6 +32,7 @@ class Attachment:
         targets: What is observed.
         settings: Which phases of it, and how.
         sink: Receives the observations.
+        replica: Perturbs the training, where that is wanted.
         on_step: Called with an optimizer's name when a step of it has ended and was observed.
         on_discovery: Called when an optimizer was found that was not given.
     """
@@ -40,6 +43,7 @@ class Attachment:
         settings: RecordSettings,
         sink: Sink,
         *,
+        replica: Replica | None,
         on_step: Callable[[str], None],
         on_discovery: Callable[[], None],
     ) -> None:
@@ -62,6 +66,9 @@ class Attachment:
             sink,
         )
         with ExitStack() as undo:
+            if replica:  # before the taps, which see what it did
+                undo.enter_context(replica.attach(sink))
+                undo.enter_context(notice_compiled(targets.root, sink))
             self._attach(undo, settings)
             undo.enter_context(trace_hooks())
             self._undo = undo.pop_all()

@@ -5,15 +5,26 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from torch.compiler import is_compiling
 
 from traindiff.errors import TraindiffWarning
+from traindiff.replicas.replica import NAME as REPLICA
 from traindiff.taps._torch_compat import run_as_it_is
 
 _logger = logging.getLogger("traindiff")
+
+_TAP_FAILED = (
+    "traindiff no longer observes with its {tap} tap, which failed with {says}. "
+    "The training is not affected; what the tap would have seen is missing from the recording."
+)
+_REPLICA_FAILED = (
+    "traindiff no longer perturbs the training, because of {says}. The training goes on; the recording says that it is "
+    "no full replica, and nothing can be measured with it."
+)
 
 
 class _Guard:
@@ -21,16 +32,20 @@ class _Guard:
 
     __torch_unserializable__ = True  # torch need not warn when it saves a tensor without it
 
-    def __init__(self, containment: Containment, tap: str, hook: Callable[..., None], *, always: bool) -> None:
+    def __init__(
+        self, containment: Containment, tap: str, hook: Callable[..., Any], *, always: bool, alters: bool = False
+    ) -> None:
         self._containment = containment
         self._tap = tap
         self._hook = hook
         self._always = always
+        self._alters = alters
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            return  # compiled code is observed by operators; see traindiff.taps.compiled
-        self._containment.run(self._tap, partial(self._hook, *args, **kwargs), always=self._always)
+            return None  # compiled code is observed by operators; see traindiff.taps.compiled
+        result = self._containment.run(self._tap, partial(self._hook, *args, **kwargs), always=self._always)
+        return result if self._alters else None
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         """A copy of a module (a moving average, a checkpoint) is no longer observed."""
@@ -48,10 +63,18 @@ class Containment:
     Args:
         strict: Raise errors instead.
         report: Called once per disabled tap with its name and the error in one line.
+        around: Makes a context for each hook to run in.
     """
 
-    def __init__(self, *, strict: bool, report: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        *,
+        strict: bool,
+        report: Callable[[str, str], None],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._strict = strict
+        self._around = around
         self._report = report
         self._disabled: set[str] = set()
         run_as_it_is(_Guard.__call__, callees=True)
@@ -66,16 +89,22 @@ class Containment:
         """
         return _Guard(self, tap, hook, always=always)
 
-    def run(self, tap: str, hook: Callable[[], None], *, always: bool) -> None:
-        """Call `hook`, unless its tap is disabled."""
+    def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """`hook`, made harmless; torch uses what it returns in place of what it was given, unless that is None."""
+        return _Guard(self, tap, hook, always=False, alters=True)
+
+    def run(self, tap: str, hook: Callable[[], Any], *, always: bool) -> Any:
+        """Call `hook`, unless its tap is disabled; gives what it returns, or None."""
         if tap in self._disabled and not always:
-            return
+            return None
         try:
-            hook()
+            with self._around():
+                return hook()
         except Exception as error:  # whatever it is, the training goes on
             if self._strict:
                 raise
             self._disable(tap, error)
+            return None
 
     def is_disabled(self, tap: str) -> bool:
         """Whether an error has disabled this tap."""
@@ -93,8 +122,7 @@ class Containment:
             _logger.debug("the fault could not be recorded", exc_info=True)
         try:
             warnings.warn(
-                f"traindiff no longer observes with its {tap} tap, which failed with {says}. "
-                "The training is not affected; what the tap would have seen is missing from the recording.",
+                _REPLICA_FAILED.format(says=says) if tap == REPLICA else _TAP_FAILED.format(tap=tap, says=says),
                 TraindiffWarning,
                 stacklevel=3,
             )

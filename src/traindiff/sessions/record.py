@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
+from traindiff.replicas.making import make_replica
 from traindiff.sessions.recorder import Recorder
 from traindiff.sessions.targets import Optimizers, find_targets
 from traindiff.settings import record_settings
@@ -27,6 +28,7 @@ def record(
     batch_axis: int | Mapping[str, int | None] | None = None,
     evaluation: bool = False,
     strict: bool = False,
+    replica: str | None = None,
 ) -> Recorder:
     """Record a training's numbers, without disturbing it.
 
@@ -62,13 +64,17 @@ def record(
             paths, None for tensors without one. See docs/batch-axis.md.
         evaluation: Record forward passes without gradients too.
         strict: Raise errors of traindiff's own instead of going on without the part that failed.
+        replica: Perturb the training within rounding, **on purpose**, so that comparing it with the
+            training as it is measures how far apart correct runs are: `"ulp:SEED"` (every output of a
+            module, its gradient and every parameter's gradient randomly rounded by one unit in the last
+            place). The same seed makes the same replica. See docs/noise.md.
 
     Returns:
         The running recording: a context manager with `log`, `close` and `step`.
 
     Raises:
-        ConfigError: A setting is wrong, `select` matches nothing, or `path` is taken. Nothing was
-            attached and nothing was written.
+        ConfigError: A setting is wrong, `select` matches nothing, `path` is taken, or a replica of a
+            compiled model is asked for. Nothing was attached and nothing was written.
     """
     settings = record_settings(
         observe=observe,
@@ -80,6 +86,8 @@ def record(
         batch_axis=batch_axis,
         evaluation=evaluation,
         strict=strict,
+        replica=replica,
     )
     targets = find_targets(model, optimizer, select=settings.select)
-    return Recorder(os.fspath(path), targets, settings, overwrite=overwrite)
+    perturbed = None if settings.replica is None else make_replica(settings.replica, targets.root, targets.names)
+    return Recorder(os.fspath(path), targets, settings, overwrite=overwrite, replica=perturbed)

@@ -6,7 +6,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -18,6 +18,8 @@ from traindiff.kernels.store import SummaryStore
 from traindiff.kernels.torch_arrays import dtype_name, shape_of
 from traindiff.observation import Merge, Observation
 from traindiff.recording import RecordingWriter
+from traindiff.replicas.replica import NAME as REPLICA
+from traindiff.replicas.replica import Replica
 from traindiff.sessions.attachment import Attachment
 from traindiff.sessions.background import BackgroundWriter
 from traindiff.sessions.containment import Containment
@@ -38,13 +40,25 @@ class Recorder:
         progress: Where the training is; read by the taps.
     """
 
-    def __init__(self, path: str, targets: Targets, settings: RecordSettings, *, overwrite: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        targets: Targets,
+        settings: RecordSettings,
+        *,
+        overwrite: bool,
+        replica: Replica | None = None,
+    ) -> None:
         self.path = path
         self.progress = Progress(optimizer=targets.primary, observing=settings.records(0))
         self._settings = settings
         self._pending = Pending()
         self._summaries = SummaryStore()
-        self._containment = Containment(strict=settings.strict, report=self._record_fault)
+        self._containment = Containment(
+            strict=settings.strict,
+            report=self._record_fault,
+            around=replica.paused if replica else nullcontext,
+        )
         self._files: RecordingWriter | None = None
         self._writer: BackgroundWriter | None = None
         self._attachment: Attachment | None = None
@@ -63,7 +77,7 @@ class Recorder:
         with ExitStack() as undo:
             undo.callback(self._containment.guarded("writer", writer.close, always=True))
             self._attachment = Attachment(
-                targets, settings, self, on_step=self._end_step, on_discovery=self._write_rank
+                targets, settings, self, replica=replica, on_step=self._end_step, on_discovery=self._write_rank
             )
             undo.callback(self._attachment.close)
             self._write_rank()
@@ -182,6 +196,10 @@ class Recorder:
         """See `traindiff.taps.sink.Sink`."""
         return self._containment.guarded(tap, hook)
 
+    def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """See `traindiff.taps.sink.Sink`."""
+        return self._containment.altering(tap, hook)
+
     def _end_step(self, name: str) -> None:
         self.guarded("writer", self._write)(name)
         following = self.progress.steps.get(name, 0) + 1
@@ -220,7 +238,8 @@ class Recorder:
             self.progress.observing = False
             self._pending.clear()
         else:
-            self.unobserved(f"the {tap} tap failed: {says}", phase="batch", path="traindiff", slot=tap)
+            what = "this is no full replica" if tap == REPLICA else f"the {tap} tap failed"
+            self.unobserved(f"{what}: {says}", phase="batch", path="traindiff", slot=tap)
 
 
 def close_at_exit(recorder: Recorder) -> Callable[[], None]:

@@ -65,6 +65,14 @@ def from_compiled_code(tensor: torch.Tensor) -> bool:
     return type(tensor.grad_fn).__name__ == "CompiledFunctionBackward"
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of the module run compiled code, by `torch.compile(module)` or `module.compile()`.
+
+    There is no public way to ask.
+    """
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+
+
 def patch_hook_guards() -> Callable[[], None]:
     """Have compiled code look at the hooks of modules before it is used again; returns what undoes it.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _observers: list[Callable[[str, object], None]] = []
+_alterers: list[Callable[[str, Any], Any]] = []
 
 
 def inspect(name: str, tensor: T) -> T:
@@ -22,8 +23,11 @@ def inspect(name: str, tensor: T) -> T:
         tensor: Any tensor.
 
     Returns:
-        `tensor` itself.
+        `tensor` itself; in a recording that is a replica, `tensor` perturbed within rounding.
     """
+    for alter in _alterers:
+        if (altered := alter(name, tensor)) is not None:
+            tensor = altered
     if _observers:
         _observe(name, tensor)
     return tensor
@@ -48,4 +52,12 @@ def tap_inspection(observe: Callable[[str, object], None]) -> ExitStack:
     _observers.append(observe)
     undo = ExitStack()
     undo.callback(_observers.remove, observe)
+    return undo
+
+
+def alter_inspected(alter: Callable[[str, Any], Any]) -> ExitStack:
+    """Have `inspect` return what `alter` does, unless that is None. Close the result to end it."""
+    _alterers.append(alter)
+    undo = ExitStack()
+    undo.callback(_alterers.remove, alter)
     return undo

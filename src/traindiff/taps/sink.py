@@ -46,3 +46,6 @@ class Sink(Protocol):
 
     def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
         """`hook`, made harmless: an error in it disables the tap and never reaches the training."""
+
+    def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for a hook that changes the training: what it returns is used, unless that is None."""

@@ -1,0 +1,64 @@
+"""Compiled code cannot be perturbed: say so before the training, or where it turns out."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from traindiff.errors import ConfigError, Problem, TraindiffError
+from traindiff.replica_setting import ReplicaSetting
+from traindiff.replicas.replica import NAME
+from traindiff.site import ROOT, canonical_paths
+from traindiff.taps._torch_compat import is_compiled
+from traindiff.taps.compiled import tap_compiled_module
+from traindiff.taps.silent_modules import takes_hooks
+from traindiff.taps.sink import Sink
+
+
+class NotPerturbedError(TraindiffError):
+    """A part of the training ran where it cannot be perturbed."""
+
+
+def refuse_compiled(setting: ReplicaSetting, root: nn.Module) -> None:
+    """Refuse a model of which a part is compiled.
+
+    Raises:
+        ConfigError: Names the parts.
+    """
+    compiled = [name or ROOT for name, module in root.named_modules() if is_compiled(module)]
+    if not compiled:
+        return
+    among = ", ".join(compiled[:3]) + (", ..." if len(compiled) > 3 else "")
+    problem = Problem(
+        where=f'record(replica="{setting}")',
+        what=f"cannot perturb compiled code, and the model has some: {among}.",
+        fix="Record the replica of the same training without torch.compile; what it measures holds for both.",
+    )
+    raise ConfigError("record(...)", [problem], consequence="nothing was attached to the model")
+
+
+def notice_compiled(root: nn.Module, sink: Sink) -> ExitStack:
+    """Report a fault when a module runs in compiled code: a function that calls it may be compiled at any time."""
+    observer = _Observer(sink)
+    modules = dict(root.named_modules())
+    with ExitStack() as undo:
+        for name in canonical_paths(modules):
+            if takes_hooks(modules[name]):
+                undo.enter_context(tap_compiled_module(modules[name], observer))
+        return undo.pop_all()
+
+
+class _Observer:
+    def __init__(self, sink: Sink) -> None:
+        self.output = sink.guarded(NAME, _fault)
+        self.gradient = self.no_gradient = _do_nothing
+
+
+def _fault(*_: Any) -> None:
+    raise NotPerturbedError("a part of the model ran in compiled code, where nothing is perturbed")
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
