@@ -110,6 +110,31 @@ def test_a_tensor_of_many_chunks_agrees_with_the_definitions() -> None:
     assert_equal_up_to_rounding(summarise(values, Shard.whole((2, 35_000))), oracle_of_whole(case))
 
 
+@pytest.mark.parametrize("dtype", oracle.FORMATS)
+@pytest.mark.parametrize("first", [0, 37])
+def test_every_dtype_agrees_with_the_definitions_over_many_blocks(dtype: str, first: int) -> None:
+    form = oracle.FORMATS[dtype]
+    top = 1 if dtype == "bool" else 2**form.width - 1
+    drawn = np.random.default_rng(0).integers(0, top, 3_000, dtype=f"u{form.width // 8}", endpoint=True)
+    shard = Shard(shape=(3_000,), global_shape=(5_000,), offset=(first,))
+
+    actual = summarise(from_bits(drawn, dtype), shard)
+
+    expected = oracle.summarise(drawn.tolist(), range(first, first + 3_000), dtype, rows=1, columns=5_000)
+    assert_equal_up_to_rounding(actual, expected)
+
+
+def test_a_byte_of_a_bool_other_than_0_is_true_and_enters_the_fingerprint_as_it_is() -> None:
+    odd = torch.tensor([0, 1, 2, 255] * 30, dtype=torch.uint8).view(torch.bool)
+    even = torch.tensor([0, 1, 1, 1] * 30, dtype=torch.uint8).view(torch.bool)
+
+    actual, expected = (summarise(tensor, Shard.whole((120,))) for tensor in (odd, even))
+
+    for name in ("zero", "negative", "minimum", "maximum", "smallest"):
+        assert actual[name] == expected[name]
+    assert actual["fingerprint"] != expected["fingerprint"]
+
+
 @pytest.mark.parametrize(
     ("value", "name"), [(1e308, "sum"), (1e200, "sum_of_squares"), (1e308, "sketch"), (-1e308, "row_squares")]
 )

@@ -7,7 +7,7 @@ every floating-point operation, is the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -230,6 +230,10 @@ class Variable:
     def value(self, value: Value) -> None:
         self.code.builder.store(value.ir, self._place)
 
+    def add(self, value: Operand) -> None:
+        """Increase it."""
+        self.value = self.value + value
+
 
 class Code:
     """Writes the body of one function.
@@ -290,6 +294,10 @@ class Code:
     def store(self, pointer: Value, value: Value) -> None:
         """Write a scalar or vector; aligned to its elements only."""
         self.builder.store(value.ir, pointer.ir, align=_bytes(element_of(value.type)))
+
+    def merge(self, pointer: Value, value: Value, combine: Callable[[Value, Value], Value]) -> None:
+        """Combine `value` with the one in memory."""
+        self.store(pointer, combine(self.load(pointer, value.type), value))
 
     def load_first(self, pointer: Value, kind: ir.VectorType, count: Value) -> Value:
         """Read the first `count` lanes; the others are zero and their memory is not touched."""

@@ -10,20 +10,16 @@ from traindiff.kernels.cpu.code import F32, F64, I32, I64, Value, element_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FloatDtype:
-    """A floating-point dtype.
+class Dtype:
+    """A dtype.
 
     Attributes:
         name: As torch spells it.
         bits: Width of an element.
-        infinity: Bits of +inf; everything above, the sign left out, is NaN.
-        smallest_normal: Bits of the smallest normal number.
     """
 
     name: str
     bits: int
-    infinity: int
-    smallest_normal: int
 
     @property
     def stored(self) -> ir.IntType:
@@ -34,6 +30,30 @@ class FloatDtype:
     def word(self) -> ir.IntType:
         """Type in which its bits are worked on: 32 bits for the shorter dtypes too."""
         return I64 if self.bits == 64 else I32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntegerDtype(Dtype):
+    """Integers, and booleans, which are the integers 0 and 1.
+
+    Attributes:
+        signed: Whether they are in two's complement.
+    """
+
+    signed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatDtype(Dtype):
+    """A floating-point dtype.
+
+    Attributes:
+        infinity: Bits of +inf; everything above, the sign left out, is NaN.
+        smallest_normal: Bits of the smallest normal number.
+    """
+
+    infinity: int
+    smallest_normal: int
 
     @property
     def number(self) -> ir.Type:
@@ -54,12 +74,23 @@ class FloatDtype:
         return raw.reinterpreted(self.number)
 
 
-FLOATS = (
+_FLOATS = (
     FloatDtype(name="float32", bits=32, infinity=0x7F800000, smallest_normal=0x00800000),
     FloatDtype(name="bfloat16", bits=16, infinity=0x7F80, smallest_normal=0x0080),
     FloatDtype(name="float16", bits=16, infinity=0x7C00, smallest_normal=0x0400),
     FloatDtype(name="float64", bits=64, infinity=0x7FF0000000000000, smallest_normal=0x0010000000000000),
 )
+
+_INTEGERS = (
+    IntegerDtype(name="bool", bits=8, signed=False),
+    IntegerDtype(name="uint8", bits=8, signed=False),
+    IntegerDtype(name="int8", bits=8, signed=True),
+    IntegerDtype(name="int16", bits=16, signed=True),
+    IntegerDtype(name="int32", bits=32, signed=True),
+    IntegerDtype(name="int64", bits=64, signed=True),
+)
+
+DTYPES: dict[str, FloatDtype | IntegerDtype] = {dtype.name: dtype for dtype in (*_FLOATS, *_INTEGERS)}
 
 
 def magnitude(value: Value) -> Value:

@@ -1,8 +1,10 @@
-"""The CPU kernel as a whole: one function per dtype, built for the host at first use."""
+"""The CPU kernel as a whole: one function per dtype, built for the host when the dtype is first met."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -10,9 +12,9 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from traindiff.kernels.cpu.blocks import blocks_function, elements_function
+from traindiff.kernels.cpu import floats, integers
 from traindiff.kernels.cpu.code import F32, F64, I64, POINTER, Code, Value, vector
-from traindiff.kernels.cpu.dtypes import FLOATS, FloatDtype
+from traindiff.kernels.cpu.dtypes import DTYPES, Dtype, FloatDtype, IntegerDtype
 from traindiff.kernels.cpu.profiles import place_function, profiles_function
 from traindiff.kernels.cpu.state import COUNTS, FIELDS, SIZE
 from traindiff.kernels.hashing import BLOCK
@@ -22,91 +24,146 @@ from traindiff.summary import SKETCH_SIZE, SUMMARY
 CHUNK = 32 * BLOCK
 """Elements that are read from memory once and then found in the first-level cache: 8 kB of float32."""
 
+Add = Callable[[int, int, int, int, int, int, int, int, int, int], None]
+"""`add(x, runs, length, x_step, index, index_step, columns, row_block, column_block, state)`: accumulate `runs` runs of
+`length` contiguous elements. Run r begins `r * x_step` elements after `x`, at global index `index + r * index_step`."""
+
+_WORD, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
-    """The compiled functions. `engine` owns their memory.
+class Frame:
+    """What is the same for all dtypes.
 
     Attributes:
-        add: By dtype, `add(x, runs, length, x_step, index, index_step, columns, row_block, column_block,
-            state)`: accumulate `runs` runs of `length` contiguous elements. Run r begins `r * x_step`
-            elements after `x`, at global index `index + r * index_step`.
-        finish: `finish(state, summary, count)`: write the state as a SUMMARY of `count` elements.
         begin: `begin(state)`: an empty state.
-        host: The processor it was built for.
+        finish: `finish(state, summary, count)`: write the state as a SUMMARY of `count` elements.
     """
 
-    add: dict[str, Any]
-    finish: Any
     begin: Any
-    host: str
-    engine: Any
+    finish: Any
 
 
 @cache
-def kernel() -> Kernel:
-    """Build the kernel for this machine: about half a second, once per process. No compiler is needed."""
-    module = build_module()
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    host, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(cpu=host, features=features, opt=3)
-    parsed = llvm.parse_assembly(str(module))
-    parsed.verify()
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    llvm.create_pass_builder(machine, options).getModulePassManager().run(
-        parsed, llvm.create_pass_builder(machine, options)
-    )
-    engine = llvm.create_mcjit_compiler(parsed, machine)
-    engine.finalize_object()
-    word, pointer = ctypes.c_int64, ctypes.c_void_p
-    add = ctypes.CFUNCTYPE(None, pointer, word, word, word, word, word, word, word, word, pointer)
-    return Kernel(
-        add={dtype.name: add(engine.get_function_address(f"add_{dtype.name}")) for dtype in FLOATS},
-        finish=ctypes.CFUNCTYPE(None, pointer, pointer, word)(engine.get_function_address("finish")),
-        begin=ctypes.CFUNCTYPE(None, pointer)(engine.get_function_address("begin")),
-        host=host,
-        engine=engine,
+def frame() -> Frame:
+    """Build it: once per process."""
+    return Frame(
+        begin=_function("frame", "begin", _POINTER),
+        finish=_function("frame", "finish", _POINTER, _POINTER, _WORD),
     )
 
 
-def build_module() -> ir.Module:
-    """The LLVM IR of all functions, the same for every machine."""
-    module = ir.Module("traindiff")
-    place = place_function(module)
-    for dtype in FLOATS:
-        _add_function(module, dtype, place)
-    _begin_function(module)
-    _finish_function(module)
+@cache
+def add(name: str) -> Add:
+    """Build what accumulates elements of a dtype: a tenth of a second or two, once per process."""
+    found: Add = _function(name, f"add_{name}", _POINTER, *[_WORD] * 8, _POINTER)
+    return found
+
+
+def build_module(name: str) -> ir.Module:
+    """The LLVM IR of a dtype's functions, or of the `frame`: the same for every machine."""
+    module = ir.Module(name)
+    if name == "frame":
+        _begin_function(module)
+        _finish_function(module)
+    elif isinstance(dtype := DTYPES[name], FloatDtype):
+        _add_floats_function(module, dtype)
+    else:
+        _add_integers_function(module, dtype)
     return module
 
 
-def _add_function(module: ir.Module, dtype: FloatDtype, place: ir.Function) -> None:
-    blocks, elements = blocks_function(module, dtype), elements_function(module, dtype)
-    profiles = profiles_function(module, dtype)
+def host() -> str:
+    """The processor for which functions are built."""
+    name: str = llvm.get_host_cpu_name()
+    return name
+
+
+def _function(module: str, name: str, *arguments: Any) -> Any:
+    return ctypes.CFUNCTYPE(None, *arguments)(_engine(module).get_function_address(name))
+
+
+@cache
+def _engine(name: str) -> Any:
+    """Machine code for this host, which owns its memory and is therefore kept. No compiler is needed."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features().flatten()
+    machine = llvm.Target.from_default_triple().create_target_machine(cpu=host(), features=features, opt=3)
+    parsed = llvm.parse_assembly(str(build_module(name)))
+    parsed.verify()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    builder.getModulePassManager().run(parsed, builder)
+    engine = llvm.create_mcjit_compiler(parsed, machine)
+    engine.finalize_object()
+    return engine
+
+
+def _add_floats_function(module: ir.Module, dtype: FloatDtype) -> None:
+    blocks, elements = floats.blocks_function(module, dtype), floats.elements_function(module, dtype)
+    place, profiles = place_function(module), profiles_function(module, dtype)
+    with _runs(module, dtype) as run:
+        code, x, state = run.code, run.x, run.state
+        code.call(place, run.start, state, *run.grid)
+        code.call(elements, x, run.zero, run.head, run.start, state)
+        code.call(profiles, x, run.zero, run.head, state, *run.grid)
+        with code.loop(run.head, run.body, CHUNK) as first:
+            end = first + CHUNK
+            stop = (end < run.body).choose(end, run.body)
+            code.call(blocks, x, first, stop, (run.start + first) >> 6, state)
+            code.call(profiles, x, first, stop, state, *run.grid)
+        code.call(elements, x, run.body, run.length, run.start + run.body, state)
+        code.call(profiles, x, run.body, run.length, state, *run.grid)
+
+
+def _add_integers_function(module: ir.Module, dtype: IntegerDtype) -> None:
+    blocks, elements = integers.blocks_function(module, dtype), integers.elements_function(module, dtype)
+    with _runs(module, dtype) as run:
+        code, x, state = run.code, run.x, run.state
+        code.call(elements, x, run.zero, run.head, run.start, state)
+        code.call(blocks, x, run.head, run.body, (run.start + run.head) >> 6, state)
+        code.call(elements, x, run.body, run.length, run.start + run.body, state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One run of elements.
+
+    Attributes:
+        x: Pointer to its first element.
+        start: Global index of that.
+        head: Elements up to the next block.
+        body: Elements up to the end of its last whole block.
+        length: All of its elements.
+        grid: Columns, row block and column block.
+    """
+
+    code: Code
+    x: Value
+    start: Value
+    zero: Value
+    head: Value
+    body: Value
+    length: Value
+    grid: tuple[Value, ...]
+    state: Value
+
+
+@contextmanager
+def _runs(module: ir.Module, dtype: Dtype) -> Iterator[_Run]:
+    """Define `add_...` (see `Add`), whose body is repeated for every run."""
     signature = ir.FunctionType(ir.VoidType(), [POINTER, *[I64] * 8, POINTER])
     code = Code(ir.Function(module, signature, f"add_{dtype.name}"))
-    base, runs, length, x_step, index, index_step, columns, row_block, column_block, state = code.arguments
+    base, runs, length, x_step, index, index_step, *grid, state = code.arguments
     zero = code.constant(I64, 0)
-    grid = (columns, row_block, column_block)
     with code.loop(zero, runs, 1) as run:
-        x = code.at(base, run * x_step, dtype.stored)
         start = index + run * index_step
-        code.call(place, start, state, *grid)
-        # Up to the next block, whole blocks in chunks that stay in the cache, and the rest.
         ahead = (zero - start) & (BLOCK - 1)
         head = (ahead < length).choose(ahead, length)
-        body = head + (((length - head) >> 6) << 6)
-        code.call(elements, x, zero, head, start, state)
-        code.call(profiles, x, zero, head, state, *grid)
-        with code.loop(head, body, CHUNK) as first:
-            end = first + CHUNK
-            stop = (end < body).choose(end, body)
-            code.call(blocks, x, first, stop, (start + first) >> 6, state)
-            code.call(profiles, x, first, stop, state, *grid)
-        code.call(elements, x, body, length, start + body, state)
-        code.call(profiles, x, body, length, state, *grid)
+        yield _Run(
+            code=code, x=code.at(base, run * x_step, dtype.stored), start=start, zero=zero, head=head,
+            body=head + (((length - head) >> 6) << 6), length=length, grid=tuple(grid), state=state,
+        )  # fmt: skip
     code.finish()
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from traindiff.errors import UnsupportedTensorError
-from traindiff.kernels.cpu.module import Kernel, kernel
+from traindiff.kernels.cpu.dtypes import DTYPES
+from traindiff.kernels.cpu.module import add, frame
 from traindiff.kernels.cpu.runs import run_length, runs
 from traindiff.kernels.cpu.state import SIZE
 from traindiff.shard import Shard
 from traindiff.summary import SUMMARY
 
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
+NAMES = {getattr(torch, name): name for name in DTYPES}
 """Dtypes that the kernel reads."""
 
 SHORTEST_RUN = 48
@@ -28,31 +29,31 @@ _scratch = threading.local()
 def reads(tensor: torch.Tensor) -> bool:
     """Whether the kernel can read this tensor where it is."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain and tensor.device.type == "cpu" and tensor.dtype in DTYPES and not tensor.is_neg()
+    return plain and tensor.device.type == "cpu" and tensor.dtype in NAMES and not tensor.is_neg()
 
 
 def summarise(tensor: torch.Tensor, shard: Shard) -> np.void:
-    """The summary of a dense CPU tensor of one of `DTYPES`; see `traindiff.kernels.summarise`.
+    """The summary of a dense CPU tensor that `reads` accepts; see `traindiff.kernels.summarise`.
 
     One pass over its memory, without the interpreter lock. A strided tensor with short runs is
     copied first.
     """
-    built = kernel()
+    built = frame()
     state = _state()
     row = np.empty(1, SUMMARY)
     built.begin(state)
     if shard.size:
-        _add(built, tensor, shard, state)
+        _add(tensor, shard, state)
     built.finish(state, row.ctypes.data, shard.size)
     summary: np.void = row[0]
     return summary
 
 
-def _add(built: Kernel, tensor: torch.Tensor, shard: Shard, state: int) -> None:
-    add = built.add[DTYPES[tensor.dtype]]
+def _add(tensor: torch.Tensor, shard: Shard, state: int) -> None:
+    accumulate = add(NAMES[tensor.dtype])
     plan = _plan(shard)
     if plan.contiguous and tensor.is_contiguous():
-        add(_address(tensor), 1, plan.size, 0, plan.start, 0, *plan.grid, state)
+        accumulate(_address(tensor), 1, plan.size, 0, plan.start, 0, *plan.grid, state)
         return
     tensor = tensor.detach()
     if tensor.shape != shard.shape:  # a flat range
@@ -64,7 +65,7 @@ def _add(built: Kernel, tensor: torch.Tensor, shard: Shard, state: int) -> None:
     for part in runs(shard.shape, tensor.stride(), index):
         start = address + size * part.memory
         first = plan.start + part.index
-        add(start, part.count, part.length, part.memory_step, first, part.index_step, *plan.grid, state)
+        accumulate(start, part.count, part.length, part.memory_step, first, part.index_step, *plan.grid, state)
 
 
 @dataclass(frozen=True, slots=True)
