@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -234,8 +233,43 @@ def test_a_step_with_a_closure_is_recorded_as_one_without(tmp_path: Path) -> Non
     assert actual == expected
 
 
-@pytest.mark.parametrize("name", ["lbfgs_with_a_closure", "gradient_scaler"])
-def test_closures_and_scalers_give_one_step_per_call_of_the_optimizer(name: str, tmp_path: Path) -> None:
-    TRAININGS[name](lambda *args: traindiff.record(tmp_path / "run", *args, strict=True))
+def test_a_closure_gives_one_step_per_call_of_the_optimizer(tmp_path: Path) -> None:
+    TRAININGS["lbfgs_with_a_closure"](lambda *args: traindiff.record(tmp_path / "run", *args, strict=True))
 
     assert sorted({seen.step for seen, _ in rows(tmp_path / "run", phase="param", stage="")}) == [0, 1, 2]
+
+
+def test_a_step_that_a_loss_scaler_leaves_out_is_recorded_as_skipped(tmp_path: Path) -> None:
+    TRAININGS["gradient_scaler"](lambda *args: traindiff.record(tmp_path / "run", *args, strict=True))
+
+    assert [seen.step for seen, _ in rows(tmp_path / "run", path="optimizer", slot="skipped")] == [1]
+    for phase in ("forward", "grad", "param"):
+        found = rows(tmp_path / "run", phase=phase, stage="")
+        assert sorted({(seen.step, seen.micro_step) for seen, _ in found}) == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    _, gradient = row(tmp_path / "run", phase="grad", step=1, path="0.weight")
+    assert gradient["nan"] + gradient["positive_infinity"] + gradient["negative_infinity"] > 0
+    weights = [int(one["fingerprint"]) for _, one in rows(tmp_path / "run", phase="param", stage="", path="0.weight")]
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_an_optimizer_is_found_although_its_first_step_is_skipped(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with traindiff.record(tmp_path / "run", model, strict=True):
+        for batch, factor in zip(batches(2), (float("inf"), 1.0), strict=True):
+            scaler.scale(model(batch).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    assert [seen.step for seen, _ in rows(tmp_path / "run", slot="skipped")] == [0]
+    assert [seen.step for seen, _ in rows(tmp_path / "run", phase="grad", path="0.bias")] == [0, 1]
+
+
+def test_the_scaler_is_left_as_it_was(tmp_path: Path) -> None:
+    plain = torch.amp.GradScaler.step
+    with traindiff.record(tmp_path / "run", mlp(), strict=True):
+        assert torch.amp.GradScaler.step is not plain
+
+    assert torch.amp.GradScaler.step is plain

@@ -279,7 +279,7 @@ def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
 
 def _is_of_candidate(finding: Finding) -> bool:
     """Whether its place in execution order was read off the candidate."""
-    return finding.kind in ("extra", "recomputed")
+    return finding.kind in ("extra", "recomputed") or finding.evidence.get("run") == "candidate"
 
 
 def _contributions(table: Mapping[Key, Entry]) -> dict[str, dict[int, Any]]:

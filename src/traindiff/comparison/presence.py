@@ -10,6 +10,9 @@ from traindiff.comparison.alignment import Aligned, Pair
 from traindiff.comparison.step_table import Entry
 from traindiff.comparison.verdict import Finding, Unaligned
 
+SKIPPED = "skipped"
+"""Slot of the mark of a step that a loss scaler left out."""
+
 NO_GRADIENT = "no gradient"
 """How the reason of an unobserved gradient begins when there was none to observe."""
 
@@ -65,6 +68,8 @@ class Presence:
             self._skip(entry if not entry.unobserved.startswith(NO_GRADIENT) else None)
         elif what := self._not_recorded(entry, side=1 - side):
             self.not_recorded[1 - side].setdefault(what, None)
+        elif entry.key.phase == "optimizer" and entry.key.slot == SKIPPED:
+            yield _skipped(entry, side=side, step=step)
         elif self._exists_there(entry, side=1 - side):
             yield from self._absent(entry, side=1 - side, step=step)
         else:
@@ -132,6 +137,20 @@ def known_paths(contents: Iterable[Mapping[str, Any]]) -> frozenset[str]:
     return frozenset(
         path for content in contents for part in ("modules", "parameters") for path in content.get(part, {})
     )
+
+
+def _skipped(entry: Entry, *, side: int, step: int) -> Finding:
+    """A finding for a step that a loss scaler left out in the run `side` only."""
+    key, run = entry.key, ("baseline", "candidate")[side]
+    says = (
+        f"The {run}'s loss scaler leaves out this step of {key.path}, because a gradient is not finite; the other "
+        "run takes it."
+    )
+    return Finding(
+        step=step, micro_step=None, rank=0, phase=key.phase, stage=key.stage, path=key.path, slot=key.slot,
+        call=key.call, order=entry.order, kind="skipped", difference=float("inf"), floor=0.0, says=says,
+        evidence={"run": run},
+    )  # fmt: skip
 
 
 def _batch_axis_hint(pair: Pair) -> str:

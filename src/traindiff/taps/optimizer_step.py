@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from traindiff.taps.compiled import tap_compiled_optimizer
+from traindiff.taps.loss_scaler import tap_loss_scaler
 from traindiff.taps.nested import tensors
 from traindiff.taps.sink import Sink
 
@@ -20,8 +21,15 @@ IMPLEMENTATION_CHOICES = frozenset({"params", "foreach", "fused", "capturable", 
 """Entries of a parameter group that choose how the same update is computed, not which."""
 
 
+SKIPPED = "skipped"
+"""Slot, at the optimizer's name, that marks a step which a loss scaler left out."""
+
+
 class OptimizerTap:
     """Summarise what one optimizer reads and writes.
+
+    A call that a loss scaler leaves out because of infinite gradients is a step like any other, with
+    the gradients that it would have been given, marked as skipped.
 
     Args:
         optimizer: The optimizer.
@@ -53,6 +61,8 @@ class OptimizerTap:
         self._on_end = on_end
         self._unsettled = False
         self._has_closure = False
+        self._calls = 0
+        self._calls_before_scaler = 0
 
     def attach(self) -> ExitStack:
         """Follow the optimizer's calls. Close the result to remove the tap."""
@@ -63,6 +73,8 @@ class OptimizerTap:
             undo.callback(self.optimizer.register_step_post_hook(self._end_step).remove)
             compiled = _Compiled(guarded(self._begin_compiled), guarded(self._end_compiled))
             undo.enter_context(tap_compiled_optimizer(self.optimizer, compiled))
+            skip = guarded(self._skip)
+            undo.enter_context(tap_loss_scaler(before=self._before_scaler, after=partial(self._after_scaler, skip)))
             return undo.pop_all()
 
     def settle(self) -> None:
@@ -108,7 +120,24 @@ class OptimizerTap:
 
     def _end_step(self, *_: Any) -> None:
         if not is_compiling():
+            self._calls += 1
             self._on_end(self.name)
+
+    def _before_scaler(self, optimizer: Optimizer) -> None:
+        if optimizer is self.optimizer:
+            self._calls_before_scaler = self._calls
+
+    def _after_scaler(self, skip: Callable[[], None], optimizer: Optimizer) -> None:
+        if optimizer is self.optimizer and self._calls == self._calls_before_scaler and not self._unsettled:
+            skip()
+            self._end_step()
+
+    def _skip(self) -> None:
+        """Record a step that a loss scaler has left out."""
+        self.before_step()
+        if self._sink.progress.observing and "optimizer" in self._observe:
+            self._numbers(1, path=self.name, slot=SKIPPED)
+        self.after_step()
 
     def _begin_compiled(self) -> None:
         self.settle()
