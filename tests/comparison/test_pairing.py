@@ -100,6 +100,34 @@ def test_an_unfinished_step_at_the_end_is_no_missing_step(tmp_path: Path) -> Non
     assert comparison.verdict == "identical"
 
 
+def test_a_run_that_ends_in_the_middle_of_a_step_is_not_blamed_for_the_rest_of_it(tmp_path: Path) -> None:
+    def interrupted(step: int, sites: Step) -> None:
+        if step == 2:
+            for site in [site for site in sites if site[0] in ("grad", "optimizer", "param", "backward")]:
+                del sites[site]
+
+    for number, names in enumerate(("bc", "cb")):
+        runs = {
+            "b": record(tmp_path / f"b{number}"),
+            "c": record(tmp_path / f"c{number}", interrupted),
+        }
+        comparison = compare(*(runs[name] for name in names))
+
+        assert (comparison.verdict, comparison.findings, comparison.steps) == ("incomplete", (), (0, 1))
+        assert f"The {'candidate' if names == 'bc' else 'baseline'} ends after step 1" in comparison.notes[0]
+
+
+def test_runs_that_are_asked_for_activations_only_are_compared_to_their_ends(tmp_path: Path) -> None:
+    def forward_only(step: int, sites: Step) -> None:
+        for site in [site for site in sites if site[0] != "forward"]:
+            del sites[site]
+
+    baseline = record(tmp_path / "b")
+    candidate = record(tmp_path / "c", forward_only, recorded={"observe": ["forward"]})
+
+    assert compare(baseline, candidate).steps == (0, 1, 2)
+
+
 def test_ranks_of_one_step_are_merged(tmp_path: Path) -> None:
     about = {"world_size": 2, "mesh": None, "settings": {"observe": ["param"], "ranks": None}}
     for rank in range(2):

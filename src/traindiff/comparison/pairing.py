@@ -11,26 +11,37 @@ from traindiff.recording import Recording, StepObservations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
-    """One step of one optimizer, merged over ranks."""
+    """One step of one optimizer, merged over ranks.
+
+    Attributes:
+        optimizer: Name of the optimizer.
+        step: Number of the step.
+        table: Its entries.
+        finished: Whether the optimizer was called: the run may have ended, or been closed, before that.
+    """
 
     optimizer: str
     step: int
     table: dict[Key, Entry]
-
-    @property
-    def finished(self) -> bool:
-        """Whether the optimizer was called: the run may have ended, or been closed, before that."""
-        return any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in self.table)
+    finished: bool = True
 
 
 def run_steps(recording: Recording) -> Iterator[RunStep]:
     """Steps of a recording in the order in which they were taken."""
     streams = {rank: recording.steps(rank) for rank in recording.ranks}
     heads = {rank: head for rank, stream in streams.items() if (head := next(stream, None)) is not None}
+    # Settings of the optimizer are there whenever it was called; without them, what earlier steps had tells.
+    called = "optimizer" in recording.run["settings"].get("observe", ())
+    shows_calls: set[str] = set()
     while heads:
         lead = heads[min(heads)]
         here = [head for head in heads.values() if (head.optimizer, head.step) == (lead.optimizer, lead.step)]
-        yield RunStep(optimizer=lead.optimizer, step=lead.step, table=step_table(_parts(here)))
+        table = step_table(_parts(here))
+        shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
+        finished = shown or not (called or lead.optimizer in shows_calls)
+        if shown:
+            shows_calls.add(lead.optimizer)
+        yield RunStep(optimizer=lead.optimizer, step=lead.step, table=table, finished=finished)
         for head in here:
             following = next(streams[head.rank], None)
             if following is None:
@@ -51,8 +62,20 @@ def step_pairs(
     """Bring together the steps with one optimizer and number; None where a run does not have it.
 
     Both runs take their steps in ascending order per optimizer. A step that the other run does not
-    have is given back as soon as the other run is past it.
+    have is given back as soon as the other run is past it. A step in the middle of which only one run ended is
+    none that both have.
     """
+    for left, right in _with_one_number(baseline, candidate):
+        if left and right and left.finished != right.finished:
+            yield left, None
+            yield None, right
+        else:
+            yield left, right
+
+
+def _with_one_number(
+    baseline: Iterator[RunStep], candidate: Iterator[RunStep]
+) -> Iterator[tuple[RunStep | None, RunStep | None]]:
     waiting: dict[tuple[str, int], RunStep] = {}
     reached: dict[str, int] = {}
     for step in baseline:

@@ -104,7 +104,9 @@ class Presence:
             return
         self._reported.add((str(side), key.path))
         run, other = (("baseline", "candidate"), ("candidate", "baseline"))[side]
-        if key.phase == "forward":
+        if key.phase == "forward" and key.call:
+            says = f"The {other} calls {key.path} {key.call + 1} times in one micro-step, the {run} fewer."
+        elif key.phase == "forward":
             says = f"The {run} does not call {key.path}; the {other} does."
         elif self.held[side] and key.path not in self.held[side]:
             says = f"The {run}'s optimizer does not hold {key.path}; the {other}'s does."
