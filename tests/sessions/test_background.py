@@ -45,11 +45,19 @@ def test_steps_are_written_in_order_and_closing_waits_for_all_of_them(files: Rec
     assert open_recording(str(tmp_path / "run")).status(0).ending == "closed"
 
 
-def test_the_training_does_not_wait_for_a_step_to_be_written(
+def test_a_step_is_on_disk_when_its_call_returns(files: RecordingWriter, tmp_path: Path) -> None:
+    writer = BackgroundWriter(files, prompt_seconds=20)
+    for number in range(3):
+        writer.write_step(*step(number))
+        assert len(content(tmp_path / "run")) == number + 1
+    writer.close()
+
+
+def test_the_training_does_not_wait_for_a_slow_file_system(
     files: RecordingWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = Stuck(files, monkeypatch)
-    writer = BackgroundWriter(files, patience_seconds=20)
+    writer = BackgroundWriter(files, patience_seconds=20, prompt_seconds=0.01)
     for number in range(DEPTH):
         writer.write_step(*step(number))
     assert content(tmp_path / "run") == []
@@ -63,7 +71,7 @@ def test_a_file_system_that_takes_nothing_is_an_error_after_a_while(
     files: RecordingWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = Stuck(files, monkeypatch)
-    writer = BackgroundWriter(files, patience_seconds=0.05)
+    writer = BackgroundWriter(files, patience_seconds=0.05, prompt_seconds=0.01)
 
     def write_too_many() -> None:
         for number in range(DEPTH + 2):

@@ -11,7 +11,6 @@ from pathlib import Path
 from tests.recording.samples import content
 from tests.sessions.killed_training import main
 from traindiff.recording import open_recording
-from traindiff.sessions.background import DEPTH
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +42,7 @@ def test_every_finished_step_of_a_killed_training_can_be_read(tmp_path: Path) ->
         recording = open_recording(str(tmp_path / path))
         steps = content(recording)
         assert [step for _, step, _, _ in steps] == list(range(len(steps)))
-        assert len(steps) > last - DEPTH - 1  # what waited to be written may be lost, as a rule nothing
+        assert len(steps) > last
         for _, step, seen, numbers in steps[:-1]:
             assert (seen, numbers) == whole[step]
         # The logged loss of the last step comes with the next one.

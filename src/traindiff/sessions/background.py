@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from traindiff.detail import Detail
-from traindiff.kernels.store import resolved
+from traindiff.kernels.store import Deferred, resolved
 from traindiff.observation import Observation
 from traindiff.recording import RecordingWriter
 from traindiff.recording.writer import NO_DETAILS
@@ -20,25 +20,37 @@ DEPTH = 2
 PATIENCE_SECONDS = 60.0
 """How long a step of the training waits for a file system that takes nothing."""
 
-Step = tuple[Sequence[Observation], Sequence[Any], Mapping[int, Detail]]
+PROMPT_SECONDS = 0.25
+"""How long a step of the training waits until it is on disk itself, where its numbers are there already."""
+
+Step = tuple[Sequence[Observation], Sequence[Any], Mapping[int, Detail], threading.Event]
 
 
 class BackgroundWriter:
     """Hands steps to a `RecordingWriter` on a thread of its own.
 
-    A step of the training waits only if `DEPTH` steps are waiting to be written already, and then for
-    `PATIENCE_SECONDS` at most. Nothing is ever dropped in silence: what cannot be written is an error
-    of the next call. A run that is killed loses the steps that were waiting, as a rule none. In a
-    fork of the process every method does nothing.
+    A step waits until it is written, so that a run that is killed keeps it, unless that takes longer than
+    `PROMPT_SECONDS` (a slow file system) or its summaries are still being made by a GPU. Then up to `DEPTH`
+    steps wait to be written, and would be lost; only beyond that does the training wait for the file system, for
+    `PATIENCE_SECONDS` at most. Nothing is ever dropped in silence: what cannot be written is an error of a later
+    call. In a fork of the process every method does nothing.
 
     Args:
         writer: Owned from now on: closed by `close`.
         patience_seconds: See `PATIENCE_SECONDS`.
+        prompt_seconds: See `PROMPT_SECONDS`.
     """
 
-    def __init__(self, writer: RecordingWriter, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self,
+        writer: RecordingWriter,
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
+        prompt_seconds: float = PROMPT_SECONDS,
+    ) -> None:
         self._writer = writer
         self._patience = patience_seconds
+        self._prompt = prompt_seconds
         self._steps: queue.Queue[Step | None] = queue.Queue(DEPTH)
         self._error: BaseException | None = None
         self._process = os.getpid()
@@ -58,7 +70,11 @@ class BackgroundWriter:
         if self._is_forked:
             return
         self._raise_error()
-        self._put((observations, summaries, details))
+        slow = not self._steps.empty()
+        written = threading.Event()
+        self._put((observations, summaries, details, written))
+        if not (slow or any(isinstance(one, Deferred) for one in summaries)):
+            written.wait(self._prompt)
 
     def close(self) -> None:
         """Wait until everything is written, and complete the files.
@@ -100,10 +116,11 @@ class BackgroundWriter:
 
     def _run(self) -> None:
         while (step := self._steps.get()) is not None:
-            if self._error is not None:
-                continue  # nothing can follow a gap; the queue is emptied so that nobody waits
+            observations, summaries, details, written = step
             try:
-                observations, summaries, details = step
-                self._writer.write_step(observations, resolved(summaries), details)
+                if self._error is None:  # nothing can follow a gap; the queue is emptied so that nobody waits
+                    self._writer.write_step(observations, resolved(summaries), details)
             except BaseException as error:  # noqa: BLE001  raised where the training can be told
                 self._error = error
+            finally:
+                written.set()
