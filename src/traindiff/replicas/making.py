@@ -8,6 +8,7 @@ from torch import nn
 
 from traindiff.replica_setting import ReplicaSetting
 from traindiff.replicas.compiled import refuse_compiled
+from traindiff.replicas.reorder import ReorderReplica
 from traindiff.replicas.replica import Replica
 from traindiff.replicas.ulp import UlpReplica
 
@@ -24,5 +25,6 @@ def make_replica(setting: ReplicaSetting, root: nn.Module, names: Mapping[int, s
         ConfigError: This training cannot be perturbed so.
     """
     refuse_compiled(setting, root)
-    assert setting.kind == "ulp", setting
+    if setting.kind == "reorder":
+        return ReorderReplica(setting.seed)
     return UlpReplica(setting.seed, root, names)

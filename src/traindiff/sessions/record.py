@@ -67,7 +67,7 @@ def record(
         replica: Perturb the training within rounding, **on purpose**, so that comparing it with the
             training as it is measures how far apart correct runs are: `"ulp:SEED"` (every output of a
             module, its gradient and every parameter's gradient randomly rounded by one unit in the last
-            place). The same seed makes the same replica. See docs/noise.md.
+            place) or `"reorder:SEED"` (sums added up in another order). The same seed makes the same replica. See docs/noise.md.
 
     Returns:
         The running recording: a context manager with `log`, `close` and `step`.

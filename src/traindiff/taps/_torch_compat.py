@@ -73,6 +73,25 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
 
 
+def leave_dispatch_mode(mode: Any) -> None:
+    """Take a `TorchDispatchMode` off this thread's stack, even if other modes were entered after it.
+
+    Publicly, modes can only be left in the reverse order; a recording may be closed at any time.
+    """
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+    stack = _get_current_dispatch_mode_stack()
+    if mode not in stack:  # another thread's
+        return
+    above = []
+    while (top := _get_current_dispatch_mode_stack()[-1]) is not mode:
+        above.append(top)
+        _pop_mode()
+    mode.__exit__(None, None, None)
+    for one in reversed(above):
+        _push_mode(one)
+
+
 def patch_hook_guards() -> Callable[[], None]:
     """Have compiled code look at the hooks of modules before it is used again; returns what undoes it.
 

@@ -1,0 +1,75 @@
+"""See every operator of a training, forward and backward, and compute some of them in another way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from traindiff.replicas.replica import NAME
+from traindiff.taps._torch_compat import leave_dispatch_mode
+from traindiff.taps.sink import Sink
+
+Compute = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+"""Computes an operator from its arguments."""
+
+
+class Dispatching(TorchDispatchMode):
+    """Has operators computed by `compute`, on this thread and in backward passes begun on it.
+
+    An error in `compute` ends its use, is reported to the sink, and the operator is computed as ever; if that
+    fails too, it is the training's own error.
+
+    Args:
+        compute: Called below autograd, with this mode off.
+        sink: Told about errors.
+    """
+
+    def __init__(self, compute: Compute, sink: Sink) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._compute = compute
+        self._failed = sink.guarded(NAME, _raise)
+        self._active = True
+        self._paused = threading.local()
+
+    def enter(self) -> ExitStack:
+        """Compute so from now on. Close the result to end it, whatever modes were entered since."""
+        undo = ExitStack()
+        self.__enter__()  # type: ignore[no-untyped-call]
+        undo.callback(self._leave)
+        return undo
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside it, on this thread, operators are computed as ever."""
+        before = getattr(self._paused, "yes", False)
+        self._paused.yes = True
+        try:
+            yield
+        finally:
+            self._paused.yes = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._active or getattr(self._paused, "yes", False):
+            return func(*args, **kwargs)
+        try:
+            return self._compute(func, args, kwargs)
+        except Exception as error:  # noqa: BLE001  ours, or the training's
+            result = func(*args, **kwargs)
+            self._active = False
+            self._failed(error)
+            return result
+
+    def _leave(self) -> None:
+        self._active = False
+        leave_dispatch_mode(self)
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -1,0 +1,21 @@
+"""Record replicas of the small trainings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import traindiff
+from tests.taps.trainings import TRAININGS, Outcome
+from traindiff.settings import OBSERVABLE
+
+
+def train(name: str, path: Path, replica: str | None, **options: Any) -> Outcome:
+    """Train and record a replica, or the training as it is."""
+
+    def observe(model: nn.Module, optimizer: Any) -> traindiff.Recorder:
+        return traindiff.record(path, model, optimizer, observe=OBSERVABLE, strict=True, replica=replica, **options)
+
+    return TRAININGS[name](observe)
