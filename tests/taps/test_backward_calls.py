@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 import traindiff
 from tests.taps.models import mlp
 from tests.taps.reading import row, rows
 from tests.taps.trainings import TRAININGS, batches
+from traindiff.taps.graph_leaves import may_reach
 
 BACKWARD = torch.autograd.backward
 
@@ -63,6 +65,34 @@ def test_a_backward_that_has_nothing_to_do_with_the_model_is_no_loss(tmp_path: P
         optimizer.step()
 
     assert len(losses(tmp_path / "run")) == 1
+
+
+def test_the_backward_of_another_model_is_no_loss_and_no_micro_step(tmp_path: Path) -> None:
+    models = [mlp(), mlp()]
+    optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
+    first = traindiff.record(tmp_path / "0", models[0], optimizers[0], strict=True)
+    second = traindiff.record(tmp_path / "1", models[1], optimizers[1], strict=True)
+    with first, second:
+        for part in next(batches()).split(2):
+            outputs = [model(part) for model in models]
+            for output in outputs:
+                output.sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for number in "01":
+        assert [place[:2] for place in losses(tmp_path / number)] == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_parameters_behind_a_function_in_python_may_be_reached() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ids = {id(parameter) for parameter in model.parameters()}
+    x = torch.ones(3, 2, requires_grad=True)
+
+    assert may_reach([model(x).sum()], ids)
+    assert may_reach([checkpoint(model, x, use_reentrant=True).sum()], ids)
+    assert not may_reach([nn.Linear(2, 2)(x).sum()], ids)
+    assert may_reach([torch.ones(())], ids)  # backward will say what is wrong
 
 
 def test_recomputation_inside_a_backward_is_no_loss(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class Attachment:
             sink, batch_axis=batch_axis, forward="forward" in observe, backward="backward" in observe,
             evaluation=settings.evaluation,
         )  # fmt: skip
-        undo.enter_context(tap_backward_calls(sink, observe_loss="loss" in observe))
+        undo.enter_context(tap_backward_calls(sink, targets.names, observe_loss="loss" in observe))
         if observe & {"forward", "backward"}:
             self._report_silence = sink.guarded("module_outputs", activations.report_silence)
             undo.enter_context(activations.attach(targets.modules))
