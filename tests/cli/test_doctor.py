@@ -17,7 +17,7 @@ import traindiff.cli.doctor  # noqa: F401  registers the command
 from traindiff.cli.app import app
 from traindiff.errors import ConfigError
 from traindiff.sessions.doctor.checks import Plan, run_checks
-from traindiff.sessions.doctor.subject import Subject, load
+from traindiff.sessions.doctor.subject import Subject, load, try_out
 from traindiff.sessions.doctor.timing import interleaved
 from traindiff.sessions.doctor.training import first_difference
 
@@ -46,6 +46,27 @@ def wrong():
 
 def raising():
     raise FileNotFoundError("no data here")
+
+def exiting():
+    raise SystemExit(3)
+
+model, optimizer, step = build()
+
+def again():
+    return model, optimizer, step
+
+def broken():
+    model, optimizer, _ = build()
+    return model, optimizer, lambda: model(torch.randn(3, 5))
+
+def idle():
+    model, optimizer, _ = build()
+    return model, optimizer, lambda: model(torch.randn(3, 4)).sum().backward()
+
+def scaled():
+    model, optimizer, step = build()
+    skipped = iter(range(3))
+    return model, optimizer, lambda: None if next(skipped, None) is not None else step()
 """
 
 
@@ -123,15 +144,18 @@ def test_a_model_of_the_user_is_checked(script: str) -> None:
         ("{folder}/train.py:biuld", 'Did you mean "build"?'),
         ("{folder}/train.py:two", "returned a tuple of 2."),
         ("{folder}/train.py:wrong", "model\n    is a str, not a torch.nn.Module."),
-        ("{folder}/train.py:wrong", "optimizer\n    is a int, not a torch.optim.Optimizer."),
+        ("{folder}/train.py:wrong", "optimizer\n    is an int, not a torch.optim.Optimizer."),
         ("{folder}/train.py:wrong", "step\n    is a NoneType, not a function."),
         ("{folder}/train.py:raising", "calling it raised FileNotFoundError: no data here"),
+        ("{folder}/train.py:exiting", "calling it raised SystemExit: 3"),
         ("{folder}/broken.py:build", "raised SyntaxError"),
+        ("{folder}/exits.py:build", "raised SystemExit: no arguments"),
     ],
 )
 def test_a_subject_that_cannot_be_used_is_an_error_that_says_why(named: str, says: str, script: str) -> None:
     folder = Path(script).parent
     (folder / "broken.py").write_text("def build(:")
+    (folder / "exits.py").write_text("raise SystemExit('no arguments')")
 
     result = run(named.format(folder=folder))
 
@@ -139,6 +163,34 @@ def test_a_subject_that_cannot_be_used_is_an_error_that_says_why(named: str, say
     assert says in result.stderr
     with pytest.raises(ConfigError):
         load(named.format(folder=folder))()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("again", "returns the same model again."),
+        ("broken", "step\n    calling it raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("idle", "step\n    does not call step() of the returned optimizer."),
+    ],
+)
+def test_a_training_that_does_not_train_is_an_error_that_says_why(name: str, says: str, script: str) -> None:
+    result = run(f"{script}:{name}", "--rounds", "0")
+
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_a_training_may_skip_its_first_steps(script: str) -> None:
+    build = load(f"{script}:scaled")
+
+    try_out(build, "train.py:scaled")
+
+
+def test_an_unknown_backend_is_an_error_with_a_near_miss(script: str) -> None:
+    result = run(f"{script}:build", "--backend", "inducter")
+
+    assert result.exit_code == 2
+    assert 'Did you mean "inductor"?' in result.stderr
 
 
 def test_a_recording_that_disturbs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +235,7 @@ def test_a_recording_that_fails_is_a_failed_check_and_not_the_end(monkeypatch: p
     found = checked(lambda: subject(nn.Linear(4, 2)))
 
     assert found["same bits with and without a recording"] == ("fail", "ZeroDivisionError: by zero")
+    assert "every slot is written" in found
     assert "overhead" in found
 
 

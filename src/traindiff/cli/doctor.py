@@ -34,11 +34,12 @@ def doctor(
     """
     from traindiff.report.doctor import Diagnosis, print_diagnosis, to_json
     from traindiff.sessions.doctor.checks import Check, Plan, run_checks
-    from traindiff.sessions.doctor.subject import built_in, load
+    from traindiff.sessions.doctor.subject import built_in, check_backend, load, try_out
     from traindiff.sessions.environment import describe
 
     build = load(subject) if subject else built_in
-    build()  # what is wrong with it is an error of the command, not of a check
+    try_out(build, subject or "the built-in model")
+    check_backend(backend)
     plan = Plan(build=build, steps=steps, rounds=rounds, backend=backend if compiled else None)
     checks: list[Check] = []
     with messages.status("checking") as status:

@@ -18,6 +18,9 @@ from traindiff.errors import ConfigError, Problem
 
 _RETURN = "Return (model, optimizer, step): a module, its optimizer, and a function that trains it for one step."
 
+_SKIPPED_STEPS = 16
+"""Steps that a loss scaler may skip at the beginning: it begins at 2^16 and halves each time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
@@ -55,6 +58,29 @@ def built_in() -> Subject:
     return Subject(model=model, optimizer=optimizer, step=step)
 
 
+def try_out(build: Build, named: str) -> None:
+    """Train a fresh subject without a recording, so that what is wrong with it is not blamed on one.
+
+    Raises:
+        ConfigError: A step fails, the optimizer is not called, or subjects share their model.
+    """
+    subject = build()
+    if build().model is subject.model:
+        raise _wrong(named, "returns the same model again.", "Make everything anew in each call.")
+    calls: list[object] = []
+    handle = subject.optimizer.register_step_post_hook(lambda *_: calls.append(None))
+    try:
+        for _ in range(_SKIPPED_STEPS + 1):
+            if not calls:
+                subject.step()
+    except (Exception, SystemExit) as error:
+        raise _failed(f"{named}, step", "calling it", error) from error
+    finally:
+        handle.remove()
+    if not calls:
+        raise _wrong(f"{named}, step", "does not call step() of the returned optimizer.", _RETURN)
+
+
 def load(named: str) -> Build:
     """The function that `named` names, e.g. `script.py:build`, made to return a `Subject`.
 
@@ -76,6 +102,18 @@ def load(named: str) -> Build:
     return lambda: _checked(found, named)
 
 
+def check_backend(name: str) -> None:
+    """Raise unless `torch.compile` knows a backend of this name.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    known = torch.compiler.list_backends(exclude_tags=())
+    if name not in known:
+        problem = Problem.unknown_name(where="--backend", kind="a backend of torch.compile", found=name, known=known)
+        raise ConfigError("doctor", [problem])
+
+
 def _run(path: Path, named: str) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -85,7 +123,7 @@ def _run(path: Path, named: str) -> Any:
     sys.path.insert(0, str(path.resolve().parent))  # it may import its neighbours, as when it is run
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(named, f"running {path}", error) from error
     return module
 
@@ -93,13 +131,13 @@ def _run(path: Path, named: str) -> Any:
 def _checked(build: Callable[[], Any], named: str) -> Subject:
     try:
         built = build()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(named, "calling it", error) from error
     if isinstance(built, Subject):
         return built
     if not isinstance(built, (tuple, list)) or len(built) != 3:
         count = f" of {len(built)}" if isinstance(built, (tuple, list)) else ""
-        raise _wrong(named, f"returned a {type(built).__name__}{count}.", _RETURN)
+        raise _wrong(named, f"returned {_a(type(built).__name__)}{count}.", _RETURN)
     model, optimizer, step = built
     wanted = (
         ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
@@ -107,7 +145,7 @@ def _checked(build: Callable[[], Any], named: str) -> Subject:
         ("step", step, callable(step), "a function"),
     )
     problems = [
-        Problem(where=f"{named}, {what}", what=f"is a {type(value).__name__}, not {kind}.", fix=_RETURN)
+        Problem(where=f"{named}, {what}", what=f"is {_a(type(value).__name__)}, not {kind}.", fix=_RETURN)
         for what, value, fits, kind in wanted
         if not fits
     ]
@@ -116,7 +154,12 @@ def _checked(build: Callable[[], Any], named: str) -> Subject:
     return Subject(model=model, optimizer=optimizer, step=step)
 
 
-def _failed(named: str, doing: str, error: Exception) -> ConfigError:
+def _a(name: str) -> str:
+    """The name of a class with its article."""
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def _failed(named: str, doing: str, error: BaseException) -> ConfigError:
     says = f"{doing} raised {type(error).__name__}: {error}"
     return _wrong(named, says, "Make it work without traindiff first.")
 
