@@ -68,7 +68,7 @@ def test_a_candidate_without_steps_is_incomplete_and_exits_with_three(traindiff:
     result = traindiff("compare", "baseline", str(candidate))
 
     assert result.exit_code == 3
-    assert result.stdout.startswith("incomplete (uncalibrated): ")
+    assert result.stdout.startswith("incomplete: nothing could be compared\n")
     assert "has no finished step among those asked for" in result.stdout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,6 +68,7 @@ def test_without_rules_paths_stay() -> None:
     [
         ("head", "--rename head", 'has no "=".'),
         ("(=x", "--rename (=x", "is not a regular expression: missing ), unterminated subpattern at position 0."),
+        ("=x", "--rename =x", "has no pattern."),
         (r"(a)=\2", r"--rename (a)=\2", "is not a regular expression: invalid group reference 2 at position 1."),
     ],
 )
@@ -76,6 +78,12 @@ def test_a_wrong_rule_is_explained(rule: str, where: str, what: str) -> None:
 
     assert [(problem.where, problem.what) for problem in caught.value.problems] == [(where, what)]
     assert "--rename '^model" in caught.value.problems[0].fix
+
+
+def test_a_rule_that_changes_nothing_is_said(compared: Compared) -> None:
+    assert compared(rename=["nothing=x", "^head=head"]).notes == (
+        "--rename nothing=x changes no path of the candidate.",
+    )
 
 
 def test_every_wrong_rule_is_listed() -> None:
@@ -88,6 +96,36 @@ def test_every_wrong_rule_is_listed() -> None:
 def test_a_rule_that_gives_two_sites_one_name_is_refused(compared: Compared) -> None:
     with pytest.raises(ConfigError, match=r"gives fc and head of the candidate one name, fc\."):
         compared(rename=["head=fc"])
+
+
+def test_a_module_that_is_called_more_often_is_a_finding(compared: Compared) -> None:
+    def twice(step: int, sites: Step) -> None:
+        values = sites["forward", "", "fc", "output[0]"].values
+        sites["forward", "", "fc", "output[1]"] = Seen(values=values, about={"call": 1})
+
+    first = compared(twice).first_divergence
+    assert first is not None
+    assert first.says == "The candidate calls fc 2 times in one micro-step, the baseline fewer."
+
+
+def test_recordings_of_other_models_are_told(tmp_path: Path) -> None:
+    def other(step: int, sites: Step) -> None:
+        for site in [site for site in sites if site[2].partition(".")[0] in ("fc", "head")]:
+            sites[(*site[:2], f"conv.{site[2]}", site[3])] = sites.pop(site)
+
+    def renamed(part: dict[str, Any]) -> dict[str, Any]:
+        return {f"conv.{path}" if path else "": one for path, one in part.items()}
+
+    parts = {name: renamed(CONTENT[name]) for name in ("modules", "parameters")}
+    optimizers = [{**CONTENT["optimizers"][0], "groups": [[f"conv.{path}" for path in group] for group in GROUPS]}]
+    content = {**CONTENT, **parts, "model": "Other", "optimizers": optimizers}
+    comparison = compare(record(tmp_path / "b"), record(tmp_path / "c", other, content=content))
+
+    assert comparison.exit_code == 3
+    assert comparison.notes[-1] == (
+        "The recordings are of different models, Sample and Other: no module or parameter has the same path in both. "
+        "Give recordings of one model, or --rename PATTERN=REPLACEMENT."
+    )
 
 
 def test_a_module_that_is_not_called_is_a_finding(compared: Compared) -> None:

@@ -38,7 +38,29 @@ class Aligned:
     unmerged: tuple[Pair, ...]
 
 
-def parse_renames(renames: Mapping[str, str] | Sequence[str] | None) -> Rename:
+class Renaming:
+    """Maps the candidate's paths to the baseline's, and knows which of its rules have changed none."""
+
+    def __init__(self, rules: Sequence[tuple[re.Pattern[str], str]] = ()) -> None:
+        self._rules = tuple(rules)
+        self._used: set[int] = set()
+
+    def __call__(self, path: str) -> str:
+        """The path under the baseline's name."""
+        for number, (rule, replacement) in enumerate(self._rules):
+            path, changes = rule.subn(replacement, path)
+            if changes:
+                self._used.add(number)
+        return path
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Rules that matched nothing so far, as they were written."""
+        rules = enumerate(self._rules)
+        return tuple(f"{rule.pattern}={text}" for number, (rule, text) in rules if number not in self._used)
+
+
+def parse_renames(renames: Mapping[str, str] | Sequence[str] | None) -> Renaming:
     r"""A function that maps the candidate's paths to the baseline's.
 
     Args:
@@ -46,10 +68,10 @@ def parse_renames(renames: Mapping[str, str] | Sequence[str] | None) -> Rename:
             `PATTERN=REPLACEMENT` texts; all are applied, in order, to each path.
 
     Raises:
-        ConfigError: A text without `=`, or an invalid expression or replacement.
+        ConfigError: A text without `=`, an empty pattern, or an invalid expression or replacement.
     """
     if not renames:
-        return lambda path: path
+        return Renaming()
     pairs = list(renames.items()) if isinstance(renames, Mapping) else [text.partition("=")[::2] for text in renames]
     problems: list[Problem] = []
     rules: list[tuple[re.Pattern[str], str]] = []
@@ -57,6 +79,9 @@ def parse_renames(renames: Mapping[str, str] | Sequence[str] | None) -> Rename:
         where = f"--rename {pattern}={replacement}"
         if not isinstance(renames, Mapping) and not any(text.startswith(pattern + "=") for text in renames):
             problems.append(Problem(where=f"--rename {pattern}", what='has no "=".', fix=_RENAME_FIX))
+            continue
+        if not pattern:
+            problems.append(Problem(where=where, what="has no pattern.", fix=_RENAME_FIX))
             continue
         try:
             rule = re.compile(pattern)
@@ -68,12 +93,7 @@ def parse_renames(renames: Mapping[str, str] | Sequence[str] | None) -> Rename:
     if problems:
         raise ConfigError("compare(...)", problems, consequence="nothing was compared")
 
-    def rename(path: str) -> str:
-        for rule, replacement in rules:
-            path = rule.sub(replacement, path)
-        return path
-
-    return rename
+    return Renaming(rules)
 
 
 _RENAME_FIX = r"Write PATTERN=REPLACEMENT, e.g. --rename '^model\.layers\.=transformer.h.'"

@@ -29,6 +29,17 @@ def circumstances(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> 
     return [f"Circumstances differ (baseline and candidate): {'; '.join(changes)}."] if changes else []
 
 
+def other_models(models: tuple[str, str], paths: tuple[frozenset[str], frozenset[str]]) -> list[str]:
+    """One sentence for recordings of models that have nothing in common, or nothing."""
+    left, right = (one - {""} for one in paths)
+    if not left or not right or left & right:
+        return []
+    return [
+        f"The recordings are of different models, {' and '.join(models)}: no module or parameter has the same path in "
+        "both. Give recordings of one model, or --rename PATTERN=REPLACEMENT."
+    ]
+
+
 def _show(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"

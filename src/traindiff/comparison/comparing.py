@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from traindiff.comparison.alignment import Pair, Rename, align, in_baseline_order, parse_renames
-from traindiff.comparison.circumstances import circumstances
+from traindiff.comparison.alignment import Pair, Rename, Renaming, align, in_baseline_order, parse_renames
+from traindiff.comparison.circumstances import circumstances, other_models
 from traindiff.comparison.derived import gradient_norms
 from traindiff.comparison.exact import check_hyper_parameters, check_random_state
 from traindiff.comparison.judge import Judge, StepInput
@@ -80,12 +80,13 @@ class _Comparing:
         self,
         runs: tuple[Recording, Recording],
         noise: Sequence[Recording],
-        rename: Rename,
+        rename: Renaming,
         selection: StepSelection,
         tolerance: Tolerance | None,
     ) -> None:
         self._runs = runs
         self._selection = selection
+        self._rename = rename
         left, right = self._sides = (Side(runs[0]), Side(runs[1], rename))
         self._presence = Presence(
             known=(left.paths, _renamed(right.paths, rename)),
@@ -188,6 +189,8 @@ class _Comparing:
         notes += [f"{one.path} {one.slot}: {one.why}." for one in self._presence.sides()[0] if one.why][:3]
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
+        notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
+        notes += other_models((self._sides[0].model, self._sides[1].model), self._presence.known)
         return [*notes, *circumstances(self._runs[0].run, self._runs[1].run)], incomplete
 
     def _missing_ranks(self) -> tuple[list[str], bool]:
@@ -302,7 +305,10 @@ def _both(baseline: Mapping[str, Entry], candidate: Mapping[str, Entry]) -> dict
 def _nothing_in_common(runs: tuple[Recording, Recording], alone: tuple[list[int], list[int]]) -> str:
     for name, run, steps in zip(("baseline", "candidate"), runs, alone, strict=True):
         if not steps:
-            return f"The {name} ({run.path}) has no finished step among those asked for."
+            return (
+                f"The {name} ({run.path}) has no finished step among those asked for. Record it until the optimizer "
+                "has stepped, or ask for other steps."
+            )
     return (
         f"The recordings have no step in common: the baseline has steps {alone[0][0]} to {alone[0][-1]}, "
         f"the candidate {alone[1][0]} to {alone[1][-1]}."

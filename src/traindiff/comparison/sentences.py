@@ -39,6 +39,8 @@ def text(comparison: Comparison) -> str:
 def verdict(comparison: Comparison) -> str:
     """The word, what it means, and over which steps."""
     word = comparison.verdict
+    if word == "incomplete" and not comparison.steps:
+        return f"{word}: nothing could be compared"
     calibration = "" if comparison.calibrated or word == "identical" else " (uncalibrated)"
     return f"{word}{calibration}: {MEANINGS[word]}, over {steps(comparison.steps)}"
 

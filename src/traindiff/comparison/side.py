@@ -40,6 +40,7 @@ class Side:
     Attributes:
         recording: The run.
         groups: Parameters of each group of each optimizer, by its name.
+        model: Class name of the model.
         paths: Canonical paths of modules and parameters, under the run's own names.
     """
 
@@ -49,6 +50,7 @@ class Side:
         self._updates = Updates()
         contents = [recording.rank_content(rank) for rank in recording.ranks]
         self.paths = known_paths(contents)
+        self.model = next((content["model"] for content in contents if "model" in content), "unknown")
         self.groups: Groups = {
             optimizer["name"]: [[rename(path) for path in group] for group in optimizer["groups"]]
             for content in contents

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from traindiff.errors import CorruptRecordingError, NotARecordingError
 from traindiff.observation import Observation
 from traindiff.recording import manifest, tensor_files
+from traindiff.recording.location import file_system
 from traindiff.recording.schema import NOTHING_STORED, SCHEMA, Stored, from_batch
 from traindiff.summary import Summaries
 
@@ -82,7 +82,7 @@ class Recording:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._fs, self._root = fsspec.core.url_to_fs(path)
+        self._fs, self._root = file_system(path)
         self.run = self._read_run()
         found = {
             int(match[1])
@@ -264,6 +264,7 @@ def open_recording(path: str) -> Recording:
         path: Its directory: a local path or any fsspec URL.
 
     Raises:
+        ConfigError: The protocol of the URL is not known, or needs a package that is not installed.
         NotARecordingError: There is none.
         CorruptRecordingError: Its `run.json` is damaged.
         FormatVersionError: It was written in a newer format.

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
-import fsspec
 import pyarrow as pa
 
 from traindiff.detail import Detail
 from traindiff.errors import ConfigError, Problem
 from traindiff.observation import Observation
 from traindiff.recording import manifest, tensor_files
+from traindiff.recording.location import file_system
 from traindiff.recording.schema import SCHEMA, Stored, to_batch
 from traindiff.site import label
 from traindiff.summary import Summaries
@@ -56,7 +56,8 @@ class RecordingWriter:
         overwrite: Replace a recording that is already there. Anything else there is never touched.
 
     Raises:
-        ConfigError: `path` holds something, and it is not a recording or `overwrite` is not set.
+        ConfigError: `path` holds something, and it is not a recording or `overwrite` is not set; or it
+            cannot be written.
     """
 
     def __init__(
@@ -68,15 +69,22 @@ class RecordingWriter:
         world_size: int = 1,
         overwrite: bool = False,
     ) -> None:
-        self._fs, self._root = fsspec.core.url_to_fs(path)
+        self._fs, self._root = file_system(path)
         self._directory = posixpath.join(self._root, rank_directory(rank))
-        self._make_room(path, rank=rank, world_size=world_size, overwrite=overwrite)
-        self._fs.makedirs(self._directory, exist_ok=True)
-        if rank == 0:
-            head = {"format": manifest.FORMAT_NAME, "version": manifest.FORMAT_VERSION}
-            self._put(posixpath.join(self._root, "run.json"), manifest.dump({**head, **run}))
-        self._data: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.arrows"), "wb")
-        self._seals: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.crc"), "wb")
+        try:
+            self._make_room(path, rank=rank, world_size=world_size, overwrite=overwrite)
+            self._fs.makedirs(self._directory, exist_ok=True)
+            if rank == 0:
+                head = {"format": manifest.FORMAT_NAME, "version": manifest.FORMAT_VERSION}
+                self._put(posixpath.join(self._root, "run.json"), manifest.dump({**head, **run}))
+            self._data: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.arrows"), "wb")
+            self._seals: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.crc"), "wb")
+        except OSError as error:
+            raise _unusable(
+                path,
+                what=f"cannot be written: {error}.",
+                fix="Give the path of a directory that does not exist yet, where you may write and there is room.",
+            ) from error
         self._offset = 0
         self._rows = 0
         self._failed = False
@@ -165,7 +173,7 @@ class RecordingWriter:
         if not self._fs.exists(self._root):
             return
         if not self._fs.isdir(self._root):
-            raise _occupied(path, what="is a file.", fix="Give the path of a directory that does not exist yet.")
+            raise _unusable(path, what="is a file.", fix="Give the path of a directory that does not exist yet.")
         names = self._names("")
         mine = rank_directory(rank)
         beyond = {name for name in names if _rank_of(name) >= world_size}
@@ -178,7 +186,7 @@ class RecordingWriter:
             known = _FILES | {"rank.json" + _UNFINISHED}
             other |= {f"{name}/{inner}" for inner in self._names(name) - known}
         if other:
-            raise _occupied(
+            raise _unusable(
                 path,
                 what=f"is a directory that holds other things than a recording ({', '.join(sorted(other)[:3])}).",
                 fix="Give the path of a directory that does not exist yet. overwrite=True replaces "
@@ -186,7 +194,7 @@ class RecordingWriter:
             )
         # Other ranks of this run may have been faster, so their directories are no reason to refuse.
         if not overwrite and (mine in names or (rank == 0 and ("run.json" in names or beyond))):
-            raise _occupied(
+            raise _unusable(
                 path,
                 what="already holds a recording.",
                 fix="Give another path, or overwrite=True to replace it.",
@@ -205,6 +213,6 @@ def _rank_of(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _occupied(path: str, *, what: str, fix: str) -> ConfigError:
+def _unusable(path: str, *, what: str, fix: str) -> ConfigError:
     problem = Problem(where=f"path = {path!r}", what=what, fix=fix)
     return ConfigError("record(...)", [problem], consequence="nothing was attached to the model")
