@@ -8,10 +8,12 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.recording.full_disk import FullDisk
 from tests.recording.samples import RUN, content, step
+from traindiff.kernels.store import Deferred
 from traindiff.recording import RecordingWriter, open_recording
 from traindiff.sessions.background import DEPTH, BackgroundWriter
 
@@ -85,6 +87,52 @@ def test_a_file_system_that_takes_nothing_is_an_error_after_a_while(
     stuck.released.set()
     writer._patience = 20
     writer.close()
+
+
+def test_a_step_that_was_dropped_leaves_the_recording_without_its_end(
+    files: RecordingWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(files, monkeypatch)
+    writer = BackgroundWriter(files, patience_seconds=0.05, prompt_seconds=0)
+
+    def write_too_many() -> None:
+        for number in range(DEPTH + 2):
+            writer.write_step(*step(number))
+
+    with pytest.raises(TimeoutError):
+        write_too_many()
+    stuck.released.set()
+    writer._patience = 20
+
+    with pytest.raises(OSError, match="nothing more is recorded, since an earlier step could not be written"):
+        writer.write_step(*step(9))
+    writer.close()
+
+    written = [number for _, number, _, _ in content(tmp_path / "run")]
+    assert written == list(range(len(written)))  # what had been taken over, and nothing behind the gap
+    assert len(written) >= DEPTH
+    assert open_recording(str(tmp_path / "run")).status(0).ending == "unclosed"
+
+
+def test_a_step_whose_summaries_never_come_is_an_error_and_nothing_follows_it(
+    files: RecordingWriter, tmp_path: Path
+) -> None:
+    class Lost(Deferred):
+        def result(self) -> np.void:
+            raise RuntimeError("the device is gone")
+
+    writer = BackgroundWriter(files)
+    writer.write_step(*step(0))
+    observations, summaries = step(1)
+    writer.write_step(observations, [Lost() for _ in summaries])
+    with suppress(RuntimeError):  # whether this call is told, or closing, is a question of time
+        writer.write_step(*step(2))
+    with suppress(RuntimeError):
+        writer.close()
+    writer.close()
+
+    assert [number for _, number, _, _ in content(tmp_path / "run")] == [0]
+    assert open_recording(str(tmp_path / "run")).status(0).ending == "unclosed"
 
 
 def test_a_step_that_cannot_be_written_is_an_error_of_a_later_call_and_nothing_follows_it(

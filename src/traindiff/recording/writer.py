@@ -133,6 +133,10 @@ class RecordingWriter:
         self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
         self._put(path, content)
 
+    def leave_open(self) -> None:
+        """Have `close` not mark the stream as complete, because a step is missing. Nothing can be written after."""
+        self._failed = True
+
     def close(self) -> None:
         """Mark the stream as complete, unless writing it failed. Later calls do nothing."""
         if self._data.closed:

@@ -33,7 +33,8 @@ class BackgroundWriter:
     `PROMPT_SECONDS` (a slow file system) or its summaries are still being made by a GPU. Then up to `DEPTH`
     steps wait to be written, and would be lost; only beyond that does the training wait for the file system, for
     `PATIENCE_SECONDS` at most. Nothing is ever dropped in silence: what cannot be written is an error of a later
-    call. In a fork of the process every method does nothing.
+    call, nothing is written behind the gap, and the files stay without their end, which readers report. In a fork
+    of the process every method does nothing.
 
     Args:
         writer: Owned from now on: closed by `close`.
@@ -53,6 +54,7 @@ class BackgroundWriter:
         self._prompt = prompt_seconds
         self._steps: queue.Queue[Step | None] = queue.Queue(DEPTH)
         self._error: BaseException | None = None
+        self._incomplete = False
         self._process = os.getpid()
         # A daemon, so that a file system that hangs does not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name="traindiff writer", daemon=True)
@@ -65,14 +67,20 @@ class BackgroundWriter:
 
         Raises:
             OSError: An earlier step could not be written.
-            TimeoutError: The file system takes nothing.
+            TimeoutError: The file system takes nothing. This step is lost.
         """
         if self._is_forked:
             return
         self._raise_error()
+        if self._incomplete:
+            raise OSError("nothing more is recorded, since an earlier step could not be written")
         slow = not self._steps.empty()
         written = threading.Event()
-        self._put((observations, summaries, details, written))
+        try:
+            self._put((observations, summaries, details, written))
+        except TimeoutError:
+            self._incomplete = True
+            raise
         if not (slow or any(isinstance(one, Deferred) for one in summaries)):
             written.wait(self._prompt)
 
@@ -90,6 +98,8 @@ class BackgroundWriter:
             self._thread.join(self._patience)
             if self._thread.is_alive():
                 raise self._timeout()
+        if self._incomplete:
+            self._writer.leave_open()
         try:
             self._writer.close()
         finally:
@@ -115,12 +125,14 @@ class BackgroundWriter:
         return TimeoutError(f"the file system took no data for {self._patience:g} seconds")
 
     def _run(self) -> None:
+        failed = False
         while (step := self._steps.get()) is not None:
             observations, summaries, details, written = step
             try:
-                if self._error is None:  # nothing can follow a gap; the queue is emptied so that nobody waits
+                if not failed:  # nothing can follow a gap; the queue is emptied so that nobody waits
                     self._writer.write_step(observations, resolved(summaries), details)
             except BaseException as error:  # noqa: BLE001  raised where the training can be told
                 self._error = error
+                self._incomplete = failed = True
             finally:
                 written.set()

@@ -11,7 +11,11 @@ from traindiff.observation import Observation
 from traindiff.summary import SUMMARY, empty
 
 MOST_BYTES = 256 * 2**20
-"""Memory that waiting observations may take; beyond it they are written early, as a part of their step."""
+"""Memory that waiting observations may take; beyond it they are written early, as a part of their step.
+
+With the parts that the writer's queue holds (`background.DEPTH`, and one that is being written), a
+recording holds four times this at most, and the one tensor that exceeded it.
+"""
 
 _NOTHING = empty()
 _ROW_BYTES = SUMMARY.itemsize + 600  # with what else an observation takes
