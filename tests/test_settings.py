@@ -147,3 +147,8 @@ def test_each_wrong_setting_is_one_problem_that_names_it(changes: dict[str, Any]
         settings(**changes)
 
     assert [problem.where for problem in caught.value.problems] == [where]
+
+
+def test_flags_are_true_or_false() -> None:
+    assert "record(evaluation='yes')\n    must be True or False." in problems_of(evaluation="yes")
+    assert "record(strict=1)" in problems_of(strict=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -77,13 +78,40 @@ def record_settings(
         ranks=_ranks(ranks, problems),
         every=_every(every, problems),
         batch_axis=_batch_axis(batch_axis, problems),
-        evaluation=evaluation,
-        strict=strict,
+        evaluation=_flag("evaluation", evaluation, problems),
+        strict=_flag("strict", strict, problems),
         replica=checked_replica(replica, ranks=ranks, problems=problems),
     )
     if problems:
         raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
     return settings
+
+
+def check_names(unknown: Collection[str], *, known: Collection[str]) -> None:
+    """Refuse settings of `traindiff.record` that there are not.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    problems = [
+        Problem.unknown_name(where=f"record({name}=...)", kind="a setting", found=name, known=known) for name in unknown
+    ]
+    if problems:
+        raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
+
+
+def recording_path(value: object) -> str:
+    """The path of a recording as text.
+
+    Raises:
+        ConfigError: It is no path.
+    """
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
+    if isinstance(text, str) and text:
+        return text
+    what = f"is {value!r}, not a path."
+    problem = Problem(where="record(path=...)", what=what, fix='Write the directory to make, e.g. "runs/baseline".')
+    raise ConfigError("record(...)", [problem], consequence="nothing was attached to the model")
 
 
 # Each of these returns the checked setting, or appends to `problems` and returns anything of its type.
@@ -176,6 +204,14 @@ def _batch_axis(value: object, problems: list[Problem]) -> Mapping[str, int | No
         )
     )
     return {}
+
+
+def _flag(name: str, value: object, problems: list[Problem]) -> bool:
+    if not isinstance(value, bool):
+        problems.append(
+            Problem(where=f"record({name}={value!r})", what="must be True or False.", fix=f"Write {name}=True.")
+        )
+    return bool(value)
 
 
 def _listed(value: object) -> list[Any]:

@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 import traindiff
 from tests.taps.models import TiedWeights, mlp
-from traindiff.errors import ConfigError
+from traindiff.errors import ConfigError, TraindiffWarning
 from traindiff.recording import open_recording
 from traindiff.sessions.targets import find_targets
 
@@ -50,6 +50,25 @@ def test_a_selection_that_matches_nothing_shows_what_paths_look_like(tmp_path: P
         "    matches none of the model's 8 modules and parameters.\n"
         "    Paths look like: 0, 1, 2, ... Use '*' for all of them."
     )
+
+
+def test_a_part_of_a_selection_that_matches_nothing_is_warned_about(tmp_path: Path) -> None:
+    with pytest.warns(TraindiffWarning, match=r"record\(select=\.\.\.\): 'encoder\.\*' matches no module"):
+        traindiff.record(tmp_path / "run", mlp(), select=["encoder.*", "0"]).close()
+
+
+def test_a_misspelt_setting_is_named_and_the_nearest_one_suggested(tmp_path: Path) -> None:
+    said = message(tmp_path, mlp(), evry=3, selct="*")
+
+    assert said.startswith("2 problems in record(...); nothing was attached to the model.\n\n  record(evry=...)\n")
+    assert '"evry" is not a setting.\n    Did you mean "every"? Known: batch_axis, detail, ' in said
+    assert 'Did you mean "select"?' in said
+
+
+@pytest.mark.parametrize("path", [None, 3, "", b"run"])
+def test_what_is_no_path_is_said(path: object) -> None:
+    with pytest.raises(ConfigError, match=r"record\(path=\.\.\.\)\n    is .*, not a path\."):
+        traindiff.record(path, mlp())
 
 
 def test_a_selection_that_matches_nothing_of_a_single_module_shows_what_there_is(tmp_path: Path) -> None:

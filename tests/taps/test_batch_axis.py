@@ -16,6 +16,8 @@ import traindiff
 from tests.kernels.rounding import assert_equal_up_to_rounding
 from tests.taps.models import mlp
 from tests.taps.reading import Row, row, rows
+from tests.taps.trainings import batches
+from traindiff.errors import TraindiffWarning
 from traindiff.shard import OPEN, Shard
 from traindiff.summary import SUMMARY, distance, merge, norm
 from traindiff.taps.batch_axis import BatchAxis
@@ -228,3 +230,12 @@ def test_patterns_and_none_hold_in_a_recording(tmp_path: Path) -> None:
 
     shapes = {path: row(tmp_path / "run", phase="forward", path=path)[0].shard.global_shape for path in ("0", "1", "")}
     assert shapes == {"0": (4, 8), "1": (OPEN, 4), "": (OPEN, 8)}
+
+
+def test_a_declaration_that_nothing_obeys_is_warned_about(tmp_path: Path) -> None:
+    model = mlp()
+    with (
+        pytest.warns(TraindiffWarning, match=r"record\(batch_axis=\.\.\.\): 'decoder\.\*' matches nothing"),
+        traindiff.record(tmp_path / "run", model, batch_axis={"0": 0, "decoder.*": 1}, strict=True),
+    ):
+        model(next(batches()))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 
+from traindiff.errors import TraindiffWarning
 from traindiff.replicas.compiled import notice_compiled
 from traindiff.replicas.replica import Replica
 from traindiff.sessions.targets import Targets
@@ -81,6 +84,7 @@ class Attachment:
         """Record what can be told only at the end; call it before the last observations are written."""
         self.settle()
         self._report_silence()
+        self._report_unused()
 
     def settle(self) -> None:
         """End the steps of optimizers that ran in compiled code, which has returned by now."""
@@ -98,6 +102,7 @@ class Attachment:
     def _attach(self, undo: ExitStack, settings: RecordSettings) -> None:
         targets, observe, sink = self._targets, self._observe, self._sink
         batch_axis = BatchAxis(settings.batch_axis)
+        self._report_unused = sink.guarded("batch_axis", partial(_report_unused, batch_axis))
         activations = ActivationTap(
             sink, batch_axis=batch_axis, forward="forward" in observe, backward="backward" in observe,
             evaluation=settings.evaluation,
@@ -147,3 +152,9 @@ class Attachment:
             self._sink.guarded("model_state", self._model_state.after_step)()
             self._report_silence()
         self._on_step(name)
+
+
+def _report_unused(batch_axis: BatchAxis) -> None:
+    if patterns := batch_axis.unused:
+        says = f"record(batch_axis=...): {', '.join(map(repr, patterns))} matches nothing that was observed."
+        warnings.warn(says, TraindiffWarning, stacklevel=2)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
+from inspect import signature
+from typing import Never
 
 from torch import nn
 
 from traindiff.replicas.making import make_replica
 from traindiff.sessions.recorder import Recorder
 from traindiff.sessions.targets import Optimizers, find_targets
-from traindiff.settings import record_settings
+from traindiff.settings import check_names, record_settings, recording_path
 
 
 def record(
@@ -29,6 +31,7 @@ def record(
     evaluation: bool = False,
     strict: bool = False,
     replica: str | None = None,
+    **misspelt: Never,
 ) -> Recorder:
     """Record a training's numbers, without disturbing it.
 
@@ -67,7 +70,9 @@ def record(
         replica: Perturb the training within rounding, **on purpose**, so that comparing it with the
             training as it is measures how far apart correct runs are: `"ulp:SEED"` (every output of a
             module, its gradient and every parameter's gradient randomly rounded by one unit in the last
-            place) or `"reorder:SEED"` (sums added up in another order). The same seed makes the same replica. See docs/noise.md.
+            place) or `"reorder:SEED"` (sums added up in another order). The same seed makes the same replica.
+            See docs/noise.md.
+        misspelt: What is no setting is an error that names the nearest one.
 
     Returns:
         The running recording: a context manager with `log`, `close` and `step`.
@@ -76,6 +81,8 @@ def record(
         ConfigError: A setting is wrong, `select` matches nothing, `path` is taken, or a replica of a
             compiled model is asked for. Nothing was attached and nothing was written.
     """
+    check_names(misspelt, known=_SETTINGS)
+    directory = recording_path(path)
     settings = record_settings(
         observe=observe,
         select=select,
@@ -90,4 +97,7 @@ def record(
     )
     targets = find_targets(model, optimizer, select=settings.select)
     perturbed = None if settings.replica is None else make_replica(settings.replica, targets.root, targets.names)
-    return Recorder(os.fspath(path), targets, settings, overwrite=overwrite, replica=perturbed)
+    return Recorder(directory, targets, settings, overwrite=overwrite, replica=perturbed)
+
+
+_SETTINGS = tuple(name for name in signature(record).parameters if name not in ("path", "model", "misspelt"))

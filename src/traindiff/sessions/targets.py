@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from traindiff.errors import ConfigError, Problem
+from traindiff.errors import ConfigError, Problem, TraindiffWarning
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.site import ROOT, canonical_paths, matches
 
@@ -88,12 +89,19 @@ def find_targets(model: object, optimizer: Optimizers, *, select: Sequence[str])
         for found in (modules, buffers)
     )
     chosen_parameters = {path: p for path, p in parameters.items() if id(p) in selected}
+    named = [*modules, *every_name, *buffers]
+    unused = [pattern for pattern in select if not any(matches(pattern, path) for path in named)]
     if not chosen_modules and not chosen_parameters:
         raise ConfigError(
             "record(...)",
             [_no_match(select, [*modules, *parameters])],
             consequence="nothing was attached to the model",
         )
+    if unused:
+        says = (
+            f"record(select=...): {', '.join(map(repr, unused))} matches no module, parameter or buffer of the model."
+        )
+        warnings.warn(says, TraindiffWarning, stacklevel=3)
     return Targets(
         root=model,
         modules=chosen_modules,

@@ -39,6 +39,8 @@ class BatchAxis:
 
     def __init__(self, declared: Mapping[str, int | None]) -> None:
         self._declared = dict(declared)
+        self._unused = dict.fromkeys(self._declared)
+        self._asked = False
 
     def of_batch(self, inputs: Iterable[Tensor]) -> Batch | None:
         """The batch that the root module received; None when it has no tensor with axes."""
@@ -70,6 +72,7 @@ class BatchAxis:
         Returns:
             The batch axis (0 where there is none), and the shard of the tensor with it in front.
         """
+        self._asked = True
         batch, shape = progress.current_batch, shape_of(tensor)
         declared = self._declared_axis(path, slot, default=_UNDECLARED)
         axis = 0 if declared == _UNDECLARED else declared
@@ -84,5 +87,11 @@ class BatchAxis:
         site = f"{path or ROOT} {slot}"
         for pattern, axis in self._declared.items():
             if matches(pattern, path) or fnmatchcase(site, pattern.replace("[", "[[]")):
+                self._unused.pop(pattern, None)
                 return axis
         return default
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Declarations that no site has obeyed so far; empty as long as there was none."""
+        return tuple(self._unused) if self._asked else ()
