@@ -20,19 +20,21 @@ Compute = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 class Dispatching(TorchDispatchMode):
     """Has operators computed by `compute`, on this thread and in backward passes begun on it.
 
-    An error in `compute` ends its use, is reported to the sink, and the operator is computed as ever; if that
-    fails too, it is the training's own error.
+    An error in `compute` is reported to the sink, and the operator is computed as ever; if that fails too, it is the
+    training's own error.
 
     Args:
         compute: Called below autograd, with this mode off.
         sink: Told about errors.
+        ends: Whether an error ends the use of `compute`; if not, the next operator is computed by it again.
     """
 
-    def __init__(self, compute: Compute, sink: Sink) -> None:
+    def __init__(self, compute: Compute, sink: Sink, *, ends: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._compute = compute
         self._failed = sink.guarded(NAME, _raise)
         self._active = True
+        self._ends = ends
         self._paused = threading.local()
 
     def enter(self) -> ExitStack:
@@ -62,7 +64,7 @@ class Dispatching(TorchDispatchMode):
             return self._compute(func, args, kwargs)
         except Exception as error:  # noqa: BLE001  ours, or the training's
             result = func(*args, **kwargs)
-            self._active = False
+            self._active = self._active and not self._ends
             self._failed(error)
             return result
 

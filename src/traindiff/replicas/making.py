@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from traindiff.replica_setting import ReplicaSetting
 from traindiff.replicas.compiled import refuse_compiled
+from traindiff.replicas.precision import PrecisionReplica
 from traindiff.replicas.reorder import ReorderReplica
 from traindiff.replicas.replica import Replica
 from traindiff.replicas.ulp import UlpReplica
+from traindiff.replicas.wrapped import refuse_wrapped
 
 
 def make_replica(setting: ReplicaSetting, root: nn.Module, names: Mapping[int, str]) -> Replica:
@@ -27,4 +30,7 @@ def make_replica(setting: ReplicaSetting, root: nn.Module, names: Mapping[int, s
     refuse_compiled(setting, root)
     if setting.kind == "reorder":
         return ReorderReplica(setting.seed)
+    if setting.kind == "float64":
+        refuse_wrapped(setting, root)
+        return PrecisionReplica(torch.float64, root)
     return UlpReplica(setting.seed, root, names)

@@ -122,7 +122,7 @@ class Containment:
             _logger.debug("the fault could not be recorded", exc_info=True)
         try:
             warnings.warn(
-                _REPLICA_FAILED.format(says=says) if tap == REPLICA else _TAP_FAILED.format(tap=tap, says=says),
+                _REPLICA_FAILED.format(says=says) if tap.startswith(REPLICA) else _TAP_FAILED.format(tap=tap, says=says),
                 TraindiffWarning,
                 stacklevel=3,
             )

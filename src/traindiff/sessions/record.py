@@ -52,8 +52,11 @@ def record(
             counts its own steps, and the first also those of forward and backward passes. None
             finds the optimizers that hold parameters of `model` when they first step.
         observe: Some of `batch`, `forward`, `loss`, `backward`, `grad`, `optimizer`, `update`,
-            `param`, and `grad.micro`. Default: all but `grad.micro`. `update` is the difference of two
-            `param` observations and makes sure that these are recorded.
+            `param`, `replay` and `grad.micro`. Default: all but `grad.micro`. `update` is the difference of
+            two `param` observations and makes sure that these are recorded. `replay` computes in float64 what
+            torch's SGD, Adam and AdamW should do with up to 65,536 elements of each parameter, in the first
+            three recorded steps and then in one of a hundred. In such a step it holds at most 64 MiB more,
+            and takes as long as summarising four tensors of these elements. See docs/replay.md.
         select: Globs over canonical paths of modules and parameters, e.g. `"transformer.h.3.*"`.
         detail: What is kept of a tensor, one or several of `summary` (always; 1.2 kilobytes),
             `exponents` (a histogram of binary exponents; 2.5 kilobytes), `signs` (one bit per element, and
@@ -70,7 +73,8 @@ def record(
         replica: Perturb the training within rounding, **on purpose**, so that comparing it with the
             training as it is measures how far apart correct runs are: `"ulp:SEED"` (every output of a
             module, its gradient and every parameter's gradient randomly rounded by one unit in the last
-            place) or `"reorder:SEED"` (sums added up in another order). The same seed makes the same replica.
+            place), `"reorder:SEED"` (sums added up in another order) or
+            `"float64"` (everything computed in it). The same seed makes the same replica.
             See docs/noise.md.
         misspelt: What is no setting is an error that names the nearest one.
 

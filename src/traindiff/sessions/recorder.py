@@ -25,6 +25,7 @@ from traindiff.sessions.background import BackgroundWriter
 from traindiff.sessions.containment import Containment
 from traindiff.sessions.details import detail_of
 from traindiff.sessions.environment import describe
+from traindiff.sessions.forced import ForcedValues
 from traindiff.sessions.pending import Pending
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
@@ -48,8 +49,10 @@ class Recorder:
         *,
         overwrite: bool,
         replica: Replica | None = None,
+        forced: ForcedValues | None = None,
     ) -> None:
         self.path = path
+        self._forced = forced
         self.progress = Progress(optimizer=targets.primary, observing=settings.records(0))
         self._settings = settings
         self._pending = Pending()
@@ -68,7 +71,13 @@ class Recorder:
             return
         self._files = RecordingWriter(
             path,
-            run={"world_size": world_size, "mesh": None, "settings": settings.to_json(), **describe()},
+            run={
+                "world_size": world_size,
+                "mesh": None,
+                "settings": settings.to_json(),
+                "forced_by": forced and forced.path,
+                **describe(),
+            },
             rank=rank,
             world_size=world_size,
             overwrite=overwrite,
@@ -77,8 +86,9 @@ class Recorder:
         with ExitStack() as undo:
             undo.callback(self._containment.guarded("writer", writer.close, always=True))
             self._attachment = Attachment(
-                targets, settings, self, replica=replica, on_step=self._end_step, on_discovery=self._write_rank
-            )
+                targets, settings, self, replica=replica, before_every_step=forced is not None,
+                on_step=self._end_step, on_discovery=self._write_rank,
+            )  # fmt: skip
             undo.callback(self._attachment.close)
             self._write_rank()
             undo.callback(atexit.unregister, close_at_exit(self))
@@ -172,6 +182,8 @@ class Recorder:
         )  # fmt: skip
         kept = path != "rng" and summary is not None
         self._pending.append(seen, summary, detail_of(tensor, self._settings.detail) if kept else None)
+        if self._forced is not None:
+            self._forced.overwrite(tensor, seen)
         if self._pending.full:
             self.guarded("writer", self._write)()
 
@@ -190,7 +202,8 @@ class Recorder:
 
     def together(self) -> AbstractContextManager[None]:
         """See `traindiff.taps.sink.Sink`."""
-        return self._summaries.together()
+        together = self._summaries.together()
+        return together if self._forced is None else self._forced.after(together)
 
     def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
         """See `traindiff.taps.sink.Sink`."""
@@ -238,7 +251,7 @@ class Recorder:
             self.progress.observing = False
             self._pending.clear()
         else:
-            what = "this is no full replica" if tap == REPLICA else f"the {tap} tap failed"
+            what = "this is no full replica" if tap.startswith(REPLICA) else f"the {tap} tap failed"
             self.unobserved(f"{what}: {says}", phase="batch", path="traindiff", slot=tap)
 
 
