@@ -139,6 +139,19 @@ def test_a_module_that_is_not_called_is_a_finding(compared: Compared) -> None:
     assert first.says == "The candidate does not call fc; the baseline does."
 
 
+def test_a_missing_gradient_is_not_outdone_by_the_clipping_that_follows_from_it(compared: Compared) -> None:
+    def without(step: int, sites: Step) -> None:
+        for site in [site for site in sites if site[0] == "grad"]:
+            if site[2] == "head.weight":
+                sites[site] = Seen(values=np.zeros(()), about={"unobserved": "no gradient: none"})
+            else:
+                sites[site].values *= np.float32(1.02)
+
+    first = compared(without).first_divergence
+    assert first is not None
+    assert first.says == "In the candidate, head.weight gets no gradient; in the baseline it does."
+
+
 def test_a_module_that_only_the_candidate_calls_is_a_finding(compared: Compared) -> None:
     def without(step: int, sites: Step) -> None:
         del sites["forward", "", "fc", "output[0]"]

@@ -202,6 +202,12 @@ def test_an_optimizers_count_of_steps() -> None:
     )
 
 
+def test_another_activation_function_is_no_offset() -> None:
+    gelu = X * (1 + np.tanh(0.8 * (X + 0.0447 * X**3))) / 2
+
+    assert look(np.maximum(X, 0), gelu.astype(np.float32)).kind == "value"
+
+
 def test_none_of_these() -> None:
     found = look(X, X + NOISE)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.comparison.runs import Array, Seen, observed, random, summary_of
+from tests.comparison.runs import Array, Seen, Step, observed, random, record, summary_of
+from traindiff.comparison import compare
 from traindiff.comparison.step_table import Entry, Part, step_table
 from traindiff.shard import Shard
 from traindiff.summary import norm
@@ -126,3 +128,21 @@ def test_calls_and_slots_stay_apart_and_in_execution_order() -> None:
 
 def test_a_step_without_observations_is_an_empty_table() -> None:
     assert step_table([]) == {}
+
+
+def test_a_logged_norm_is_judged_after_the_gradients_that_it_is_of(tmp_path: Path) -> None:
+    def logged(step: int, sites: Step) -> None:
+        rest = {site: sites.pop(site) for site in list(sites) if site[0] in ("grad", "optimizer", "param")}
+        total = float(np.sqrt(sum(np.square(seen.values).sum() for site, seen in rest.items() if site[0] == "grad")))
+        sites["loss", "", "grad_norm", "logged"] = Seen(values=np.array(total), about={"merge": "mean"})
+        sites.update(rest)
+
+    def wrong(step: int, sites: Step) -> None:
+        if step == 1:
+            sites["grad", "", "fc.weight", "grad"].values *= 2
+        logged(step, sites)
+
+    comparison = compare(record(tmp_path / "b", logged), record(tmp_path / "c", wrong))
+
+    assert comparison.first_divergence is not None
+    assert (comparison.first_divergence.phase, comparison.first_divergence.path) == ("grad", "fc.weight")

@@ -180,6 +180,9 @@ def shifted(case: Case) -> Diagnosis | None:
     if count < 16 or size == 0.0 or not 0.75 < abs(total) / (math.sqrt(count) * size) < 1.35:
         return None
     k = total / count
+    moved = [float(right[name] - left[name]) for name in ("minimum", "maximum")]
+    if any(abs(one - k) > 0.25 * abs(k) for one in moved):  # relu for gelu: one-sided, but not of one size
+        return None
     return Diagnosis(kind="offset", says=f"Every element is about {k:+.4g} off.", evidence={"offset": k})
 
 

@@ -121,6 +121,11 @@ class Judge:
         """Whether one run does not train this parameter, so that what follows needs no further word."""
         return path in self._absent
 
+    @property
+    def is_any_absent(self) -> bool:
+        """Whether one run does not train some parameter."""
+        return bool(self._absent)
+
 
 class _Step:
     """One step while it is judged."""
@@ -219,6 +224,8 @@ class _Step:
             self._floors.saw(pair, size)
         if factor is None:
             return list(found)
+        if not found and self._judge.is_any_absent:
+            return []  # clipping to a norm that lacks a gradient
         if not found:
             return [self._all_gradients(pairs, factor, floors)]
         aside = f" (All other gradients are {factor:.4g} x the baseline's, as clipping to a norm makes them.)"

@@ -14,6 +14,9 @@ from traindiff.observation import Observation
 from traindiff.shard import OPEN
 from traindiff.summary import add, empty, merge
 
+_AFTER_ALL = 1 << 40
+"""Added to the order of scalars that the training logged: they follow from what it computed, and nothing from them."""
+
 _GROUP = re.compile(r"(.*)\.groups\[(\d+)\]")
 
 
@@ -40,7 +43,7 @@ class Entry:
 
     Attributes:
         key: Its identity.
-        order: Place in execution order, of its first part.
+        order: Place in execution order, of its first part; of what was logged, behind everything else.
         dtype: Dtype of its parts.
         shape: Global shape; the batch axis has the rows of all micro-steps.
         summary: The merged summary.
@@ -137,9 +140,10 @@ def _entry(
     unobserved: str = "",
 ) -> Entry:
     first = parts[0][0]
+    logged = first.phase == "loss" and first.slot == "logged"
     return Entry(
         key=key,
-        order=first.order,
+        order=first.order + (_AFTER_ALL if logged else 0),
         dtype=first.dtype,
         shape=shape,
         summary=summary,
