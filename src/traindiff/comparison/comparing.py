@@ -10,16 +10,17 @@ from typing import Any
 from traindiff.comparison.alignment import Pair, Rename, Renaming, align, in_baseline_order, parse_renames
 from traindiff.comparison.circumstances import circumstances, other_models
 from traindiff.comparison.derived import gradient_norms
-from traindiff.comparison.exact import check_hyper_parameters, check_random_state
+from traindiff.comparison.exact import EXACT_KINDS, check_hyper_parameters, check_random_state
 from traindiff.comparison.judge import Judge, StepInput
 from traindiff.comparison.measure import Tolerance
 from traindiff.comparison.noise import Calibration, Replicas, StepNoise, calibrate
 from traindiff.comparison.pairing import RunStep, run_steps, step_pairs
 from traindiff.comparison.presence import Presence
 from traindiff.comparison.recomputation import recomputation_findings, without_recomputed
+from traindiff.comparison.sentences import representation_note
 from traindiff.comparison.side import Side, SideStep, in_order, join
 from traindiff.comparison.step_table import Entry, Key
-from traindiff.comparison.verdict import MISALIGNED_KINDS, Comparison, Finding, Word
+from traindiff.comparison.verdict import Comparison, Finding, Word
 from traindiff.errors import ConfigError, Problem
 from traindiff.recording import Recording, open_recording
 from traindiff.site import ROOT
@@ -96,7 +97,8 @@ class _Comparing:
         self._calibration = calibrate(runs[0], noise, selection) if noise else Calibration()
         by_path = {recording.path: recording for recording in noise}
         self._replicas = Replicas([by_path[path] for path in self._calibration.names])
-        self._judge = Judge(tolerance, self._calibration)
+        self._forced = bool(runs[1].run.get("forced_by"))
+        self._judge = Judge(tolerance, self._calibration, forced=self._forced)
         self._compared: list[int] = []
         self._uncovered: list[int] = []
         self._alone: tuple[list[int], list[int]] = ([], [])
@@ -114,13 +116,18 @@ class _Comparing:
                 if alone.finished and alone.step in self._selection:
                     self._alone[side].append(alone.step)
         notes, incomplete = self._limits()
+        findings, representation = self._judge.findings, ()
+        if not self._forced and self._judge.only_representation_differs:
+            findings, representation = (), findings
+            notes.insert(0, representation_note(representation))
         return Comparison(
             baseline=self._runs[0].path,
             candidate=self._runs[1].path,
-            verdict=self._word(incomplete=incomplete),
+            verdict=self._word(findings, incomplete=incomplete),
             calibrated=bool(self._calibration.names) and not self._uncovered,
             noise=self._calibration.to_json(),
-            findings=tuple(self._judge.findings),
+            findings=findings,
+            representation=representation,
             unaligned=self._presence.sides(),
             steps=tuple(dict.fromkeys(self._compared)),
             notes=tuple(notes),
@@ -238,9 +245,9 @@ class _Comparing:
                 incomplete |= bool(missing.keys() - {"evaluation", "grad.micro"})
         return notes, incomplete
 
-    def _word(self, *, incomplete: bool) -> Word:
-        if self._judge.findings:
-            return "misaligned" if self._judge.findings[0].kind in MISALIGNED_KINDS else "diverged"
+    def _word(self, findings: Sequence[Finding], *, incomplete: bool) -> Word:
+        if findings:
+            return "misaligned" if findings[0].kind in EXACT_KINDS else "diverged"
         if incomplete:
             return "incomplete"
         return "identical" if self._judge.all_equal else "equivalent"

@@ -14,6 +14,18 @@ GRADIENT_NORM = Key("grad", "", "(all parameters)", "norm", 0, 0)
 """Where the norm of all parameter gradients, recomputed from their summaries, is filed."""
 
 
+LINEAR_STATE = frozenset({"momentum_buffer", "step"})
+"""State slots of optimizers whose update is linear in the gradient."""
+
+FIRST_MOMENTS = frozenset({"exp_avg", *LINEAR_STATE})
+"""State slots that are linear in the gradient; others hold squares of it."""
+
+
+def adaptive_parameters(keys: Iterable[Key]) -> set[str]:
+    """Parameters whose optimizer keeps a moment that it divides by."""
+    return {key.path for key in keys if key.phase == "optimizer" and key.slot not in LINEAR_STATE and not key.group}
+
+
 class Updates:
     """Derives what each step did to each parameter, from the parameters before and after it.
 

@@ -13,6 +13,9 @@ from traindiff.comparison.step_table import Entry, Key
 from traindiff.comparison.verdict import Finding
 from traindiff.site import label
 
+EXACT_KINDS = frozenset({"batch", "random-state", "hyper-parameter", "initial-parameter"})
+"""Kinds of finding that mean "these runs were not asked to compute the same thing"."""
+
 Groups = Mapping[str, list[list[str]]]
 """Parameters of each group of each optimizer, by the optimizer's name; from `rank.json`."""
 
@@ -33,16 +36,17 @@ def check_batch(pair: Pair, *, step: int) -> Finding | None:
         return None
     left, right = pair.baseline, pair.candidate
     where = label(left.key.path, left.key.slot)
+    permuted = False
     if left.shape != right.shape:
         shapes = f"{list(left.shape)} in the baseline, {list(right.shape)} in the candidate"
         says = f"The batch differs: {where} has shape {shapes}."
     elif left.dtype != right.dtype:
         says = f"The batch differs: {where} is {left.dtype} in the baseline, {right.dtype} in the candidate."
-    elif left.summary["multiset"] == right.summary["multiset"]:
+    elif permuted := _is_permuted(pair):
         says = f"The batch differs: {where} holds the same values in another order."
     else:
         says = f"The batch differs: {where} holds other values."
-    return exact_finding(pair, step=step, kind="batch", says=says, evidence={})
+    return exact_finding(pair, step=step, kind="batch", says=says, evidence={"permuted": permuted})
 
 
 def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
@@ -50,17 +54,28 @@ def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
     if equal_bits(pair) or _same_in_another_dtype(pair):
         return None
     left, right = pair.baseline, pair.candidate
-    path = left.key.path
+    path, permuted = left.key.path, False
     if left.shape != right.shape:
         says = (
             f"{path} has shape {list(left.shape)} in the baseline and {list(right.shape)} in the candidate: "
             "another model, or another layout of the same one?"
         )
-    elif left.summary["multiset"] == right.summary["multiset"] and left.dtype == right.dtype:
+    elif permuted := _is_permuted(pair):
         says = f"{path} starts with the same values in another order (a converted checkpoint, permuted?)."
     else:
         says = f"{path} starts with other values: another seed, initialisation or checkpoint?"
-    return exact_finding(pair, step=step, kind="initial-parameter", says=says, evidence={})
+    return exact_finding(pair, step=step, kind="initial-parameter", says=says, evidence={"permuted": permuted})
+
+
+def starts_permuted(pair: Pair) -> bool:
+    """Whether a parameter as the first step found it holds the baseline's values in another order."""
+    return not equal_bits(pair) and _is_permuted(pair)
+
+
+def _is_permuted(pair: Pair) -> bool:
+    left, right = pair.baseline, pair.candidate
+    same = left.dtype == right.dtype and left.shape == right.shape
+    return bool(same and left.summary["multiset"] == right.summary["multiset"])
 
 
 def _same_in_another_dtype(pair: Pair) -> bool:

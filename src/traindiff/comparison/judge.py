@@ -53,6 +53,7 @@ class Judge:
     Args:
         tolerance: Used in place of floors where the user set one.
         calibration: What replicas say about noise in general.
+        forced: Whether the candidate was given the baseline's tensors after each operation.
 
     Attributes:
         findings: Everything found so far, in execution order: each site once, with the number of
@@ -62,9 +63,10 @@ class Judge:
         nan_in_both: Where both runs hold NaN at the same places.
     """
 
-    def __init__(self, tolerance: Tolerance | None, calibration: Calibration) -> None:
+    def __init__(self, tolerance: Tolerance | None, calibration: Calibration, *, forced: bool = False) -> None:
         self._tolerance = tolerance
         self._calibration = calibration
+        self._forced = forced
         self._found: dict[tuple[Key, str], Finding] = {}
         self._run = RunFloors()
         self.differences: dict[Key, SiteDifference] = {}
@@ -77,9 +79,30 @@ class Judge:
         """See the class."""
         return tuple(self._found.values())
 
+    @property
+    def only_representation_differs(self) -> bool:
+        """Whether activations, or the order of samples or channels, differ, and no loss, gradient or update does."""
+        phases = {row.phase for row in self.differences.values()}
+        learning = bool({"loss", "grad", "update"} - phases) or self._run.learning_differs
+        if not self._found or learning or self._tolerance is not None:
+            return False
+        return all(map(self._is_representation, self._found.values()))
+
+    def _is_representation(self, finding: Finding) -> bool:
+        if finding.kind in exact.EXACT_KINDS:
+            return bool(finding.evidence.get("permuted"))
+        if finding.kind in ("missing", "extra", "non-finite", "shape", "recomputed"):
+            return False
+        return finding.phase in ("forward", "backward") or finding.path in self._run.permuted
+
     def judge(self, given: StepInput) -> None:
         """Judge a step: extends `findings` and `differences`."""
         self._run.settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
+        self._run.permuted |= {
+            pair.baseline.key.path
+            for pair in given.pairs
+            if given.first and pair.baseline.key[:2] == ("param", "before") and exact.starts_permuted(pair)
+        }
         self._absent.update(finding.path for finding in given.found if finding.kind in ("missing", "extra"))
         floors = SiteFloors(
             self._run,
@@ -88,6 +111,7 @@ class Judge:
             samples=given.samples,
             noise=given.noise,
             calibration=self._calibration,
+            forced=self._forced,
         )
         if any(finding.kind == "random-state" for finding in given.found):
             floors.saw_other_inputs(math.inf)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from traindiff.comparison.alignment import Pair, align
-from traindiff.comparison.derived import gradient_norms
+from traindiff.comparison.derived import adaptive_parameters, gradient_norms
 from traindiff.comparison.exact import check_batch, check_hyper_parameters, check_initial_parameter, check_random_state
 from traindiff.comparison.floors import UNIT_ROUNDOFF
 from traindiff.comparison.measure import difference
@@ -168,6 +168,7 @@ def calibrate(baseline: Recording, recordings: Sequence[Recording], selection: S
     result = Calibration()
     differs = [False] * len(recordings)
     aligned = [0] * len(recordings)
+    parameters: dict[str, dict[int, float]] = {}  # distances by path and replica, after the step before
     for number, run_step in enumerate(run_steps(baseline)):
         step = side.step(run_step)
         if run_step.step not in selection:
@@ -188,7 +189,8 @@ def calibrate(baseline: Recording, recordings: Sequence[Recording], selection: S
                 distances.setdefault(key, []).append((index, apart, pair))
                 if not _replica(recordings[index]) and apart > (result.own or (-1.0, ""))[0]:
                     result.own = (apart, f"step {run_step.step}, {key.phase} of {key.path} {key.slot}")
-        _hold_out(distances, step.before, result.constants)
+        _hold_out(distances, step.before, parameters, result.constants)
+        parameters = {key.path: {i: d for i, d, _ in v} for key, v in distances.items() if key[:2] == ("param", "")}
     _refuse_what_does_not_align(recordings, aligned)
     for recording, different in zip(recordings, differs, strict=True):
         (result.names if different else result.repeated).append(recording.path)
@@ -219,16 +221,31 @@ def basis(pair: Pair, distances: Sequence[float], storage: float = 0.0) -> float
 def _hold_out(
     distances: Mapping[Key, Sequence[tuple[int, float, Pair]]],
     before: Mapping[str, Entry],
+    parameters: Mapping[str, Mapping[int, float]],
     constants: dict[str, float],
 ) -> None:
+    """Raise the constants to what is needed for each replica to stay within the floors of the others."""
+    adaptive = adaptive_parameters(distances)
     for key, found in distances.items():
+        if key.phase in ("update", "param") and key.path in adaptive:
+            continue  # signs of small gradients: they rarely flip, and by their whole size if they do
         for index, apart, pair in found:
             others = [other for number, other, _ in found if number != index]
             if not others or not math.isfinite(apart) or int(finite_count(pair.baseline.summary)) < FEW:
                 continue
-            floor = basis(pair, others, storage=_storage(pair, before))
+            floor = basis(pair, others, storage=_storage(pair, before)) * _further(key.path, index, parameters)
             if 0.0 < floor < math.inf:
                 constants[key.phase] = max(constants.get(key.phase, 1.0), apart / floor)
+
+
+def _further(path: str, index: int, parameters: Mapping[str, Mapping[int, float]]) -> float:
+    """How much further from the baseline a replica's parameters of a module are than those of the others; 1 if less."""
+    ratio = 1.0
+    for owned, found in parameters.items():
+        if owned.rpartition(".")[0] == path and index in found:
+            others = [apart for number, apart in found.items() if number != index]
+            ratio = max(ratio, found[index] / max(*others, UNIT_ROUNDOFF["float32"]) if others else 1.0)
+    return ratio
 
 
 def _storage(pair: Pair, before: Mapping[str, Entry]) -> float:

@@ -73,6 +73,16 @@ def also_at(comparison: Comparison) -> str:
     return f"The same holds for {len(more)} more parameter{'s' if len(more) > 1 else ''}: {named}"
 
 
+def representation_note(found: Sequence[Finding]) -> str:
+    """What differs although the runs learn the same."""
+    first = found[0]
+    more = f" and at {len(found) - 1} more sites" if len(found) > 1 else ""
+    return (
+        f"The representation differs, not the computation: {place(first)}{more}, while no loss, gradient or update "
+        f"does. {first.says}"
+    )
+
+
 def limits(comparison: Comparison) -> list[str]:
     """What was not compared, and other notes, one line each."""
     lines = []

@@ -103,6 +103,11 @@ def join(sides: tuple[SideStep, SideStep]) -> tuple[dict[Key, Entry], dict[Key, 
 
 
 def in_order(table: Mapping[Key, Entry]) -> dict[Key, Entry]:
-    """What is aligned site by site, in execution order; settings are compared by parameter instead."""
-    sites = ((key, entry) for key, entry in table.items() if key.group is None)
+    """What is aligned site by site, in execution order.
+
+    Settings are compared by parameter instead, and a replayed optimizer is judged by itself.
+    """
+    replayed = (key for key in table if key.phase == "update" and key.stage)
+    left_out = {*replayed, *(key for key in table if key.group is not None)}
+    sites = ((key, entry) for key, entry in table.items() if key not in left_out)
     return dict(sorted(sites, key=lambda item: item[1].order))

@@ -7,14 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from traindiff.comparison.alignment import Pair
+from traindiff.comparison.derived import FIRST_MOMENTS, LINEAR_STATE
 from traindiff.comparison.floors import UNIT_ROUNDOFF, Floors
 from traindiff.comparison.gradients import Terms, gradient_floor, terms_by_module
 from traindiff.comparison.measure import difference, equal_bits
 from traindiff.comparison.noise import FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.summary import distance, finite_count, norm
-
-LINEAR_STATE = frozenset({"momentum_buffer", "step"})
-"""State slots of optimizers whose update is linear in the gradient."""
 
 
 @dataclass(slots=True)
@@ -27,21 +25,26 @@ class RunFloors:
         settings_differ: Whether the optimizers are set differently.
         parted: Whether anything has exceeded its measured floor: then inputs no longer agree within
             noise, and what follows from that is no further divergence.
+        permuted: Parameters that started with the same values in another order.
+        learning_differs: Whether a loss, a gradient or an update differs by more than its own rounding, and
+            more than replicas do; of permuted parameters, whether its norm does.
     """
 
     gradients: dict[str, float] = field(default_factory=dict)
     adaptive: set[str] = field(default_factory=set)
     settings_differ: bool = False
     parted: bool = False
+    permuted: set[str] = field(default_factory=set)
+    learning_differs: bool = False
 
 
 class SiteFloors:
     """Floors of one step, in the order of execution.
 
     Without replicas a site is judged by rounding and by the differences measured at its inputs. With
-    replicas it is judged by what they differ by at the very site; rounding and inputs count only
-    where replicas cannot tell (scalars, updates, sites that no replica has), and, once the runs have
-    parted, for what follows from that.
+    replicas it may differ by what they differ by at the very site; by less where the candidate's inputs
+    agree much better than theirs did. Where a few replicas cannot tell (of a handful of numbers, of
+    signs), and for what follows once the runs have parted, rounding and inputs have the last word.
 
     Args:
         run: Carried from step to step.
@@ -50,6 +53,8 @@ class SiteFloors:
         samples: Elements in the batch.
         noise: What replicas differ by in this step; None without them.
         calibration: Constants of the measured floors.
+        forced: Whether the candidate was given the baseline's tensors after each operation, so that all inputs
+            agree and each operation is judged alone.
     """
 
     def __init__(
@@ -61,14 +66,19 @@ class SiteFloors:
         samples: int,
         noise: StepNoise | None,
         calibration: Calibration,
+        forced: bool = False,
     ) -> None:
         self._run = run
+        self._forced = forced
         self._parameters = parameters
         self._samples = samples
         self._noise = noise
         self._calibration = calibration
         self._terms: Mapping[str, Terms] = terms_by_module(pairs)
-        self._floors = _at_the_beginning(parameters, run)
+        self._noise_flow = 0.0  # largest difference of a replica so far in the step
+        self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
+        self._alone = Floors(settings_differ=run.settings_differ)  # as if all inputs agreed
+        self._floors = self._alone if forced else _at_the_beginning(parameters, run)
 
     @property
     def inputs_differ(self) -> bool:
@@ -77,39 +87,46 @@ class SiteFloors:
 
     def of(self, pair: Pair) -> float:
         """Floor of a pair: the largest relative difference that is no finding."""
-        if pair.baseline.key.slot == "step" and pair.baseline.key.phase == "optimizer":
+        key = pair.baseline.key
+        if key.phase == "optimizer" and key.slot == "step":
             return 0.0
-        measured = self.measured(pair)
-        derived = self._derived(pair)  # also notes what later floors need
-        if measured is None:
-            return derived
-        if self._run.parted or self._is_unmeasurable(pair):
-            return max(measured, derived)
-        return max(measured, self._gated(pair))
+        derived = self._derived(pair, self._floors)  # also notes what later floors need
+        return self._joined(pair, self.measured(pair), derived)
 
     def measured(self, pair: Pair) -> float | None:
-        """The measured part of the floor; None where no replica has the site."""
+        """How far a replica may be from the baseline at this site; None where no replica has it."""
         key = pair.baseline.key
         if self._noise is None or key not in self._noise:
             return None
         constant = SAFETY * self._calibration.constant(key.phase)
-        return constant * basis(pair, self._noise[key], storage=self.storage(pair))
+        floor = constant * basis(pair, self._noise[key], storage=self.storage(pair))
+        if key.phase == "grad":
+            self._gradients[key.path] = max(self._gradients.get(key.path, 0.0), floor)
+        if key.phase == "optimizer" and key.slot not in FIRST_MOMENTS:
+            gradient = self._gradients.get(key.path, 0.0)
+            floor = max(floor, gradient * (2.0 + gradient))  # of a square: (1 + e)^2 - 1
+        return floor
 
     def saw(self, pair: Pair, size: float) -> None:
-        """A difference was measured. Later floors of the step follow from it, or from what replicas show there."""
+        """A difference was measured; later floors of the step follow from it."""
         key, floors = pair.baseline.key, self._floors
+        if (key.phase in ("loss", "update") or key[:2] == ("grad", "")) and key.slot != "norm":
+            floor = max(self.measured(pair) or 0.0, self._derived(pair, self._alone))
+            self._run.learning_differs |= (_norms_apart(pair) if key.path in self._run.permuted else size) > floor
+        if self._forced:
+            return
         expected = None if self._noise is None else self._noise.get(key)
-        if expected is not None:
-            measured = self.measured(pair) or 0.0
-            few = int(finite_count(pair.baseline.summary)) < FEW and key.phase not in ("update", "param")
-            self._run.parted |= size > measured and not few
-            size = size if size > measured else max(expected)
+        few = int(finite_count(pair.baseline.summary)) < FEW and key.phase not in ("update", "param")
+        if expected is not None and not few:
+            self._run.parted |= size > (self.measured(pair) or 0.0)
         if key.phase == "optimizer":
             floors.saw_state(key.path, size)
         elif key.phase == "grad" and key.slot == "grad":
             floors.saw_gradient(key.path, size)
         if key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage):
             floors.saw(size)
+            if expected is not None and math.isfinite(max(expected)):
+                self._noise_flow = max(self._noise_flow, max(expected))
 
     def saw_other_inputs(self, size: float) -> None:
         """The batch or the random state differs, by so much."""
@@ -119,7 +136,7 @@ class SiteFloors:
         """Floor of a difference that is a constant factor and nothing else; see `Floors.factor`."""
         dtypes = (pair.baseline.dtype, pair.candidate.dtype)
         derived = self._floors.factor(pair.baseline.key.path, dtypes, left_over=left_over, storage=self.storage(pair))
-        return max(derived, self.measured(pair) or 0.0)
+        return self._joined(pair, self.measured(pair), derived)
 
     def storage(self, pair: Pair) -> float:
         """Norm of a parameter over norm of its update; 0 for anything but updates.
@@ -138,17 +155,27 @@ class SiteFloors:
 
     def parameter(self, pair: Pair, update_floor: float) -> float | None:
         """Floor of a parameter after the step: no further apart than before it, plus what its update may bring."""
-        before = self._parameters.get(pair.baseline.key.path)
-        measured = self.measured(pair)
-        if measured is not None and not (self._run.parted or self._is_unmeasurable(pair)):
-            return measured
+        before, measured = self._parameters.get(pair.baseline.key.path), self.measured(pair)
         if before is None:
-            return None
+            return measured
         whole = float(norm(pair.baseline.summary)) or 1.0
         moved = float(distance(before.baseline.summary, pair.baseline.summary)) / whole
         u = UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
         floor = 2.0 * (difference(before) or 0.0) + 2.0 * moved * update_floor + 4.0 * u
-        return max(measured or 0.0, floor) if not math.isnan(floor) else math.inf
+        return self._joined(pair, measured, math.inf if math.isnan(floor) else floor)
+
+    def _joined(self, pair: Pair, measured: float | None, derived: float) -> float:
+        """One floor from what replicas show and what follows from rounding and inputs."""
+        if measured is None:
+            return derived
+        if self._run.parted:
+            return max(measured, derived)
+        flow = max(self._floors.flow, self._floors.parameters)
+        closer = min(1.0, flow / self._noise_flow) if self._noise_flow else 1.0
+        given_inputs = max(derived, measured * closer)
+        if self._is_unmeasurable(pair):
+            return given_inputs
+        return max(min(measured, given_inputs), self._gated(pair))
 
     def _is_unmeasurable(self, pair: Pair) -> bool:
         """Whether a few replicas cannot tell how far correct runs may be.
@@ -160,10 +187,11 @@ class SiteFloors:
         few = int(finite_count(pair.baseline.summary)) < FEW
         return few or (key.phase in ("update", "param") and key.path in self._run.adaptive)
 
-    def _derived(self, pair: Pair) -> float:
-        key, floors = pair.baseline.key, self._floors
+    def _derived(self, pair: Pair, floors: Floors) -> float:
+        key = pair.baseline.key
         dtypes = (pair.baseline.dtype, pair.candidate.dtype)
         if key.phase in ("forward", "backward"):
+            self._alone.activation(key.path, dtypes)  # notes the dtype
             return max(floors.activation(key.path, dtypes), self._gated(pair))
         if key.phase == "loss" or key.slot == "norm":
             return floors.scalar(self._samples)
@@ -182,6 +210,11 @@ class SiteFloors:
         if pair.baseline.key.phase != "backward":
             return 0.0
         return self._floors.gated(pair.baseline.summary, pair.candidate.summary)
+
+
+def _norms_apart(pair: Pair) -> float:
+    left, right = float(norm(pair.baseline.summary)), float(norm(pair.candidate.summary))
+    return abs(right - left) / left if left else float(right > 0.0)
 
 
 def _at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> Floors:

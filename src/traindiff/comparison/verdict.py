@@ -15,9 +15,6 @@ Word = Literal["identical", "equivalent", "diverged", "misaligned", "incomplete"
 SCHEMA_NAME = "traindiff-comparison"
 SCHEMA_VERSION = 1
 
-MISALIGNED_KINDS = frozenset({"batch", "random-state", "hyper-parameter", "initial-parameter"})
-"""Kinds of finding that mean "these runs were not asked to compute the same thing"."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -133,6 +130,8 @@ class Comparison:
         steps: Steps that were compared, ascending.
         notes: What limits the verdict, one sentence each.
         differences: Per site, its largest difference, in execution order.
+        representation: What differs only in how it is represented (activations, the order of samples or
+            channels), where no loss, gradient or update differs; such differences are no findings.
         noise: What measured floors rest on: recordings, constants; None where none were given.
     """
 
@@ -146,6 +145,7 @@ class Comparison:
     notes: tuple[str, ...]
     differences: tuple[SiteDifference, ...]
     noise: Mapping[str, Any] | None = None
+    representation: tuple[Finding, ...] = ()
 
     @property
     def first_divergence(self) -> Finding | None:
@@ -168,6 +168,7 @@ class Comparison:
             "calibrated": self.calibrated,
             "first_divergence": first.to_json() if first else None,
             "findings": [finding.to_json() for finding in self.findings],
+            "representation": [finding.to_json() for finding in self.representation],
             "unaligned": [[asdict(one) for one in side] for side in self.unaligned],
             "noise": None if self.noise is None else dict(self.noise),
             "steps": list(self.steps),

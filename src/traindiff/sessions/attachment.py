@@ -22,6 +22,7 @@ from traindiff.taps.compiled import trace_hooks
 from traindiff.taps.model_state import ModelStateTap
 from traindiff.taps.module_outputs import ActivationTap
 from traindiff.taps.optimizer_discovery import tap_optimizer_discovery
+from traindiff.taps.optimizer_replay import OptimizerReplayTap
 from traindiff.taps.optimizer_step import OptimizerTap
 from traindiff.taps.parameter_gradients import tap_parameter_gradients
 from traindiff.taps.root_forward import RootForwardTap
@@ -36,6 +37,8 @@ class Attachment:
         settings: Which phases of it, and how.
         sink: Receives the observations.
         replica: Perturbs the training, where that is wanted.
+        before_every_step: Whether parameters are recorded before each step, not only where the step
+            before was not recorded.
         on_step: Called with an optimizer's name when a step of it has ended and was observed.
         on_discovery: Called when an optimizer was found that was not given.
     """
@@ -47,6 +50,7 @@ class Attachment:
         sink: Sink,
         *,
         replica: Replica | None,
+        before_every_step: bool,
         on_step: Callable[[str], None],
         on_discovery: Callable[[], None],
     ) -> None:
@@ -67,6 +71,7 @@ class Attachment:
             targets.buffers if observes_parameters else {},
             targets.root,
             sink,
+            before_every_step=before_every_step,
         )
         with ExitStack() as undo:
             if replica:  # before the taps, which see what it did
@@ -123,19 +128,26 @@ class Attachment:
         if "grad.micro" in observe:
             undo.enter_context(tap_parameter_gradients(targets.parameters, sink))
         for name, optimizer in targets.optimizers.items():
-            undo.enter_context(self._track(name, optimizer).attach())
+            undo.enter_context(self._track(name, optimizer))
         if not targets.optimizers:
             self._discovered = undo.enter_context(ExitStack())
             found = sink.guarded("optimizer_discovery", self._discover)
             undo.enter_context(tap_optimizer_discovery(targets.names, found))
 
-    def _track(self, name: str, optimizer: Optimizer) -> OptimizerTap:
+    def _track(self, name: str, optimizer: Optimizer) -> ExitStack:
         tap = OptimizerTap(
             optimizer, name=name, names=self._targets.names, selects=self._selects, observe=self._observe,
             sink=self._sink, on_end=self._end_step,
         )  # fmt: skip
         self._optimizers[name] = tap
-        return tap
+        with ExitStack() as undo:
+            if "replay" in self._observe:  # before the tap, which ends the step
+                replay = OptimizerReplayTap(
+                    optimizer, name=name, paths=tap.groups, selects=self._selects, sink=self._sink
+                )
+                undo.enter_context(replay.attach())
+            undo.enter_context(tap.attach())
+            return undo.pop_all()
 
     def _selects(self, path: str) -> bool:
         if path in self._named:
@@ -144,7 +156,7 @@ class Attachment:
 
     def _discover(self, optimizer: Optimizer) -> None:
         name = f"optimizer[{len(self._optimizers)}]" if self._optimizers else "optimizer"
-        self._discovered.enter_context(self._track(name, optimizer).attach())
+        self._discovered.enter_context(self._track(name, optimizer))
         self._on_discovery()
 
     def _end_step(self, name: str) -> None:

@@ -24,22 +24,31 @@ class ModelStateTap:
         buffers: What `root.get_buffer` calls them, by canonical path.
         root: The module that has the buffers.
         sink: Receives observations of phase `param`, slot `value` or `buffer`.
+        before_every_step: Record them before each step, whatever was recorded before.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, str], root: nn.Module, sink: Sink
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, str],
+        root: nn.Module,
+        sink: Sink,
+        *,
+        before_every_step: bool = False,
     ) -> None:
         self._parameters = parameters
         self._buffers = buffers
         self._root = root
         self._sink = sink
+        self._before_every_step = before_every_step
         self._seen: dict[str, tuple[ReferenceType[Tensor], int]] = {}
         self._recorded_step = -2
 
     def before_step(self) -> None:
         """Record parameters and buffers unless the step before was recorded."""
         progress = self._sink.progress
-        if not progress.observing or self._recorded_step in (progress.step, progress.step - 1):
+        recorded = {progress.step} if self._before_every_step else {progress.step, progress.step - 1}
+        if not progress.observing or self._recorded_step in recorded:
             return
         self._recorded_step = progress.step
         with self._sink.together():

@@ -1,0 +1,167 @@
+"""Teacher forcing: every tensor of a run is overwritten by another run's once it has been observed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from traindiff.observation import Observation
+from traindiff.recording import Recording, StepObservations
+from traindiff.shard import Shard
+
+FORCED_PHASES = frozenset({"forward", "backward", "grad", "optimizer", "param"})
+"""Phases whose tensors are overwritten. Batch and random state are given to both runs alike."""
+
+_RECOMPUTED = "recomputed"
+_FORCED_STAGES = frozenset({"", "before", _RECOMPUTED})
+
+Perturbation = Callable[[Tensor, str], Tensor]
+"""Rounds a tensor at random; its second argument names the observation."""
+
+
+class _Site(NamedTuple):
+    step: int
+    phase: str
+    stage: str
+    path: str
+    slot: str
+    call: int
+    optimizer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    micro_step: int
+    shard: Shard
+    within: StepObservations
+    row: int
+
+
+class ForcedValues:
+    """The tensors of a recording, to be put in place of those of a run that is being recorded.
+
+    The run then never carries an error on: each operation computes from the recorded run's own
+    numbers, and what it makes of them is seen before it is overwritten in turn. Errors do not
+    accumulate and do not cancel, so each operation is judged alone.
+
+    Args:
+        recording: Was recorded with `detail="tensors"`.
+        perturb: Applied to each value before it is put in place, to see how much an operation makes
+            of rounding in its inputs.
+
+    Attributes:
+        path: The recording.
+        count: Tensors that were overwritten.
+        left: Why others were not, by site, e.g. `transformer.wte output[0]`.
+    """
+
+    def __init__(self, recording: Recording, *, perturb: Perturbation | None = None) -> None:
+        self.path = recording.path
+        self._recording = recording
+        self._perturb = perturb
+        self._parts: dict[_Site, list[_Part]] = {}
+        self._put_off: list[tuple[Tensor, Observation]] | None = None
+        self.count = 0
+        self.left: dict[str, str] = {}
+        for rank in recording.ranks:
+            for step in recording.steps(rank):
+                for row, seen in enumerate(step.observations):
+                    if seen.phase in FORCED_PHASES and seen.stage in _FORCED_STAGES and not seen.unobserved:
+                        part = _Part(micro_step=seen.micro_step, shard=seen.shard, within=step, row=row)
+                        self._parts.setdefault(_site(seen), []).append(part)
+        self._steps = {site.step for site in self._parts}
+
+    def overwrite(self, tensor: Tensor, seen: Observation) -> None:
+        """Put the recorded value in place of a tensor that has just been observed, without autograd's notice.
+
+        The operation that made the tensor may have kept it for its backward pass, which then reads the
+        recorded value too.
+        """
+        if seen.phase not in FORCED_PHASES or seen.stage not in _FORCED_STAGES or seen.step not in self._steps:
+            return
+        if self._put_off is not None:
+            self._put_off.append((tensor, seen))
+            return
+        value, why = self._value(tensor, seen)
+        if value is None:
+            self.left.setdefault(f"{seen.path} {seen.slot}", why)
+        else:
+            tensor.data.copy_(value)
+            self.count += 1
+
+    @contextmanager
+    def after(self, together: AbstractContextManager[None]) -> Iterator[None]:
+        """Tensors that are summarised together are overwritten together, afterwards."""
+        self._put_off = []
+        try:
+            with together:
+                yield
+        finally:
+            waiting, self._put_off = self._put_off, None
+        for tensor, seen in waiting:
+            self.overwrite(tensor, seen)
+
+    def _value(self, tensor: Tensor, seen: Observation) -> tuple[Tensor | None, str]:
+        """What to put in place of the tensor; if nothing, why."""
+        parts = self._parts.get(_site(seen))
+        if not parts:
+            return None, "the recording has no such observation"
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            return None, "its elements share memory"
+        found = self._assembled(parts, seen)
+        if found is None:
+            return None, "the recording has no such rows of it"
+        value = torch.from_numpy(np.ascontiguousarray(found)).reshape(tensor.shape).to(tensor.dtype)
+        if self._perturb is not None and tensor.is_floating_point():
+            value = self._perturb(value, " ".join(map(str, (*_site(seen), seen.micro_step))))
+        return value.to(tensor.device), ""
+
+    def _assembled(self, parts: list[_Part], seen: Observation) -> NDArray[Any] | None:
+        """The recorded values of the rows that were observed, from the micro-batches that hold them."""
+        shard = seen.shard
+        for part in parts:
+            same_rows = part.shard.offset == shard.offset and part.shard.shape == shard.shape
+            if same_rows and (shard.batched or part.micro_step == seen.micro_step):
+                return self._load(part)
+        if not shard.batched or not all(part.shard.batched for part in parts):
+            return None
+        whole = sorted(parts, key=lambda part: part.shard.offset[0])
+        first, rows = shard.offset[0], shard.shape[0]
+        arrays = [self._load(part) for part in whole]
+        loaded = [array for array in arrays if array is not None]
+        starts = [part.shard.offset[0] for part in whole]
+        joined = np.concatenate(loaded) if loaded and len(loaded) == len(whole) else None
+        begins = starts[0] if starts else 0
+        if joined is None or first < begins or first + rows > begins + len(joined):
+            return None
+        return joined[first - begins : first - begins + rows]
+
+    def _load(self, part: _Part) -> NDArray[Any] | None:
+        summary = part.within.summaries[part.row]
+        if int(summary["count"]) == 1 and not part.shard.shape:  # of a number the summary holds everything
+            return np.asarray(_number(summary))
+        seen = part.within.observations[part.row]
+        if seen.dtype.startswith("float8"):
+            return None
+        return self._recording.tensors(part.within, part.row).get("value")
+
+
+def _site(seen: Observation) -> _Site:
+    stage = "" if seen.stage == _RECOMPUTED else seen.stage
+    return _Site(seen.step, seen.phase, stage, seen.path, seen.slot, seen.call, seen.optimizer)
+
+
+def _number(summary: Any) -> float:
+    if int(summary["nan"]):
+        return math.nan
+    if int(summary["positive_infinity"]):
+        return math.inf
+    return -math.inf if int(summary["negative_infinity"]) else float(summary["sum"])
