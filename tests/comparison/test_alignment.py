@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.comparison.conftest import Compared
-from tests.comparison.runs import CONTENT, GROUPS, Seen, Step, at, record
+from tests.comparison.runs import CONTENT, GROUPS, Seen, Step, at, random, record
 from traindiff.comparison import compare
 from traindiff.comparison.alignment import parse_renames
 from traindiff.errors import ConfigError
@@ -140,14 +140,18 @@ def test_a_module_that_is_not_called_is_a_finding(compared: Compared) -> None:
 
 
 def test_a_missing_gradient_is_not_outdone_by_the_clipping_that_follows_from_it(compared: Compared) -> None:
-    def without(step: int, sites: Step) -> None:
-        for site in [site for site in sites if site[0] == "grad"]:
-            if site[2] == "head.weight":
-                sites[site] = Seen(values=np.zeros(()), about={"unobserved": "no gradient: none"})
-            else:
-                sites[site].values *= np.float32(1.02)
+    def more(step: int, sites: Step) -> None:
+        for number in range(6):
+            values = random(8, 6, seed=50 + number)
+            sites["grad", "", f"fc.{number}", "grad"] = Seen(values=values, about={"order": 10 + number})
 
-    first = compared(without).first_divergence
+    def without(step: int, sites: Step) -> None:
+        more(step, sites)
+        for site in [site for site in sites if site[0] == "grad"]:
+            sites[site].values = sites[site].values * np.float32(1.02)
+        sites["grad", "", "head.weight", "grad"].about["unobserved"] = "no gradient: none"
+
+    first = compared(without, baseline_edit=more).first_divergence
     assert first is not None
     assert first.says == "In the candidate, head.weight gets no gradient; in the baseline it does."
 
