@@ -28,7 +28,7 @@ def problems_of(**changes: Any) -> str:
 
 
 def test_all_phases_are_observed_unless_some_are_named() -> None:
-    assert settings().observe == frozenset(PHASES)
+    assert settings().observe == {*PHASES, "replay"}
     assert settings(observe="loss").observe == {"loss"}
     assert settings(observe=("grad", "grad.micro")).observe == {"grad", "grad.micro"}
     assert settings(observe=(phase for phase in ["grad"])).observe == {"grad"}
@@ -80,11 +80,11 @@ def test_every_problem_is_listed_at_once_with_near_misses() -> None:
         "  record(observe=...)\n"
         '    "gradient" is not something to observe.\n'
         '    Did you mean "grad"? '
-        "Known: backward, batch, forward, grad, grad.micro, loss, optimizer, param, update.\n"
+        "Known: backward, batch, forward, grad, grad.micro, loss, optimizer, param, replay, update.\n"
         "\n"
         "  record(observe=...)\n"
         '    "weights" is not something to observe.\n'
-        "    Known: backward, batch, forward, grad, grad.micro, loss, optimizer, param, update.\n"
+        "    Known: backward, batch, forward, grad, grad.micro, loss, optimizer, param, replay, update.\n"
         "\n"
         "  record(detail=...)\n"
         '    "sumary" is not a detail.\n'

@@ -13,8 +13,12 @@ from traindiff.replica_setting import ReplicaSetting, checked_replica
 from traindiff.site import PHASES
 from traindiff.steps import ALL_STEPS, StepSelection, parse_steps
 
-OBSERVABLE = (*PHASES, "grad.micro")
-"""What `observe` may list: phases, and `grad.micro`, each micro-batch's share of a gradient."""
+OBSERVED_BY_DEFAULT = (*PHASES, "replay")
+"""What is observed where nothing is chosen."""
+
+OBSERVABLE = (*OBSERVED_BY_DEFAULT, "grad.micro")
+"""What `observe` may list: phases; `replay`, whether the optimizers do what they say; and `grad.micro`, each
+micro-batch's share of a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +122,7 @@ def recording_path(value: object) -> str:
 
 
 def _observe(value: object, problems: list[Problem]) -> frozenset[str]:
-    wanted = PHASES if value is None else _listed(value)
+    wanted = OBSERVED_BY_DEFAULT if value is None else _listed(value)
     where = "record(observe=...)"
     problems += [
         Problem.unknown_name(where=where, kind="something to observe", found=str(name), known=OBSERVABLE)

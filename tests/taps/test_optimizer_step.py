@@ -85,7 +85,9 @@ def test_a_parameter_without_a_gradient_is_unobserved_and_a_frozen_one_is_not_ex
 
 
 def test_a_sparse_gradient_is_unobserved_with_the_reason(tmp_path: Path) -> None:
-    TRAININGS["sparse_gradients"](lambda *args: traindiff.record(tmp_path / "run", *args, steps=0, strict=True))
+    TRAININGS["sparse_gradients"](
+        lambda *args: traindiff.record(tmp_path / "run", *args, observe="grad", steps=0, strict=True)
+    )
 
     assert unobserved(tmp_path / "run") == [("0.weight", "grad", "layout sparse_coo has no dense elements")]
 
@@ -207,7 +209,9 @@ def test_an_optimizer_is_found_at_the_address_of_one_that_is_gone(tmp_path: Path
 
 def test_gradients_that_a_closure_computes_belong_to_its_own_step(tmp_path: Path) -> None:
     outcomes = {
-        name: TRAININGS[name](lambda *args, name=name: traindiff.record(tmp_path / name, *args, strict=True))
+        name: TRAININGS[name](
+            lambda *args, name=name: traindiff.record(tmp_path / name, *args, observe="grad", strict=True)
+        )
         for name in ("plain", "step_with_a_closure", "lbfgs_with_a_closure")
     }
 

@@ -96,7 +96,7 @@ class OptimizerTap:
 
         Where `step` is given a closure, that computes them: they are recorded after the step.
         """
-        self._has_closure = _has_closure(*call)
+        self._has_closure = has_closure(*call)
         if not self._sink.progress.observing:
             return
         if "optimizer" in self._observe:
@@ -197,7 +197,7 @@ class OptimizerTap:
         self._sink.emit(tensor, phase=phase, path=path, slot=slot, stage=stage, optimizer=self.name)
 
 
-def _has_closure(*call: Any) -> bool:
+def has_closure(*call: Any) -> bool:
     """Whether a hook on `step`, called with the optimizer, `args` and `kwargs`, was called for `step(closure)`."""
     if not call:
         return False

@@ -1,0 +1,341 @@
+"""Replay what an optimizer does, in float64, from what it finds: no other run is needed to judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from traindiff.shard import Shard
+from traindiff.taps.compiled import tap_compiled_optimizer
+from traindiff.taps.optimizer_step import has_closure
+from traindiff.taps.sink import Sink
+from traindiff.taps.update_formulas import Before, Rule, Units
+from traindiff.taps.update_rules import moments_of, rule_name, rule_of, step_of
+from traindiff.taps.update_variants import variants
+
+FIRST = 3
+"""Recorded steps that are replayed at the beginning of a run."""
+
+EVERY = 100
+"""After these, one step in so many."""
+
+RANGE = 2**16
+"""Elements of a parameter that are replayed at a time; the next step takes its next ones."""
+
+CAPACITY_BYTES = 64 * 2**20
+"""What may be held of parameters, gradients and moments during a step."""
+
+MOST_VARIANTS = 8
+"""Parameters of a step for which known mistakes are tried, where the replay does not fit."""
+
+BETTER = 0.5
+"""A mistake is recorded where it leaves less than this share of what the right formula leaves (RMS)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """A range of a parameter's elements, as the step finds it: copies, in their own dtypes.
+
+    Attributes:
+        path: The parameter's path.
+        parameter: The parameter itself.
+        shard: Which of its elements.
+        rule: What the optimizer says that it does.
+        old: The elements.
+        gradient: Their gradient; None where a closure has yet to compute it.
+        state: Moments of these elements.
+        step: The optimizer's count of steps.
+        scale: What the gradient is yet to be divided by, and whether it holds infinities, where the
+            optimizer sees to that itself (a fused one, under a loss scaler).
+    """
+
+    path: str
+    parameter: Tensor
+    shard: Shard
+    rule: Rule
+    old: Tensor
+    gradient: Tensor | None
+    state: dict[str, Tensor]
+    step: Tensor
+    scale: tuple[Tensor | None, Tensor | None]
+
+
+class OptimizerReplayTap:
+    """Hold what an optimizer does against its own formula and settings, in some steps.
+
+    The first three recorded steps are replayed, then one in a hundred. Before such a step parameters,
+    gradients and moments are copied: of each parameter at most 65,536 elements, and at most 64 MiB in
+    all. Parameters and ranges that have no room take their turn in the next replayed step. After
+    it, recorded per parameter (phase `update`):
+
+    * stage `replayed`: the update that the formula gives;
+    * stage `taken`: the update that was made, new minus old parameter;
+    * stage `rounding`: how far a correct optimizer may be from `replayed`, per element;
+    * stage `residual`: (taken - replayed) / rounding, so between -1 and 1;
+    * stage `variant[NAME]`: the same with a known mistake, where that explains what the formula does not.
+
+    The slot is the optimizer whose formula it is.
+
+    Args:
+        optimizer: The optimizer.
+        name: What its steps are filed under.
+        paths: Gives the paths of the parameters of each group.
+        selects: Whether the parameter with this path is observed.
+        sink: Receives the observations.
+        capacity_bytes: What may be held during a step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        name: str,
+        paths: Callable[[], Sequence[Sequence[str]]],
+        selects: Callable[[str], bool],
+        sink: Sink,
+        capacity_bytes: int = CAPACITY_BYTES,
+    ) -> None:
+        self._optimizer = optimizer
+        self._name = name
+        self._paths = paths
+        self._selects = selects
+        self._sink = sink
+        self._capacity = capacity_bytes
+        self._rule = rule_name(optimizer)
+        self._replayed = 0
+        self._latest = 0
+        self._turn = 0  # the parameter that is the first to be held
+        self._reached: dict[str, int] = {}  # by path: the element at which the next range begins
+        self._held: list[_Held] = []
+        self._said: set[tuple[str, str]] = set()
+
+    def attach(self) -> ExitStack:
+        """Follow the optimizer's calls. Close the result to remove the tap and let go of all copies."""
+        guarded = partial(self._sink.guarded, "optimizer_replay")
+        with ExitStack() as undo:
+            undo.callback(self._held.clear)
+            undo.callback(self._optimizer.register_step_pre_hook(guarded(self.before_step)).remove)
+            undo.callback(self._optimizer.register_step_post_hook(guarded(self.after_step)).remove)
+            undo.enter_context(tap_compiled_optimizer(self._optimizer, _Compiled(guarded(self._say_compiled))))
+            return undo.pop_all()
+
+    def before_step(self, *call: Any) -> None:
+        """Copy what the step starts from, if it is one to replay."""
+        self._held.clear()  # of a step that raised
+        if not self._is_due():
+            return
+        if not self._rule:
+            self._not_replayed(f"not replayed: no formula is known for {type(self._optimizer).__name__}")
+            return
+        self._replayed += 1
+        self._latest = self._step
+        try:
+            self._hold(has_closure=has_closure(*call))
+        except BaseException:
+            self._held.clear()
+            raise
+
+    def after_step(self, *_: Any) -> None:
+        """Replay the step and record how it compares."""
+        try:
+            unexplained = [held for held, size in zip(self._held, self._replay_all(), strict=True) if size > 1.0]
+            for held in unexplained[:MOST_VARIANTS]:
+                self._try_variants(held)
+        finally:
+            self._held.clear()
+
+    @property
+    def _step(self) -> int:
+        return self._sink.progress.steps.get(self._name, 0)
+
+    def _is_due(self) -> bool:
+        return self._sink.progress.observing and (self._replayed < FIRST or self._step >= self._latest + EVERY)
+
+    def _hold(self, *, has_closure: bool) -> None:
+        parameters = list(self._parameters(has_closure=has_closure))
+        first, room, full = self._turn % max(1, len(parameters)), self._capacity, False
+        for place in [*range(first, len(parameters)), *range(first)]:
+            path, parameter, rule = parameters[place]
+            state = moments_of(self._optimizer, self._optimizer.state.get(parameter, {}))
+            sources = [parameter, *state.values(), *([] if parameter.grad is None else [parameter.grad])]
+            size_bytes = sum(one.element_size() for one in sources)
+            start = self._reached.get(path, 0)
+            count = min(RANGE, parameter.numel() - start, max(1, self._capacity // size_bytes))
+            if full or count * size_bytes > room:
+                if not full:
+                    self._turn, full = place, True
+                self._sink.unobserved(
+                    "not replayed in this step: it comes in a later one", phase="update", path=path,
+                    slot=self._rule, stage="replayed", optimizer=self._name,
+                )  # fmt: skip
+                continue
+            room -= count * size_bytes
+            self._reached[path] = (start + count) % parameter.numel()
+            part = slice(start, start + count)
+            self._held.append(self._copied(path, parameter, rule, part, has_closure=has_closure))
+
+    def _copied(self, path: str, parameter: Tensor, rule: Rule, part: slice, *, has_closure: bool) -> _Held:
+        kept = self._optimizer.state.get(parameter, {})
+        shape = tuple(parameter.shape)
+        flat = Shard(shape=(part.stop - part.start,), global_shape=shape, offset=(part.start,))
+        return _Held(
+            path=path,
+            parameter=parameter,
+            shard=Shard.whole(shape) if flat.size == parameter.numel() else flat,
+            rule=rule,
+            old=_copy(parameter, part),
+            gradient=None if has_closure or parameter.grad is None else _copy(parameter.grad, part),
+            state={name: _copy(moment, part) for name, moment in moments_of(self._optimizer, kept).items()},
+            step=step_of(kept),
+            scale=(_on(self._optimizer, "grad_scale"), _on(self._optimizer, "found_inf")),
+        )
+
+    def _parameters(self, *, has_closure: bool) -> Iterator[tuple[str, Tensor, Rule]]:
+        """Those that this step will move and that can be replayed."""
+        for paths, group in zip(self._paths(), self._optimizer.param_groups, strict=True):
+            rule = rule_of(self._optimizer, group)
+            for path, parameter in zip(paths, group["params"], strict=True):
+                expected = has_closure or parameter.grad is not None
+                if not self._selects(path) or not parameter.numel() or not expected:
+                    continue
+                if reason := _obstacle(parameter):
+                    self._not_replayed(f"not replayed: {reason}", path)
+                else:
+                    yield path, parameter, rule
+
+    def _replay_all(self) -> list[float]:
+        """Largest residual of each held parameter. One synchronisation per device for all of them."""
+        worst = [self._replay(held) for held in self._held]
+        sizes = [0.0] * len(worst)
+        for device in {one.device for one in worst}:
+            places = [place for place, one in enumerate(worst) if one.device == device]
+            for place, size in zip(places, torch.stack([worst[place] for place in places]).tolist(), strict=True):
+                sizes[place] = size
+        return sizes
+
+    def _replay(self, held: _Held) -> Tensor:
+        before, units = self._before(held), _units(held)
+        if before is None:
+            return torch.zeros((), dtype=torch.float64, device=held.old.device)
+        update = held.rule.replay(before, units)
+        taken = self._taken(held)
+        value = _unless_infinite(update.value, held)
+        residual = _in_roundings(taken - value, update.rounding)
+        for stage, tensor in (
+            ("replayed", value), ("taken", taken), ("rounding", update.rounding), ("residual", residual)
+        ):  # fmt: skip
+            self._emit(held, tensor, stage)
+        return residual.abs().amax()
+
+    def _try_variants(self, held: _Held) -> None:
+        """Record the mistakes that explain a residual. Synchronises: the training has something wrong."""
+        before, units = self._before(held), _units(held)
+        if before is None:
+            return
+        taken = self._taken(held)
+        plain = held.rule.replay(before, units)
+        limit = BETTER * float(_in_roundings(taken - plain.value, plain.rounding).square().mean().sqrt())
+        for name, rule in variants(held.rule):
+            residual = _in_roundings(taken - rule.replay(before, units).value, plain.rounding)
+            if float(residual.square().mean().sqrt()) < limit:
+                self._emit(held, residual, f"variant[{name}]")
+
+    def _before(self, held: _Held) -> Before | None:
+        gradient = held.gradient
+        if gradient is None:
+            if held.parameter.grad is None or _obstacle(held.parameter):
+                return None  # the closure gave it none
+            gradient = _part(held.parameter.grad, held.shard)
+        gradient = gradient.to(torch.float64)
+        if held.scale[0] is not None:
+            gradient = gradient / held.scale[0]
+        state = {name: moment.to(torch.float64) for name, moment in held.state.items()}
+        return Before(parameter=held.old.to(torch.float64), gradient=gradient, state=state, step=held.step)
+
+    def _taken(self, held: _Held) -> Tensor:
+        return _part(held.parameter, held.shard).to(torch.float64) - held.old.to(torch.float64)
+
+    def _emit(self, held: _Held, tensor: Tensor, stage: str) -> None:
+        self._sink.emit(
+            tensor.reshape(held.shard.shape), phase="update", path=held.path, slot=self._rule, stage=stage,
+            optimizer=self._name, shard=held.shard,
+        )  # fmt: skip
+
+    def _not_replayed(self, reason: str, path: str = "") -> None:
+        """Record once why something is not replayed: the whole optimizer, or a parameter."""
+        if (path, reason) not in self._said:
+            self._said.add((path, reason))
+            slot = self._rule or type(self._optimizer).__name__
+            self._sink.unobserved(
+                reason, phase="update", path=path or self._name, slot=slot, stage="replayed", optimizer=self._name
+            )
+
+    def _say_compiled(self) -> None:
+        if self._is_due():
+            self._not_replayed("not replayed: the optimizer's step is compiled")
+
+
+class _Compiled:
+    """Learns of the optimizer's steps in compiled code, which cannot be replayed."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self.begin = begin
+
+    def end(self) -> None:
+        """Nothing was copied."""
+
+
+def _obstacle(parameter: Tensor) -> str:
+    """Why a parameter cannot be replayed; empty if it can."""
+    if type(parameter.data) is not Tensor:
+        return f"the parameter is a {type(parameter.data).__name__}"
+    if not parameter.is_floating_point():
+        return f"the parameter is {str(parameter.dtype).removeprefix('torch.')}"
+    if parameter.device.type in ("mps", "meta"):
+        return f"there is no float64 on {parameter.device.type}"
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        return f"the gradient is {str(parameter.grad.layout).removeprefix('torch.')}"
+    return ""
+
+
+def _copy(tensor: Tensor, part: slice) -> Tensor:
+    return tensor.detach().reshape(-1)[part].clone()
+
+
+def _part(tensor: Tensor, shard: Shard) -> Tensor:
+    """The elements of a shard as they are now, flat."""
+    return tensor.detach().reshape(-1)[shard.start : shard.start + shard.size]
+
+
+def _on(optimizer: Optimizer, name: str) -> Tensor | None:
+    """What a loss scaler leaves with an optimizer for the length of a step: a copy, float64."""
+    value = getattr(optimizer, name, None)
+    return value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else None
+
+
+def _unless_infinite(update: Tensor, held: _Held) -> Tensor:
+    """The update, or none where the optimizer was told that the gradients overflowed."""
+    overflowed = held.scale[1]
+    return update if overflowed is None else torch.where(overflowed.bool(), 0.0, update)
+
+
+def _in_roundings(residual: Tensor, rounding: Tensor) -> Tensor:
+    """A residual in units of what rounding allows; NaN where it has no size, which is for others to judge."""
+    return torch.where(residual.isfinite(), residual / rounding, torch.nan)
+
+
+def _units(held: _Held) -> Units:
+    tensors = [held.old, *held.state.values(), *([] if held.gradient is None else [held.gradient])]
+    infos = [torch.finfo(tensor.dtype) for tensor in tensors]
+    return Units(
+        storage=infos[0].eps / 2.0,
+        arithmetic=max(info.eps for info in infos) / 2.0,
+        tiny=max(info.tiny for info in infos),
+    )
