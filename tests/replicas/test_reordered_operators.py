@@ -117,14 +117,12 @@ def test_running_statistics_are_those_of_the_original() -> None:
 
 
 def test_integers_and_operators_that_are_not_listed_are_computed_as_ever() -> None:
+    cumulated, state = A.cumsum(0), torch.get_rng_state()
     with ReorderReplica(1).attach(Sink()):
         assert torch.arange(10).sum() == 45
         assert torch.arange(6).view(2, 3).matmul(torch.arange(3)).tolist() == [5, 14]
-        assert torch.equal(A.cumsum(0), CUMULATED)
-        assert torch.get_rng_state().equal(STATE)
-
-
-CUMULATED, STATE = A.cumsum(0), torch.get_rng_state()
+        assert torch.equal(A.cumsum(0), cumulated)
+        assert torch.get_rng_state().equal(state)
 
 
 def test_most_operators_exist_in_this_torch() -> None:

@@ -43,7 +43,8 @@ def test_a_replica_is_the_same_training_within_rounding(name: str, replica: str,
         if "step 0" in key:  # later ones follow from updates whose signs may be noise
             bound = tolerance * float(tensor.abs().max()) + 1e-6
             assert torch.allclose(actual[key].to(tensor.dtype), tensor, rtol=0, atol=bound), key
-    assert any(not torch.equal(actual[key], tensor) for key, tensor in expected.items())
+    if (name, replica) != ("bfloat16", "reorder:1"):  # short sums in bfloat16 are rounded once, whatever their order
+        assert any(not torch.equal(actual[key], tensor) for key, tensor in expected.items())
 
 
 @pytest.mark.parametrize("replica", REPLICAS)
