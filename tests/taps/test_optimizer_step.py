@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -16,6 +17,7 @@ from traindiff.kernels import summarise
 from traindiff.recording import open_recording
 from traindiff.shard import Shard
 from traindiff.summary import add
+from traindiff.taps import sparse_gradients
 
 PARAMETERS = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
@@ -84,10 +86,29 @@ def test_a_parameter_without_a_gradient_is_unobserved_and_a_frozen_one_is_not_ex
     assert {seen.path for seen, _ in rows(tmp_path / "run", phase="param", stage="")} >= {"0.weight", "3.unused"}
 
 
-def test_a_sparse_gradient_is_unobserved_with_the_reason(tmp_path: Path) -> None:
-    TRAININGS["sparse_gradients"](
-        lambda *args: traindiff.record(tmp_path / "run", *args, observe="grad", steps=0, strict=True)
-    )
+def test_a_sparse_gradient_is_recorded_as_the_dense_one_that_it_stands_for(tmp_path: Path) -> None:
+    tokens = torch.tensor([[1, 1, 4]])
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(10, 8, sparse=sparse), nn.Linear(8, 4))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        observe = ["grad", "grad.micro"]
+        with traindiff.record(tmp_path / str(sparse), model, optimizer, observe=observe, strict=True):
+            model(tokens).square().mean().backward()
+            optimizer.step()
+
+    assert unobserved(tmp_path / "True") == []
+    for stage in ("", "micro"):
+        found, expected = (row(tmp_path / str(sparse), path="0.weight", stage=stage)[1] for sparse in (True, False))
+        assert found == expected
+
+
+def test_a_sparse_gradient_that_would_be_too_large_is_unobserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_gradients, "MOST_BYTES", 100)
+    observe = {"observe": "grad", "steps": 0, "strict": True}
+    TRAININGS["sparse_gradients"](lambda *args: traindiff.record(tmp_path / "run", *args, **observe))
 
     assert unobserved(tmp_path / "run") == [("0.weight", "grad", "layout sparse_coo has no dense elements")]
 

@@ -16,6 +16,7 @@ from traindiff.taps.compiled import tap_compiled_optimizer
 from traindiff.taps.loss_scaler import tap_loss_scaler
 from traindiff.taps.nested import tensors
 from traindiff.taps.sink import Sink
+from traindiff.taps.sparse_gradients import as_dense
 
 IMPLEMENTATION_CHOICES = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Entries of a parameter group that choose how the same update is computed, not which."""
@@ -162,7 +163,7 @@ class OptimizerTap:
 
     def _gradient(self, path: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._emit(parameter.grad, phase="grad", path=path, slot="grad")
+            self._emit(as_dense(parameter.grad), phase="grad", path=path, slot="grad")
         elif parameter.requires_grad:
             reason = "no gradient: parameter.grad is None when the optimizer steps"
             self._sink.unobserved(reason, phase="grad", path=path, slot="grad", optimizer=self.name)

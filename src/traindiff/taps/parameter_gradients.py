@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from traindiff.taps.sink import Sink
+from traindiff.taps.sparse_gradients import as_dense
 
 
 def tap_parameter_gradients(parameters: Mapping[str, nn.Parameter], sink: Sink) -> ExitStack:
@@ -35,4 +36,4 @@ def tap_parameter_gradients(parameters: Mapping[str, nn.Parameter], sink: Sink) 
 def _contribution(sink: Sink, path: str, gradient: Tensor) -> None:
     if sink.progress.observing:
         call = sink.progress.next_call(path, "micro")
-        sink.emit(gradient, phase="grad", path=path, slot="grad", stage="micro", call=call, merge="sum")
+        sink.emit(as_dense(gradient), phase="grad", path=path, slot="grad", stage="micro", call=call, merge="sum")
