@@ -1,4 +1,7 @@
-"""What recording costs: `make bench`. Prints a table and writes benchmarks/RESULTS.md.
+"""What recording costs: `make bench`. Prints tables and writes them into benchmarks/RESULTS.md.
+
+What that file says from "What bounds it" on is kept. With the extra `bench` installed, transformers'
+DebugUnderflowOverflow is measured in the same run.
 
 Every row holds a training that is observed against the same one that is not, in one process, in turns,
 and gives the median of the rounds' ratios, with quartiles: other work on the machine hits both alike.
@@ -179,11 +182,11 @@ def main() -> None:
     options = parser.parse_args()
     rows = [row for row in ROWS if options.only in row.name]
     try:
-        import transformers  # noqa: F401
+        import transformers
     except ModuleNotFoundError:
-        print("transformers is not installed: no row for DebugUnderflowOverflow.")
+        print("transformers is not installed (pip install 'traindiff[bench]'): no row for DebugUnderflowOverflow.")
     else:
-        name = "transformers DebugUnderflowOverflow (detection)"
+        name = f"transformers {transformers.__version__} DebugUnderflowOverflow (detection, forward only)"
         rows.append(Row(name=name, goal=None, watch=debug_underflow_overflow))
     lines = table(rows, rounds=options.rounds)
     if options.only:
