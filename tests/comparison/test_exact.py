@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from tests.comparison.conftest import Compared
-from tests.comparison.runs import CONTENT, Edit, Seen, Step, at
-from traindiff.comparison import Finding
+from tests.comparison.runs import CONTENT, Edit, Seen, Step, at, observed
+from traindiff.comparison import Finding, compare
+from traindiff.recording import RecordingWriter
 
 INPUT = ("batch", "", "", "input[0]")
 LABELS = ("batch", "", "", "input.labels")
@@ -130,6 +134,34 @@ def test_random_state_counts_only_where_a_forward_pass_draws_from_it(compared: C
         "torch's cpu random state differs before the forward pass, which draws from it: "
         "masks and samples cannot be the same."
     )
+
+
+def test_masks_of_another_number_of_micro_batches_cannot_be_the_same(tmp_path: Path) -> None:
+    def passes(*states: int) -> Path:
+        path = tmp_path / str(states)
+        about = {"world_size": 1, "mesh": None, "settings": {"observe": ["batch"], "ranks": None}}
+        writer = RecordingWriter(str(path), run=about)
+        pairs = [
+            observed(
+                ("batch", stage, "rng", "cpu"),
+                Seen(values=np.full(4, value, np.uint8), about={"micro_step": micro_step}),
+                step=0,
+                order=2 * micro_step + (stage == "after"),
+            )
+            for micro_step, (before, after) in enumerate(pairwise(states))
+            for stage, value in (("before", before), ("after", after))
+        ]
+        writer.write_step([one for one, _ in pairs], np.array([summary for _, summary in pairs]))
+        writer.close()
+        return path
+
+    finding = compare(passes(1, 2), passes(1, 3, 4)).first_divergence
+    assert finding is not None
+    assert finding.kind == "random-state"
+    assert finding.says.startswith(
+        "2 forward passes of the candidate draw from torch's cpu generator in a step, and 1 of the baseline: "
+    )
+    assert compare(passes(1, 1), passes(1, 1, 1)).verdict == "identical"
 
 
 def test_another_learning_rate_names_values_and_parameters(compared: Compared) -> None:

@@ -93,7 +93,7 @@ def _same_in_another_dtype(pair: Pair) -> bool:
 def check_random_state(
     baseline: Mapping[Key, Entry], candidate: Mapping[Key, Entry], *, step: int
 ) -> Iterator[Finding]:
-    """Compare the state of random generators from which a forward pass draws."""
+    """Compare the state of random generators from which a forward pass draws, and how many passes do."""
     drawn = _drawn(baseline) | _drawn(candidate)
     for key, entry in baseline.items():
         other = candidate.get(key)
@@ -105,6 +105,20 @@ def check_random_state(
                 "masks and samples cannot be the same."
             )
             pair = Pair(baseline=entry, candidate=other)
+            yield exact_finding(pair, step=step, kind="random-state", says=says, evidence={})
+            return
+    for slot in sorted(_drawn(baseline) & _drawn(candidate)):
+        passes = [
+            [entry for key, entry in table.items() if key.path == "rng" and key.stage == "before" and key.slot == slot]
+            for table in (baseline, candidate)
+        ]
+        if all(passes) and len(passes[0]) != len(passes[1]):
+            says = (
+                f"{len(passes[1])} forward passes of the candidate draw from torch's {slot} generator in a step, and "
+                f"{len(passes[0])} of the baseline: split like this, masks and samples cannot be the same. "
+                "Compare without dropout, or with masks that depend on the sample."
+            )
+            pair = Pair(baseline=passes[0][0], candidate=passes[1][0])
             yield exact_finding(pair, step=step, kind="random-state", says=says, evidence={})
             return
 
