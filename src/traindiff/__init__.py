@@ -29,21 +29,28 @@ from traindiff.errors import (
 )
 
 if TYPE_CHECKING:
-    from traindiff.comparison import Comparison, Finding, compare
+    from traindiff.comparison import Comparison, Finding, Verification, compare
     from traindiff.recording import Recording, open_recording
+    from traindiff.sessions.recipe import Recipe, Training
     from traindiff.sessions.record import record
     from traindiff.sessions.recorder import Recorder
+    from traindiff.sessions.verify import calibrate, verify
     from traindiff.taps.inspection import inspect
 
 _LAZY = {
     "Comparison": "traindiff.comparison",
     "Finding": "traindiff.comparison",
+    "Recipe": "traindiff.sessions.recipe",
     "Recorder": "traindiff.sessions.recorder",
     "Recording": "traindiff.recording",
+    "Training": "traindiff.sessions.recipe",
+    "Verification": "traindiff.comparison",
+    "calibrate": "traindiff.sessions.verify",
     "compare": "traindiff.comparison",
     "inspect": "traindiff.taps.inspection",
     "open_recording": "traindiff.recording",
     "record": "traindiff.sessions.record",
+    "verify": "traindiff.sessions.verify",
 }
 _NEEDS_TORCH = ("traindiff.sessions",)
 
@@ -54,18 +61,23 @@ __all__ = [
     "Finding",
     "FormatVersionError",
     "NotARecordingError",
+    "Recipe",
     "Recorder",
     "Recording",
     "RecordingError",
     "TapError",
     "TraindiffError",
     "TraindiffWarning",
+    "Training",
     "UnsupportedTensorError",
+    "Verification",
     "__version__",
+    "calibrate",
     "compare",
     "inspect",
     "open_recording",
     "record",
+    "verify",
 ]
 
 

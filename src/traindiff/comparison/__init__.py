@@ -2,5 +2,6 @@
 
 from traindiff.comparison.comparing import compare
 from traindiff.comparison.verdict import Comparison, Finding, SiteDifference, Unaligned
+from traindiff.comparison.verification import Pinned, RunCost, Verification
 
-__all__ = ["Comparison", "Finding", "SiteDifference", "Unaligned", "compare"]
+__all__ = ["Comparison", "Finding", "Pinned", "RunCost", "SiteDifference", "Unaligned", "Verification", "compare"]

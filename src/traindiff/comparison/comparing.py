@@ -14,6 +14,7 @@ from traindiff.comparison.exact import EXACT_KINDS, check_hyper_parameters, chec
 from traindiff.comparison.judge import Judge, StepInput
 from traindiff.comparison.measure import Tolerance
 from traindiff.comparison.noise import Calibration, Replicas, StepNoise, calibrate
+from traindiff.comparison.one_run import BothRuns, run_facts
 from traindiff.comparison.pairing import RunStep, run_steps, step_pairs
 from traindiff.comparison.presence import Presence
 from traindiff.comparison.recomputation import recomputation_findings, without_recomputed
@@ -94,6 +95,7 @@ class _Comparing:
             held=(left.held, right.held),
             recorded=(left.recorded, right.recorded),
         )
+        self._each = BothRuns((run_facts(runs[0]), run_facts(runs[1], rename)))
         self._calibration = calibrate(runs[0], noise, selection) if noise else Calibration()
         by_path = {recording.path: recording for recording in noise}
         self._replicas = Replicas([by_path[path] for path in self._calibration.names])
@@ -144,6 +146,7 @@ class _Comparing:
         aligned = align(*(in_order(without_recomputed(table)) for table in tables))
         pairs, findings = self._presence.judge(aligned, step=left.step)
         findings += recomputation_findings(tables[0], tables[1], step=left.step)
+        findings += self._each.findings(tables, step=left.step)
         place = in_baseline_order(aligned.pairs)
         findings = [replace(one, order=place(one.order)) if _is_of_candidate(one) else one for one in findings]
         findings += check_random_state(tables[0], tables[1], step=left.step)
@@ -193,6 +196,7 @@ class _Comparing:
         notes += [note for found, _ in parts for note in found]
         notes = [*self._calibration.notes(uncovered=self._uncovered), *notes]
         incomplete = any(missing for _, missing in parts) or any(self._presence.unaligned)
+        notes += self._each.shared.values()
         notes += [f"{one.path} {one.slot}: {one.why}." for one in self._presence.sides()[0] if one.why][:3]
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")

@@ -12,6 +12,9 @@ from traindiff.site import ROOT, label
 
 Word = Literal["identical", "equivalent", "diverged", "misaligned", "incomplete"]
 
+EXIT_CODES: Mapping[Word, int] = {"identical": 0, "equivalent": 0, "diverged": 1, "misaligned": 3, "incomplete": 3}
+"""Exit codes of the commands that give a verdict."""
+
 SCHEMA_NAME = "traindiff-comparison"
 SCHEMA_VERSION = 1
 
@@ -155,7 +158,7 @@ class Comparison:
     @property
     def exit_code(self) -> int:
         """Exit code of `traindiff compare`: 0 identical or equivalent, 1 diverged, 3 otherwise."""
-        return {"identical": 0, "equivalent": 0, "diverged": 1}.get(self.verdict, 3)
+        return EXIT_CODES[self.verdict]
 
     def to_json(self) -> dict[str, Any]:
         """The result in the schema of `--json`, as JSON values."""

@@ -119,7 +119,7 @@ class ForcedValues:
         found = self._assembled(parts, seen)
         if found is None:
             return None, "the recording has no such rows of it"
-        value = torch.from_numpy(np.ascontiguousarray(found)).reshape(tensor.shape).to(tensor.dtype)
+        value = torch.from_numpy(np.array(found)).reshape(tensor.shape).to(tensor.dtype)
         if self._perturb is not None and tensor.is_floating_point():
             value = self._perturb(value, " ".join(map(str, (*_site(seen), seen.micro_step))))
         return value.to(tensor.device), ""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from torch import nn
+import torch
 
 from traindiff.errors import ConfigError, Problem
 from traindiff.recording import open_recording
 from traindiff.replica_setting import ReplicaSetting
 from traindiff.replicas.making import make_replica
+from traindiff.replicas.precision import PrecisionReplica
 from traindiff.replicas.random_rounding import is_rounded, randomly_rounded, rounding_key
+from traindiff.replicas.replica import Replica
 from traindiff.sessions.forced import ForcedValues
 from traindiff.sessions.recipe import Recipe, Training, logged, prepared, undisturbed_random_state
 from traindiff.sessions.recorder import Recorder
@@ -32,10 +33,11 @@ def run_recipe(
     recipe: Recipe,
     path: str | os.PathLike[str],
     *,
-    steps: int,
+    num_steps: int,
     seed: int,
     asked_by: str,
     forced_by: str | None = None,
+    precision: torch.dtype | None = None,
     on_step: Callable[[int], None] | None = None,
     overwrite: bool = False,
     **settings: Any,
@@ -45,11 +47,12 @@ def run_recipe(
     Args:
         recipe: Prepares the training.
         path: Recording to write.
-        steps: Batches to train on.
+        num_steps: Batches to train on.
         seed: Of torch's, NumPy's and Python's generators, which are given back as they were.
         asked_by: The call, for messages.
         forced_by: A recording with full tensors, whose values are put in place of the training's once they have
             been observed, in the steps that it has. A `ulp` replica then perturbs these values.
+        precision: Compute everything in this dtype, whatever the training asks for.
         on_step: Called with the number of each batch after it was trained on.
         overwrite: Replace a recording that is already at `path`.
         **settings: Of `traindiff.record`, over those of the training itself.
@@ -65,17 +68,20 @@ def run_recipe(
         checked = record_settings(**{**STANDARD_SETTINGS, **training.record, **settings})
         targets = find_targets(training.model, training.optimizer, select=checked.select)
         forced = None if forced_by is None else _forced_values(forced_by, checked.replica)
-        with _recorder(os.fspath(path), targets, checked, forced, overwrite=overwrite) as recorder:
-            trained = _train(training, recorder, steps, on_step)
+        replica = _replica(targets, checked, precision=precision, forced=forced is not None)
+        with Recorder(
+            os.fspath(path), targets, checked, overwrite=overwrite, replica=replica, forced=forced
+        ) as recorder:
+            trained = _train(training, recorder, num_steps, on_step)
     if not trained:
         problem = Problem(where="batches", what="are none.", fix="Give at least one batch.")
         raise ConfigError(asked_by, [problem])
     return os.fspath(path)
 
 
-def _train(training: Training, recorder: Recorder, steps: int, on_step: Callable[[int], None] | None) -> int:
+def _train(training: Training, recorder: Recorder, num_steps: int, on_step: Callable[[int], None] | None) -> int:
     trained = 0
-    for number, batch in enumerate(islice(training.batches, steps)):
+    for number, batch in enumerate(islice(training.batches, num_steps)):
         for name, value in logged(training.step(batch)):
             recorder.log(name, value)
         trained += 1
@@ -84,16 +90,15 @@ def _train(training: Training, recorder: Recorder, steps: int, on_step: Callable
     return trained
 
 
-@contextmanager
-def _recorder(
-    path: str, targets: Targets, settings: RecordSettings, forced: ForcedValues | None, *, overwrite: bool
-) -> Iterator[Recorder]:
-    perturbs_values = forced is not None and settings.replica is not None and settings.replica.kind == "ulp"
-    replica = None
-    if settings.replica is not None and not perturbs_values:
-        replica = make_replica(settings.replica, targets.root, targets.names)
-    with Recorder(path, targets, settings, overwrite=overwrite, replica=replica, forced=forced) as recorder:
-        yield recorder
+def _replica(
+    targets: Targets, settings: RecordSettings, *, precision: torch.dtype | None, forced: bool
+) -> Replica | None:
+    """What perturbs the training; of a forced one, the values that are put in place are rounded instead."""
+    if precision is not None:
+        return PrecisionReplica(precision, targets.root)
+    if settings.replica is None or (forced and settings.replica.kind == "ulp"):
+        return None
+    return make_replica(settings.replica, targets.root, targets.names)
 
 
 def _forced_values(path: str, replica: ReplicaSetting | None) -> ForcedValues:
@@ -104,10 +109,3 @@ def _forced_values(path: str, replica: ReplicaSetting | None) -> ForcedValues:
         open_recording(path),
         perturb=lambda value, site: randomly_rounded(value, rounding_key(seed, site)) if is_rounded(value) else value,
     )
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether a part of the model runs in compiled code, whose tensors nothing can be put in place of."""
-    from traindiff.taps._torch_compat import is_compiled as compiled
-
-    return any(compiled(module) for module in model.modules())

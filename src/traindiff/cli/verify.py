@@ -1,0 +1,93 @@
+"""`traindiff verify`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from traindiff.cli.app import app, messages, results, says_what_is_wrong
+
+
+class PinWhen(StrEnum):
+    """When to pin the fault down."""
+
+    divergence = "divergence"
+    always = "always"
+    never = "never"
+
+
+@app.command()
+@says_what_is_wrong
+def verify(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="[RECIPE]",
+            help="The trusted training: FILE.py:FUNCTION or MODULE:FUNCTION that returns a traindiff.Training. "
+            "The demo's GPT if left out.",
+        ),
+    ] = "traindiff.demo.recipes:gpt",
+    candidate: Annotated[
+        str, typer.Option(metavar="RECIPE", help="The training in question. The same again if left out.")
+    ] = "",
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the recordings.")] = Path(
+        "traindiff-verify"
+    ),
+    steps: Annotated[int, typer.Option(min=1, help="Batches to train on in each run.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of torch's, NumPy's and Python's generators.")] = 0,
+    replica: Annotated[
+        list[str] | None,
+        typer.Option(help="How to perturb the baseline to measure its noise. Repeatable. ulp:1, ulp:2, reorder:1."),
+    ] = None,
+    repeat: Annotated[bool, typer.Option(help="Also run the baseline again as it is.")] = True,
+    pin: Annotated[
+        PinWhen, typer.Option(help="When to run a step again with forced tensors, to judge each operation alone.")
+    ] = PinWhen.divergence,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN=REPLACEMENT", help="As in traindiff compare. Repeatable."),
+    ] = None,
+    rtol: Annotated[float | None, typer.Option(help="Relative tolerance in place of floors.")] = None,
+    atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element.")] = None,
+    top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (docs/json.md).")] = False,
+) -> None:
+    """Run a trusted training and the one in question, compare them, and pin down what is wrong.
+
+    Floors are measured: the trusted training is run again as it is, and in replicas that are perturbed within
+    rounding. Where the runs diverge, the step is run again with every tensor forced to the baseline's, which
+    names each operation that is wrong by itself. Exits like traindiff compare.
+    """
+    from traindiff.report.verification import print_verification
+    from traindiff.sessions.recipe import load_recipe
+    from traindiff.sessions.verify import REPLICAS
+    from traindiff.sessions.verify import verify as run
+
+    trusted = load_recipe(recipe, asked_by="verify")
+    questioned = load_recipe(candidate, asked_by="verify") if candidate else trusted
+    with messages.status("starting") as status:
+        result = run(
+            trusted,
+            questioned,
+            output,
+            steps=steps,
+            seed=seed,
+            replicas=REPLICAS if replica is None else tuple(replica),
+            repeat=repeat,
+            pin=pin.value,
+            rename=rename,
+            rtol=rtol,
+            atol=atol,
+            progress=lambda name, step, count: status.update(f"{name}: step {step} of {count}"),
+        )
+    if as_json:
+        json.dump(result.to_json(), sys.stdout, indent=2, allow_nan=False)
+        sys.stdout.write("\n")
+    else:
+        print_verification(results, result, top=top)
+    raise typer.Exit(result.exit_code)

@@ -1,0 +1,89 @@
+"""What is wrong with one run by itself, and what of that tells two runs apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from traindiff.comparison.alignment import Rename
+from traindiff.comparison.consistency import RunFacts, consistency_findings
+from traindiff.comparison.replay import replay_findings
+from traindiff.comparison.step_table import Entry, Key
+from traindiff.comparison.verdict import Finding
+from traindiff.recording import Recording
+
+LENIENT = 2.0
+"""What one run has clearly, the other has if it shows half as clearly: then it does not tell them apart."""
+
+COINCIDENCES = frozenset({"reported-norm"})
+"""Kinds that rest on two numbers being equal: by chance they may be, once."""
+
+RUNS = ("baseline", "candidate")
+
+
+def run_facts(recording: Recording, rename: Rename = str) -> RunFacts:
+    """What does not change during a run. Of a run in several processes, no rank is known to hold everything."""
+    contents = [recording.rank_content(rank) for rank in recording.ranks]
+    content = contents[0] if len(contents) == 1 else {}
+    everything = recording.run["settings"].get("select", ["*"]) == ["*"]
+    one_optimizer = len(content.get("optimizers", ())) == 1
+    return RunFacts(
+        complete=everything and one_optimizer and recording.run.get("world_size", 1) == 1,
+        modules={rename(path): name for path, name in content.get("modules", {}).items()},
+        tied={rename(other): rename(path) for other, path in content.get("tied", {}).items()},
+    )
+
+
+@dataclass(slots=True)
+class OneRun:
+    """Judges a run by itself, step by step.
+
+    Args:
+        facts: What does not change during the run.
+    """
+
+    facts: RunFacts
+    _seen: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def findings(self, table: Mapping[Key, Entry], *, step: int, strictness: float = 1.0) -> list[Finding]:
+        """What is wrong in a step. What may be a coincidence is told the second time that it is seen in a row."""
+        found = replay_findings(table, step=step, strictness=strictness)
+        suspected = consistency_findings(table, self.facts, step=step, strictness=strictness)
+        seen = {(one.kind, str(one.evidence.get("what", ""))): one for one in suspected}
+        self._seen = {what: self._seen.get(what, 0) + 1 for what in seen}
+        found += [one for what, one in seen.items() if one.kind not in COINCIDENCES or self._seen[what] >= 2]
+        return sorted(found, key=lambda finding: finding.order)
+
+
+class BothRuns:
+    """Judges each of two runs by itself.
+
+    Attributes:
+        shared: What is wrong in both runs, so that it does not tell them apart: one sentence per kind.
+    """
+
+    def __init__(self, facts: Sequence[RunFacts]) -> None:
+        self._strict = [OneRun(one) for one in facts]
+        self._lenient = [OneRun(one) for one in facts]
+        self.shared: dict[str, str] = {}
+
+    def findings(self, tables: Sequence[Mapping[Key, Entry]], *, step: int) -> list[Finding]:
+        """What is wrong with one run of the two and not with the other, labelled with which it is."""
+        strict = [run.findings(table, step=step) for run, table in zip(self._strict, tables, strict=True)]
+        lenient = [
+            {_what(one) for one in run.findings(table, step=step, strictness=LENIENT)}
+            for run, table in zip(self._lenient, tables, strict=True)
+        ]
+        found = []
+        for name, own, other in zip(RUNS, strict, lenient[::-1], strict=True):
+            for one in own:
+                if _what(one) in other:
+                    self.shared.setdefault(one.kind, f"In both runs: {one.says}")
+                else:
+                    evidence = {**one.evidence, "run": name}
+                    found.append(replace(one, says=f"In the {name}, {one.says}", evidence=evidence))
+        return found
+
+
+def _what(finding: Finding) -> tuple[str, str]:
+    return finding.kind, finding.path

@@ -1,0 +1,125 @@
+"""What `traindiff.verify` says: a comparison of two free runs, and what was pinned down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from traindiff.comparison import sentences
+from traindiff.comparison.verdict import EXIT_CODES, Comparison, Finding, Word
+
+SCHEMA_NAME = "traindiff-verification"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCost:
+    """What one run of a recipe took.
+
+    Attributes:
+        name: Its directory.
+        steps: Steps that were run.
+        seconds: Wall time.
+    """
+
+    name: str
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """One step, run again with every tensor forced to the baseline's: each operation is judged alone.
+
+    Attributes:
+        step: The step.
+        precision: `native`, or the dtype in which both were computed.
+        comparison: Its findings are the operations that are wrong by themselves.
+    """
+
+    step: int
+    precision: str
+    comparison: Comparison
+
+    @property
+    def where(self) -> str:
+        """The step, and how it was computed."""
+        return f"step {self.step}, {'in its own dtypes' if self.precision == 'native' else f'in {self.precision}'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The result of `traindiff.verify`; `str()` of it is the report in the terminal.
+
+    Attributes:
+        comparison: Baseline against candidate, each run freely.
+        pinned: The step of the divergence run again, forced; empty where nothing was pinned down.
+        pin_note: Why nothing was pinned down although the runs diverged; empty otherwise.
+        costs: What each run took, in order.
+        peak_bytes: Largest resident memory of the process that ran them.
+    """
+
+    comparison: Comparison
+    pinned: tuple[Pinned, ...] = ()
+    pin_note: str = ""
+    costs: tuple[RunCost, ...] = ()
+    peak_bytes: int = 0
+
+    @property
+    def verdict(self) -> Word:
+        """The word: the comparison's, or `diverged` if an operation is wrong by itself."""
+        word = self.comparison.verdict
+        wrong = any(one.comparison.findings for one in self.pinned)
+        return "diverged" if wrong and word in ("identical", "equivalent") else word
+
+    @property
+    def first_divergence(self) -> Finding | None:
+        """The first finding of the free runs; where there is none, of the forced ones."""
+        firsts = (one.first_divergence for one in (self.comparison, *(pin.comparison for pin in self.pinned)))
+        return next((first for first in firsts if first is not None), None)
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of `traindiff verify`: 0 identical or equivalent, 1 diverged, 3 otherwise."""
+        return EXIT_CODES[self.verdict]
+
+    def to_json(self) -> dict[str, Any]:
+        """The result in the schema of `--json`, as JSON values."""
+        first = self.first_divergence
+        return {
+            **self.comparison.to_json(),
+            "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
+            "verdict": self.verdict,
+            "first_divergence": first.to_json() if first else None,
+            "pinned": [
+                {"step": one.step, "precision": one.precision, "comparison": one.comparison.to_json()}
+                for one in self.pinned
+            ],
+            "pin_note": self.pin_note,
+            "costs": [{"name": one.name, "steps": one.steps, "seconds": one.seconds} for one in self.costs],
+            "peak_bytes": self.peak_bytes,
+        }
+
+    def __str__(self) -> str:
+        lines = [sentences.text(self.comparison), *([self.pin_note] if self.pin_note else [])]
+        for one in self.pinned:
+            lines += ["", pinned_heading(one)]
+            lines += [f"  {sentences.place(found)}: {found.says}" for found in one.comparison.findings]
+        return "\n".join([*lines, "", cost(self)])
+
+
+def pinned_heading(pinned: Pinned) -> str:
+    """What the forced run of a step shows, in one line."""
+    count = len(pinned.comparison.findings)
+    if not count:
+        return f"Pinned down, {pinned.where}: given the baseline's tensors, every operation agrees."
+    found = "1 site is" if count == 1 else f"{count} sites are"
+    return f"Pinned down, {pinned.where}: given the baseline's tensors, {found} wrong alone:"
+
+
+def cost(verification: Verification) -> str:
+    """What it took, in one line."""
+    runs = verification.costs
+    steps, seconds = sum(run.steps for run in runs), sum(run.seconds for run in runs)
+    memory = f", {verification.peak_bytes / 1e6:.0f} MB at most" if verification.peak_bytes else ""
+    return f"{len(runs)} runs, {steps} steps, {seconds:.1f} s{memory}."

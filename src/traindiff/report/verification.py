@@ -1,0 +1,40 @@
+"""A verification in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from traindiff.comparison import Pinned, Verification, sentences
+from traindiff.comparison.verification import cost, pinned_heading
+from traindiff.report.terminal import columns, print_comparison
+
+
+def print_verification(console: Console, verification: Verification, *, top: int) -> None:
+    """Print the comparison of the free runs, what was pinned down, and what it took.
+
+    Args:
+        console: Where to print; decides about colours and width.
+        verification: What to print.
+        top: Rows per table at most; 0 prints no tables.
+    """
+    print_comparison(console, verification.comparison, top=top)
+    if verification.pin_note:
+        console.print(Text(f"\n{verification.pin_note}"), soft_wrap=True)
+    for pinned in verification.pinned:
+        _print_pinned(console, pinned, top=top)
+    console.print(Text(f"\n{cost(verification)}", style="dim"), soft_wrap=True)
+
+
+def _print_pinned(console: Console, pinned: Pinned, *, top: int) -> None:
+    console.print(Text(f"\n{pinned_heading(pinned)}", style="bold"), soft_wrap=True)
+    found = pinned.comparison.findings
+    if not found or not top:
+        return
+    table = columns(left=("phase", "site", "what"), right=("x floor",))
+    for one in found[:top]:
+        phase = sentences.phase(one.phase, one.stage)
+        table.add_row(*map(Text, (phase, one.site, one.says, f"{one.ratio:.3g}")))
+    console.print(table)
+    if len(found) > top:
+        console.print(Text(f"... and {len(found) - top} more."))
