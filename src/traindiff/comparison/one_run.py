@@ -77,6 +77,8 @@ class BothRuns:
         found = []
         for name, own, other in zip(RUNS, strict, lenient[::-1], strict=True):
             for one in own:
+                if one.kind == "lost-update" and one.path in {path for _, path in other - {_what(one)}}:
+                    continue  # worse than lost there, and said of that run
                 if _what(one) in other:
                     self.shared.setdefault(one.kind, f"In both runs: {one.says}")
                 else:

@@ -33,7 +33,8 @@ CAPACITY_BYTES = 64 * 2**20
 """What may be held of parameters, gradients and moments during a step."""
 
 MOST_VARIANTS = 8
-"""Parameters of a step for which known mistakes are tried, where the replay does not fit."""
+"""Parameters of a step for which all known mistakes are tried, where the replay does not fit; for others, those
+that explain one of these."""
 
 BETTER = 0.5
 """A mistake is recorded where it leaves less than this share of what the right formula leaves (RMS)."""
@@ -146,8 +147,9 @@ class OptimizerReplayTap:
         """Replay the step and record how it compares."""
         try:
             unexplained = [held for held, size in zip(self._held, self._replay_all(), strict=True) if size > 1.0]
-            for held in unexplained[:MOST_VARIANTS]:
-                self._try_variants(held)
+            helpful: set[str] = set()
+            for number, held in enumerate(unexplained):
+                self._try_variants(held, helpful, everything=number < MOST_VARIANTS)
         finally:
             self._held.clear()
 
@@ -234,8 +236,14 @@ class OptimizerReplayTap:
             self._emit(held, tensor, stage)
         return residual.abs().amax()
 
-    def _try_variants(self, held: _Held) -> None:
-        """Record the mistakes that explain a residual. Synchronises: the training has something wrong."""
+    def _try_variants(self, held: _Held, helpful: set[str], *, everything: bool) -> None:
+        """Record the mistakes that explain a residual. Synchronises: the training has something wrong.
+
+        Args:
+            held: The parameter.
+            helpful: Names of the mistakes that have explained another one; extended.
+            everything: Try all mistakes that are known, not only these.
+        """
         before, units = self._before(held), _units(held)
         if before is None:
             return
@@ -243,9 +251,12 @@ class OptimizerReplayTap:
         plain = held.rule.replay(before, units)
         limit = BETTER * float(_in_roundings(taken - plain.value, plain.rounding).square().mean().sqrt())
         for name, rule in variants(held.rule):
+            if not everything and name not in helpful:
+                continue
             residual = _in_roundings(taken - rule.replay(before, units).value, plain.rounding)
             if float(residual.square().mean().sqrt()) < limit:
                 self._emit(held, residual, f"variant[{name}]")
+                helpful.add(name)
 
     def _before(self, held: _Held) -> Before | None:
         gradient = held.gradient
