@@ -142,3 +142,9 @@ def test_the_distance_of_moments_that_overflowed_is_unknown_and_warns_nobody() -
     seen["sketch"] = np.inf
 
     assert np.isnan(summary.distance(seen, seen))
+
+
+def test_the_largest_of_zeros_is_not_minus_zero() -> None:
+    zeros = np.zeros(1, SUMMARY)
+
+    assert not np.signbit(summary.largest(zeros)).any()

@@ -112,7 +112,8 @@ def norm(summaries: Any) -> NDArray[np.float64]:
 
 def largest(summaries: Any) -> NDArray[np.float64]:
     """Largest |x| of the finite elements; 0 where there are none."""
-    return np.asarray(np.maximum(0.0, np.maximum(summaries["maximum"], -summaries["minimum"])))
+    found = np.maximum(0.0, np.maximum(summaries["maximum"], -summaries["minimum"]))
+    return np.asarray(found + 0.0)  # of zeros 0, not -0
 
 
 def finite_count(summaries: Any) -> NDArray[np.int64]:
