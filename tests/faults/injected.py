@@ -451,13 +451,14 @@ FAULTS: dict[str, Fault] = {
         change=lambda recipe: recipe.but(
             optimizer=lambda model: _NoBiasCorrection(model.parameters(), lr=3e-3, weight_decay=0.1)
         ),
-        step=0, phase="update", path="wte.weight", kind="scale", precisions=("float32", "autocast"),
+        step=0, phase="update", path="wte.weight", kind="update-rule", says="without bias correction",
     ),
     "weight-decay-forgotten": Fault(
         change=lambda recipe: recipe.but(
             optimizer=lambda model: _NoDecay(model.parameters(), lr=3e-3, weight_decay=0.1)
         ),
-        step=0, phase="update", path="wte.weight", precisions=("float32", "autocast"),
+        step=0, phase="update", path="wte.weight", kind="update-rule", says="without its weight decay",
+        precisions=("float32", "autocast"),
     ),
     "momentum-forgotten": Fault(
         change=before_step(at(AT, _forget_moments)), step=AT, phase="optimizer", path="conv1.weight", model="conv",
