@@ -167,6 +167,12 @@ def test_updates_that_a_short_parameter_swallows_are_lost(tmp_path: Path) -> Non
     assert train(tmp_path / "long", lambda model: SGD(model.parameters(), lr=1e-4)) == []
 
 
+def test_gradients_that_are_mathematically_zero_are_no_lost_updates(tmp_path: Path) -> None:
+    path = recipe("conv", "sgd").but(steps=2).run(tmp_path / "run")  # its biases stand before batch normalisation
+
+    assert findings(path) == []
+
+
 def test_a_subclass_of_its_own_is_found_only_where_a_known_mistake_fits(tmp_path: Path) -> None:
     class Mine(AdamW):
         wrong = "uncorrected"

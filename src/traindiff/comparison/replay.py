@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from traindiff.comparison.diagnosis import best_fit
+from traindiff.comparison.floors import UNIT_ROUNDOFF
 from traindiff.comparison.step_table import Entry, Key
 from traindiff.comparison.verdict import Finding
 from traindiff.summary import finite_count, largest, norm
@@ -21,6 +22,13 @@ for-loop, foreach and fused, float32 and bfloat16: 0.98."""
 
 LOST_SHARE = 0.5
 """Share of the elements that should move and do not, above which updates are called lost."""
+
+SHORT = UNIT_ROUNDOFF["float16"]
+"""Unit roundoff from which a dtype loses updates that matter. In longer ones only gradients that are mathematically
+zero are lost: those of a bias before batch normalisation."""
+
+PATIENCE = 2.0**-10
+"""Updates are lost, and not just nothing, where a thousand of them would move a parameter by one rounding."""
 
 FEW = 16
 """Elements below which a share says little."""
@@ -114,9 +122,7 @@ def replay_findings(table: Mapping[Key, Entry], *, step: int, strictness: float 
     wrong = [one for one in replays if one.worst > limit]
     votes = Counter(name for one in wrong for name in one.fitting(limit))
     found = [_wrong(one, votes, step=step, limit=limit) for one in wrong]
-    found += [
-        _lost(one, step=step) for one in replays if one.worst <= limit and one.lost_share > LOST_SHARE / strictness
-    ]
+    found += [_lost(one, step=step) for one in replays if one.worst <= limit and _is_lost(one, LOST_SHARE / strictness)]
     return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
 
 
@@ -173,6 +179,13 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
         other = f"something else than its settings ask for, {_apart(one):.2g} of its size off"
         says = f"{one.optimizer} moves {path} by {other}. {off}."
     return _finding(one, step=step, kind="update-rule", says=says, evidence=evidence, limit=limit)
+
+
+def _is_lost(one: Replayed, share: float) -> bool:
+    """Whether most of a right update is rounded away that would have mattered."""
+    u, size = UNIT_ROUNDOFF.get(one.dtype, 0.0), float(norm(one.value.summary))
+    stored = float(norm(one.rounding.summary))  # at least u times the parameter
+    return u >= SHORT and one.lost_share > share and size > PATIENCE * stored
 
 
 def _lost(one: Replayed, *, step: int) -> Finding:
