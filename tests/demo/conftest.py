@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from traindiff.demo.loop import Recipe
+from traindiff.demo.loop import DemoSettings
 from traindiff.demo.model import ModelSize
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Recipe:
+def tiny() -> DemoSettings:
     size = ModelSize(num_layers=3, width=16, num_heads=2, context=8)
-    return Recipe(size=size, batch_size=6)
+    return DemoSettings(size=size, batch_size=6)
 
 
 @pytest.fixture(autouse=True, scope="module")

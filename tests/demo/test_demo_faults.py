@@ -10,7 +10,7 @@ from torch import Tensor
 
 import traindiff
 from traindiff.demo.faults import DEFAULT, FAULTS, Fault
-from traindiff.demo.loop import Recipe, StepNumbers, TrainingLoop
+from traindiff.demo.loop import DemoSettings, StepNumbers, TrainingLoop
 from traindiff.settings import OBSERVABLE
 
 MICRO_BATCHES = 3
@@ -32,7 +32,7 @@ def test_there_are_many_faults_and_each_is_described() -> None:
 
 
 @every_fault
-def test_a_fault_changes_the_training_and_is_taken_back(fault: Fault, tiny: Recipe) -> None:
+def test_a_fault_changes_the_training_and_is_taken_back(fault: Fault, tiny: DemoSettings) -> None:
     healthy = new_loop(tiny)
     expected = run(healthy)
 
@@ -52,7 +52,7 @@ def test_a_fault_changes_the_training_and_is_taken_back(fault: Fault, tiny: Reci
 
 
 @every_fault
-def test_a_fault_is_taken_back_when_the_training_fails(fault: Fault, tiny: Recipe) -> None:
+def test_a_fault_is_taken_back_when_the_training_fails(fault: Fault, tiny: DemoSettings) -> None:
     loop = new_loop(tiny)
     with pytest.raises(KeyboardInterrupt), fault.inject(loop):
         raise KeyboardInterrupt
@@ -60,12 +60,12 @@ def test_a_fault_is_taken_back_when_the_training_fails(fault: Fault, tiny: Recip
 
 
 @pytest.fixture(scope="module")
-def healthy_run(tiny: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def healthy_run(tiny: DemoSettings, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return record(tiny, tmp_path_factory.mktemp("healthy"), fault=None, steps=LAST_STEP + 1)
 
 
 @every_fault
-def test_a_fault_first_shows_where_it_says(fault: Fault, tiny: Recipe, healthy_run: Seen, tmp_path: Path) -> None:
+def test_a_fault_first_shows_where_it_says(fault: Fault, tiny: DemoSettings, healthy_run: Seen, tmp_path: Path) -> None:
     expected = fault.first_sight
     faulty_run = record(tiny, tmp_path / "faulty", fault=fault, steps=expected.step + 1)
     # Both runs add up in the same order, so before the fault every bit is the same.
@@ -74,8 +74,8 @@ def test_a_fault_first_shows_where_it_says(fault: Fault, tiny: Recipe, healthy_r
     assert (first not in faulty_run) == expected.missing
 
 
-def new_loop(recipe: Recipe) -> TrainingLoop:
-    return TrainingLoop(recipe, micro_batches=MICRO_BATCHES, seed=0)
+def new_loop(settings: DemoSettings) -> TrainingLoop:
+    return TrainingLoop(settings, micro_batches=MICRO_BATCHES, seed=0)
 
 
 def run(loop: TrainingLoop, steps: int = LAST_STEP + 1) -> list[StepNumbers]:
@@ -90,9 +90,9 @@ def same(left: Iterator[Tensor], right: Iterator[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
-def record(recipe: Recipe, path: Path, *, fault: Fault | None, steps: int) -> Seen:
+def record(settings: DemoSettings, path: Path, *, fault: Fault | None, steps: int) -> Seen:
     """Fingerprints of everything that was seen, in execution order."""
-    loop = new_loop(recipe)
+    loop = new_loop(settings)
     with (
         fault.inject(loop) if fault else nullcontext(),
         traindiff.record(path / "run", loop.model, loop.optimizer, observe=OBSERVABLE, strict=True),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import traindiff
-from traindiff.demo.loop import Recipe, TrainingLoop
+from traindiff.demo.loop import DemoSettings, TrainingLoop
 from traindiff.demo.model import ModelSize, build_model
 from traindiff.demo.training import train
 from traindiff.errors import ConfigError
@@ -22,7 +22,7 @@ def test_the_loss_falls() -> None:
 
 
 def test_a_healthy_training_is_not_clipped() -> None:
-    assert max(one.gradient_norm for one in train(None)) < Recipe().largest_norm
+    assert max(one.gradient_norm for one in train(None)) < DemoSettings().largest_norm
 
 
 def test_the_model_is_small_and_its_head_is_tied() -> None:
@@ -49,7 +49,7 @@ def test_modules_are_named_as_in_gpt_2() -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3, 6])
-def test_micro_batches_compute_the_same_loss_and_gradients(tiny: Recipe, micro_batches: int) -> None:
+def test_micro_batches_compute_the_same_loss_and_gradients(tiny: DemoSettings, micro_batches: int) -> None:
     whole, cut = (TrainingLoop(tiny, micro_batches=parts, seed=0) for parts in (1, micro_batches))
     for loop in (whole, cut):
         loop.model.double()  # so that what is left of a difference is not rounding
@@ -62,7 +62,7 @@ def test_micro_batches_compute_the_same_loss_and_gradients(tiny: Recipe, micro_b
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_recording_changes_no_bit_of_the_training(tiny: Recipe, micro_batches: int, tmp_path: Path) -> None:
+def test_recording_changes_no_bit_of_the_training(tiny: DemoSettings, micro_batches: int, tmp_path: Path) -> None:
     plain, recorded = (TrainingLoop(tiny, micro_batches=micro_batches, seed=0) for _ in range(2))
     expected = [plain.run_step(step) for step in range(3)]
     random_state = torch.get_rng_state()
@@ -82,21 +82,21 @@ def everything(loop: TrainingLoop) -> list[Tensor]:
     return found
 
 
-def test_torchs_random_numbers_are_left_alone(tiny: Recipe, tmp_path: Path) -> None:
+def test_torchs_random_numbers_are_left_alone(tiny: DemoSettings, tmp_path: Path) -> None:
     torch.manual_seed(123)
     before = torch.get_rng_state()
-    first = train(None, recipe=tiny, steps=2)
+    first = train(None, settings=tiny, steps=2)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(456)
-    assert train(tmp_path / "run", recipe=tiny, steps=2) == first
+    assert train(tmp_path / "run", settings=tiny, steps=2) == first
 
 
-def test_another_seed_is_another_training(tiny: Recipe) -> None:
-    assert train(None, recipe=tiny, steps=1, seed=0) != train(None, recipe=tiny, steps=1, seed=1)
+def test_another_seed_is_another_training(tiny: DemoSettings) -> None:
+    assert train(None, settings=tiny, steps=1, seed=0) != train(None, settings=tiny, steps=1, seed=1)
 
 
-def test_loss_and_gradient_norm_are_logged_in_their_step(tiny: Recipe, tmp_path: Path) -> None:
-    numbers = train(tmp_path / "run", recipe=tiny, steps=2, micro_batches=3)
+def test_loss_and_gradient_norm_are_logged_in_their_step(tiny: DemoSettings, tmp_path: Path) -> None:
+    numbers = train(tmp_path / "run", settings=tiny, steps=2, micro_batches=3)
     logged = {
         (seen.step, seen.path): float(summary["sum"])
         for part in traindiff.open_recording(str(tmp_path / "run")).steps(0)
@@ -110,8 +110,8 @@ def test_loss_and_gradient_norm_are_logged_in_their_step(tiny: Recipe, tmp_path:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 6])
-def test_only_the_position_embedding_has_no_batch_axis(tiny: Recipe, micro_batches: int, tmp_path: Path) -> None:
-    train(tmp_path / "run", recipe=tiny, steps=1, micro_batches=micro_batches)
+def test_only_the_position_embedding_has_no_batch_axis(tiny: DemoSettings, micro_batches: int, tmp_path: Path) -> None:
+    train(tmp_path / "run", settings=tiny, steps=1, micro_batches=micro_batches)
     [step] = traindiff.open_recording(str(tmp_path / "run")).steps(0)
     unbatched = {
         (seen.path, seen.phase, seen.merge)
@@ -122,23 +122,23 @@ def test_only_the_position_embedding_has_no_batch_axis(tiny: Recipe, micro_batch
     assert unbatched == {("transformer.wpe", "forward", "shard"), ("transformer.wpe", "backward", "sum")}
 
 
-def test_on_step_hears_of_every_step(tiny: Recipe) -> None:
+def test_on_step_hears_of_every_step(tiny: DemoSettings) -> None:
     heard: list[int] = []
-    train(None, recipe=tiny, steps=3, on_step=heard.append)
+    train(None, settings=tiny, steps=3, on_step=heard.append)
     assert heard == [0, 1, 2]
 
 
-def test_a_misspelt_fault_is_refused_with_the_nearest_name(tiny: Recipe) -> None:
+def test_a_misspelt_fault_is_refused_with_the_nearest_name(tiny: DemoSettings) -> None:
     with pytest.raises(ConfigError, match='Did you mean "gelu-tanh"') as caught:
-        train(None, recipe=tiny, fault="gelu-tan")
+        train(None, settings=tiny, fault="gelu-tan")
     assert str(caught.value).startswith(
         "1 problem in the demo; nothing was trained.\n\n  fault = 'gelu-tan'\n    \"gelu-tan\" is not a known fault.\n"
     )
 
 
-def test_a_fault_that_needs_more_micro_batches_says_so(tiny: Recipe) -> None:
+def test_a_fault_that_needs_more_micro_batches_says_so(tiny: DemoSettings) -> None:
     with pytest.raises(ConfigError) as caught:
-        train(None, recipe=tiny, fault="lost-gradient", micro_batches=2)
+        train(None, settings=tiny, fault="lost-gradient", micro_batches=2)
     assert str(caught.value) == (
         "1 problem in the demo; nothing was trained.\n"
         "\n"
@@ -149,9 +149,9 @@ def test_a_fault_that_needs_more_micro_batches_says_so(tiny: Recipe) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [0, 4])
-def test_micro_batches_must_divide_the_batch(tiny: Recipe, micro_batches: int) -> None:
+def test_micro_batches_must_divide_the_batch(tiny: DemoSettings, micro_batches: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        train(None, recipe=tiny, micro_batches=micro_batches)
+        train(None, settings=tiny, micro_batches=micro_batches)
     assert str(caught.value) == (
         "1 problem in the demo; nothing was trained.\n"
         "\n"

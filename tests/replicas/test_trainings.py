@@ -14,18 +14,18 @@ from torch.optim import SGD
 
 import traindiff
 from traindiff.demo import training
-from traindiff.demo.loop import Recipe
+from traindiff.demo.loop import DemoSettings
 from traindiff.demo.model import ModelSize
 
 REPLICAS = ("ulp:1", "reorder:1", "float64")
 
-SMALL = Recipe(size=ModelSize(num_layers=2, width=40, num_heads=2, context=16), batch_size=4)
+SMALL = DemoSettings(size=ModelSize(num_layers=2, width=40, num_heads=2, context=16), batch_size=4)
 
 
 def gpt(path: Path, replica: str | None, *, micro_batches: int) -> list[float]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(traindiff, "record", partial(traindiff.record, replica=replica, strict=True))
-        numbers = training.train(path, steps=4, recipe=SMALL, micro_batches=micro_batches)
+        numbers = training.train(path, steps=4, settings=SMALL, micro_batches=micro_batches)
     return [number.loss for number in numbers]
 
 

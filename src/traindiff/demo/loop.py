@@ -12,7 +12,7 @@ from traindiff.demo.text import Batch, make_batch, read_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class DemoSettings:
     """What is trained, and how.
 
     Attributes:
@@ -49,23 +49,23 @@ class TrainingLoop:
     """A model, its optimizer and its data, with one method for each thing a loop has to get right.
 
     Args:
-        recipe: What is trained.
+        settings: What is trained.
         micro_batches: Equal parts in which each batch is computed; divides the batch size.
         seed: Of weights, dropout masks and order of the text.
     """
 
-    def __init__(self, recipe: Recipe, *, micro_batches: int, seed: int) -> None:
-        self.recipe = recipe
+    def __init__(self, settings: DemoSettings, *, micro_batches: int, seed: int) -> None:
+        self.settings = settings
         self.micro_batches = micro_batches
         self.seed = seed
         self.text = read_text()
-        self.model = build_model(recipe.size, seed=seed)
+        self.model = build_model(settings.size, seed=seed)
         parameters = list(self.model.parameters())
         groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": recipe.weight_decay},
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        self.optimizer = AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas)
+        self.optimizer = AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
 
     def run_step(self, step: int) -> StepNumbers:
         """Train on the batch of one step."""
@@ -89,7 +89,7 @@ class TrainingLoop:
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then constant."""
-        return self.recipe.learning_rate * min(1.0, (step + 1) / self.recipe.warmup_steps)
+        return self.settings.learning_rate * min(1.0, (step + 1) / self.settings.warmup_steps)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
@@ -97,8 +97,10 @@ class TrainingLoop:
 
     def batch(self, step: int) -> Batch:
         """The global batch of the step."""
-        recipe = self.recipe
-        return make_batch(self.text, step, batch_size=recipe.batch_size, context=recipe.size.context, seed=self.seed)
+        settings = self.settings
+        return make_batch(
+            self.text, step, batch_size=settings.batch_size, context=settings.size.context, seed=self.seed
+        )
 
     def backward(self, loss: Tensor, *, step: int, micro_step: int) -> None:  # noqa: ARG002  for faults
         """Add the gradients of one micro-batch's share of the loss."""
@@ -106,5 +108,5 @@ class TrainingLoop:
 
     def clip(self) -> float:
         """Limit the norm of all gradients together; returns what it was before."""
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.largest_norm)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.largest_norm)
         return float(norm)

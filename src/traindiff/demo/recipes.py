@@ -6,14 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from traindiff.demo.loop import TrainingLoop
-from traindiff.demo.loop import Recipe as Settings
+from traindiff.demo.loop import DemoSettings, TrainingLoop
 from traindiff.sessions.recipe import Training
 
 
 def gpt() -> Training:
     """The demo's GPT, on the source of Python's standard library; a batch is the number of a step."""
-    loop = TrainingLoop(Settings(), micro_batches=1, seed=0)
+    loop = TrainingLoop(DemoSettings(), micro_batches=1, seed=0)
 
     def step(number: int) -> dict[str, float]:
         numbers = loop.run_step(number)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import traindiff
 from traindiff.demo.faults import find_fault
-from traindiff.demo.loop import Recipe, StepNumbers, TrainingLoop
+from traindiff.demo.loop import DemoSettings, StepNumbers, TrainingLoop
 from traindiff.errors import ConfigError, Problem
 from traindiff.settings import OBSERVABLE
 
@@ -20,7 +20,7 @@ def train(
     micro_batches: int = 1,
     steps: int = 8,
     seed: int = 0,
-    recipe: Recipe | None = None,
+    settings: DemoSettings | None = None,
     on_step: Callable[[int], None] | None = None,
     overwrite: bool = False,
 ) -> list[StepNumbers]:
@@ -37,7 +37,7 @@ def train(
         steps: How many times the optimizer steps.
         seed: Of weights, dropout masks and order of the text. torch's own random number
             generators are neither seeded nor drawn from.
-        recipe: What is trained; by default 1.3 million parameters on 8 x 64 bytes a step.
+        settings: What is trained; by default 1.3 million parameters on 8 x 64 bytes a step.
         on_step: Called with the number of each step when it has ended.
         overwrite: Replace a recording that is already at `path`.
 
@@ -48,12 +48,12 @@ def train(
         ConfigError: The fault is not known or cannot happen with so few micro-batches, the batch
             cannot be divided into them, the standard library has no sources, or `path` is taken.
     """
-    recipe = recipe or Recipe()
-    _check(recipe, micro_batches)
+    settings = settings or DemoSettings()
+    _check(settings, micro_batches)
     chosen = None if fault is None else find_fault(fault)
     if chosen:
         chosen.check(micro_batches)
-    loop = TrainingLoop(recipe, micro_batches=micro_batches, seed=seed)
+    loop = TrainingLoop(settings, micro_batches=micro_batches, seed=seed)
     reported: list[StepNumbers] = []
     with ExitStack() as undo:
         if chosen:
@@ -79,11 +79,11 @@ def train(
     return reported
 
 
-def _check(recipe: Recipe, micro_batches: int) -> None:
-    if micro_batches < 1 or recipe.batch_size % micro_batches:
+def _check(settings: DemoSettings, micro_batches: int) -> None:
+    if micro_batches < 1 or settings.batch_size % micro_batches:
         problem = Problem(
             where=f"micro_batches = {micro_batches}",
-            what=f"does not divide the {recipe.batch_size} samples of a batch into equal parts.",
-            fix=f"Use a divisor of {recipe.batch_size}.",
+            what=f"does not divide the {settings.batch_size} samples of a batch into equal parts.",
+            fix=f"Use a divisor of {settings.batch_size}.",
         )
         raise ConfigError("the demo", [problem], consequence="nothing was trained")

@@ -18,7 +18,7 @@ from traindiff.demo.loop import TrainingLoop
 def gelu_tanh(loop: TrainingLoop) -> Iterator[None]:
     """Every GELU is computed by its tanh approximation, which is what another engine means by the name."""
     with ExitStack() as undo:
-        for layer in range(loop.recipe.size.num_layers):
+        for layer in range(loop.settings.size.num_layers):
             undo.enter_context(replaced(loop.model.block(layer).mlp.act, "approximate", "tanh"))
         yield
 

@@ -15,15 +15,15 @@ from traindiff.demo.loop import TrainingLoop
 )
 def decay_on_biases(loop: TrainingLoop) -> Iterator[None]:
     """Weight decay acts on biases and LayerNorms too, because the list of exceptions did not match."""
-    with replaced_entry(loop.optimizer.param_groups[1], "weight_decay", loop.recipe.weight_decay):
+    with replaced_entry(loop.optimizer.param_groups[1], "weight_decay", loop.settings.weight_decay):
         yield
 
 
 @fault("beta2", first_sight=FirstSight(phase="optimizer", path="optimizer.groups[0]", slot="betas[1]"))
 def beta2(loop: TrainingLoop) -> Iterator[None]:
-    """AdamW runs with its default beta2, 0.999, instead of the recipe's 0.95."""
+    """AdamW runs with its default beta2, 0.999, instead of the 0.95 of the demo."""
     decay, rest = loop.optimizer.param_groups
-    betas = (loop.recipe.betas[0], 0.999)
+    betas = (loop.settings.betas[0], 0.999)
     with replaced_entry(decay, "betas", betas), replaced_entry(rest, "betas", betas):
         yield
 
