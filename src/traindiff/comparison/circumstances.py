@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 _WATCHED = (
@@ -27,6 +27,19 @@ def circumstances(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> 
     if baseline.get("world_size") != candidate.get("world_size"):
         changes.append(f"world size {baseline.get('world_size')} and {candidate.get('world_size')}")
     return [f"Circumstances differ (baseline and candidate): {'; '.join(changes)}."] if changes else []
+
+
+def other_dtypes(sites: Mapping[tuple[str, str], Set[object]]) -> list[str]:
+    """One sentence per pair of dtypes, where the two runs compute in different ones.
+
+    Args:
+        sites: Sites by dtype in the baseline and in the candidate.
+    """
+    return [
+        f"{len(found)} {'site is' if len(found) == 1 else 'sites are'} {left} in the baseline and {right} in the "
+        "candidate; floors follow the shorter of the two."
+        for (left, right), found in sites.items()
+    ]
 
 
 def other_models(models: tuple[str, str], paths: tuple[frozenset[str], frozenset[str]]) -> list[str]:

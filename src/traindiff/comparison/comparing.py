@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from traindiff.comparison.alignment import Pair, Rename, Renaming, align, in_baseline_order, parse_renames
-from traindiff.comparison.circumstances import circumstances, other_models
+from traindiff.comparison.circumstances import circumstances, other_dtypes, other_models
 from traindiff.comparison.derived import gradient_norms
 from traindiff.comparison.exact import EXACT_KINDS, check_hyper_parameters, check_random_state
 from traindiff.comparison.judge import Judge, StepInput
@@ -104,6 +104,7 @@ class _Comparing:
         self._compared: list[int] = []
         self._uncovered: list[int] = []
         self._alone: tuple[list[int], list[int]] = ([], [])
+        self._other_dtypes: dict[tuple[str, str], set[Key]] = {}
         self._settings_reported: set[tuple[str, Any, Any]] = set()
 
     def run(self, progress: Progress | None) -> Comparison:
@@ -145,6 +146,10 @@ class _Comparing:
         self._compared.append(left.step)
         aligned = align(*(in_order(without_recomputed(table)) for table in tables))
         pairs, findings = self._presence.judge(aligned, step=left.step)
+        for pair in pairs:
+            if pair.baseline.dtype != pair.candidate.dtype:
+                dtypes = (pair.baseline.dtype, pair.candidate.dtype)
+                self._other_dtypes.setdefault(dtypes, set()).add(pair.baseline.key)
         findings += recomputation_findings(tables[0], tables[1], step=left.step)
         findings += self._each.findings(tables, step=left.step)
         place = in_baseline_order(aligned.pairs)
@@ -202,6 +207,7 @@ class _Comparing:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
         notes += other_models((self._sides[0].model, self._sides[1].model), self._presence.known)
+        notes += other_dtypes(self._other_dtypes)
         return [*notes, *circumstances(self._runs[0].run, self._runs[1].run)], incomplete
 
     def _missing_ranks(self) -> tuple[list[str], bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,11 @@ from traindiff.comparison.alignment import Pair
 from traindiff.comparison.diagnosis import best_fit
 from traindiff.comparison.floors import Floors
 from traindiff.comparison.step_table import Key
+from traindiff.shard import Shard
 from traindiff.summary import norm
+
+NOISE_SIZE = 8.0
+"""An element that is mathematically zero is not larger than so many times the gradient's error per element."""
 
 COMMON_SHARE = 0.6
 """Share of the gradients that must follow one factor for it to be the factor of all of them."""
@@ -55,14 +60,43 @@ class Terms:
 
 
 def terms_by_module(pairs: Iterable[Pair]) -> dict[str, Terms]:
-    """Terms by path of the module."""
-    return {
-        pair.baseline.key.path: Terms(
-            norm=float(norm(pair.baseline.summary)), count=int(pair.baseline.summary["count"])
-        )
-        for pair in pairs
-        if pair.baseline.key.phase == "backward" and pair.baseline.key.slot == "output[0]"
-    }
+    """Terms by path of the module, over all its calls."""
+    found: dict[str, Terms] = {}
+    for pair in pairs:
+        key, summary = pair.baseline.key, pair.baseline.summary
+        if key.phase == "backward" and key.slot == "output[0]":
+            before = found.get(key.path, Terms(norm=0.0, count=0))
+            size, count = math.hypot(before.norm, float(norm(summary))), before.count + int(summary["count"])
+            found[key.path] = Terms(norm=size, count=count)
+    return found
+
+
+def share_of_noise(gradient: Any, shape: Sequence[int], difference: float) -> float:
+    """Share of a gradient's elements that are hardly more than its error, read off its profile.
+
+    A gradient may hold a part that is mathematically zero, such as the key's third of a joint query, key and
+    value bias; what is left there is rounding. An adaptive optimizer makes full steps of it.
+
+    Args:
+        gradient: Its summary.
+        shape: Its shape.
+        difference: Relative L2 difference that is to be expected, or was measured.
+
+    Returns:
+        Between 0 and 1: of 16 groups of rows, or of columns if it is a vector, those that hold nothing larger.
+    """
+    grid = Shard.whole(tuple(shape)).grid
+    rows = shape[0] if len(shape) > 1 else 1
+    used, largest = (
+        (-(-rows // grid.row_block), gradient["row_largest"])
+        if len(shape) > 1
+        else (-(-grid.columns // grid.column_block), gradient["column_largest"])
+    )
+    count = int(gradient["count"])
+    if used < 2 or not count:
+        return 0.0
+    error = NOISE_SIZE * difference * float(norm(gradient)) / math.sqrt(count)
+    return float(np.count_nonzero(largest[:used] <= error)) / used
 
 
 def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors) -> float:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from traindiff.comparison.alignment import Pair
 from traindiff.comparison.derived import FIRST_MOMENTS, LINEAR_STATE
-from traindiff.comparison.floors import UNIT_ROUNDOFF, Floors
-from traindiff.comparison.gradients import Terms, gradient_floor, terms_by_module
+from traindiff.comparison.floors import UNIT_ROUNDOFF, Floors, rounding
+from traindiff.comparison.gradients import Terms, gradient_floor, share_of_noise, terms_by_module
 from traindiff.comparison.measure import difference, equal_bits
 from traindiff.comparison.noise import FEW, SAFETY, Calibration, StepNoise, basis
+from traindiff.comparison.step_table import Entry
 from traindiff.summary import distance, finite_count, norm
 
 
@@ -76,6 +77,7 @@ class SiteFloors:
         self._calibration = calibration
         self._terms: Mapping[str, Terms] = terms_by_module(pairs)
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
+        self._seen: dict[str, Entry] = {}  # the baseline's gradients, by parameter
         self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
         self._alone = Floors(settings_differ=run.settings_differ)  # as if all inputs agreed
         self._floors = self._alone if forced else _at_the_beginning(parameters, run)
@@ -123,6 +125,7 @@ class SiteFloors:
             floors.saw_state(key.path, size)
         elif key.phase == "grad" and key.slot == "grad":
             floors.saw_gradient(key.path, size)
+            self._seen[key.path] = pair.baseline
         if key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage):
             floors.saw(size)
             if expected is not None and math.isfinite(max(expected)):
@@ -203,8 +206,17 @@ class SiteFloors:
             return floors.state(key.path, dtypes)
         if key.phase == "update":
             adaptive = key.path in self._run.adaptive
-            return floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair))
+            floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair))
+            return max(floor, self._turned(pair) if adaptive and not self._forced else 0.0)
         return floors.activation(key.path.rpartition(".")[0], dtypes)  # a buffer
+
+    def _turned(self, pair: Pair) -> float:
+        """Floor of an adaptive update in which every element whose gradient is noise goes the other way."""
+        seen = self._seen.get(pair.baseline.key.path)
+        if seen is None:
+            return 0.0
+        expected = max(self._run.gradients.get(pair.baseline.key.path, 0.0), rounding(seen.dtype))
+        return 2.0 * math.sqrt(share_of_noise(seen.summary, seen.shape, expected))
 
     def _gated(self, pair: Pair) -> float:
         if pair.baseline.key.phase != "backward":

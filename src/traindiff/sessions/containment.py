@@ -121,10 +121,7 @@ class Containment:
         except Exception:  # the report goes into the recording, which may be what failed
             _logger.debug("the fault could not be recorded", exc_info=True)
         try:
-            warnings.warn(
-                _REPLICA_FAILED.format(says=says) if tap.startswith(REPLICA) else _TAP_FAILED.format(tap=tap, says=says),
-                TraindiffWarning,
-                stacklevel=3,
-            )
+            template = _REPLICA_FAILED if tap.startswith(REPLICA) else _TAP_FAILED
+            warnings.warn(template.format(tap=tap, says=says), TraindiffWarning, stacklevel=3)
         except TraindiffWarning as warning:  # the user turned warnings into errors
             _logger.warning("%s", warning)

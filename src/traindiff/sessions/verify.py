@@ -5,58 +5,18 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from traindiff.comparison import Comparison, Pinned, RunCost, Verification, compare
+from traindiff.comparison import Comparison, Pinned, Verification, compare
 from traindiff.errors import ConfigError, Problem
-from traindiff.recording import open_recording
 from traindiff.replica_setting import parse_replica
+from traindiff.sessions.pinning import forced_step, pin_down, precisions
 from traindiff.sessions.recipe import Recipe
-from traindiff.sessions.running import run_recipe
-
-REPLICAS = ("ulp:1", "ulp:2", "reorder:1")
-"""Replicas that floors are measured from by default."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with the name of a run, its current step, and how many there will be."""
+from traindiff.sessions.runs import REPLICAS, Progress, Runs
 
 Pin = Literal["divergence", "always", "never"]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Runs:
-    """Runs recipes into one directory, and keeps account of it."""
-
-    directory: Path
-    seed: int
-    progress: Progress | None
-    record: Mapping[str, Any]
-    asked_by: str
-    costs: list[RunCost] = field(default_factory=list)
-
-    def run(self, recipe: Recipe, name: str, *, num_steps: int, **settings: Any) -> str:
-        began = time.perf_counter()
-        done = [0]
-
-        def on_step(step: int) -> None:
-            done[0] = step + 1
-            if self.progress:
-                self.progress(name, step + 1, num_steps)
-
-        if self.progress:
-            self.progress(name, 0, num_steps)
-        path = run_recipe(
-            recipe, self.directory / name, num_steps=num_steps, seed=self.seed, asked_by=self.asked_by, on_step=on_step,
-            overwrite=True, **{**self.record, **settings},
-        )  # fmt: skip
-        self.costs.append(RunCost(name=name, steps=done[0], seconds=time.perf_counter() - began))
-        return path
 
 
 def calibrate(
@@ -144,8 +104,10 @@ def verify(
     note = ""
     if step is not None:
         try:
-            for precision in _precisions(baseline):
-                pinned.append(_pin_down(runs, recipe, candidate, step=step, precision=precision, rename=rename))
+            pinned.extend(
+                _pin_down(runs, recipe, candidate, step=step, precision=precision, rename=rename)
+                for precision in _precisions(baseline)
+            )
         except ConfigError as error:
             note = f"Step {step} could not be run again with forced tensors: {error.problems[0].what}"
     return Verification(
@@ -165,17 +127,17 @@ def _runs(
     record: Mapping[str, Any],
     asked_by: str,
     replicas: Sequence[str],
-) -> _Runs:
+) -> Runs:
     problems = [
         found for one in replicas if isinstance(found := parse_replica(one, where=f"replicas, {one!r}"), Problem)
     ]
     if problems:
         raise ConfigError(asked_by, problems)
-    return _Runs(directory=Path(output), seed=seed, progress=progress, record=record, asked_by=asked_by)
+    return Runs(directory=Path(output), seed=seed, progress=progress, record=record, asked_by=asked_by)
 
 
 def _calibrate(
-    runs: _Runs, recipe: Recipe, *, steps: int, replicas: Sequence[str], repeat: bool
+    runs: Runs, recipe: Recipe, *, steps: int, replicas: Sequence[str], repeat: bool
 ) -> tuple[str, tuple[str, ...]]:
     baseline = runs.run(recipe, "baseline", num_steps=steps)
     noise = []
@@ -204,38 +166,6 @@ def _step_to_pin(comparison: Comparison, pin: Pin) -> int | None:
     if first is not None:
         return first.step if comparison.verdict == "diverged" else None
     return comparison.steps[-1] if pin == "always" and comparison.verdict in ("identical", "equivalent") else None
-
-
-def _precisions(baseline: str) -> Iterator[torch.dtype | None]:
-    """Natively; and in float32 where the training computes in something shorter."""
-    yield None
-    recording = open_recording(baseline)
-    shorter = {"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"}
-    step = next(recording.steps(recording.ranks[0]), None)
-    if step is not None and any(seen.dtype in shorter for seen in step.observations):
-        yield torch.float32
-
-
-def _pin_down(
-    runs: _Runs,
-    recipe: Recipe,
-    candidate: Recipe,
-    *,
-    step: int,
-    precision: torch.dtype | None,
-    rename: Mapping[str, str] | Sequence[str] | None,
-) -> Pinned:
-    """Run the step again, forced. The step before comes along: it ends with the state that this one begins with."""
-    name = "native" if precision is None else str(precision).removeprefix("torch.")
-    directory = f"pinned-step-{step}-{name}"
-    common: dict[str, Any] = {"num_steps": step + 1, "precision": precision, "steps": f"{max(0, step - 1)}-{step}"}
-    baseline = runs.run(recipe, f"{directory}/baseline", detail="tensors", **common)
-    forced = {**common, "forced_by": baseline}
-    replicas = REPLICAS if precision is None else [one for one in REPLICAS if one.startswith("ulp")]
-    noise = [runs.run(recipe, f"{directory}/{one.replace(':', '-')}", replica=one, **forced) for one in replicas]
-    found = runs.run(candidate, f"{directory}/candidate", **forced)
-    comparison = compare(baseline, found, noise=noise, rename=rename, steps=str(step))
-    return Pinned(step=step, precision=name, comparison=comparison)
 
 
 def _peak_bytes() -> int:
