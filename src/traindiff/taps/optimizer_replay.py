@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.shard import Shard
 from traindiff.taps.compiled import tap_compiled_optimizer
+from traindiff.taps.held_range import HeldRange, hold, obstacle
 from traindiff.taps.optimizer_step import has_closure
 from traindiff.taps.sink import Sink
-from traindiff.taps.update_formulas import Before, Rule, Units
-from traindiff.taps.update_rules import moments_of, rule_name, rule_of, step_of
+from traindiff.taps.update_formulas import Rule
+from traindiff.taps.update_rules import moments_of, rule_name, rule_of
 from traindiff.taps.update_variants import variants
 
 FIRST = 3
@@ -38,34 +37,6 @@ that explain one of these."""
 
 BETTER = 0.5
 """A mistake is recorded where it leaves less than this share of what the right formula leaves (RMS)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """A range of a parameter's elements, as the step finds it: copies, in their own dtypes.
-
-    Attributes:
-        path: The parameter's path.
-        parameter: The parameter itself.
-        shard: Which of its elements.
-        rule: What the optimizer says that it does.
-        old: The elements.
-        gradient: Their gradient; None where a closure has yet to compute it.
-        state: Moments of these elements.
-        step: The optimizer's count of steps.
-        scale: What the gradient is yet to be divided by, and whether it holds infinities, where the
-            optimizer sees to that itself (a fused one, under a loss scaler).
-    """
-
-    path: str
-    parameter: Tensor
-    shard: Shard
-    rule: Rule
-    old: Tensor
-    gradient: Tensor | None
-    state: dict[str, Tensor]
-    step: Tensor
-    scale: tuple[Tensor | None, Tensor | None]
 
 
 class OptimizerReplayTap:
@@ -114,7 +85,7 @@ class OptimizerReplayTap:
         self._latest = 0
         self._turn = 0  # the parameter that is the first to be held
         self._reached: dict[str, int] = {}  # by path: the element at which the next range begins
-        self._held: list[_Held] = []
+        self._held: list[HeldRange] = []
         self._said: set[tuple[str, str]] = set()
 
     def attach(self) -> ExitStack:
@@ -181,23 +152,7 @@ class OptimizerReplayTap:
             room -= count * size_bytes
             self._reached[path] = (start + count) % parameter.numel()
             part = slice(start, start + count)
-            self._held.append(self._copied(path, parameter, rule, part, has_closure=has_closure))
-
-    def _copied(self, path: str, parameter: Tensor, rule: Rule, part: slice, *, has_closure: bool) -> _Held:
-        kept = self._optimizer.state.get(parameter, {})
-        shape = tuple(parameter.shape)
-        flat = Shard(shape=(part.stop - part.start,), global_shape=shape, offset=(part.start,))
-        return _Held(
-            path=path,
-            parameter=parameter,
-            shard=Shard.whole(shape) if flat.size == parameter.numel() else flat,
-            rule=rule,
-            old=_copy(parameter, part),
-            gradient=None if has_closure or parameter.grad is None else _copy(parameter.grad, part),
-            state={name: _copy(moment, part) for name, moment in moments_of(self._optimizer, kept).items()},
-            step=step_of(kept),
-            scale=(_on(self._optimizer, "grad_scale"), _on(self._optimizer, "found_inf")),
-        )
+            self._held.append(hold(self._optimizer, path, parameter, rule, part, has_closure=has_closure))
 
     def _parameters(self, *, has_closure: bool) -> Iterator[tuple[str, Tensor, Rule]]:
         """Those that this step will move and that can be replayed."""
@@ -207,7 +162,7 @@ class OptimizerReplayTap:
                 expected = has_closure or parameter.grad is not None
                 if not self._selects(path) or not parameter.numel() or not expected:
                     continue
-                if reason := _obstacle(parameter):
+                if reason := obstacle(parameter):
                     self._not_replayed(f"not replayed: {reason}", path)
                 else:
                     yield path, parameter, rule
@@ -222,13 +177,13 @@ class OptimizerReplayTap:
                 sizes[place] = size
         return sizes
 
-    def _replay(self, held: _Held) -> Tensor:
-        before, units = self._before(held), _units(held)
+    def _replay(self, held: HeldRange) -> Tensor:
+        before = held.before()
         if before is None:
             return torch.zeros((), dtype=torch.float64, device=held.old.device)
-        update = held.rule.replay(before, units)
-        taken = self._taken(held)
-        value = _unless_infinite(update.value, held)
+        update = held.rule.replay(before, held.units)
+        taken = held.taken()
+        value = held.unless_overflowed(update.value)
         residual = _in_roundings(taken - value, update.rounding)
         for stage, tensor in (
             ("replayed", value), ("taken", taken), ("rounding", update.rounding), ("residual", residual)
@@ -236,7 +191,7 @@ class OptimizerReplayTap:
             self._emit(held, tensor, stage)
         return residual.abs().amax()
 
-    def _try_variants(self, held: _Held, helpful: set[str], *, everything: bool) -> None:
+    def _try_variants(self, held: HeldRange, helpful: set[str], *, everything: bool) -> None:
         """Record the mistakes that explain a residual. Synchronises: the training has something wrong.
 
         Args:
@@ -244,36 +199,21 @@ class OptimizerReplayTap:
             helpful: Names of the mistakes that have explained another one; extended.
             everything: Try all mistakes that are known, not only these.
         """
-        before, units = self._before(held), _units(held)
+        before = held.before()
         if before is None:
             return
-        taken = self._taken(held)
-        plain = held.rule.replay(before, units)
+        taken = held.taken()
+        plain = held.rule.replay(before, held.units)
         limit = BETTER * float(_in_roundings(taken - plain.value, plain.rounding).square().mean().sqrt())
         for name, rule in variants(held.rule):
             if not everything and name not in helpful:
                 continue
-            residual = _in_roundings(taken - rule.replay(before, units).value, plain.rounding)
+            residual = _in_roundings(taken - rule.replay(before, held.units).value, plain.rounding)
             if float(residual.square().mean().sqrt()) < limit:
                 self._emit(held, residual, f"variant[{name}]")
                 helpful.add(name)
 
-    def _before(self, held: _Held) -> Before | None:
-        gradient = held.gradient
-        if gradient is None:
-            if held.parameter.grad is None or _obstacle(held.parameter):
-                return None  # the closure gave it none
-            gradient = _part(held.parameter.grad, held.shard)
-        gradient = gradient.to(torch.float64)
-        if held.scale[0] is not None:
-            gradient = gradient / held.scale[0]
-        state = {name: moment.to(torch.float64) for name, moment in held.state.items()}
-        return Before(parameter=held.old.to(torch.float64), gradient=gradient, state=state, step=held.step)
-
-    def _taken(self, held: _Held) -> Tensor:
-        return _part(held.parameter, held.shard).to(torch.float64) - held.old.to(torch.float64)
-
-    def _emit(self, held: _Held, tensor: Tensor, stage: str) -> None:
+    def _emit(self, held: HeldRange, tensor: Tensor, stage: str) -> None:
         self._sink.emit(
             tensor.reshape(held.shard.shape), phase="update", path=held.path, slot=self._rule, stage=stage,
             optimizer=self._name, shard=held.shard,
@@ -303,50 +243,6 @@ class _Compiled:
         """Nothing was copied."""
 
 
-def _obstacle(parameter: Tensor) -> str:
-    """Why a parameter cannot be replayed; empty if it can."""
-    if type(parameter.data) is not Tensor:
-        return f"the parameter is a {type(parameter.data).__name__}"
-    if not parameter.is_floating_point():
-        return f"the parameter is {str(parameter.dtype).removeprefix('torch.')}"
-    if parameter.device.type in ("mps", "meta"):
-        return f"there is no float64 on {parameter.device.type}"
-    if parameter.grad is not None and parameter.grad.layout != torch.strided:
-        return f"the gradient is {str(parameter.grad.layout).removeprefix('torch.')}"
-    return ""
-
-
-def _copy(tensor: Tensor, part: slice) -> Tensor:
-    return tensor.detach().reshape(-1)[part].clone()
-
-
-def _part(tensor: Tensor, shard: Shard) -> Tensor:
-    """The elements of a shard as they are now, flat."""
-    return tensor.detach().reshape(-1)[shard.start : shard.start + shard.size]
-
-
-def _on(optimizer: Optimizer, name: str) -> Tensor | None:
-    """What a loss scaler leaves with an optimizer for the length of a step: a copy, float64."""
-    value = getattr(optimizer, name, None)
-    return value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else None
-
-
-def _unless_infinite(update: Tensor, held: _Held) -> Tensor:
-    """The update, or none where the optimizer was told that the gradients overflowed."""
-    overflowed = held.scale[1]
-    return update if overflowed is None else torch.where(overflowed.bool(), 0.0, update)
-
-
 def _in_roundings(residual: Tensor, rounding: Tensor) -> Tensor:
     """A residual in units of what rounding allows; NaN where it has no size, which is for others to judge."""
     return torch.where(residual.isfinite(), residual / rounding, torch.nan)
-
-
-def _units(held: _Held) -> Units:
-    tensors = [held.old, *held.state.values(), *([] if held.gradient is None else [held.gradient])]
-    infos = [torch.finfo(tensor.dtype) for tensor in tensors]
-    return Units(
-        storage=infos[0].eps / 2.0,
-        arithmetic=max(info.eps for info in infos) / 2.0,
-        tiny=max(info.tiny for info in infos),
-    )

@@ -1,0 +1,127 @@
+"""A range of a parameter's elements as a step finds it: what its update is replayed from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from traindiff.shard import Shard
+from traindiff.taps.update_formulas import Before, Rule, Units
+from traindiff.taps.update_rules import moments_of, step_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldRange:
+    """Copies, in their own dtypes, of what belongs to a range of a parameter's elements.
+
+    Attributes:
+        path: The parameter's path.
+        parameter: The parameter itself.
+        shard: Which of its elements.
+        rule: What the optimizer says that it does.
+        old: The elements.
+        gradient: Their gradient; None where a closure has yet to compute it.
+        state: Moments of these elements.
+        step: The optimizer's count of steps.
+        scale: What the gradient is yet to be divided by, where the optimizer sees to that itself (a fused one,
+            under a loss scaler).
+        overflowed: Whether it was told that the gradients overflowed, so that it leaves the step out.
+    """
+
+    path: str
+    parameter: Tensor
+    shard: Shard
+    rule: Rule
+    old: Tensor
+    gradient: Tensor | None
+    state: dict[str, Tensor]
+    step: Tensor
+    scale: Tensor | None
+    overflowed: Tensor | None
+
+    @property
+    def units(self) -> Units:
+        """What its numbers are rounded to."""
+        tensors = [self.old, *self.state.values(), *([] if self.gradient is None else [self.gradient])]
+        infos = [torch.finfo(tensor.dtype) for tensor in tensors]
+        return Units(
+            storage=infos[0].eps / 2.0,
+            arithmetic=max(info.eps for info in infos) / 2.0,
+            tiny=max(info.tiny for info in infos),
+        )
+
+    def before(self) -> Before | None:
+        """What the step has found, float64; None where a closure gave no gradient to replay.
+
+        Where it was to be computed by a closure, the gradient is the one that is there now.
+        """
+        gradient = self.gradient
+        if gradient is None:
+            if self.parameter.grad is None or obstacle(self.parameter):
+                return None
+            gradient = _part(self.parameter.grad, self.shard)
+        gradient = gradient.to(torch.float64)
+        if self.scale is not None:
+            gradient = gradient / self.scale
+        state = {name: moment.to(torch.float64) for name, moment in self.state.items()}
+        return Before(parameter=self.old.to(torch.float64), gradient=gradient, state=state, step=self.step)
+
+    def taken(self) -> Tensor:
+        """The elements as they are now minus what they were, float64, flat."""
+        return _part(self.parameter, self.shard).to(torch.float64) - self.old.to(torch.float64)
+
+    def unless_overflowed(self, update: Tensor) -> Tensor:
+        """The update, or none where the step is left out."""
+        return update if self.overflowed is None else torch.where(self.overflowed.bool(), 0.0, update)
+
+
+def hold(
+    optimizer: Optimizer, path: str, parameter: Tensor, rule: Rule, part: slice, *, has_closure: bool
+) -> HeldRange:
+    """Copy a range of a parameter, counted in row-major order, and what belongs to it."""
+    state = optimizer.state.get(parameter, {})
+    shape = tuple(parameter.shape)
+    flat = Shard(shape=(part.stop - part.start,), global_shape=shape, offset=(part.start,))
+    return HeldRange(
+        path=path,
+        parameter=parameter,
+        shard=Shard.whole(shape) if flat.size == parameter.numel() else flat,
+        rule=rule,
+        old=_copy(parameter, part),
+        gradient=None if has_closure or parameter.grad is None else _copy(parameter.grad, part),
+        state={name: _copy(moment, part) for name, moment in moments_of(optimizer, state).items()},
+        step=step_of(state),
+        scale=_left_with(optimizer, "grad_scale"),
+        overflowed=_left_with(optimizer, "found_inf"),
+    )
+
+
+def obstacle(parameter: Tensor) -> str:
+    """Why a parameter cannot be replayed; empty if it can."""
+    if type(parameter.data) is not Tensor:
+        return f"the parameter is a {type(parameter.data).__name__}"
+    if not parameter.is_floating_point():
+        return f"the parameter is {str(parameter.dtype).removeprefix('torch.')}"
+    if parameter.device.type in ("mps", "meta"):
+        return f"there is no float64 on {parameter.device.type}"
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        return f"the gradient is {str(parameter.grad.layout).removeprefix('torch.')}"
+    return ""
+
+
+def _copy(tensor: Tensor, part: slice) -> Tensor:
+    return tensor.detach().reshape(-1)[part].clone()
+
+
+def _part(tensor: Tensor, shard: Shard) -> Tensor:
+    """The elements of a shard as they are now, flat."""
+    return tensor.detach().reshape(-1)[shard.start : shard.start + shard.size]
+
+
+def _left_with(optimizer: Optimizer, name: str) -> Tensor | None:
+    """What a loss scaler leaves with an optimizer for the length of a step: a copy, float64."""
+    value = getattr(optimizer, name, None)
+    return value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else None
