@@ -145,6 +145,8 @@ class _Late:
     def __call__(self, now: Moment) -> None:
         parameter = now.model.get_parameter(self._path)
         fresh = parameter.grad.clone()
+        if now.step == 0:
+            self._held = None  # the same recipe, run again
         if self._held is not None:
             parameter.grad = self._held
         self._held = fresh

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,8 +70,8 @@ class Recipe:
     def but(self, **changes: Any) -> Recipe:
         return replace(self, **changes)
 
-    def run(self, path: Path, **settings: Any) -> Path:
-        """Train, and record into `path`."""
+    def __call__(self) -> traindiff.Training:
+        """The training, as `traindiff.verify` wants it."""
         torch.manual_seed(self.seed)
         model = self.build()
         if self.precision == "bfloat16":
@@ -80,15 +80,25 @@ class Recipe:
             model.double()
         self.prepare(model)
         optimizer = self.optimizer(model)
-        data = torch.Generator().manual_seed(7)
-        with traindiff.record(path, model, optimizer, **settings):
-            for step in range(self.steps):
-                inputs, labels = self.batch(data)
-                if inputs.is_floating_point():
-                    inputs = inputs.to(next(model.parameters()).dtype)
-                now = Moment(step=step, model=model, optimizer=optimizer, inputs=inputs, labels=labels)
-                self._step(now)
+        return traindiff.Training(
+            model=model, optimizer=optimizer, batches=self._moments(model, optimizer), step=self._step
+        )
+
+    def run(self, path: Path, **settings: Any) -> Path:
+        """Train, and record into `path`."""
+        training = self()
+        with traindiff.record(path, training.model, training.optimizer, **settings):
+            for now in training.batches:
+                training.step(now)
         return path
+
+    def _moments(self, model: nn.Module, optimizer: Optimizer) -> Iterator[Moment]:
+        data = torch.Generator().manual_seed(7)
+        for step in range(self.steps):
+            inputs, labels = self.batch(data)
+            if inputs.is_floating_point():
+                inputs = inputs.to(next(model.parameters()).dtype)
+            yield Moment(step=step, model=model, optimizer=optimizer, inputs=inputs, labels=labels)
 
     def _step(self, now: Moment) -> None:
         if self.schedule:

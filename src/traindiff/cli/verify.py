@@ -65,7 +65,7 @@ def verify(
     """
     from traindiff.report.verification import print_verification
     from traindiff.sessions.recipe import load_recipe
-    from traindiff.sessions.verify import REPLICAS
+    from traindiff.sessions.runs import REPLICAS
     from traindiff.sessions.verify import verify as run
 
     trusted = load_recipe(recipe, asked_by="verify")

@@ -105,8 +105,8 @@ def verify(
     if step is not None:
         try:
             pinned.extend(
-                _pin_down(runs, recipe, candidate, step=step, precision=precision, rename=rename)
-                for precision in _precisions(baseline)
+                pin_down(runs, forced_step(runs, recipe, step=step, precision=precision), candidate, rename=rename)
+                for precision in precisions(baseline)
             )
         except ConfigError as error:
             note = f"Step {step} could not be run again with forced tensors: {error.problems[0].what}"

@@ -1,0 +1,98 @@
+"""Pin a fault down: run one step again with every tensor forced to the baseline's, so that each operation is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from traindiff.comparison import Pinned, compare
+from traindiff.recording import open_recording
+from traindiff.sessions.recipe import Recipe
+from traindiff.sessions.runs import REPLICAS, Runs
+
+_SHORTER = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForcedStep:
+    """One step of the trusted training: its tensors, and what its operations make of rounding in them.
+
+    Attributes:
+        step: The step.
+        precision: Dtype in which everything is computed; None for the training's own.
+        baseline: Recording with all tensors, of this step and the one before.
+        noise: Recordings of replicas that were forced to these tensors.
+    """
+
+    step: int
+    precision: torch.dtype | None
+    baseline: str
+    noise: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """How it is computed, e.g. `native` or `float32`."""
+        return "native" if self.precision is None else str(self.precision).removeprefix("torch.")
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Of each run. The step before comes along: it ends with the state that this one begins with."""
+        steps = f"{max(0, self.step - 1)}-{self.step}"
+        return {"num_steps": self.step + 1, "precision": self.precision, "steps": steps}
+
+
+def precisions(baseline: str) -> Iterator[torch.dtype | None]:
+    """How a step is to be computed again: natively, and in float32 where the training computes in something shorter."""
+    yield None
+    recording = open_recording(baseline)
+    step = next(recording.steps(recording.ranks[0]), None)
+    if step is not None and any(seen.dtype in _SHORTER for seen in step.observations):
+        yield torch.float32
+
+
+def forced_step(runs: Runs, recipe: Recipe, *, step: int, precision: torch.dtype | None) -> ForcedStep:
+    """Record what candidates are to be forced to in a step.
+
+    Args:
+        runs: Where, and how.
+        recipe: Prepares the trusted training.
+        step: The step.
+        precision: Compute everything in this dtype; None for the training's own.
+
+    Raises:
+        ConfigError: The recipe cannot be used.
+    """
+    plain = ForcedStep(step=step, precision=precision, baseline="", noise=())
+    directory = f"pinned-step-{step}-{plain.name}"
+    baseline = runs.run(recipe, f"{directory}/baseline", detail="tensors", **plain.settings)
+    replicas = REPLICAS if precision is None else [one for one in REPLICAS if one.startswith("ulp")]
+    noise = [
+        runs.run(recipe, f"{directory}/{one.replace(':', '-')}", replica=one, forced_by=baseline, **plain.settings)
+        for one in replicas
+    ]
+    return ForcedStep(step=step, precision=precision, baseline=baseline, noise=tuple(noise))
+
+
+def pin_down(
+    runs: Runs, given: ForcedStep, candidate: Recipe, *, rename: Mapping[str, str] | Sequence[str] | None = None
+) -> Pinned:
+    """Run the step of the candidate, with each tensor overwritten by the baseline's after it was observed.
+
+    Errors then neither accumulate nor cancel: what is found is wrong by itself.
+
+    Args:
+        runs: Where, and how.
+        given: What it is forced to.
+        candidate: Prepares the training in question.
+        rename: See `traindiff.compare`.
+
+    Raises:
+        ConfigError: The recipe cannot be used.
+    """
+    name = f"pinned-step-{given.step}-{given.name}/candidate"
+    found = runs.run(candidate, name, forced_by=given.baseline, **given.settings)
+    comparison = compare(given.baseline, found, noise=given.noise, rename=rename, steps=str(given.step))
+    return Pinned(step=given.step, precision=given.name, comparison=comparison)
