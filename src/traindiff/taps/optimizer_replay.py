@@ -106,6 +106,10 @@ class OptimizerReplayTap:
         if not self._rule:
             self._not_replayed(f"not replayed: no formula is known for {type(self._optimizer).__name__}")
             return
+        # Reading a result would break the capture.
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._not_replayed("not replayed: the step is captured in a CUDA graph")
+            return
         self._replayed += 1
         self._latest = self._step
         try:
