@@ -35,12 +35,13 @@ def test_further_findings_are_listed(tmp_path: Path) -> None:
 
     lines = printed(compare(record(tmp_path / "b"), record(tmp_path / "c", wrong)))
 
-    assert lines[:9] == [
+    assert lines[:10] == [
         "diverged (uncalibrated): the numbers part, over 3 steps (0 to 2)",
         "",
         "First divergence: step 1, micro-step 0, forward, fc output[0]",
         "  The candidate's is 2 x the baseline's.",
         "  relative L2 difference 1 = 5.24e+05 x its floor of 1.91e-06",
+        "  Everything before it agrees, up to (root) input[0].",
         "",
         "Further findings: 2",
         "step  phase    site            what",

@@ -21,6 +21,7 @@ from traindiff.comparison.recomputation import recomputation_findings, without_r
 from traindiff.comparison.sentences import representation_note
 from traindiff.comparison.side import Side, SideStep, in_order, join
 from traindiff.comparison.step_table import Entry, Key
+from traindiff.comparison.surroundings import Surroundings, surroundings, with_surroundings
 from traindiff.comparison.verdict import Comparison, Finding, Word
 from traindiff.errors import ConfigError, Problem
 from traindiff.recording import Recording, open_recording
@@ -101,6 +102,7 @@ class _Comparing:
         self._replicas = Replicas([by_path[path] for path in self._calibration.names])
         self._forced = bool(runs[1].run.get("forced_by"))
         self._judge = Judge(tolerance, self._calibration, forced=self._forced)
+        self._surroundings: Surroundings | None = None
         self._compared: list[int] = []
         self._uncovered: list[int] = []
         self._alone: tuple[list[int], list[int]] = ([], [])
@@ -120,6 +122,8 @@ class _Comparing:
                     self._alone[side].append(alone.step)
         notes, incomplete = self._limits()
         findings, representation = self._judge.findings, ()
+        if findings and self._surroundings:
+            findings = (with_surroundings(findings[0], self._surroundings), *findings[1:])
         if not self._forced and self._judge.only_representation_differs:
             findings, representation = (), findings
             notes.insert(0, representation_note(representation))
@@ -156,6 +160,7 @@ class _Comparing:
         findings = [replace(one, order=place(one.order)) if _is_of_candidate(one) else one for one in findings]
         findings += check_random_state(tables[0], tables[1], step=left.step)
         findings += self._hyper_parameters(tables, left.step)
+        agreed = not self._judge.findings
         self._judge.judge(
             StepInput(
                 step=left.step,
@@ -169,6 +174,8 @@ class _Comparing:
                 noise=self._noise(left, sides[0]),
             )
         )
+        if agreed and self._judge.findings:
+            self._surroundings = surroundings(self._judge.findings[0], pairs, aligned)
 
     def _noise(self, step: RunStep, side: SideStep) -> StepNoise | None:
         if not self._calibration.names:

@@ -28,7 +28,7 @@ def text(comparison: Comparison) -> str:
     lines = [verdict(comparison)]
     if (first := comparison.first_divergence) is not None:
         lines += ["", f"First divergence: {place(first)}", f"  {first.says}"]
-        lines += [f"  {size}" for size in [size_text(first)] if size]
+        lines += [f"  {line}" for line in (size_text(first), before_text(first)) if line]
         lines += [f"  {also}" for also in [also_at(comparison)] if also]
         if further := len(grouped(comparison.findings)) - 1:
             lines.append(f"  ({further} further finding{'s' if further > 1 else ''}.)")
@@ -81,6 +81,12 @@ def representation_note(found: Sequence[Finding]) -> str:
         f"The representation differs, not the computation: {place(first)}{more}, while no loss, gradient or update "
         f"does. {first.says}"
     )
+
+
+def before_text(finding: Finding) -> str:
+    """How far inputs agree; empty where the order of execution does not tell."""
+    after = finding.evidence.get("after")
+    return f"Everything before it agrees, up to {after}." if after else ""
 
 
 def limits(comparison: Comparison) -> list[str]:

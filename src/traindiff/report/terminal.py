@@ -51,6 +51,8 @@ def print_verdict(console: Console, comparison: Comparison) -> None:
     console.print(Text(f"  {first.says}"), soft_wrap=True)
     if size := sentences.size_text(first):
         console.print(Text(f"  {size}", style="dim"), soft_wrap=True)
+    if before := sentences.before_text(first):
+        console.print(Text(f"  {before}", style="dim"), soft_wrap=True)
     if also := sentences.also_at(comparison):
         console.print(Text(f"  {also}"), soft_wrap=True)
 
