@@ -1,4 +1,4 @@
-"""`traindiff doctor`: what it checks, what it finds, and what it says of subjects that cannot be used."""
+"""`traindiff doctor`: what it checks, what it finds, and what it says of recipes that cannot be used."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from typer.testing import CliRunner, Result
 
 import traindiff.cli.doctor  # noqa: F401  registers the command
 from traindiff.cli.app import app
-from traindiff.errors import ConfigError
 from traindiff.sessions.doctor.checks import Plan, run_checks
-from traindiff.sessions.doctor.subject import Subject, load, try_out
+from traindiff.sessions.doctor.subject import try_out
 from traindiff.sessions.doctor.timing import interleaved
 from traindiff.sessions.doctor.training import first_difference
+from traindiff.sessions.recipe import Recipe, Training
+from traindiff.sessions.recipe_loading import load_recipe
 
 SCRIPT = """
 import torch
@@ -29,20 +30,20 @@ def build():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step():
-        loss = model(torch.randn(3, 4)).square().mean()
+    def step(batch):
+        loss = model(batch).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    return model, optimizer, step
+    return model, optimizer, torch.randn(3, 5, 4), step
 
 def two():
     return nn.Linear(2, 2), 3
 
 def wrong():
-    return "model", 3, None
+    return "model", 3, None, None
 
 def raising():
     raise FileNotFoundError("no data here")
@@ -50,23 +51,27 @@ def raising():
 def exiting():
     raise SystemExit(3)
 
-model, optimizer, step = build()
+model, optimizer, batches, step = build()
 
 def again():
-    return model, optimizer, step
+    return model, optimizer, batches, step
 
 def broken():
-    model, optimizer, _ = build()
-    return model, optimizer, lambda: model(torch.randn(3, 5))
+    model, optimizer, _, step = build()
+    return model, optimizer, torch.randn(3, 5, 3), step
 
 def idle():
-    model, optimizer, _ = build()
-    return model, optimizer, lambda: model(torch.randn(3, 4)).sum().backward()
+    model, optimizer, batches, _ = build()
+    return model, optimizer, batches, lambda batch: model(batch).sum().backward()
+
+def empty():
+    model, optimizer, _, step = build()
+    return model, optimizer, [], step
 
 def scaled():
-    model, optimizer, step = build()
-    skipped = iter(range(3))
-    return model, optimizer, lambda: None if next(skipped, None) is not None else step()
+    model, optimizer, batches, step = build()
+    skipped = iter(range(7))
+    return model, optimizer, batches, lambda batch: None if next(skipped, None) is not None else step(batch)
 """
 
 
@@ -86,22 +91,22 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def subject(model: nn.Module, disturb: Callable[[], None] = lambda: None) -> Subject:
+def training(model: nn.Module, disturb: Callable[[], None] = lambda: None) -> Training:
     optimizer = SGD(model.parameters(), lr=0.1)
 
-    def step() -> Tensor:
-        loss = model(torch.randn(3, 4)).square().mean()
+    def step(batch: Tensor) -> Tensor:
+        loss = model(batch).square().mean()
         disturb()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    return Subject(model=model, optimizer=optimizer, step=step)
+    return Training(model=model, optimizer=optimizer, batches=torch.randn(9, 3, 4), step=step)
 
 
-def checked(build: Callable[[], Subject], **options: Any) -> dict[str, tuple[str, str]]:
-    plan = Plan(build=build, rounds=0, **{"backend": None, **options})
+def checked(recipe: Recipe, **options: Any) -> dict[str, tuple[str, str]]:
+    plan = Plan(recipe=recipe, rounds=0, **{"backend": None, **options})
     return {check.name: (check.result, check.says) for check in run_checks(plan)}
 
 
@@ -141,6 +146,8 @@ def test_a_model_of_the_user_is_checked(script: str) -> None:
     [
         ("{folder}/missing.py:build", "missing.py does not exist."),
         ("{folder}/train.py", "does not name a function in a file."),
+        ("{folder}:build", "is no Python file."),
+        ("no_such_module:build", "raised ModuleNotFoundError: No module named 'no_such_module'"),
         ("{folder}/train.py:biuld", 'Did you mean "build"?'),
         ("{folder}/train.py:two", "returned a tuple of 2."),
         ("{folder}/train.py:wrong", "model\n    is a str, not a torch.nn.Module."),
@@ -152,7 +159,7 @@ def test_a_model_of_the_user_is_checked(script: str) -> None:
         ("{folder}/exits.py:build", "raised SystemExit: no arguments"),
     ],
 )
-def test_a_subject_that_cannot_be_used_is_an_error_that_says_why(named: str, says: str, script: str) -> None:
+def test_a_recipe_that_cannot_be_used_is_an_error_that_says_why(named: str, says: str, script: str) -> None:
     folder = Path(script).parent
     (folder / "broken.py").write_text("def build(:")
     (folder / "exits.py").write_text("raise SystemExit('no arguments')")
@@ -161,8 +168,6 @@ def test_a_subject_that_cannot_be_used_is_an_error_that_says_why(named: str, say
 
     assert result.exit_code == 2
     assert says in result.stderr
-    with pytest.raises(ConfigError):
-        load(named.format(folder=folder))()
 
 
 @pytest.mark.parametrize(
@@ -170,7 +175,8 @@ def test_a_subject_that_cannot_be_used_is_an_error_that_says_why(named: str, say
     [
         ("again", "returns the same model again."),
         ("broken", "step\n    calling it raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
-        ("idle", "step\n    does not call step() of the returned optimizer."),
+        ("empty", "Give at least one batch"),
+        ("idle", "step\n    does not call step() of an optimizer."),
     ],
 )
 def test_a_training_that_does_not_train_is_an_error_that_says_why(name: str, says: str, script: str) -> None:
@@ -181,9 +187,7 @@ def test_a_training_that_does_not_train_is_an_error_that_says_why(name: str, say
 
 
 def test_a_training_may_skip_its_first_steps(script: str) -> None:
-    build = load(f"{script}:scaled")
-
-    try_out(build, "train.py:scaled")
+    try_out(load_recipe(f"{script}:scaled", asked_by="doctor"))
 
 
 def test_an_unknown_backend_is_an_error_with_a_near_miss(script: str) -> None:
@@ -203,7 +207,7 @@ def test_a_recording_that_disturbs_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         emit(self, tensor, **about)
 
     monkeypatch.setattr(Recorder, "emit", disturbing)
-    found = checked(lambda: subject(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))))
+    found = checked(lambda: training(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))))
 
     result, says = found["same bits with and without a recording"]
     assert result == "fail"
@@ -220,7 +224,7 @@ def test_a_slot_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) ->
             emit(self, tensor, **about)
 
     monkeypatch.setattr(Recorder, "emit", forgetting)
-    found = checked(lambda: subject(nn.Sequential(nn.Linear(4, 2))))
+    found = checked(lambda: training(nn.Sequential(nn.Linear(4, 2))))
 
     assert found["every slot is written"] == ("fail", "not written: 0")
 
@@ -232,7 +236,7 @@ def test_a_recording_that_fails_is_a_failed_check_and_not_the_end(monkeypatch: p
         raise ZeroDivisionError("by zero")
 
     monkeypatch.setattr(Recorder, "emit", failing)
-    found = checked(lambda: subject(nn.Linear(4, 2)))
+    found = checked(lambda: training(nn.Linear(4, 2)))
 
     assert found["same bits with and without a recording"] == ("fail", "ZeroDivisionError: by zero")
     assert "every slot is written" in found
@@ -242,10 +246,10 @@ def test_a_recording_that_fails_is_a_failed_check_and_not_the_end(monkeypatch: p
 def test_a_training_that_differs_from_itself_is_not_held_against_the_recording() -> None:
     numbers = iter(range(1000))
 
-    def build() -> Subject:
-        return subject(nn.Linear(4, 2), lambda: torch.manual_seed(next(numbers)) and None)
+    def recipe() -> Training:
+        return training(nn.Linear(4, 2), lambda: torch.manual_seed(next(numbers)) and None)
 
-    result, says = checked(build)["same bits with and without a recording"]
+    result, says = checked(recipe)["same bits with and without a recording"]
 
     assert result == "skip"
     assert says.startswith("two trainings without a recording differ")

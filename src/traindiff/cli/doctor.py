@@ -14,11 +14,12 @@ from traindiff.cli.app import app, messages, results, says_what_is_wrong
 @app.command()
 @says_what_is_wrong
 def doctor(
-    subject: Annotated[
+    recipe: Annotated[
         str,
         typer.Argument(
-            metavar="[SCRIPT.py:FUNCTION]",
-            help="Function that returns (model, optimizer, step); step() trains for a step. A small model if left out.",
+            metavar="[RECIPE]",
+            help="The training: FILE.py:FUNCTION or MODULE:FUNCTION that returns a traindiff.Training. A small model "
+            "if left out.",
         ),
     ] = "",
     steps: Annotated[int, typer.Option(min=1, help="Steps of each training whose bits are compared.")] = 3,
@@ -30,17 +31,18 @@ def doctor(
     """Check on this machine that recording changes nothing and misses nothing, and what it costs.
 
     The training is run with and without a recording, eagerly and compiled, and compared bit by bit. Exits
-    with 0 if no check failed, 1 if one did, and 2 if SCRIPT.py:FUNCTION cannot be used.
+    with 0 if no check failed, 1 if one did, and 2 if RECIPE cannot be used.
     """
     from traindiff.report.doctor import Diagnosis, print_diagnosis, to_json
     from traindiff.sessions.doctor.checks import Check, Plan, run_checks
-    from traindiff.sessions.doctor.subject import built_in, check_backend, load, try_out
+    from traindiff.sessions.doctor.subject import built_in, check_backend, try_out
     from traindiff.sessions.environment import describe
+    from traindiff.sessions.recipe_loading import load_recipe
 
-    build = load(subject) if subject else built_in
-    try_out(build, subject or "the built-in model")
+    training = load_recipe(recipe, asked_by="doctor") if recipe else built_in
+    try_out(training)
     check_backend(backend)
-    plan = Plan(build=build, steps=steps, rounds=rounds, backend=backend if compiled else None)
+    plan = Plan(recipe=training, steps=steps, rounds=rounds, backend=backend if compiled else None)
     checks: list[Check] = []
     with messages.status("checking") as status:
         for check in run_checks(plan):
@@ -48,7 +50,7 @@ def doctor(
             status.update(f"checking, after: {check.name}")
     about = describe()
     diagnosis = Diagnosis(
-        subject=subject or "the built-in model",
+        subject=recipe or "the built-in model",
         checks=tuple(checks),
         versions=about["versions"],
         environment=about["environment"],

@@ -64,7 +64,7 @@ def verify(
     names each operation that is wrong by itself. Exits like traindiff compare.
     """
     from traindiff.report.verification import print_verification
-    from traindiff.sessions.recipe import load_recipe
+    from traindiff.sessions.recipe_loading import load_recipe
     from traindiff.sessions.runs import REPLICAS
     from traindiff.sessions.verify import verify as run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,15 @@ from traindiff.replicas.precision import PrecisionReplica
 from traindiff.replicas.random_rounding import is_rounded, randomly_rounded, rounding_key
 from traindiff.replicas.replica import Replica
 from traindiff.sessions.forced import ForcedValues
-from traindiff.sessions.recipe import Recipe, Training, logged, prepared, undisturbed_random_state
+from traindiff.sessions.recipe import (
+    Recipe,
+    Training,
+    failures_explained,
+    logged,
+    name_of,
+    prepared,
+    undisturbed_random_state,
+)
 from traindiff.sessions.recorder import Recorder
 from traindiff.sessions.targets import Targets, find_targets
 from traindiff.settings import RecordSettings, record_settings
@@ -27,6 +35,8 @@ STANDARD_SETTINGS: dict[str, Any] = {
     "batch_axis": None, "evaluation": False, "strict": False, "replica": None,
 }  # fmt: skip
 """What `traindiff.record` does by default."""
+
+_NO_MORE = object()
 
 
 def run_recipe(
@@ -61,8 +71,9 @@ def run_recipe(
         The path.
 
     Raises:
-        ConfigError: The recipe cannot be used, a setting is wrong, or there are no batches.
+        ConfigError: The recipe cannot be used or fails, a setting is wrong, or there are no batches.
     """
+    where = f"recipe {name_of(recipe)}"
     with undisturbed_random_state():
         training = prepared(recipe, seed=seed, asked_by=asked_by)
         checked = record_settings(**{**STANDARD_SETTINGS, **training.record, **settings})
@@ -72,22 +83,38 @@ def run_recipe(
         with Recorder(
             os.fspath(path), targets, checked, overwrite=overwrite, replica=replica, forced=forced
         ) as recorder:
-            trained = _train(training, recorder, num_steps, on_step)
+            trained = _train(training, recorder, num_steps, on_step, where=where, asked_by=asked_by)
     if not trained:
-        problem = Problem(where="batches", what="are none.", fix="Give at least one batch.")
+        problem = Problem(where=f"{where}, batches", what="are none.", fix="Give at least one batch.")
         raise ConfigError(asked_by, [problem])
     return os.fspath(path)
 
 
-def _train(training: Training, recorder: Recorder, num_steps: int, on_step: Callable[[int], None] | None) -> int:
-    trained = 0
-    for number, batch in enumerate(islice(training.batches, num_steps)):
-        for name, value in logged(training.step(batch)):
+def _train(
+    training: Training,
+    recorder: Recorder,
+    num_steps: int,
+    on_step: Callable[[int], None] | None,
+    *,
+    where: str,
+    asked_by: str,
+) -> int:
+    """Train on so many batches, or on all that there are; gives back on how many."""
+    explained = partial(failures_explained, asked_by=asked_by)
+    with explained("iterating over them", where=f"{where}, batches"):
+        batches = iter(training.batches)
+    for number in range(num_steps):
+        with explained(f"asking for batch {number}", where=f"{where}, batches"):
+            batch = next(batches, _NO_MORE)
+        if batch is _NO_MORE:
+            return number
+        with explained(f"calling it with batch {number}", where=f"{where}, step"):
+            returned = training.step(batch)
+        for name, value in logged(returned):
             recorder.log(name, value)
-        trained += 1
         if on_step:
             on_step(number)
-    return trained
+    return num_steps
 
 
 def _replica(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +13,9 @@ import torch
 
 from traindiff.kernels import cpu_kernel_in_use
 from traindiff.recording import open_recording
-from traindiff.sessions.doctor.subject import Build
 from traindiff.sessions.doctor.timing import interleaved
-from traindiff.sessions.doctor.training import explain, first_difference, prepare, returning_modules, train
-from traindiff.sessions.record import record
+from traindiff.sessions.doctor.training import explain, first_difference, prepare, recorded, returning_modules, train
+from traindiff.sessions.recipe import Recipe, Training
 from traindiff.site import canonical_paths
 
 Result = Literal["pass", "fail", "skip"]
@@ -45,13 +45,13 @@ class Plan:
     """What to check, and how long.
 
     Attributes:
-        build: Gives a fresh training.
+        recipe: Prepares the training.
         steps: Steps of each training whose bits are compared.
         rounds: Pairs of steps that are timed; 0 times nothing.
         backend: Of `torch.compile`; None checks nothing that is compiled.
     """
 
-    build: Build
+    recipe: Recipe
     steps: int = 3
     rounds: int = 9
     backend: str | None = "aot_eager"
@@ -91,8 +91,8 @@ def _equality(plan: Plan, path: Path, *, backend: str | None) -> Iterator[Check]
     name = f"same bits with and without a recording{kind}"
 
     def check() -> Check:
-        plain, again = (train(plan.build, steps=plan.steps, backend=backend, path=None) for _ in range(2))
-        recorded = train(plan.build, steps=plan.steps, backend=backend, path=path)
+        plain, again = (train(plan.recipe, steps=plan.steps, backend=backend, path=None) for _ in range(2))
+        recorded = train(plan.recipe, steps=plan.steps, backend=backend, path=path)
         if (by_itself := first_difference(again, plain)) is not None:
             says = f"two trainings without a recording differ, first in {by_itself}, so this cannot be told"
             return Check(name=name, result="skip", says=says)
@@ -109,7 +109,7 @@ def _slots(plan: Plan, path: Path) -> Check:
     if not _is_recorded(path):
         return _nothing_to_look_at(name)
     found = _written(path)
-    paths = {canonical for _, canonical in canonical_paths(returning_modules(plan.build)).items()}
+    paths = {canonical for _, canonical in canonical_paths(returning_modules(plan.recipe)).items()}
     modules = {slot[2] for slot in found if slot[0] == "forward"}
     content = open_recording(str(path)).rank_content(0)
     trained = {path for path, one in content["parameters"].items() if one["requires_grad"]}
@@ -166,15 +166,16 @@ def _written(path: Path) -> dict[Slot, str]:
 def _overhead(plan: Plan, path: Path) -> Check:
     if plan.rounds < 2:
         return Check(name="overhead", result="skip", says="not asked for (--rounds)")
-    plain, watched = (prepare(plan.build, backend=None) for _ in range(2))
+    plain, watched = (prepare(plan.recipe, backend=None) for _ in range(2))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other use CPU time, too
     try:
-        with record(path, watched.model, watched.optimizer, strict=True):
+        step_plain, step_watched = _stepping(plain), _stepping(watched)
+        with recorded(watched, path):
             for _ in range(2):
-                plain.step()
-                watched.step()
-            ratio = interleaved(plain.step, watched.step, rounds=plan.rounds)
+                step_plain()
+                step_watched()
+            ratio = interleaved(step_plain, step_watched, rounds=plan.rounds)
     finally:
         torch.set_num_threads(threads)
     says = (
@@ -186,3 +187,13 @@ def _overhead(plan: Plan, path: Path) -> Check:
         "step_seconds": ratio.baseline_seconds,
     }  # fmt: skip
     return Check(name="overhead", result="pass", says=says, evidence=evidence)
+
+
+def _stepping(training: Training) -> Callable[[], None]:
+    """What trains on the next batch, and after the last one on the first again."""
+    batches = cycle(training.batches)
+
+    def step() -> None:
+        training.step(next(batches))
+
+    return step

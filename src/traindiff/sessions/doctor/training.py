@@ -1,56 +1,62 @@
-"""Run a subject for a few steps and keep every number of it."""
+"""Run a recipe for a few steps and keep every number of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from traindiff.errors import TraindiffError
-from traindiff.sessions.doctor.subject import Build, Subject
+from traindiff.sessions.doctor.subject import SEED
+from traindiff.sessions.recipe import Recipe, Training, prepared
 from traindiff.sessions.record import record
+from traindiff.sessions.recorder import Recorder
 from traindiff.taps.nested import tensors
 
 Outcome = dict[str, Tensor]
 """Every number that a training computed, by name."""
 
-SEED = 20_110
 
-
-def prepare(build: Build, *, backend: str | None) -> Subject:
-    """A fresh subject: random numbers from the start, compiled with `backend` unless that is None."""
-    torch.manual_seed(SEED)
-    subject = build()
+def prepare(recipe: Recipe, *, backend: str | None) -> Training:
+    """A fresh training: random numbers from the start, compiled with `backend` unless that is None."""
+    training = prepared(recipe, seed=SEED, asked_by="doctor")
     if backend is not None:
-        subject.model.compile(backend=backend)
-    return subject
+        training.model.compile(backend=backend)
+    return training
 
 
-def train(build: Build, *, steps: int, backend: str | None, path: Path | None) -> Outcome:
+def train(recipe: Recipe, *, steps: int, backend: str | None, path: Path | None) -> Outcome:
     """Losses, gradients, parameters, buffers and random state of a training, recorded if `path` is given."""
     if backend is not None:
         torch.compiler.reset()
-    subject = prepare(build, backend=backend)
+    training = prepare(recipe, backend=backend)
     outcome: Outcome = {}
     with ExitStack() as stack:
         if path is not None:
-            stack.enter_context(record(path, subject.model, subject.optimizer, strict=True))
-        handle = subject.optimizer.register_step_pre_hook(
+            stack.enter_context(recorded(training, path))
+        handle = register_optimizer_step_pre_hook(
             lambda optimizer, *_: outcome.update(_gradients(optimizer, len(outcome)))
         )
         stack.callback(handle.remove)
-        for step in range(steps):
-            returned = subject.step()
+        for step, batch in enumerate(islice(cycle(training.batches), steps)):
+            returned = training.step(batch)
             found = tensors(returned, "loss")
             outcome |= {f"step {step} {slot}": tensor.detach().clone() for slot, tensor in found}
-            outcome |= {f"step {step} parameter {name}": tensor for name, tensor in _state(subject)}
+            outcome |= {f"step {step} parameter {name}": tensor for name, tensor in _state(training)}
     outcome["random state"] = torch.get_rng_state()
     return outcome
+
+
+def recorded(training: Training, path: Path) -> Recorder:
+    """A recording of the training, which raises whatever goes wrong in it."""
+    return record(path, training.model, training.optimizer, **{**training.record, "strict": True})
 
 
 def _gradients(optimizer: Optimizer, number: int) -> Iterator[tuple[str, Tensor]]:
@@ -60,24 +66,24 @@ def _gradients(optimizer: Optimizer, number: int) -> Iterator[tuple[str, Tensor]
             yield f"gradient {number} of parameter {position}", parameter.grad.detach().clone()
 
 
-def _state(subject: Subject) -> Iterator[tuple[str, Tensor]]:
-    state: dict[str, Any] = subject.model.state_dict()
+def _state(training: Training) -> Iterator[tuple[str, Tensor]]:
+    state: dict[str, Any] = training.model.state_dict()
     yield from ((name, value.detach().clone()) for name, value in state.items() if isinstance(value, Tensor))
 
 
-def returning_modules(build: Build) -> set[str]:
+def returning_modules(recipe: Recipe) -> set[str]:
     """Names of the modules that return tensors in one step, found out with hooks of its own."""
-    subject = prepare(build, backend=None)
+    training = prepare(recipe, backend=None)
     found: set[str] = set()
     with ExitStack() as stack:
-        for name, module in subject.model.named_modules():
+        for name, module in training.model.named_modules():
 
             def note(_: object, __: object, output: object, name: str = name) -> None:
                 if any(True for _ in tensors(output, "output")):
                     found.add(name)
 
             stack.callback(module.register_forward_hook(note).remove)
-        subject.step()
+        training.step(next(iter(training.batches)))
     return found
 
 

@@ -1,0 +1,94 @@
+"""Find a recipe that the command line names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+from traindiff.errors import ConfigError, Problem
+from traindiff.sessions.recipe import Recipe, failures_explained
+
+
+def load_recipe(named: str, *, asked_by: str) -> Recipe:
+    """The recipe that `named` names, e.g. `train.py:recipe` or `package.module:recipe`.
+
+    Args:
+        named: A Python file or an importable module, a colon, and the name of a function in it.
+        asked_by: The command, for messages.
+
+    Raises:
+        ConfigError: There is no such file, module or function, or running the file fails.
+    """
+    source, colon, name = named.rpartition(":")
+    if not colon or not source or not name:
+        problem = Problem(where=named, what="does not name a function in a file.", fix="Write e.g. train.py:recipe.")
+        raise ConfigError(asked_by, [problem])
+    _refuse_no_source(source, named, asked_by)
+    with failures_explained(f"running {source}", where=named, asked_by=asked_by):
+        module = _run(Path(source).resolve()) if source.endswith(".py") else _imported(source)
+    found = getattr(module, name, None)
+    if not callable(found):
+        functions = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+        problem = Problem.unknown_name(where=named, kind=f"a function of {source}", found=name, known=functions)
+        raise ConfigError(asked_by, [problem])
+    return found  # type: ignore[no-any-return]
+
+
+def _refuse_no_source(source: str, named: str, asked_by: str) -> None:
+    path = Path(source)
+    what = ""
+    if source.endswith(".py") and not path.is_file():
+        what = f"{source} does not exist."
+    elif not source.endswith(".py") and path.exists():
+        what = f"{source} is no Python file."
+    if what:
+        problem = Problem(where=named, what=what, fix="Give the path of a Python file, e.g. train.py:recipe.")
+        raise ConfigError(asked_by, [problem])
+
+
+def _imported(source: str) -> ModuleType:
+    """Import a module, also from the working directory, as `python -m` does."""
+    _first_on_path(Path.cwd())
+    return importlib.import_module(source)
+
+
+def _run(path: Path) -> ModuleType:
+    """Run a file as if it had been started: it may import its neighbours."""
+    _first_on_path(path.parent)
+    _forget_namesakes(path.parent)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _first_on_path(directory: Path) -> None:
+    entry = os.fspath(directory)
+    if entry in sys.path:
+        sys.path.remove(entry)
+    sys.path.insert(0, entry)
+
+
+def _forget_namesakes(directory: Path) -> None:
+    """Forget modules that another script brought along and that have the name of one in this directory.
+
+    `before/train.py` and `after/train.py` each import their own `model.py`. Without this the second
+    would get the first's, and the two would agree whatever was changed.
+    """
+    here = {entry.stem for entry in directory.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").is_file()}
+    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
+    kept = [directory, *installed, Path(__file__).resolve().parents[1]]
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.partition(".")[0] not in here or name == "__main__" or not file:
+            continue
+        if not any(Path(file).resolve().is_relative_to(one) for one in kept):
+            del sys.modules[name]
