@@ -29,7 +29,7 @@ class Surroundings:
 
 def surroundings(finding: Finding, pairs: Iterable[Pair], aligned: Aligned) -> Surroundings | None:
     """What comes before a finding in its step; None where its order says nothing of where data came from."""
-    if finding.phase not in FLOW or finding.phase == "batch":
+    if finding.phase not in FLOW or finding.phase == "batch" or finding.kind in ("missing", "extra"):
         return None
     before = [
         pair.baseline for pair in pairs if pair.baseline.key.phase in FLOW and pair.baseline.order < finding.order
