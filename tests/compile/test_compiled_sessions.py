@@ -27,6 +27,7 @@ from tests.compile.models import Net
 from tests.taps.reading import rows, unobserved
 from tests.taps.test_undisturbed import assert_bitwise_equal
 from tests.taps.trainings import Outcome, batches, final_state
+from traindiff.site import PHASES
 from traindiff.taps import compiled
 from traindiff.taps.silent_modules import SCRIPTED
 
@@ -191,7 +192,7 @@ def test_a_compiled_optimizer_step_is_seen_as_an_eager_one(tmp_path: Path) -> No
         model = Net()
         optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
         update = torch.compile(optimizer.step, backend="aot_eager") if name == "compiled" else optimizer.step
-        with traindiff.record(tmp_path / name, model, optimizer, strict=True) as run:
+        with traindiff.record(tmp_path / name, model, optimizer, observe=PHASES, strict=True) as run:
             for number, batch in enumerate(batches()):
                 loss = model(batch).square().mean()
                 loss.backward()

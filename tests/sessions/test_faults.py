@@ -35,6 +35,7 @@ FAULTS: dict[str, tuple[str, list[Loses]]] = {
         "traindiff.taps.optimizer_step.OptimizerTap._parameters",
         [{"phase": "grad", "stage": ""}, {"phase": "optimizer"}, {"phase": "param", "stage": ""}],
     ),
+    "optimizer_replay": ("traindiff.taps.optimizer_replay.OptimizerReplayTap._replay", [{"phase": "update"}]),
     "loss": ("traindiff.taps.backward_calls._Listener._begin", [{"phase": "loss"}]),
     "parameter_gradients": ("traindiff.taps.parameter_gradients._contribution", [{"stage": "micro"}]),
 }
