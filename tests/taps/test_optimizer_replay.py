@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,31 @@ def test_what_has_no_room_takes_its_turn_and_is_said_until_then(every: int) -> N
     assert set.union(*covered) == {"a", "b", "c"}
     assert [{*one, *left} for one, left in zip(sink.emitted, sink.left_out, strict=True)] == [{"a", "b", "c"}] * 3
     assert sum(one.get("b", 0) for one in sink.emitted) >= RANGE
+
+
+def test_it_is_closer_to_the_step_than_the_tap_around_it(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = SGD([parameter], lr=1.0)
+    seen: list[float] = []
+
+    class Watching(Sink):
+        def emit(self, tensor: Tensor, *, stage: str, **_: Any) -> None:
+            if stage in ("replayed", "taken"):
+                seen.append(tensor.item())
+
+    def around() -> ExitStack:
+        optimizer.register_step_pre_hook(lambda *_: setattr(parameter, "grad", torch.full((1,), 3.0)))
+        optimizer.register_step_post_hook(lambda *_: setattr(parameter, "data", torch.full((1,), 7.0)))
+        return ExitStack()
+
+    tap = OptimizerReplayTap(
+        optimizer, name="o", paths=lambda: [["a"]], selects=lambda path: True, sink=Watching()
+    )  # fmt: skip
+    parameter.grad = torch.ones(1)
+    with tap.attach(around=around):
+        optimizer.step()
+
+    assert seen == [-3.0, -3.0]
 
 
 def test_a_large_parameter_is_replayed_range_by_range(tmp_path: Path) -> None:

@@ -140,14 +140,10 @@ class Attachment:
             sink=self._sink, on_end=self._end_step,
         )  # fmt: skip
         self._optimizers[name] = tap
-        with ExitStack() as undo:
-            if "replay" in self._observe:  # before the tap, which ends the step
-                replay = OptimizerReplayTap(
-                    optimizer, name=name, paths=tap.groups, selects=self._selects, sink=self._sink
-                )
-                undo.enter_context(replay.attach())
-            undo.enter_context(tap.attach())
-            return undo.pop_all()
+        if "replay" not in self._observe:
+            return tap.attach()
+        replay = OptimizerReplayTap(optimizer, name=name, paths=tap.groups, selects=self._selects, sink=self._sink)
+        return replay.attach(around=tap.attach)
 
     def _selects(self, path: str) -> bool:
         if path in self._named:

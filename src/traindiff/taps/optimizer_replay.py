@@ -88,13 +88,19 @@ class OptimizerReplayTap:
         self._held: list[HeldRange] = []
         self._said: set[tuple[str, str]] = set()
 
-    def attach(self) -> ExitStack:
-        """Follow the optimizer's calls. Close the result to remove the tap and let go of all copies."""
+    def attach(self, *, around: Callable[[], ExitStack] = ExitStack) -> ExitStack:
+        """Follow the optimizer's calls. Close the result to remove the tap and let go of all copies.
+
+        Args:
+            around: Attaches another tap of the optimizer. This one is closer to the step itself: what the
+                other writes to gradients before it is replayed, and what it writes after it is not.
+        """
         guarded = partial(self._sink.guarded, "optimizer_replay")
         with ExitStack() as undo:
             undo.callback(self._held.clear)
-            undo.callback(self._optimizer.register_step_pre_hook(guarded(self.before_step)).remove)
             undo.callback(self._optimizer.register_step_post_hook(guarded(self.after_step)).remove)
+            undo.enter_context(around())
+            undo.callback(self._optimizer.register_step_pre_hook(guarded(self.before_step)).remove)
             undo.enter_context(tap_compiled_optimizer(self._optimizer, _Compiled(guarded(self._say_compiled))))
             return undo.pop_all()
 
