@@ -156,6 +156,8 @@ class _Comparing:
                 self._other_dtypes.setdefault(dtypes, set()).add(pair.baseline.key)
         findings += recomputation_findings(tables[0], tables[1], step=left.step)
         findings += self._each.findings(tables, step=left.step)
+        if not self._forced:  # there it is no operation's result: it follows from gradients that were judged
+            pairs = [*pairs, *gradient_norms(pairs)]
         place = in_baseline_order(aligned.pairs)
         findings = [replace(one, order=place(one.order)) if _is_of_candidate(one) else one for one in findings]
         findings += check_random_state(tables[0], tables[1], step=left.step)
@@ -165,7 +167,7 @@ class _Comparing:
             StepInput(
                 step=left.step,
                 first=first,
-                pairs=tuple(sorted((*pairs, *gradient_norms(pairs)), key=lambda pair: pair.baseline.order)),
+                pairs=tuple(sorted(pairs, key=lambda pair: pair.baseline.order)),
                 found=tuple(findings),
                 contributions=_contributions(tables[1]),
                 parameters=_both(sides[0].before, sides[1].before),
@@ -208,7 +210,7 @@ class _Comparing:
         notes += [note for found, _ in parts for note in found]
         notes = [*self._calibration.notes(uncovered=self._uncovered), *notes]
         incomplete = any(missing for _, missing in parts) or any(self._presence.unaligned)
-        notes += self._each.shared.values()
+        notes += [*self._each.shared.values(), *self._each.unknown.values()]
         notes += [f"{one.path} {one.slot}: {one.why}." for one in self._presence.sides()[0] if one.why][:3]
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")

@@ -78,6 +78,7 @@ class Calibration:
         """What floors rest on, in the schema of `--json`; None without noise recordings."""
         if not (self.names or self.repeated):
             return None
+        own, where = self.own or (math.nan, "")
         constants = {phase: self.constants[phase] for phase in PHASES if phase in self.constants}
         return {
             "recordings": [
@@ -87,16 +88,14 @@ class Calibration:
             "identical": list(self.repeated),
             "constants": constants if len(self.names) > 1 else None,
             "safety": SAFETY,
-            "own": None if self.own is None else {"difference": self.own[0], "where": self.own[1]},
+            "own": None
+            if self.own is None
+            else {"difference": own if math.isfinite(own) else None, "where": where if own else ""},
         }
 
     def notes(self, *, uncovered: Sequence[int]) -> list[str]:
-        """What the verdict rests on, one sentence each, with the baseline's own noise first."""
+        """What the verdict rests on, one sentence each; reports begin with the baseline's own noise instead."""
         notes = []
-        if self.own is not None and self.own[0] > 0:
-            notes.append(f"Your baseline's own noise, run again, is {self.own[0]:.2g} at most (in {self.own[1]}).")
-        elif self.own is not None:
-            notes.append("Your baseline's own noise is 0: run again, it gives the same bits.")
         if self.names:
             made = ", ".join(replica or f"a repeated run ({path})" for path, replica in self._made())
             runs = "1 replica" if len(self.names) == 1 else f"{len(self.names)} replicas"

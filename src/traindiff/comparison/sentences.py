@@ -24,8 +24,9 @@ MEANINGS = {
 
 
 def text(comparison: Comparison) -> str:
-    """The verdict, the first divergence and what limits the verdict."""
-    lines = [verdict(comparison)]
+    """The baseline's own noise, the verdict, the first divergence and what limits the verdict."""
+    own = own_noise(comparison)
+    lines = [*([own, ""] if own else []), verdict(comparison)]
     if (first := comparison.first_divergence) is not None:
         lines += ["", f"First divergence: {place(first)}", f"  {first.says}"]
         lines += [f"  {line}" for line in (size_text(first), before_text(first)) if line]
@@ -43,6 +44,19 @@ def verdict(comparison: Comparison) -> str:
         return f"{word}: nothing could be compared"
     calibration = "" if comparison.calibrated or word == "identical" else " (uncalibrated)"
     return f"{word}{calibration}: {MEANINGS[word]}, over {steps(comparison.steps)}"
+
+
+def own_noise(comparison: Comparison) -> str:
+    """How far the baseline was from itself when it was run again; empty where it was not."""
+    own = (comparison.noise or {}).get("own")
+    if own is None:
+        return ""
+    size, where = own["difference"], own["where"]
+    if size == 0:
+        return "Your baseline's own noise is 0: run again, it gives the same bits."
+    if size is None:
+        return f"Your baseline's own noise is without bound: run again, whole numbers or NaN differ in {where}."
+    return f"Your baseline's own noise is {size:.2g} at most: run again, it differs by that in {where}."
 
 
 def place(finding: Finding) -> str:

@@ -21,16 +21,21 @@ class NotPerturbedError(TraindiffError):
     """A part of the training ran where it cannot be perturbed."""
 
 
+def compiled_parts(root: nn.Module) -> str:
+    """Names of the compiled modules of a model, a few of them; empty where there is none."""
+    compiled = [name or ROOT for name, module in root.named_modules() if is_compiled(module)]
+    return ", ".join(compiled[:3]) + (", ..." if len(compiled) > 3 else "")
+
+
 def refuse_compiled(setting: ReplicaSetting, root: nn.Module) -> None:
     """Refuse a model of which a part is compiled.
 
     Raises:
         ConfigError: Names the parts.
     """
-    compiled = [name or ROOT for name, module in root.named_modules() if is_compiled(module)]
-    if not compiled:
+    among = compiled_parts(root)
+    if not among:
         return
-    among = ", ".join(compiled[:3]) + (", ..." if len(compiled) > 3 else "")
     problem = Problem(
         where=f'record(replica="{setting}")',
         what=f"cannot perturb compiled code, and the model has some: {among}.",

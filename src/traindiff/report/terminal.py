@@ -23,13 +23,17 @@ _STYLES = {
 
 
 def print_comparison(console: Console, comparison: Comparison, *, top: int) -> None:
-    """Print the verdict, the first divergence, the largest differences and what limits the verdict.
+    """Print a comparison: the verdict, the first divergence, the largest differences, what limits the verdict.
+
+    The baseline's own noise comes first, where it was measured.
 
     Args:
         console: Where to print; decides about colours and width.
         comparison: What to print.
         top: Rows per table at most; 0 prints no tables.
     """
+    if own := sentences.own_noise(comparison):
+        console.print(Text(f"{own}\n"), soft_wrap=True)
     print_verdict(console, comparison)
     if top and (further := grouped(comparison.findings)[1:]):
         _print_findings(console, further, top=top)

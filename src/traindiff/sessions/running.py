@@ -12,6 +12,7 @@ import torch
 from traindiff.errors import ConfigError, Problem
 from traindiff.recording import open_recording
 from traindiff.replica_setting import ReplicaSetting
+from traindiff.replicas.compiled import compiled_parts
 from traindiff.replicas.making import make_replica
 from traindiff.replicas.precision import PrecisionReplica
 from traindiff.replicas.random_rounding import is_rounded, randomly_rounded, rounding_key
@@ -78,6 +79,8 @@ def run_recipe(
         training = prepared(recipe, seed=seed, asked_by=asked_by)
         checked = record_settings(**{**STANDARD_SETTINGS, **training.record, **settings})
         targets = find_targets(training.model, training.optimizer, select=checked.select)
+        if forced_by is not None or precision is not None:
+            _refuse_compiled(targets, where=where, asked_by=asked_by)
         forced = None if forced_by is None else _forced_values(forced_by, checked.replica)
         replica = _replica(targets, checked, precision=precision, forced=forced is not None)
         with Recorder(
@@ -88,6 +91,16 @@ def run_recipe(
         problem = Problem(where=f"{where}, batches", what="are none.", fix="Give at least one batch.")
         raise ConfigError(asked_by, [problem])
     return os.fspath(path)
+
+
+def _refuse_compiled(targets: Targets, *, where: str, asked_by: str) -> None:
+    if compiled := compiled_parts(targets.root):
+        problem = Problem(
+            where=f"{where}, model",
+            what=f"is compiled ({compiled}), and what compiled code computes cannot be replaced on the way.",
+            fix="Verify the same training without torch.compile.",
+        )
+        raise ConfigError(asked_by, [problem])
 
 
 def _train(

@@ -52,8 +52,8 @@ class Runs:
         if self.progress:
             self.progress(name, 0, num_steps)
         path = run_recipe(
-            recipe, self.directory / name, num_steps=num_steps, seed=self.seed, asked_by=self.asked_by, on_step=on_step,
-            overwrite=True, **{**self.record, **settings},
+            recipe, self.directory / name, num_steps=num_steps, seed=self.seed, on_step=on_step,
+            asked_by=f"{self.asked_by}, run {name}", overwrite=True, **{**self.record, **settings},
         )  # fmt: skip
         self.costs.append(RunCost(name=name, steps=done[0], seconds=time.perf_counter() - began))
         return path
