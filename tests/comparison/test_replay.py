@@ -247,5 +247,7 @@ def test_an_optimizer_that_was_not_replayed_leaves_the_verdict_as_it_is(tmp_path
         sites["update", "replayed", "optimizer", "Muon"] = Seen(values=values, about={"unobserved": "not replayed"})
 
     paths = write(tmp_path / "a"), write(tmp_path / "b", edit)
-    assert traindiff.compare(*paths).verdict == "identical"
+    comparison = traindiff.compare(*paths)
+    assert comparison.verdict == "identical"
+    assert "candidate: an optimizer is not replayed, so it is judged by the other run only." in comparison.notes
     assert findings(paths[1]) == []

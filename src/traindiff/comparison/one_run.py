@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from traindiff.comparison.alignment import Rename
 from traindiff.comparison.consistency import RunFacts, consistency_findings
-from traindiff.comparison.replay import replay_findings
+from traindiff.comparison.replay import not_replayed, replay_findings
 from traindiff.comparison.step_table import Entry, Key
 from traindiff.comparison.verdict import Finding
 from traindiff.recording import Recording
@@ -60,15 +60,22 @@ class BothRuns:
 
     Attributes:
         shared: What is wrong in both runs, so that it does not tell them apart: one sentence per kind.
+        unknown: Optimizers that were not replayed, in sentences, by run.
     """
 
     def __init__(self, facts: Sequence[RunFacts]) -> None:
         self._strict = [OneRun(one) for one in facts]
         self._lenient = [OneRun(one) for one in facts]
         self.shared: dict[str, str] = {}
+        self.unknown: dict[str, str] = {}
 
     def findings(self, tables: Sequence[Mapping[Key, Entry]], *, step: int) -> list[Finding]:
         """What is wrong with one run of the two and not with the other, labelled with which it is."""
+        for name, table in zip(RUNS, tables, strict=True):
+            for reason in not_replayed(table):
+                self.unknown.setdefault(
+                    name, f"{name}: an optimizer is {reason}, so it is judged by the other run only."
+                )
         strict = [run.findings(table, step=step) for run, table in zip(self._strict, tables, strict=True)]
         lenient = [
             {_what(one) for one in run.findings(table, step=step, strictness=LENIENT)}

@@ -146,6 +146,17 @@ def replayed(table: Mapping[Key, Entry]) -> Iterator[Replayed]:
         )  # fmt: skip
 
 
+def not_replayed(table: Mapping[Key, Entry]) -> list[str]:
+    """Why optimizers as a whole were not replayed, as the recording says it."""
+    parameters = {key.path for key in table if key.phase in ("grad", "param")}
+    reasons = {
+        entry.unobserved
+        for key, entry in table.items()
+        if key.phase == "update" and key.stage == "replayed" and entry.unobserved and key.path not in parameters
+    }
+    return sorted(reasons)
+
+
 def _beside(table: Mapping[Key, Entry], key: Key, stage: str) -> Entry | None:
     """Another stage of the same replay; ranks that agree on it have it once."""
     key = key._replace(stage=stage)
