@@ -63,6 +63,7 @@ def verify(
     rounding. Where the runs diverge, the step is run again with every tensor forced to the baseline's, which
     names each operation that is wrong by itself. Exits like traindiff compare.
     """
+    from traindiff.cli.progress import run_progress
     from traindiff.report.verification import print_verification
     from traindiff.sessions.recipe_loading import load_recipe
     from traindiff.sessions.runs import REPLICAS
@@ -70,20 +71,21 @@ def verify(
 
     trusted = load_recipe(recipe, asked_by="verify")
     questioned = load_recipe(candidate, asked_by="verify") if candidate else trusted
-    with messages.status("starting") as status:
+    replicas = REPLICAS if replica is None else tuple(replica)
+    with run_progress(messages, steps=(2 + repeat + len(replicas)) * steps) as on_step:
         result = run(
             trusted,
             questioned,
             output,
             steps=steps,
             seed=seed,
-            replicas=REPLICAS if replica is None else tuple(replica),
+            replicas=replicas,
             repeat=repeat,
             pin=pin.value,
             rename=rename,
             rtol=rtol,
             atol=atol,
-            progress=lambda name, step, count: status.update(f"{name}: step {step} of {count}"),
+            progress=on_step,
         )
     if as_json:
         json.dump(result.to_json(), sys.stdout, indent=2, allow_nan=False)

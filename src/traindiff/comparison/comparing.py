@@ -12,7 +12,7 @@ from traindiff.comparison.circumstances import circumstances, other_dtypes, othe
 from traindiff.comparison.derived import gradient_norms
 from traindiff.comparison.exact import EXACT_KINDS, check_hyper_parameters, check_random_state
 from traindiff.comparison.judge import Judge, StepInput
-from traindiff.comparison.measure import Tolerance
+from traindiff.comparison.measure import Tolerance, parse_tolerance
 from traindiff.comparison.noise import Calibration, Replicas, StepNoise, calibrate
 from traindiff.comparison.one_run import BothRuns, run_facts
 from traindiff.comparison.pairing import RunStep, run_steps, step_pairs
@@ -68,7 +68,7 @@ def compare(
     selection = parse_steps(steps, where="compare(steps=...)")
     if not isinstance(selection, StepSelection):
         raise ConfigError("compare(...)", [selection], consequence="nothing was compared")
-    tolerance = _tolerance(rtol, atol)
+    tolerance = parse_tolerance(rtol, atol)
     renames = parse_renames(rename)
     runs = (open_recording(os.fspath(baseline)), open_recording(os.fspath(candidate)))
     paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
@@ -270,21 +270,6 @@ class _Comparing:
         if incomplete:
             return "incomplete"
         return "identical" if self._judge.all_equal else "equivalent"
-
-
-def _tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
-    problems = [
-        Problem(
-            where=f"compare({name}={value!r})",
-            what="must be a number from 0 up.",
-            fix=f"Write e.g. {name}=1e-5, or leave it out to judge by floors.",
-        )
-        for name, value in (("rtol", rtol), ("atol", atol))
-        if value is not None and not value >= 0
-    ]
-    if problems:
-        raise ConfigError("compare(...)", problems, consequence="nothing was compared")
-    return None if rtol is None and atol is None else Tolerance(rtol=rtol or 0.0, atol=atol or 0.0)
 
 
 def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from traindiff.comparison.alignment import Pair
 from traindiff.comparison.floors import UNIT_ROUNDOFF
+from traindiff.errors import ConfigError, Problem
 from traindiff.summary import distance, norm, scale
 
 
@@ -66,3 +67,23 @@ class Tolerance:
         if not absolute:
             return self.rtol
         return self.rtol + (absolute / size if size else math.inf)
+
+
+def parse_tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
+    """What the user set in place of floors; None where nothing was.
+
+    Raises:
+        ConfigError: A tolerance is negative or NaN.
+    """
+    problems = [
+        Problem(
+            where=f"compare({name}={value!r})",
+            what="must be a number from 0 up.",
+            fix=f"Write e.g. {name}=1e-5, or leave it out to judge by floors.",
+        )
+        for name, value in (("rtol", rtol), ("atol", atol))
+        if value is not None and not value >= 0
+    ]
+    if problems:
+        raise ConfigError("compare(...)", problems, consequence="nothing was compared")
+    return None if rtol is None and atol is None else Tolerance(rtol=rtol or 0.0, atol=atol or 0.0)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from traindiff.comparison import Comparison, Pinned, Verification, compare
+from traindiff.comparison.alignment import parse_renames
+from traindiff.comparison.measure import parse_tolerance
 from traindiff.errors import ConfigError, Problem
 from traindiff.replica_setting import parse_replica
 from traindiff.sessions.pinning import forced_step, pin_down, precisions
-from traindiff.sessions.recipe import Recipe
+from traindiff.sessions.recipe import Recipe, name_of, prepared, undisturbed_random_state
 from traindiff.sessions.runs import REPLICAS, Progress, Runs
 
 Pin = Literal["divergence", "always", "never"]
@@ -46,7 +48,9 @@ def calibrate(
     Raises:
         ConfigError: The recipe cannot be used, or does not repeat itself.
     """
-    runs = _runs(output, seed=seed, progress=progress, record={}, asked_by="calibrate(...)", replicas=replicas)
+    asked_by = "calibrate(...)"
+    _check(asked_by, steps=steps, replicas=replicas)
+    runs = Runs(directory=Path(output), seed=seed, progress=progress, asked_by=asked_by)
     return _calibrate(runs, recipe, steps=steps, replicas=replicas, repeat=repeat)
 
 
@@ -95,7 +99,13 @@ def verify(
     Raises:
         ConfigError: A recipe cannot be used, the baseline does not repeat itself, or a setting is wrong.
     """
-    runs = _runs(output, seed=seed, progress=progress, record=record or {}, asked_by="verify(...)", replicas=replicas)
+    asked_by = "verify(...)"
+    _check(asked_by, steps=steps, replicas=replicas, pin=pin)
+    parse_renames(rename)
+    parse_tolerance(rtol, atol)
+    with undisturbed_random_state():  # what cannot be used is said now, not after all runs of the baseline
+        prepared(candidate, seed=seed, asked_by=asked_by)
+    runs = Runs(directory=Path(output), seed=seed, progress=progress, record=record or {}, asked_by=asked_by)
     baseline, noise = _calibrate(runs, recipe, steps=steps, replicas=replicas, repeat=repeat)
     run = runs.run(candidate, "candidate", num_steps=steps)
     comparison = compare(baseline, run, noise=noise, rename=rename, rtol=rtol, atol=atol)
@@ -109,7 +119,8 @@ def verify(
                 for precision in precisions(baseline)
             )
         except ConfigError as error:
-            note = f"Step {step} could not be run again with forced tensors: {error.problems[0].what}"
+            why = error.problems[0]
+            note = f"Step {step} could not be run again with forced tensors: {why.where} {why.what} {why.fix}"
     return Verification(
         comparison=comparison,
         pinned=tuple(pinned),
@@ -119,21 +130,17 @@ def verify(
     )
 
 
-def _runs(
-    output: str | os.PathLike[str],
-    *,
-    seed: int,
-    progress: Progress | None,
-    record: Mapping[str, Any],
-    asked_by: str,
-    replicas: Sequence[str],
-) -> Runs:
+def _check(asked_by: str, *, steps: int, replicas: Sequence[str], pin: str = "never") -> None:
     problems = [
         found for one in replicas if isinstance(found := parse_replica(one, where=f"replicas, {one!r}"), Problem)
     ]
+    if pin not in get_args(Pin):
+        kind = "a moment to pin a fault down"
+        problems.append(Problem.unknown_name(where="pin", kind=kind, found=str(pin), known=get_args(Pin)))
+    if steps < 1:
+        problems.append(Problem(where=f"steps={steps}", what="is not a number of steps.", fix="Write steps=4."))
     if problems:
         raise ConfigError(asked_by, problems)
-    return Runs(directory=Path(output), seed=seed, progress=progress, record=record, asked_by=asked_by)
 
 
 def _calibrate(
@@ -143,16 +150,16 @@ def _calibrate(
     noise = []
     if repeat:
         noise.append(runs.run(recipe, "repeated", num_steps=steps))
-        _refuse_what_does_not_repeat(compare(baseline, noise[0]), runs.asked_by)
+        _refuse_what_does_not_repeat(recipe, compare(baseline, noise[0]), runs.asked_by)
     noise += [runs.run(recipe, one.replace(":", "-"), num_steps=steps, replica=one) for one in replicas]
     return baseline, tuple(noise)
 
 
-def _refuse_what_does_not_repeat(comparison: Comparison, asked_by: str) -> None:
+def _refuse_what_does_not_repeat(recipe: Recipe, comparison: Comparison, asked_by: str) -> None:
     first = comparison.first_divergence
     if first is not None and comparison.verdict == "misaligned":
         problem = Problem(
-            where="recipe",
+            where=f"recipe {name_of(recipe)}",
             what=f"is not the same training when it is called again. In step {first.step}: {first.says}",
             fix="Prepare model, data and generators from scratch in the recipe; torch, NumPy and random are seeded.",
         )
@@ -169,5 +176,10 @@ def _step_to_pin(comparison: Comparison, pin: Pin) -> int | None:
 
 
 def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    """Largest resident memory of this process so far; 0 where the system does not tell."""
+    with suppress(ImportError):
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return 0
