@@ -175,6 +175,7 @@ class _WrittenOut(torch.optim.AdamW):
 
     corrects_bias = True
     decays = True
+    epsilon_inside = False
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -190,7 +191,8 @@ class _WrittenOut(torch.optim.AdamW):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                 state["exp_avg"].lerp_(p.grad, 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                size = (state["exp_avg_sq"].sqrt() / sqrt(1 - beta2**step)).add_(group["eps"])
+                outside, inside = (0.0, group["eps"]) if self.epsilon_inside else (group["eps"], 0.0)
+                size = ((state["exp_avg_sq"] + inside).sqrt() / sqrt(1 - beta2**step)).add_(outside)
                 p.addcdiv_(state["exp_avg"], size, value=-group["lr"] / (1 - beta1**step))
 
 
