@@ -161,7 +161,7 @@ def test_a_constant_is_of_its_phase_only(measured: Measured) -> None:
     found = measured(same, *replicas)
 
     assert found.noise is not None
-    assert list(found.noise["constants"]) == ["forward"]
+    assert [phase for phase, constant in found.noise["constants"].items() if constant > 1.0] == ["forward"]
 
 
 # What the verdict rests on.
