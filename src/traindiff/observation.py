@@ -16,6 +16,10 @@ Merge = Literal["shard", "sum", "mean"]
 """
 
 
+NOT_CALLED = "no output was observed"
+"""How the reason begins for a module of which not even a call was seen."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """One tensor at one site, at one (step, micro-step, phase).

@@ -52,12 +52,20 @@ def test_parameters_that_differ_raise_the_floor_of_their_module() -> None:
 def test_a_cancelled_sum_is_as_uncertain_as_its_terms() -> None:
     assert Floors().gradient(1e5) == 0.0
     floors = Floors(precision=1e-6)
-    assert floors.gradient(1e5) == pytest.approx(0.1)
-    assert floors.gradient(0.5) == 1e-6
+    assert floors.gradient(1e5) == pytest.approx(0.15)
+    assert floors.gradient(0.5) == pytest.approx(1.5e-6)
 
 
 def test_a_sum_over_many_rows_is_good_to_the_root_of_their_number() -> None:
     assert Floors().gradient(1.0, dtype="bfloat16", terms=1024.0) == 32 * 2.0**-8
+
+
+def test_each_micro_batch_rounds_once_more_and_a_weight_may_be_used_many_times() -> None:
+    floors = Floors()
+    floors.activation("", ["bfloat16"])
+
+    assert floors.gradient(1.0, dtype="bfloat16", accumulated=4) == (1.5 * 2 + 4) * 2.0**-8
+    assert floors.gradient(1.0, dtype="float32", accumulated=4) == pytest.approx(1.5 * 2 * 2.0**-8, rel=1e-4)
 
 
 def test_an_adaptive_update_follows_the_root_of_its_gradient() -> None:

@@ -103,7 +103,7 @@ def align(baseline: Mapping[Key, Entry], candidate: Mapping[Key, Entry]) -> Alig
     """Pair entries by key; the candidate's paths are renamed already."""
     renamed = dict(candidate)
     pairs, unmerged, only_baseline = [], [], []
-    split_alike = _micro_steps(baseline) == _micro_steps(candidate)
+    split_alike = num_micro_steps(baseline) == num_micro_steps(candidate)
     for key, entry in baseline.items():
         other = renamed.pop(key, None)
         if other is None:
@@ -148,7 +148,8 @@ def _is_unmerged(baseline: Entry, candidate: Entry, *, split_alike: bool) -> boo
     return axes == [0] and small > 0 and large % small == 0
 
 
-def _micro_steps(table: Mapping[Key, Entry]) -> int:
+def num_micro_steps(table: Mapping[Key, Entry]) -> int:
+    """Micro-batches in a step."""
     return 1 + max((part[0] for entry in table.values() for part in entry.parts), default=0)
 
 

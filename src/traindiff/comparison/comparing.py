@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from traindiff.comparison.alignment import Pair, Rename, Renaming, align, in_baseline_order, parse_renames
+from traindiff.comparison.alignment import (
+    Pair,
+    Rename,
+    Renaming,
+    align,
+    in_baseline_order,
+    num_micro_steps,
+    parse_renames,
+)
 from traindiff.comparison.circumstances import circumstances, other_dtypes, other_models
 from traindiff.comparison.derived import gradient_norms
 from traindiff.comparison.exact import EXACT_KINDS, check_hyper_parameters, check_random_state
@@ -163,6 +171,7 @@ class _Comparing:
         findings += check_random_state(tables[0], tables[1], step=left.step)
         findings += self._hyper_parameters(tables, left.step)
         agreed = not self._judge.findings
+        micro_steps = [num_micro_steps(table) for table in tables]
         self._judge.judge(
             StepInput(
                 step=left.step,
@@ -171,7 +180,8 @@ class _Comparing:
                 found=tuple(findings),
                 contributions=_contributions(tables[1]),
                 parameters=_both(sides[0].before, sides[1].before),
-                micro_steps=1 + max((part[0] for e in tables[1].values() for part in e.parts), default=0),
+                micro_steps=micro_steps[1],
+                most_micro_steps=max(micro_steps),
                 samples=max((int(e.summary["count"]) for k, e in tables[0].items() if k.phase == "batch"), default=1),
                 noise=self._noise(left, sides[0]),
             )

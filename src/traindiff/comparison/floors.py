@@ -39,6 +39,10 @@ UNIT_ROUNDOFF = {
 GAIN = 8.0
 """How much one observed operation may enlarge the relative difference of its inputs."""
 
+REPEATED = 1.5
+"""How much more than an operation a parameter's gradient rounds: a recurrent cell adds it up position by position,
+in the dtype it computes in. Measured with torch's GRU on the CPU: 2 roundings in bfloat16, over 12 positions."""
+
 ADAPTIVE_GAIN = 30.0
 """The same for the square root law of adaptive optimizers; see `Floors.update`."""
 
@@ -101,7 +105,7 @@ class Floors:
         mean, most = power / (count - zeros[0]), float(largest(baseline)) ** 2
         return math.sqrt((flips * mean + math.sqrt(flips) * most) / power)
 
-    def gradient(self, cancellation: float, *, dtype: str = "", terms: float = 1.0) -> float:
+    def gradient(self, cancellation: float, *, dtype: str = "", terms: float = 1.0, accumulated: int = 0) -> float:
         """Floor of a parameter's gradient.
 
         Args:
@@ -113,9 +117,11 @@ class Floors:
                 good to sqrt(terms) u, and not every kernel adds in a longer dtype. Measured with torch on
                 the CPU, for 128 to 500,000 terms: 0.25 sqrt(terms) u in bfloat16 (LayerNorm), and in
                 float32 up to 0.4 sqrt(terms) u of the terms' norm (a bias before BatchNorm).
+            accumulated: Micro-batches whose gradients were added up in `dtype`, one after the other.
         """
-        own = math.sqrt(terms) * UNIT_ROUNDOFF.get(dtype, 0.0)
-        return max(self.precision, own, GAIN * max(self.flow, self.parameters)) * max(1.0, cancellation)
+        u = UNIT_ROUNDOFF.get(dtype, 0.0)
+        own, several = math.sqrt(terms) * u, REPEATED * self.precision + accumulated * u
+        return max(several, own, GAIN * max(self.flow, self.parameters)) * max(1.0, cancellation)
 
     def state(self, path: str, dtypes: Iterable[str]) -> float:
         """Floor of an optimizer's state of a parameter: linear (or quadratic) in its gradients."""

@@ -99,13 +99,23 @@ def share_of_noise(gradient: Any, shape: Sequence[int], difference: float) -> fl
     return float(np.count_nonzero(largest[:used] <= error)) / used
 
 
-def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors) -> float:
-    """Floor of a parameter's gradient; those with one axis (biases, norms) are sums over all rows."""
+def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, accumulated: int) -> float:
+    """Floor of a parameter's gradient; those with one axis (biases, norms) are sums over all rows.
+
+    Args:
+        pair: The gradients.
+        terms: By path of the module.
+        floors: Of the step.
+        accumulated: Micro-batches of the run that has more of them.
+    """
     left = pair.baseline
     added = terms.get(left.key.path.rpartition(".")[0])
     if len(left.shape) != 1 or added is None or not left.shape[0]:
-        return floors.gradient(1.0)
+        return floors.gradient(1.0, dtype=left.dtype, accumulated=accumulated)
     size = float(norm(left.summary))
     return floors.gradient(
-        added.norm / size if size else 1.0, dtype=left.dtype, terms=max(1.0, added.count / left.shape[0])
+        added.norm / size if size else 1.0,
+        dtype=left.dtype,
+        terms=max(1.0, added.count / left.shape[0]),
+        accumulated=accumulated,
     )

@@ -32,6 +32,7 @@ class StepInput:
         contributions: By path: what each micro-batch of the candidate brought to a gradient.
         parameters: By path: the parameters as this step found them, on both sides.
         micro_steps: Micro-batches in the candidate's step.
+        most_micro_steps: The same of the run that has more of them.
         samples: Elements in the baseline's batch.
         noise: What replicas of the baseline differ by in this step; None without them.
     """
@@ -43,6 +44,7 @@ class StepInput:
     contributions: Mapping[str, Mapping[int, Any]]
     parameters: Mapping[str, Pair]
     micro_steps: int
+    most_micro_steps: int
     samples: int
     noise: StepNoise | None = None
 
@@ -109,6 +111,7 @@ class Judge:
             parameters=given.parameters,
             pairs=given.pairs,
             samples=given.samples,
+            micro_steps=given.most_micro_steps,
             noise=given.noise,
             calibration=self._calibration,
             forced=self._forced,

@@ -9,6 +9,7 @@ from typing import Any
 from traindiff.comparison.alignment import Aligned, Pair
 from traindiff.comparison.step_table import Entry
 from traindiff.comparison.verdict import Finding, Unaligned
+from traindiff.observation import NOT_CALLED
 
 SKIPPED = "skipped"
 """Slot of the mark of a step that a loss scaler left out."""
@@ -64,6 +65,8 @@ class Presence:
 
     def _alone(self, entry: Entry, *, side: int, step: int) -> Iterator[Finding]:
         """Findings for an entry that only the run `side` has."""
+        if entry.unobserved.startswith(NOT_CALLED):
+            return  # the other run saw no call of it either, and could have
         if entry.unobserved:
             self._skip(entry if not entry.unobserved.startswith(NO_GRADIENT) else None)
         elif what := self._not_recorded(entry, side=1 - side):

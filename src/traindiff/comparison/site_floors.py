@@ -52,6 +52,7 @@ class SiteFloors:
         parameters: By path: the parameters as the step found them, on both sides.
         pairs: All pairs of the step.
         samples: Elements in the batch.
+        micro_steps: Micro-batches in the step, of the run that has more of them.
         noise: What replicas differ by in this step; None without them.
         calibration: Constants of the measured floors.
         forced: Whether the candidate was given the baseline's tensors after each operation, so that all inputs
@@ -65,6 +66,7 @@ class SiteFloors:
         parameters: Mapping[str, Pair],
         pairs: Iterable[Pair],
         samples: int,
+        micro_steps: int,
         noise: StepNoise | None,
         calibration: Calibration,
         forced: bool = False,
@@ -73,6 +75,7 @@ class SiteFloors:
         self._forced = forced
         self._parameters = parameters
         self._samples = samples
+        self._micro_steps = micro_steps
         self._noise = noise
         self._calibration = calibration
         self._terms: Mapping[str, Terms] = terms_by_module(pairs)
@@ -199,7 +202,7 @@ class SiteFloors:
         if key.phase == "loss" or key.slot == "norm":
             return floors.scalar(self._samples)
         if key.phase == "grad":
-            return gradient_floor(pair, self._terms, floors)
+            return gradient_floor(pair, self._terms, floors, accumulated=self._micro_steps)
         if key.phase == "optimizer":
             if key.slot not in LINEAR_STATE:
                 self._run.adaptive.add(key.path)

@@ -8,14 +8,15 @@ from inspect import getattr_static
 import torch
 from torch import nn
 
+from traindiff.observation import NOT_CALLED
 from traindiff.taps._torch_compat import compiled_code_ran
 from traindiff.taps.sink import Sink
 
 COMPILED = (
-    "no output was observed, although the root ran and torch.compile was in use: the module was called in compiled "
+    f"{NOT_CALLED}, although the root ran and torch.compile was in use: the module was called in compiled "
     "code without its hooks, called by its forward method, or not called"
 )
-SCRIPTED = "no output was observed: TorchScript takes no hooks on modules"
+SCRIPTED = f"{NOT_CALLED}: TorchScript takes no hooks on modules"
 
 
 def takes_hooks(module: nn.Module) -> bool:
