@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
 import traindiff
+from tests.faults.models import CLASSES, VOCABULARY
 from tests.faults.recipe import recipe
 from tests.faults.variations import DOUBLE, variations
 
@@ -83,11 +85,39 @@ def test_bfloat16_against_float32_parameters_of_the_same_values_is_no_other_init
     assert "initial-parameter" not in {finding.kind for finding in comparison.findings}
 
 
+def test_the_states_of_an_lstm_merge_over_their_second_axis(tmp_path: Path) -> None:
+    training = recipe("lstm").but(steps=3)
+    candidate = training.but(micro_batches=(3, 5)).run(tmp_path / "candidate")
+    comparison = traindiff.compare(training.run(tmp_path / "baseline"), candidate)
+
+    assert comparison.verdict == "equivalent", str(comparison)
+
+
+class Turn(nn.Module):
+    """[batch, length, channels] -> [length, batch, channels]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+
+class SequenceFirst(nn.Module):
+    """A layer between two turns: [batch, length] of tokens -> [batch, CLASSES]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.turn = Turn()
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.turn(self.embed(tokens)).mean(0))
+
+
 def test_a_batch_axis_that_is_not_the_first_is_said_and_not_called_a_divergence(tmp_path: Path) -> None:
-    training = recipe("lstm").but(steps=3)  # the axis of its states is 1
+    training = recipe("lstm").but(steps=3, build=SequenceFirst)
     candidate = training.but(micro_batches=(3, 5)).run(tmp_path / "candidate")
     comparison = traindiff.compare(training.run(tmp_path / "baseline"), candidate)
 
     assert comparison.verdict == "incomplete"
     assert not comparison.findings
-    assert any('declare it with record(batch_axis={"lstm"' in note for note in comparison.notes)
+    assert any('declare it with record(batch_axis={"turn"' in note for note in comparison.notes)

@@ -106,7 +106,7 @@ class Attachment:
 
     def _attach(self, undo: ExitStack, settings: RecordSettings) -> None:
         targets, observe, sink = self._targets, self._observe, self._sink
-        batch_axis = BatchAxis(settings.batch_axis)
+        batch_axis = BatchAxis(settings.batch_axis, targets.modules)
         self._report_unused = sink.guarded("batch_axis", partial(_report_unused, batch_axis))
         activations = ActivationTap(
             sink, batch_axis=batch_axis, forward="forward" in observe, backward="backward" in observe,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from math import prod
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.shard import Shard
@@ -30,15 +30,22 @@ class BatchAxis:
     size of the root's inputs, or that size times the lengths of the axes that follow it in one of
     them (a batch of sequences flattened to tokens; not where the batch size is 1, as one sample's
     tokens are as many as the positions of a table). Declarations come first: the first pattern
-    that matches a site names the axis, or None for a tensor without one.
+    that matches a site names the axis, or None for a tensor without one. Of torch's recurrent modules it is
+    known: axis 1 of their states, and of their output axis 0 or 1, as `batch_first` says.
 
     Args:
         declared: Axis by glob over canonical paths, or over path and slot (`lstm output[1][0]`);
             `(root)` is also what the root's inputs obey.
+        modules: The model's modules by canonical path.
     """
 
-    def __init__(self, declared: Mapping[str, int | None]) -> None:
+    def __init__(self, declared: Mapping[str, int | None], modules: Mapping[str, nn.Module] | None = None) -> None:
         self._declared = dict(declared)
+        self._recurrent = {
+            path: 0 if module.batch_first else 1
+            for path, module in (modules or {}).items()
+            if isinstance(module, nn.RNNBase)
+        }
         self._unused = dict.fromkeys(self._declared)
         self._asked = False
 
@@ -75,13 +82,19 @@ class BatchAxis:
         self._asked = True
         batch, shape = progress.current_batch, shape_of(tensor)
         declared = self._declared_axis(path, slot, default=_UNDECLARED)
-        axis = 0 if declared == _UNDECLARED else declared
+        axis = self._usual_axis(path, slot, len(shape)) if declared == _UNDECLARED else declared
         if axis is None or batch is None or not -len(shape) <= axis < len(shape):
             return 0, Shard.whole(shape)
         if declared == _UNDECLARED and shape[axis] not in batch.lengths:
             return 0, Shard.whole(shape)
         shape = tuple(batch_first(tensor, axis).shape)
         return axis, Shard.of_batch(shape, first=progress.first_row(site, shape[0]))
+
+    def _usual_axis(self, path: str, slot: str, dims: int) -> int:
+        """The batch axis where none is declared and there is one."""
+        if path not in self._recurrent or dims != 3:
+            return 0
+        return self._recurrent[path] if slot == "output[0]" else 1
 
     def _declared_axis(self, path: str, slot: str, *, default: int) -> int | None:
         site = f"{path or ROOT} {slot}"
