@@ -19,6 +19,9 @@ from traindiff.comparison.step_table import Key
 from traindiff.comparison.verdict import Finding, SiteDifference
 from traindiff.summary import norm
 
+LOGGED = "logged"
+"""Slot of the numbers that a training reports."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
@@ -119,7 +122,11 @@ class Judge:
         if any(finding.kind == "random-state" for finding in given.found):
             floors.saw_other_inputs(math.inf)
         step = _Step(self, given, floors)
-        for finding in sorted((*given.found, *step.judge()), key=lambda finding: finding.order):
+        found = sorted((*given.found, *step.judge()), key=lambda finding: finding.order)
+        if self._forced and any(finding.slot != LOGGED for finding in found):
+            # What the training reports cannot be forced: it may follow from what was found before it.
+            found = [finding for finding in found if finding.slot != LOGGED]
+        for finding in found:
             site = (_key(finding), finding.kind if finding.kind == "hyper-parameter" else "")
             held = self._found.get(site)
             steps = held.evidence["steps"] + 1 if held else 1
