@@ -23,11 +23,13 @@ class SideStep:
         table: Its entries under the baseline's names.
         updates: What the step did to the parameters; not in `table`.
         before: The parameters as the step found them, by path.
+        known: Paths of all parameters and buffers that the run has shown so far.
     """
 
     table: dict[Key, Entry]
     updates: tuple[Entry, ...]
     before: Mapping[str, Entry]
+    known: frozenset[str]
 
 
 class Side:
@@ -48,6 +50,7 @@ class Side:
         self.recording = recording
         self._rename = rename
         self._updates = Updates()
+        self._known: frozenset[str] = frozenset()
         contents = [recording.rank_content(rank) for rank in recording.ranks]
         self.paths = known_paths(contents)
         self.model = next((content["model"] for content in contents if "model" in content), "unknown")
@@ -62,7 +65,8 @@ class Side:
         renamed = {key: key._replace(path=self._rename(key.path)) for key in step.table}
         table = {renamed[key]: replace(entry, key=renamed[key]) for key, entry in step.table.items()}
         updates, before = self._updates.derive(table, step=step.step)
-        return SideStep(table=table, updates=tuple(updates), before=before)
+        self._known |= {key.path for key in table if key.phase == "param"}
+        return SideStep(table=table, updates=tuple(updates), before=before, known=self._known)
 
     @property
     def held(self) -> frozenset[str]:
@@ -86,8 +90,8 @@ class Side:
 def join(sides: tuple[SideStep, SideStep]) -> tuple[dict[Key, Entry], dict[Key, Entry]]:
     """The tables of two runs' step, with the updates that can be derived in both.
 
-    A run that does not record every step records the parameters before each step that it does; they are left out
-    where the other run knows them from the step before.
+    A run that does not record every step records parameters and buffers before each step that it does; they are left
+    out where the other run knows them from the step before.
     """
     derivable = {entry.key for entry in sides[0].updates} & {entry.key for entry in sides[1].updates}
     tables = []
@@ -95,7 +99,7 @@ def join(sides: tuple[SideStep, SideStep]) -> tuple[dict[Key, Entry], dict[Key, 
         table = dict(one.table)
         table.update((entry.key, entry) for entry in one.updates if entry.key in derivable)
         tables.append(table)
-    for table, other, known in zip(tables, tables[::-1], (sides[1].before, sides[0].before), strict=True):
+    for table, other, known in zip(tables, tables[::-1], (sides[1].known, sides[0].known), strict=True):
         for key in [key for key in table if key.stage == "before" and key.phase == "param"]:
             if key not in other and key.path in known:
                 del table[key]

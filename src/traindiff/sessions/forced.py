@@ -20,6 +20,9 @@ from traindiff.shard import Shard
 FORCED_PHASES = frozenset({"forward", "backward", "grad", "optimizer", "param"})
 """Phases whose tensors are overwritten. Batch and random state are given to both runs alike."""
 
+_EACH_MICRO_STEP = frozenset({"forward", "backward"})
+"""Phases observed in each micro-step. The others are observed in the last one, whichever that is in a run."""
+
 _RECOMPUTED = "recomputed"
 _FORCED_STAGES = frozenset({"", "before", _RECOMPUTED})
 
@@ -69,6 +72,7 @@ class ForcedValues:
         self._perturb = perturb
         self._parts: dict[_Site, list[_Part]] = {}
         self._put_off: list[tuple[Tensor, Observation]] | None = None
+        self._split_otherwise: set[int] = set()  # steps whose micro-batches are not the recorded ones
         self.count = 0
         self.left: dict[str, str] = {}
         for rank in recording.ranks:
@@ -127,12 +131,12 @@ class ForcedValues:
     def _assembled(self, parts: list[_Part], seen: Observation) -> NDArray[Any] | None:
         """The recorded values of the rows that were observed, from the micro-batches that hold them."""
         shard = seen.shard
-        for part in parts:
-            same_rows = part.shard.offset == shard.offset and part.shard.shape == shard.shape
-            if same_rows and (shard.batched or part.micro_step == seen.micro_step):
-                return self._load(part)
         if not shard.batched or not all(part.shard.batched for part in parts):
-            return None
+            return self._whole(parts, seen)
+        for part in parts:
+            if part.shard.offset == shard.offset and part.shard.shape == shard.shape:
+                return self._load(part)
+        self._split_otherwise.add(seen.step)
         whole = sorted(parts, key=lambda part: part.shard.offset[0])
         first, rows = shard.offset[0], shard.shape[0]
         arrays = [self._load(part) for part in whole]
@@ -144,13 +148,28 @@ class ForcedValues:
             return None
         return joined[first - begins : first - begins + rows]
 
+    def _whole(self, parts: list[_Part], seen: Observation) -> NDArray[Any] | None:
+        """The recorded value of a tensor without a batch axis.
+
+        In a step that is split into other micro-batches, its gradient (of a position embedding, say) is a sum
+        over other samples, which the recording does not have.
+        """
+        once_a_step = seen.phase not in _EACH_MICRO_STEP
+        if not once_a_step and seen.step in self._split_otherwise:
+            return None
+        for part in parts:
+            same_rows = part.shard.offset == seen.shard.offset and part.shard.shape == seen.shard.shape
+            if same_rows and (once_a_step or part.micro_step == seen.micro_step):
+                return self._load(part)
+        return None
+
     def _load(self, part: _Part) -> NDArray[Any] | None:
         summary = part.within.summaries[part.row]
-        if int(summary["count"]) == 1 and not part.shard.shape:  # of a number the summary holds everything
-            return np.asarray(_number(summary))
         seen = part.within.observations[part.row]
         if seen.dtype.startswith("float8"):
             return None
+        if int(summary["count"]) == 1 and not part.shard.shape and seen.dtype.startswith("float"):
+            return np.asarray(_number(summary))  # of a number the summary holds everything; not of a whole one
         return self._recording.tensors(part.within, part.row).get("value")
 
 
