@@ -29,7 +29,10 @@ def print_verification(console: Console, verification: Verification, *, top: int
 def _print_pinned(console: Console, pinned: Pinned, *, top: int) -> None:
     console.print(Text(f"\n{pinned_heading(pinned)}", style="bold"), soft_wrap=True)
     found = pinned.comparison.findings
-    if not found or not top:
+    if not found:
+        return
+    if not top:
+        console.print(Text(f"  {', '.join(f'{one.site} ({one.phase})' for one in found)}"), soft_wrap=True)
         return
     table = columns(left=("phase", "site", "what"), right=("x floor",))
     for one in found[:top]:

@@ -53,7 +53,9 @@ def precisions(baseline: str) -> Iterator[torch.dtype | None]:
         yield torch.float32
 
 
-def forced_step(runs: Runs, recipe: Recipe, *, step: int, precision: torch.dtype | None) -> ForcedStep:
+def forced_step(
+    runs: Runs, recipe: Recipe, *, step: int, precision: torch.dtype | None, replicas: Sequence[str] = REPLICAS
+) -> ForcedStep:
     """Record what candidates are to be forced to in a step.
 
     Args:
@@ -61,6 +63,7 @@ def forced_step(runs: Runs, recipe: Recipe, *, step: int, precision: torch.dtype
         recipe: Prepares the trusted training.
         step: The step.
         precision: Compute everything in this dtype; None for the training's own.
+        replicas: How to perturb it; in another dtype those that round are used.
 
     Raises:
         ConfigError: The recipe cannot be used.
@@ -68,10 +71,10 @@ def forced_step(runs: Runs, recipe: Recipe, *, step: int, precision: torch.dtype
     plain = ForcedStep(step=step, precision=precision, baseline="", noise=())
     directory = f"pinned-step-{step}-{plain.name}"
     baseline = runs.run(recipe, f"{directory}/baseline", detail="tensors", **plain.settings)
-    replicas = REPLICAS if precision is None else [one for one in REPLICAS if one.startswith("ulp")]
+    used = replicas if precision is None else [one for one in replicas if one.startswith("ulp")]
     noise = [
         runs.run(recipe, f"{directory}/{one.replace(':', '-')}", replica=one, forced_by=baseline, **plain.settings)
-        for one in replicas
+        for one in used
     ]
     return ForcedStep(step=step, precision=precision, baseline=baseline, noise=tuple(noise))
 

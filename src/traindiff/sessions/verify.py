@@ -115,7 +115,12 @@ def verify(
     if step is not None:
         try:
             pinned.extend(
-                pin_down(runs, forced_step(runs, recipe, step=step, precision=precision), candidate, rename=rename)
+                pin_down(
+                    runs,
+                    forced_step(runs, recipe, step=step, precision=precision, replicas=replicas),
+                    candidate,
+                    rename=rename,
+                )
                 for precision in precisions(baseline)
             )
         except ConfigError as error:

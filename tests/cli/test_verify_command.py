@@ -1,0 +1,163 @@
+"""`traindiff verify`: what it prints where, and how it exits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+import traindiff.cli.verify  # noqa: F401  registers the command
+from tests.sessions.recipes import one_thread
+from traindiff.cli.app import app
+from traindiff.cli.progress import run_progress
+
+SCRIPT = """
+from torch import nn
+from tests.sessions.recipes import doubled_gradient, mlp, other_gelu
+
+recipe = mlp()
+wrong = mlp(other_gelu)
+wrong_gradient = mlp(before_step=doubled_gradient)
+other_start = mlp(lambda model: nn.init.zeros_(model[3].bias))
+
+def failing():
+    raise FileNotFoundError("no data here")
+"""
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Run the command in a directory with the script, two steps of two replicas."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Result:
+        few = ("--steps", "2", "--replica", "ulp:1", "--replica", "ulp:2")
+        return CliRunner().invoke(app, ["verify", "train.py:recipe", *few, *arguments], catch_exceptions=False)
+
+    return run
+
+
+def test_the_same_recipe_again_exits_with_zero(verify: Command) -> None:
+    result = verify()
+
+    assert result.exit_code == 0
+    assert result.stdout.startswith(
+        "Your baseline's own noise is 0: run again, it gives the same bits.\n\n"
+        "identical: every recorded tensor has the same bits, over 2 steps (0 to 1)\n"
+    )
+    assert result.stdout.splitlines()[-1].startswith("5 runs, 10 steps, ")
+    assert result.stderr == ""
+
+
+def test_a_divergence_is_pinned_down_and_exits_with_one(verify: Command) -> None:
+    result = verify("--candidate", "train.py:wrong_gradient")
+
+    assert result.exit_code == 1
+    assert "First divergence: step 0, micro-step 0, grad, 3.weight grad" in result.stdout
+    heading = "Pinned down, step 0, in its own dtypes: given the baseline's tensors, 1 site is wrong alone:"
+    assert heading in result.stdout
+    row = result.stdout.partition(heading)[2].splitlines()[2]
+    assert row.split()[:6] == ["grad", "3.weight", "grad", "The", "candidate's", "is"]
+
+
+def test_without_rows_sites_that_are_wrong_alone_are_still_named(verify: Command) -> None:
+    result = verify("--candidate", "train.py:wrong", "--top", "0")
+
+    assert "2 sites are wrong alone:\n  1 output[0] (forward), 0 output[0] (backward)\n" in result.stdout
+
+
+def test_misaligned_runs_exit_with_three(verify: Command) -> None:
+    result = verify("--candidate", "train.py:other_start")
+
+    assert result.exit_code == 3
+    assert "misaligned" in result.stdout
+    assert "Pinned down" not in result.stdout
+
+
+@pytest.mark.parametrize(("pin", "code", "pinned"), [("never", 1, []), ("always", 1, [0]), ("divergence", 1, [0])])
+def test_pin_says_when_to_pin_down(pin: str, code: int, pinned: list[int], verify: Command) -> None:
+    result = verify("--candidate", "train.py:wrong", "--pin", pin, "--json")
+
+    assert result.exit_code == code
+    assert [one["step"] for one in json.loads(result.stdout)["pinned"]] == pinned
+
+
+def test_json_is_all_that_is_on_standard_output(verify: Command) -> None:
+    result = verify("--candidate", "train.py:wrong", "--json")
+
+    found = json.loads(result.stdout)
+    assert found["schema"] == {"name": "traindiff-verification", "version": 1}
+    assert (found["verdict"], found["calibrated"], found["unaligned"]) == ("diverged", True, [[], []])
+    first = found["first_divergence"]
+    assert (first["step"], first["micro_step"], first["rank"]) == (0, 0, 0)
+    assert (first["phase"], first["site"], first["slot"]) == ("forward", "1", "output[0]")
+    assert first["ratio"] > 1
+    assert first["says"]
+    assert first["kind"]
+    assert found["findings"][0] == first
+    assert found["pin_note"] == ""
+    assert {"step", "precision", "comparison"} == set(found["pinned"][0])
+    assert {"name", "steps", "seconds"} == set(found["costs"][0])
+
+
+def test_an_equal_candidate_has_no_first_divergence_in_the_json(verify: Command) -> None:
+    assert json.loads(verify("--json").stdout)["first_divergence"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--replica", "ulb:1"), 'Did you mean "ulp"?'),
+        (("--candidate", "train.py:worng"), 'Did you mean "wrong"?'),
+        (("--candidate", "missing.py:recipe"), "missing.py does not exist."),
+        (("--candidate", "train.py:failing"), "calling it raised FileNotFoundError: no data here"),
+        (("--rtol", "-1"), "must be a number from 0 up."),
+        (("--rename", "x"), 'has no "=".'),
+        (("--output", "train.py"), "train.py"),
+    ],
+)
+def test_what_cannot_be_used_is_explained_on_standard_error_and_exits_with_two(
+    arguments: tuple[str, ...], says: str, verify: Command
+) -> None:
+    result = verify(*arguments)
+
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert says in result.stderr
+    assert not Path("traindiff-verify").exists()
+
+
+@pytest.mark.parametrize("option", [("--pin", "allways"), ("--steps", "0")])
+def test_options_that_do_not_exist_exit_with_two(option: tuple[str, str], verify: Command) -> None:
+    assert verify(*option).exit_code == 2
+
+
+def test_the_bar_counts_all_steps_and_grows_with_further_runs() -> None:
+    console = Console(force_terminal=True, width=100, record=True)
+
+    with console.capture() as capture, run_progress(console, steps=4) as on_step:
+        on_step("baseline", 2, 2)
+        on_step("candidate", 2, 2)
+        on_step("pinned-step-0-native/baseline", 1, 3)
+
+    assert "5/7" in capture.get()
+
+
+def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with run_progress(Console(force_terminal=False), steps=4) as on_step:
+        on_step("baseline", 1, 4)
+
+    assert capsys.readouterr() == ("", "")

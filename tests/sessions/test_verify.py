@@ -1,0 +1,279 @@
+"""`traindiff.verify` and `traindiff.calibrate`: whole verifications of a small training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import traindiff
+from tests.sessions.recipes import Change, doubled_gradient, mlp, one_thread, other_epsilon, other_gelu
+from traindiff.comparison import Verification
+from traindiff.demo import recipes
+from traindiff.sessions.recipe import Recipe
+
+Verify = Callable[..., Verification]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def verify(tmp_path: Path) -> Verify:
+    def run(candidate: Recipe, baseline: Recipe | None = None, **options: Any) -> Verification:
+        return traindiff.verify(baseline or mlp(), candidate, tmp_path / "runs", **{"steps": 2, **options})
+
+    return run
+
+
+def wrong_alone(verification: Verification, precision: str = "native") -> list[str]:
+    """Phase and site of all that is wrong by itself."""
+    pinned = next(one for one in verification.pinned if one.precision == precision)
+    return [f"{one.phase} {one.site}" for one in pinned.comparison.findings]
+
+
+# Verdicts.
+
+
+def test_a_training_verified_against_itself_is_identical(tmp_path: Path) -> None:
+    found = traindiff.verify(recipes.mlp, recipes.mlp, tmp_path, steps=2)
+
+    assert (found.verdict, found.exit_code, found.first_divergence) == ("identical", 0, None)
+    assert (found.pinned, found.pin_note) == ((), "")
+    assert str(found).startswith("Your baseline's own noise is 0: run again, it gives the same bits.\n\nidentical: ")
+    assert "Floors are measured from 3 replicas: ulp:1, ulp:2, reorder:1." in str(found)
+
+
+def test_a_legal_variation_is_equivalent(verify: Verify) -> None:
+    found = verify(mlp(micro_batches=4))
+
+    assert (found.verdict, found.comparison.calibrated) == ("equivalent", True)
+    assert found.pinned == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (other_gelu, ["forward 1 output[0]", "backward 0 output[0]"]),
+        (other_epsilon, ["forward 2 output[0]", "backward 1 output[0]", "grad 2.weight grad"]),
+    ],
+)
+def test_a_wrong_operation_is_found_and_pinned_down_to_what_it_computes(
+    change: Change, wrong: list[str], verify: Verify
+) -> None:
+    found = verify(mlp(change))
+
+    assert (found.verdict, found.exit_code) == ("diverged", 1)
+    assert found.first_divergence is not None
+    assert f"forward {found.first_divergence.site}" == wrong[0]
+    assert found.comparison.calibrated
+    assert wrong_alone(found) == wrong
+
+
+def test_a_wrong_gradient_is_pinned_down_to_exactly_its_parameter(verify: Verify) -> None:
+    found = verify(mlp(before_step=doubled_gradient))
+
+    assert wrong_alone(found) == ["grad 3.weight grad"]
+    assert "given the baseline's tensors, 1 site is wrong alone:" in str(found)
+    assert "step 0, micro-step 0, grad, 3.weight grad: The candidate's is 2 x the baseline's." in str(found)
+
+
+def test_two_wrong_operations_are_both_named(verify: Verify) -> None:
+    found = verify(mlp(other_gelu, other_epsilon))
+
+    assert wrong_alone(found) == [
+        "forward 1 output[0]", "forward 2 output[0]", "backward 1 output[0]", "backward 0 output[0]",
+        "grad 2.weight grad",
+    ]  # fmt: skip
+
+
+def test_a_fault_that_begins_late_is_pinned_down_in_its_step(verify: Verify) -> None:
+    def late(model: nn.Sequential) -> None:
+        calls: list[None] = []
+
+        def from_the_third_call(module: Any, *_: Any) -> None:
+            calls.append(None)
+            module.eps = 1e-5 if len(calls) < 3 else 1e-2
+
+        model[2].register_forward_pre_hook(from_the_third_call)
+
+    found = verify(mlp(late), steps=4)
+
+    assert found.first_divergence is not None
+    assert found.first_divergence.step == 2
+    assert [one.step for one in found.pinned] == [2]
+    assert wrong_alone(found)[0] == "forward 2 output[0]"
+
+
+def test_what_bfloat16_hides_is_found_in_float32(verify: Verify) -> None:
+    found = verify(mlp(other_gelu, dtype=torch.bfloat16), mlp(dtype=torch.bfloat16), pin="always")
+
+    assert found.comparison.verdict == "equivalent"
+    assert found.verdict == "diverged"
+    assert [one.precision for one in found.pinned] == ["native", "float32"]
+    assert wrong_alone(found, "float32") == ["forward 1 output[0]", "backward 0 output[0]"]
+    assert found.first_divergence is not None
+    assert found.first_divergence.path == "1"
+
+
+def test_a_training_in_bfloat16_agrees_with_itself_in_float32_too(verify: Verify) -> None:
+    found = verify(mlp(dtype=torch.bfloat16), mlp(dtype=torch.bfloat16), pin="always")
+
+    assert [(one.precision, one.comparison.findings) for one in found.pinned] == [("native", ()), ("float32", ())]
+    assert found.verdict == "identical"
+    assert "in float32: given the baseline's tensors, every operation agrees." in str(found)
+
+
+def test_runs_that_were_not_given_the_same_are_misaligned_and_not_pinned_down(verify: Verify) -> None:
+    def initialised(model: nn.Sequential) -> None:
+        nn.init.zeros_(model.get_parameter("3.bias"))
+
+    found = verify(mlp(initialised))
+
+    assert (found.verdict, found.exit_code, found.pinned) == ("misaligned", 3, ())
+
+
+def test_nothing_is_pinned_down_where_that_was_not_wanted(verify: Verify) -> None:
+    assert verify(mlp(other_gelu), pin="never").pinned == ()
+
+
+def test_a_compiled_candidate_is_compared_and_the_report_says_why_it_is_not_pinned_down(verify: Verify) -> None:
+    found = verify(mlp(other_epsilon, lambda model: model.compile(backend="eager")))
+
+    assert found.verdict == "diverged"
+    assert found.pinned == ()
+    assert found.pin_note.startswith("Step 0 could not be run again with forced tensors: recipe ")
+    assert found.pin_note.endswith("Verify the same training without torch.compile.")
+    assert found.pin_note in str(found)
+
+
+# Recipes that cannot be used.
+
+
+def test_a_recipe_that_is_another_training_each_time_is_refused_with_what_differs(verify: Verify) -> None:
+    calls: list[None] = []
+
+    def drifting(model: nn.Sequential) -> None:
+        calls.append(None)
+        with torch.no_grad():
+            model.get_parameter("0.weight").add_(len(calls))
+
+    with pytest.raises(traindiff.ConfigError) as caught:
+        verify(mlp(), mlp(drifting))
+
+    assert "is not the same training when it is called again. In step 0: 0.weight starts with other" in str(
+        caught.value
+    )
+    assert "Prepare model, data and generators from scratch in the recipe" in str(caught.value)
+
+
+def test_a_baseline_whose_numbers_vary_by_themselves_is_said_first_and_its_noise_is_used(verify: Verify) -> None:
+    generator = torch.Generator().manual_seed(0)  # which is not seeded anew
+
+    def varying(model: nn.Sequential) -> None:
+        model[1].register_forward_hook(lambda _, __, out: out * (1 + 1e-3 * torch.rand(1, generator=generator)))
+
+    found = verify(mlp(varying), mlp(varying), pin="never")
+
+    assert found.verdict == "equivalent"
+    first = str(found).partition("\n")[0]
+    assert first.startswith("Your baseline's own noise is 0.")
+    assert "at most: run again, it differs by that in step" in first
+
+
+def test_a_candidate_that_cannot_be_used_is_refused_before_anything_runs(verify: Verify, tmp_path: Path) -> None:
+    def candidate() -> Any:
+        return 3
+
+    with pytest.raises(traindiff.ConfigError, match=r"returned an int\."):
+        verify(candidate)
+
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"replicas": ("ulp:1", "ulb:1")}, 'Did you mean "ulp"?'),
+        ({"pin": "allways"}, 'Did you mean "always"?'),
+        ({"steps": 0}, "is not a number of steps."),
+        ({"rename": ["x"]}, 'has no "=".'),
+        ({"rtol": -1.0}, "must be a number from 0 up."),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_runs(
+    options: dict[str, Any], says: str, verify: Verify, tmp_path: Path
+) -> None:
+    with pytest.raises(traindiff.ConfigError) as caught:
+        verify(mlp(), **options)
+
+    assert says in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_candidate_that_fails_says_in_which_run_and_with_which_batch(verify: Verify) -> None:
+    def failing(model: nn.Sequential) -> None:
+        model.register_forward_pre_hook(lambda *_: 1 / 0)
+
+    with pytest.raises(traindiff.ConfigError) as caught:
+        verify(mlp(failing))
+
+    assert str(caught.value).startswith("1 problem in verify(...), run candidate;")
+    assert "calling it with batch 0 raised ZeroDivisionError" in str(caught.value)
+
+
+# What it leaves behind, and what it took.
+
+
+def test_calibrate_gives_the_baseline_and_the_noise_for_compare(tmp_path: Path) -> None:
+    heard: list[tuple[str, int, int]] = []
+
+    baseline, noise = traindiff.calibrate(
+        mlp(), tmp_path, steps=2, replicas=("ulp:3",), progress=lambda *told: heard.append(told)
+    )
+
+    assert (baseline, noise) == (str(tmp_path / "baseline"), (str(tmp_path / "repeated"), str(tmp_path / "ulp-3")))
+    found = traindiff.compare(baseline, noise[1], noise=noise)
+    assert (found.verdict, found.calibrated) == ("equivalent", True)
+    assert heard[:4] == [("baseline", 0, 2), ("baseline", 1, 2), ("baseline", 2, 2), ("repeated", 0, 2)]
+
+
+def test_the_cost_is_stated_by_run(verify: Verify) -> None:
+    found = verify(mlp(before_step=doubled_gradient), replicas=("ulp:1",), repeat=False)
+
+    assert [(run.name, run.steps) for run in found.costs] == [
+        ("baseline", 2), ("ulp-1", 2), ("candidate", 2), ("pinned-step-0-native/baseline", 1),
+        ("pinned-step-0-native/ulp-1", 1), ("pinned-step-0-native/candidate", 1),
+    ]  # fmt: skip
+    assert str(found).splitlines()[-1].startswith("6 runs, 9 steps, ")
+    assert found.peak_bytes > 0
+
+
+def test_recordings_of_an_earlier_verification_are_replaced(verify: Verify) -> None:
+    assert verify(mlp(other_gelu), pin="never").verdict == "diverged"
+    assert verify(mlp(), pin="never").verdict == "identical"
+
+
+def test_the_json_has_the_keys_of_a_comparison_and_what_was_pinned_down(verify: Verify) -> None:
+    found = json.loads(json.dumps(verify(mlp(before_step=doubled_gradient)).to_json(), allow_nan=False))
+
+    assert found["schema"] == {"name": "traindiff-verification", "version": 1}
+    assert (found["verdict"], found["calibrated"]) == ("diverged", True)
+    assert {"step", "micro_step", "rank", "phase", "site", "slot", "kind", "ratio", "says"} <= set(
+        found["first_divergence"]
+    )
+    assert found["first_divergence"]["site"] == "3.weight"
+    assert [one["step"] for one in found["pinned"]] == [0]
+    assert found["pinned"][0]["comparison"]["schema"]["name"] == "traindiff-comparison"
+    assert found["pinned"][0]["comparison"]["first_divergence"]["site"] == "3.weight"
+    assert {"name": "baseline", "steps": 2}.items() <= found["costs"][0].items()
+    assert found["pin_note"] == ""
+    assert {"baseline", "candidate", "findings", "representation", "unaligned", "noise", "steps", "notes"} <= set(found)
