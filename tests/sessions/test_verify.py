@@ -145,6 +145,23 @@ def test_nothing_is_pinned_down_where_that_was_not_wanted(verify: Verify) -> Non
     assert verify(mlp(other_gelu), pin="never").pinned == ()
 
 
+def test_what_could_not_be_forced_is_said(verify: Verify) -> None:
+    class Expanded(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[:1].expand(len(x), -1)
+
+    def expanding(model: nn.Sequential) -> None:
+        model[0] = Expanded(6, 32)
+
+    found = verify(mlp(expanding, other_epsilon), mlp(expanding))
+
+    assert wrong_alone(found)[0] == "forward 2 output[0]"
+    assert (
+        "Not forced, so what is computed from it may carry earlier errors: 0 output[0] (its elements share memory)."
+        in str(found)
+    )
+
+
 def test_a_compiled_candidate_is_compared_and_the_report_says_why_it_is_not_pinned_down(verify: Verify) -> None:
     found = verify(mlp(other_epsilon, lambda model: model.compile(backend="eager")))
 

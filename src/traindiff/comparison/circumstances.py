@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 _WATCHED = (
@@ -40,6 +40,20 @@ def other_dtypes(sites: Mapping[tuple[str, str], Set[object]]) -> list[str]:
         "candidate; floors follow the shorter of the two."
         for (left, right), found in sites.items()
     ]
+
+
+def not_forced(candidate: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One sentence where tensors of a forced run kept their own values.
+
+    Args:
+        candidate: What the ranks of the run hold (`rank.json`).
+    """
+    left = {site: why for content in candidate for site, why in content.get("not_forced", {}).items()}
+    if not left:
+        return []
+    site, why = next(iter(left.items()))
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return [f"Not forced, so what is computed from it may carry earlier errors: {site} ({why}){more}."]
 
 
 def other_models(models: tuple[str, str], paths: tuple[frozenset[str], frozenset[str]]) -> list[str]:

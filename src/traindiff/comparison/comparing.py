@@ -16,7 +16,7 @@ from traindiff.comparison.alignment import (
     num_micro_steps,
     parse_renames,
 )
-from traindiff.comparison.circumstances import circumstances, other_dtypes, other_models
+from traindiff.comparison.circumstances import circumstances, not_forced, other_dtypes, other_models
 from traindiff.comparison.derived import gradient_norms
 from traindiff.comparison.exact import EXACT_KINDS, check_hyper_parameters, check_random_state
 from traindiff.comparison.judge import Judge, StepInput
@@ -227,6 +227,7 @@ class _Comparing:
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
         notes += other_models((self._sides[0].model, self._sides[1].model), self._presence.known)
         notes += other_dtypes(self._other_dtypes)
+        notes += not_forced([self._runs[1].rank_content(rank) for rank in self._runs[1].ranks])
         return [*notes, *circumstances(self._runs[0].run, self._runs[1].run)], incomplete
 
     def _missing_ranks(self) -> tuple[list[str], bool]:

@@ -105,6 +105,7 @@ class Verification:
         for one in self.pinned:
             lines += ["", pinned_heading(one)]
             lines += [f"  {sentences.place(found)}: {found.says}" for found in one.comparison.findings]
+            lines += pinned_limits(self, one)
         return "\n".join([*lines, "", cost(self)])
 
 
@@ -115,6 +116,11 @@ def pinned_heading(pinned: Pinned) -> str:
         return f"Pinned down, {pinned.where}: given the baseline's tensors, every operation agrees."
     found = "1 site is" if count == 1 else f"{count} sites are"
     return f"Pinned down, {pinned.where}: given the baseline's tensors, {found} wrong alone:"
+
+
+def pinned_limits(verification: Verification, pinned: Pinned) -> list[str]:
+    """What limits the judgement of a forced step, e.g. tensors that could not be forced: notes of it alone."""
+    return [note for note in pinned.comparison.notes if note not in verification.comparison.notes]
 
 
 def cost(verification: Verification) -> str:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from traindiff.comparison import Pinned, Verification, sentences
-from traindiff.comparison.verification import cost, pinned_heading
+from traindiff.comparison.verification import cost, pinned_heading, pinned_limits
 from traindiff.report.terminal import columns, print_comparison
 
 
@@ -23,6 +23,8 @@ def print_verification(console: Console, verification: Verification, *, top: int
         console.print(Text(f"\n{verification.pin_note}"), soft_wrap=True)
     for pinned in verification.pinned:
         _print_pinned(console, pinned, top=top)
+        for note in pinned_limits(verification, pinned):
+            console.print(Text(note), soft_wrap=True)
     console.print(Text(f"\n{cost(verification)}", style="dim"), soft_wrap=True)
 
 

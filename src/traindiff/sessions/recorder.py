@@ -142,6 +142,8 @@ class Recorder:
             if self._attachment is not None:
                 self._attachment.finish()
             self._containment.guarded("writer", self._write)()
+            if self._forced is not None:  # only now is it known what could not be
+                self._containment.guarded("writer", self._write_rank)()
         self._writer = self._files = self._attachment = None
         self.progress.observing = False  # for hooks on a graph that outlives this
         self._pending.clear()
@@ -230,7 +232,8 @@ class Recorder:
 
     def _write_rank(self) -> None:
         if self._files is not None and self._attachment is not None:
-            self._files.write_rank({**self._attachment.describe(), "pid": os.getpid()})
+            not_forced = {} if self._forced is None else {"not_forced": self._forced.left}
+            self._files.write_rank({**self._attachment.describe(), **not_forced, "pid": os.getpid()})
 
     def _log(self, name: str, value: float | Tensor, merge: Merge, weight: float | None) -> None:
         if self._attachment is not None:
