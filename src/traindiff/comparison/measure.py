@@ -19,6 +19,7 @@ def equal_bits(pair: Pair) -> bool:
         and right.exact
         and left.dtype == right.dtype
         and left.shape == right.shape
+        and left.factor == right.factor
         and left.summary["fingerprint"] == right.summary["fingerprint"]
     )
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from traindiff.observation import Observation
 from traindiff.shard import OPEN
-from traindiff.summary import add, empty, merge
+from traindiff.summary import add, empty, merge, scale
 
 _AFTER_ALL = 1 << 40
 """Added to the order of scalars that the training logged: they follow from what it computed, and nothing from them."""
@@ -45,12 +46,15 @@ class Entry:
         key: Its identity.
         order: Place in execution order, of its first part; of what was logged, behind everything else.
         dtype: Dtype of its parts.
-        shape: Global shape; the batch axis has the rows of all micro-steps.
-        summary: The merged summary.
+        shape: Global shape; the batch axis has the rows of all micro-steps and ranks.
+        summary: The merged summary, relative to the global loss.
         exact: Whether fingerprints, counts and norms are of the tensor itself (not of a sum of
             partial observations, of which only the linear parts are known).
         parts: Micro-step, rank and summary of each part, in the order of execution.
         unobserved: Why there are no numbers.
+        factor: What the engine multiplied the tensor by; `summary` is divided by it, its fingerprints are not.
+        apart: Ranks by fingerprint where copies of one shard on several ranks differ; empty where they agree.
+        gaps: Elements of the global tensor that no rank has recorded; negative where some were recorded twice.
     """
 
     key: Key
@@ -61,6 +65,9 @@ class Entry:
     exact: bool = True
     parts: tuple[tuple[int, int, Any], ...] = ()
     unobserved: str = ""
+    factor: float = 1.0
+    apart: tuple[tuple[int, ...], ...] = ()
+    gaps: int = 0
 
 
 Part = tuple[Observation, int, Any]
@@ -97,48 +104,82 @@ def _merged(key: Key, parts: list[Part]) -> list[Entry]:
     missing = next((seen.unobserved for seen, _, _ in parts if seen.unobserved), "")
     if missing:
         return [_entry(key, parts, summary=empty(), shape=(), unobserved=missing)]
-    if len(parts) == 1 and first.merge != "mean":
-        return [_entry(key, parts, summary=parts[0][2], shape=_rows_known(parts))]
-    summaries = [summary for _, _, summary in parts]
-    if first.merge == "sum":
-        return [_entry(key, parts, summary=add(summaries), shape=first.shard.shape, exact=False)]
     if first.merge == "mean":
         weights = np.array([seen.weight for seen, _, _ in parts])
         total = weights.sum() or 1.0
-        return [_entry(key, parts, summary=add(summaries, weights / total), shape=first.shard.shape, exact=False)]
-    if first.shard.batched:
-        return [_entry(key, parts, summary=merge(summaries), shape=_rows_known(parts))]
-    return _per_micro_step(key, parts)
+        summary = add([summary for _, _, summary in parts], weights / total)
+        return [_entry(key, parts, summary=summary, shape=first.shard.shape, exact=False)]
+    if first.merge == "sum" or first.shard.batched:
+        return [_whole(key, parts)]
+    by_micro_step: dict[int, list[Part]] = {}
+    for part in parts:
+        by_micro_step.setdefault(part[0].micro_step, []).append(part)
+    return _per_micro_step(key, [_whole(key, same) for same in by_micro_step.values()])
 
 
-def _per_micro_step(key: Key, parts: list[Part]) -> list[Entry]:
+def _whole(key: Key, parts: Sequence[Part]) -> Entry:
+    """A tensor from its shards: boxes of it, copies of a box on several ranks, and terms of sums."""
+    boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Part]] = {}
+    for part in parts:
+        shard = part[0].shard
+        boxes.setdefault((shard.offset, shard.shape), []).append(part)
+    first = parts[0][0]
+    summed = first.merge == "sum"
+    summaries: list[Any] = []
+    apart: tuple[tuple[int, ...], ...] = ()
+    for same in boxes.values():
+        if summed:
+            summaries.append(add([_unscaled(part) for part in same]) if len(same) > 1 else _unscaled(same[0]))
+            continue
+        summaries.append(_unscaled(same[0]))
+        apart = apart or _apart(same)
+    summary = summaries[0] if len(summaries) == 1 else merge(summaries)
+    shape = _rows_known([same[0] for same in boxes.values()])
+    factors = {seen.factor for seen, _, _ in parts}
+    return _entry(
+        key,
+        parts,
+        summary=summary,
+        shape=shape,
+        exact=len(factors) == 1 and not (summed and len(parts) > len(boxes)),
+        factor=factors.pop() if len(factors) == 1 else 1.0,
+        apart=apart,
+        gaps=0 if first.shard.batched else prod(shape) - sum(prod(box) for _, box in boxes),
+    )
+
+
+def _unscaled(part: Part) -> Any:
+    """A summary relative to the global loss."""
+    seen, _, summary = part
+    return summary if seen.factor == 1.0 else scale(summary, 1.0 / seen.factor)
+
+
+def _apart(copies: Sequence[Part]) -> tuple[tuple[int, ...], ...]:
+    """Ranks that hold the same, the largest group first, where not all of them do."""
+    ranks: dict[int, list[int]] = {}
+    for _, rank, summary in copies:
+        ranks.setdefault(int(summary["fingerprint"]), []).append(rank)
+    if len(ranks) == 1:
+        return ()
+    return tuple(tuple(same) for same in sorted(ranks.values(), key=lambda same: (-len(same), same)))
+
+
+def _per_micro_step(key: Key, entries: list[Entry]) -> list[Entry]:
     """A whole tensor in each of several micro-steps: one entry if it never changes, else one each."""
-    fingerprints = {int(summary["fingerprint"]) for _, _, summary in parts}
-    if len(fingerprints) == 1:
-        parts = parts[:1]
-    return [
-        _entry(key._replace(micro_step=number), [part], summary=part[2], shape=part[0].shard.global_shape)
-        for number, part in enumerate(parts)
-    ]
+    if len({int(entry.summary["fingerprint"]) for entry in entries}) == 1:
+        return entries[:1]
+    return [replace(entry, key=key._replace(micro_step=number)) for number, entry in enumerate(entries)]
 
 
 def _rows_known(parts: Sequence[Part]) -> tuple[int, ...]:
     shard = parts[0][0].shard
     if not shard.batched:
         return shard.global_shape
-    rows = sum(seen.shard.shape[0] for seen, _, _ in parts)
+    rows = sum({seen.shard.offset[0]: seen.shard.shape[0] for seen, _, _ in parts}.values())
     return tuple(rows if length == OPEN else length for length in shard.global_shape)
 
 
-def _entry(
-    key: Key,
-    parts: Sequence[Part],
-    *,
-    summary: Any,
-    shape: tuple[int, ...],
-    exact: bool = True,
-    unobserved: str = "",
-) -> Entry:
+def _entry(key: Key, parts: Sequence[Part], *, summary: Any, shape: tuple[int, ...], **about: Any) -> Entry:
     first = parts[0][0]
     logged = first.phase == "loss" and first.slot == "logged"
     return Entry(
@@ -147,7 +188,6 @@ def _entry(
         dtype=first.dtype,
         shape=shape,
         summary=summary,
-        exact=exact,
         parts=tuple((seen.micro_step, rank, one) for seen, rank, one in parts),
-        unobserved=unobserved,
+        **about,
     )
