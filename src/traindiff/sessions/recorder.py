@@ -13,6 +13,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from traindiff.engines.data_parallel import find_data_parallel
+from traindiff.engines.distributed_tensor import is_distributed, local_part
 from traindiff.errors import ConfigError, Problem, UnsupportedTensorError
 from traindiff.kernels.store import SummaryStore
 from traindiff.kernels.torch_arrays import dtype_name, shape_of
@@ -53,7 +55,13 @@ class Recorder:
     ) -> None:
         self.path = path
         self._forced = forced
-        self.progress = Progress(optimizer=targets.primary, observing=settings.records(0))
+        self._data = find_data_parallel(targets.root)
+        self.progress = Progress(
+            optimizer=targets.primary,
+            observing=settings.records(0),
+            data_rank=self._data.rank,
+            data_size=self._data.size,
+        )
         self._settings = settings
         self._pending = Pending()
         self._summaries = SummaryStore()
@@ -73,7 +81,7 @@ class Recorder:
             path,
             run={
                 "world_size": world_size,
-                "mesh": None,
+                "mesh": self._data.to_json(),
                 "settings": settings.to_json(),
                 "forced_by": forced and forced.path,
                 **describe(),
@@ -166,6 +174,9 @@ class Recorder:
     ) -> None:
         """See `traindiff.taps.sink.Sink`. `late` files it under the step that has just ended."""
         shard = shard or Shard.whole(shape_of(tensor))
+        if is_distributed(tensor):
+            part = local_part(tensor, shard, merge)
+            tensor, shard, merge = part.tensor, part.shard, part.merge
         if tensor.is_complex():  # a last axis of real and imaginary parts
             shard = Shard(shape=(*shard.shape, 2), global_shape=(*shard.global_shape, 2), offset=(*shard.offset, 0))
         reason, summary = "", None
@@ -181,6 +192,7 @@ class Recorder:
             optimizer=name, phase=phase, stage=stage, path=path, slot=slot, call=call,
             order=progress.next_order(late=late), dtype=dtype_name(tensor), shard=shard, merge=merge,
             weight=weight, unobserved=reason,
+            factor=self._data.factor if _is_before_the_reduction(phase, stage, slot) else 1.0,
         )  # fmt: skip
         kept = path != "rng" and summary is not None
         self._pending.append(seen, summary, detail_of(tensor, self._settings.detail) if kept else None)
@@ -256,6 +268,11 @@ class Recorder:
         else:
             what = "this is no full replica" if tap.startswith(REPLICA) else f"the {tap} tap failed"
             self.unobserved(f"{what}: {says}", phase="batch", path="traindiff", slot=tap)
+
+
+def _is_before_the_reduction(phase: str, stage: str, slot: str) -> bool:
+    """Whether each of several data-parallel ranks has a number of its own, of its own share of the loss."""
+    return phase == "backward" or (phase, slot) == ("loss", "backward") or (phase, stage) == ("grad", "micro")
 
 
 def close_at_exit(recorder: Recorder) -> Callable[[], None]:

@@ -38,6 +38,7 @@ class Progress:
         backward_done: A backward pass has ended since then.
         order: Observations so far in this step; `late_order`, in the step before.
         samples: Size of the latest batch; 1 where it is not known.
+        data_rank: This rank's number among the `data_size` ranks that share the batch.
     """
 
     optimizer: str = "optimizer"
@@ -52,6 +53,8 @@ class Progress:
     order: int = 0
     late_order: int = 0
     samples: int = 1
+    data_rank: int = 0
+    data_size: int = 1
     _calls: dict[tuple[str, str], int] = field(default_factory=dict)
     _rows: dict[tuple[str, ...], int] = field(default_factory=dict)
 
@@ -84,10 +87,13 @@ class Progress:
         return call
 
     def first_row(self, site: tuple[str, ...], rows: int) -> int:
-        """Rows of the global batch that `site` has produced in this step; then counts `rows` more."""
-        first = self._rows.get(site, 0)
-        self._rows[site] = first + rows
-        return first
+        """Row of the global batch at which the next `rows` of `site` begin; counts them.
+
+        Each micro-batch of the global batch is that of the ranks one after the other, equally long.
+        """
+        counted = self._rows.get(site, 0)
+        self._rows[site] = counted + rows
+        return counted * self.data_size + self.data_rank * rows
 
     @contextmanager
     def forward(self, batch: Batch | None, *, evaluating: bool) -> Iterator[None]:

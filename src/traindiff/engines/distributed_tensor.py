@@ -1,0 +1,67 @@
+"""DTensor: FSDP2, tensor and sequence parallelism say by placements which part of a tensor a rank holds."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from traindiff.observation import Merge
+from traindiff.shard import Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPart:
+    """What this rank holds of a tensor.
+
+    Attributes:
+        tensor: The local elements.
+        shard: Which elements of the global tensor they are.
+        merge: `sum` if ranks hold terms of a sum.
+    """
+
+    tensor: Tensor
+    shard: Shard
+    merge: Merge
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether the tensor is a DTensor. Imports nothing: where there is one, its module is loaded."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Tensor, shard: Shard, merge: Merge) -> LocalPart:
+    """The local part of a DTensor, without any collective.
+
+    Args:
+        tensor: A DTensor.
+        shard: What the tensor as a whole is of something larger, e.g. one micro-batch of the batch.
+        merge: How the tensor as a whole merges.
+    """
+    found: Any = tensor
+    local: Tensor = found.to_local()  # the elements as they are: no communication
+    shape, offset = _box(found)
+    whole = shard.offset if len(shard.offset) == len(shape) else (0,) * len(shape)
+    part = Shard(
+        shape=tuple(shape),
+        global_shape=shard.global_shape,
+        offset=tuple(first + more for first, more in zip(whole, offset, strict=True)),
+    )
+    summed = any(placement.is_partial() for placement in found.placements)
+    return LocalPart(tensor=local.detach(), shard=part, merge="sum" if summed else merge)
+
+
+def mesh_of(tensor: Tensor) -> Any:
+    """The device mesh of a DTensor."""
+    found: Any = tensor
+    return found.device_mesh
+
+
+def _box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
