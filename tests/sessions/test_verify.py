@@ -279,6 +279,17 @@ def test_recordings_of_an_earlier_verification_are_replaced(verify: Verify) -> N
     assert verify(mlp(), pin="never").verdict == "identical"
 
 
+@pytest.mark.parametrize("name", ["baseline", "candidate", "ulp-1"])
+def test_a_recording_that_the_user_made_is_never_replaced(name: str, verify: Verify, tmp_path: Path) -> None:
+    with traindiff.record(tmp_path / "runs" / name, nn.Linear(2, 2)):
+        pass
+
+    with pytest.raises(traindiff.ConfigError, match="is a recording of another kind, which would be replaced"):
+        verify(mlp())
+
+    assert [entry.name for entry in (tmp_path / "runs").iterdir()] == [name]
+
+
 def test_the_json_has_the_keys_of_a_comparison_and_what_was_pinned_down(verify: Verify) -> None:
     found = json.loads(json.dumps(verify(mlp(before_step=doubled_gradient)).to_json(), allow_nan=False))
 

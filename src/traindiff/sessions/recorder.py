@@ -52,6 +52,7 @@ class Recorder:
         overwrite: bool,
         replica: Replica | None = None,
         forced: ForcedValues | None = None,
+        recipe: str | None = None,
     ) -> None:
         self.path = path
         self._forced = forced
@@ -84,6 +85,7 @@ class Recorder:
                 "mesh": self._data.to_json(),
                 "settings": settings.to_json(),
                 "forced_by": forced and forced.path,
+                "recipe": recipe,
                 **describe(),
             },
             rank=rank,

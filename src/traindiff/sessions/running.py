@@ -84,8 +84,9 @@ def run_recipe(
         forced = None if forced_by is None else _forced_values(forced_by, checked.replica)
         replica = _replica(targets, checked, precision=precision, forced=forced is not None)
         with Recorder(
-            os.fspath(path), targets, checked, overwrite=overwrite, replica=replica, forced=forced
-        ) as recorder:
+            os.fspath(path), targets, checked, overwrite=overwrite, replica=replica, forced=forced,
+            recipe=name_of(recipe),
+        ) as recorder:  # fmt: skip
             trained = _train(training, recorder, num_steps, on_step, where=where, asked_by=asked_by)
     if not trained:
         problem = Problem(where=f"{where}, batches", what="are none.", fix="Give at least one batch.")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from traindiff.comparison import RunCost
+from traindiff.errors import ConfigError, Problem, RecordingError
+from traindiff.recording import open_recording
 from traindiff.sessions.recipe import Recipe
 from traindiff.sessions.running import run_recipe
 
@@ -39,6 +42,24 @@ class Runs:
     asked_by: str
     costs: list[RunCost] = field(default_factory=list)
 
+    def check(self, names: Iterable[str]) -> None:
+        """Raise if a run of one of these names would replace a recording that no recipe made: it is the user's own.
+
+        Raises:
+            ConfigError: Names all of them.
+        """
+        problems = [
+            Problem(
+                where=os.fspath(self.directory / name),
+                what="is a recording of another kind, which would be replaced.",
+                fix="Give another directory for the runs (--output), or move the recording away.",
+            )
+            for name in names
+            if _is_of_the_user(self.directory / name)
+        ]
+        if problems:
+            raise ConfigError(self.asked_by, problems)
+
     def run(self, recipe: Recipe, name: str, *, num_steps: int, **settings: Any) -> str:
         """Run and record one; a recording of that name is replaced. Returns its path."""
         began = time.perf_counter()
@@ -57,3 +78,10 @@ class Runs:
         )  # fmt: skip
         self.costs.append(RunCost(name=name, steps=done[0], seconds=time.perf_counter() - began))
         return path
+
+
+def _is_of_the_user(path: Path) -> bool:
+    try:
+        return open_recording(os.fspath(path)).run.get("recipe") is None
+    except RecordingError:
+        return False  # nothing is there, or what a run that was killed left

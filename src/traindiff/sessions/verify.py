@@ -51,6 +51,7 @@ def calibrate(
     asked_by = "calibrate(...)"
     _check(asked_by, steps=steps, replicas=replicas)
     runs = Runs(directory=Path(output), seed=seed, progress=progress, asked_by=asked_by)
+    runs.check(("baseline", *_noise_names(replicas, repeat=repeat)))
     return _calibrate(runs, recipe, steps=steps, replicas=replicas, repeat=repeat)
 
 
@@ -106,6 +107,7 @@ def verify(
     with undisturbed_random_state():  # what cannot be used is said now, not after all runs of the baseline
         prepared(candidate, seed=seed, asked_by=asked_by)
     runs = Runs(directory=Path(output), seed=seed, progress=progress, record=record or {}, asked_by=asked_by)
+    runs.check(("baseline", *_noise_names(replicas, repeat=repeat), "candidate"))
     baseline, noise = _calibrate(runs, recipe, steps=steps, replicas=replicas, repeat=repeat)
     run = runs.run(candidate, "candidate", num_steps=steps)
     comparison = compare(baseline, run, noise=noise, rename=rename, rtol=rtol, atol=atol)
@@ -156,8 +158,16 @@ def _calibrate(
     if repeat:
         noise.append(runs.run(recipe, "repeated", num_steps=steps))
         _refuse_what_does_not_repeat(recipe, compare(baseline, noise[0]), runs.asked_by)
-    noise += [runs.run(recipe, one.replace(":", "-"), num_steps=steps, replica=one) for one in replicas]
+    noise += [runs.run(recipe, _name(one), num_steps=steps, replica=one) for one in replicas]
     return baseline, tuple(noise)
+
+
+def _noise_names(replicas: Sequence[str], *, repeat: bool) -> list[str]:
+    return [*(["repeated"] if repeat else []), *map(_name, replicas)]
+
+
+def _name(replica: str) -> str:
+    return replica.replace(":", "-")
 
 
 def _refuse_what_does_not_repeat(recipe: Recipe, comparison: Comparison, asked_by: str) -> None:
