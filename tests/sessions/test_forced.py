@@ -256,6 +256,14 @@ def test_what_the_recording_lacks_is_left_and_listed(values: ForcedValues) -> No
     assert values.count == 0
 
 
+def test_parameters_that_the_step_before_left_as_they_should_be_are_not_listed(tmp_path: Path) -> None:
+    path = run(mlp(), tmp_path / "baseline", detail="tensors", num_steps=3, steps="1-2")
+
+    forced = run(mlp(other_epsilon), tmp_path / "forced", forced_by=path, num_steps=3, steps="1-2")
+
+    assert traindiff.open_recording(forced).rank_content(0)["not_forced"] == {}
+
+
 def test_a_tensor_whose_elements_share_memory_is_left_and_listed(values: ForcedValues) -> None:
     tensor = torch.ones(1, 2).expand(2, 2)
 

@@ -95,6 +95,8 @@ class ForcedValues:
             self._put_off.append((tensor, seen))
             return
         value, why = self._value(tensor, seen)
+        if value is None and seen.stage == "before" and seen.step - 1 in self._steps:
+            return  # as the step before left it, which was forced
         if value is None:
             self.left.setdefault(f"{seen.path} {seen.slot}", why)
         else:

@@ -53,14 +53,13 @@ def _refuse_no_source(source: str, named: str, asked_by: str) -> None:
 
 def _imported(source: str) -> ModuleType:
     """Import a module, also from the working directory, as `python -m` does."""
-    _first_on_path(Path.cwd())
+    _import_first_from(Path.cwd())
     return importlib.import_module(source)
 
 
 def _run(path: Path) -> ModuleType:
     """Run a file as if it had been started: it may import its neighbours."""
-    _first_on_path(path.parent)
-    _forget_namesakes(path.parent)
+    _import_first_from(path.parent)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -70,11 +69,12 @@ def _run(path: Path) -> ModuleType:
     return module
 
 
-def _first_on_path(directory: Path) -> None:
+def _import_first_from(directory: Path) -> None:
     entry = os.fspath(directory)
     if entry in sys.path:
         sys.path.remove(entry)
     sys.path.insert(0, entry)
+    _forget_namesakes(directory)
 
 
 def _forget_namesakes(directory: Path) -> None:
