@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from traindiff.comparison.alignment import Pair
@@ -12,6 +12,7 @@ from traindiff.comparison.measure import difference, equal_bits
 from traindiff.comparison.step_table import Entry, Key
 from traindiff.comparison.verdict import Finding
 from traindiff.site import label
+from traindiff.summary import finite_count
 
 EXACT_KINDS = frozenset({"batch", "random-state", "hyper-parameter", "initial-parameter"})
 """Kinds of finding that mean "these runs were not asked to compute the same thing"."""
@@ -67,9 +68,21 @@ def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
     return exact_finding(pair, step=step, kind="initial-parameter", says=says, evidence={"permuted": permuted})
 
 
-def starts_permuted(pair: Pair) -> bool:
-    """Whether a parameter as the first step found it holds the baseline's values in another order."""
-    return not equal_bits(pair) and _is_permuted(pair)
+def permuted_paths(pairs: Iterable[Pair]) -> set[str]:
+    """Parameters and buffers that may be in another order in the candidate, going by what the first step found.
+
+    Those that hold the same values in another order; and where there are any, those that hold one value only, as
+    norms and their statistics do at first: any order of it is the same.
+    """
+    beginning = [pair for pair in pairs if pair.baseline.key[:2] == ("param", "before")]
+    permuted = {pair.baseline.key.path for pair in beginning if not equal_bits(pair) and _is_permuted(pair)}
+    constant = {pair.baseline.key.path for pair in beginning if _is_constant(pair.baseline)}
+    return permuted | constant if permuted else set()
+
+
+def _is_constant(entry: Entry) -> bool:
+    several = len(entry.shape) > 0 and int(finite_count(entry.summary)) > 1
+    return several and float(entry.summary["minimum"]) == float(entry.summary["maximum"])
 
 
 def _is_permuted(pair: Pair) -> bool:

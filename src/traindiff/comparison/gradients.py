@@ -71,6 +71,18 @@ def terms_by_module(pairs: Iterable[Pair]) -> dict[str, Terms]:
     return found
 
 
+def summed_rows(pair: Pair, terms: Mapping[str, Terms]) -> float:
+    """How many rows (samples, positions) each element of a parameter's gradient is summed over, at most.
+
+    1 for anything else, and where the module's gradients are not known.
+    """
+    key, shape = pair.baseline.key, pair.baseline.shape
+    added = terms.get(key.path.rpartition(".")[0])
+    if key.phase != "grad" or key.slot == "norm" or added is None or not shape or not shape[0]:
+        return 1.0
+    return max(1.0, added.count / shape[0])
+
+
 def share_of_noise(gradient: Any, shape: Sequence[int], difference: float) -> float:
     """Share of a gradient's elements that are hardly more than its error, read off its profile.
 

@@ -103,11 +103,8 @@ class Judge:
     def judge(self, given: StepInput) -> None:
         """Judge a step: extends `findings` and `differences`."""
         self._run.settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
-        self._run.permuted |= {
-            pair.baseline.key.path
-            for pair in given.pairs
-            if given.first and pair.baseline.key[:2] == ("param", "before") and exact.starts_permuted(pair)
-        }
+        if given.first:
+            self._run.permuted |= exact.permuted_paths(given.pairs)
         self._absent.update(finding.path for finding in given.found if finding.kind in ("missing", "extra"))
         floors = SiteFloors(
             self._run,

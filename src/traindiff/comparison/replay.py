@@ -58,7 +58,7 @@ class Replayed:
 
     Attributes:
         key: Of the residual.
-        order: Place in execution order.
+        order: Place in execution order: that of the update.
         value: The update that the formula gives.
         taken: The update that was made.
         rounding: How far apart rounding may take the two, per element.
@@ -141,7 +141,8 @@ def replayed(table: Mapping[Key, Entry]) -> Iterator[Replayed]:
             continue
         parameter = table.get(Key("param", "", key.path, "value", 0, 0))
         yield Replayed(
-            key=key, order=entry.order, value=value, taken=taken, rounding=rounding, residual=entry,
+            key=key, order=parameter.order if parameter else entry.order, value=value, taken=taken,
+            rounding=rounding, residual=entry,
             variants=variants.get((key.path, key.slot), {}), dtype=parameter.dtype if parameter else "",
         )  # fmt: skip
 

@@ -9,11 +9,15 @@ from dataclasses import dataclass, field
 from traindiff.comparison.alignment import Pair
 from traindiff.comparison.derived import FIRST_MOMENTS, LINEAR_STATE
 from traindiff.comparison.floors import UNIT_ROUNDOFF, Floors, rounding
-from traindiff.comparison.gradients import Terms, gradient_floor, share_of_noise, terms_by_module
+from traindiff.comparison.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
 from traindiff.comparison.measure import difference, equal_bits
 from traindiff.comparison.noise import FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.comparison.step_table import Entry
 from traindiff.summary import distance, finite_count, norm
+
+ESTIMATED_NORM = 0.5
+"""How far apart two norms may be that are estimated from sketches of the same values in other orders, as those of
+updates are: four times the standard deviation of their ratio (2^(0.126 sqrt(2)); see `traindiff.summary`)."""
 
 
 @dataclass(slots=True)
@@ -104,20 +108,25 @@ class SiteFloors:
         if self._noise is None or key not in self._noise:
             return None
         constant = SAFETY * self._calibration.constant(key.phase)
-        floor = constant * basis(pair, self._noise[key], storage=self.storage(pair))
+        terms = summed_rows(pair, self._terms)
+        floor = constant * basis(pair, self._noise[key], storage=self.storage(pair), terms=terms)
         if key.phase == "grad":
             self._gradients[key.path] = max(self._gradients.get(key.path, 0.0), floor)
-        if key.phase == "optimizer" and key.slot not in FIRST_MOMENTS:
+        if key.phase == "optimizer":
             gradient = self._gradients.get(key.path, 0.0)
-            floor = max(floor, gradient * (2.0 + gradient))  # of a square: (1 + e)^2 - 1
+            squared = gradient * (2.0 + gradient)  # (1 + e)^2 - 1
+            floor = max(floor, gradient if key.slot in FIRST_MOMENTS else squared)
         return floor
 
     def saw(self, pair: Pair, size: float) -> None:
         """A difference was measured; later floors of the step follow from it."""
         key, floors = pair.baseline.key, self._floors
-        if (key.phase in ("loss", "update") or key[:2] == ("grad", "")) and key.slot != "norm":
+        learns = key.phase in ("loss", "update") or key[:2] in (("grad", ""), ("param", ""))
+        if learns and key.slot not in ("norm", "value"):
             floor = max(self.measured(pair) or 0.0, self._derived(pair, self._alone))
-            self._run.learning_differs |= (_norms_apart(pair) if key.path in self._run.permuted else size) > floor
+            permuted = key.path in self._run.permuted
+            estimated = ESTIMATED_NORM if permuted and not pair.candidate.exact else 0.0
+            self._run.learning_differs |= (_norms_apart(pair) if permuted else size) > max(floor, estimated)
         if self._forced:
             return
         expected = None if self._noise is None else self._noise.get(key)
