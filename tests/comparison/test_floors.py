@@ -164,3 +164,7 @@ def test_the_users_tolerances_replace_the_floors(compared: Compared) -> None:
 
 def test_tolerances_do_not_excuse_another_batch(compared: Compared) -> None:
     assert compared(at(("batch", "", "", "input[0]"), lambda x: x + 1), rtol=1e9).verdict == "misaligned"
+
+
+def test_a_gradient_is_as_uncertain_as_its_dtype_where_activations_were_not_recorded() -> None:
+    assert Floors().gradient(1.0, dtype="float32") == pytest.approx(1.5 * 32 * 2.0**-24)

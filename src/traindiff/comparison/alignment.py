@@ -139,6 +139,8 @@ def _is_unmerged(baseline: Entry, candidate: Entry, *, split_alike: bool) -> boo
     their batches into different numbers of micro-batches, and the shapes differ in one axis.
     """
     left, right = baseline.shape, candidate.shape
+    if baseline.unobserved or candidate.unobserved:
+        return False
     if left == right or len(left) != len(right) or baseline.key.phase not in ("batch", "forward", "backward"):
         return False
     axes = [axis for axis, lengths in enumerate(zip(left, right, strict=True)) if lengths[0] != lengths[1]]

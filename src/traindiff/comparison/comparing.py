@@ -28,7 +28,7 @@ from traindiff.comparison.presence import Presence
 from traindiff.comparison.recomputation import recomputation_findings, without_recomputed
 from traindiff.comparison.sentences import representation_note
 from traindiff.comparison.side import Side, SideStep, in_order, join
-from traindiff.comparison.step_table import Entry, Key
+from traindiff.comparison.step_table import Entry, Key, without_missing_samples
 from traindiff.comparison.surroundings import Surroundings, surroundings, with_surroundings
 from traindiff.comparison.verdict import Comparison, Finding, Word
 from traindiff.errors import ConfigError, Problem
@@ -154,6 +154,10 @@ class _Comparing:
         if left.step not in self._selection:
             return
         tables = join(sides)
+        if left.missing != right.missing:  # of the same ranks of both runs, what they have is compared
+            tables = (
+                without_missing_samples(tables[0], left.missing), without_missing_samples(tables[1], right.missing)
+            )  # fmt: skip
         first = not self._compared
         self._compared.append(left.step)
         aligned = align(*(in_order(without_recomputed(table)) for table in tables))
@@ -182,6 +186,7 @@ class _Comparing:
                 parameters=_both(sides[0].before, sides[1].before),
                 micro_steps=micro_steps[1],
                 most_micro_steps=max(micro_steps),
+                ranks=max(side.data_parallel for side in self._sides),
                 samples=max((int(e.summary["count"]) for k, e in tables[0].items() if k.phase == "batch"), default=1),
                 noise=self._noise(left, sides[0]),
             )

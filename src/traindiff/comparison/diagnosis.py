@@ -34,6 +34,7 @@ class Case:
         candidate: The candidate's entry.
         contributions: What each micro-batch of the candidate brought to this gradient, if recorded.
         micro_steps: How many micro-batches the candidate's step had.
+        ranks: Over how many ranks the batch is divided, in the run that has more of them.
         difference: Relative L2 difference.
         floor: Its floor.
     """
@@ -42,6 +43,7 @@ class Case:
     candidate: Entry
     contributions: Mapping[int, Any] = field(default_factory=dict)
     micro_steps: int = 1
+    ranks: int = 1
     difference: float = 0.0
     floor: float = 0.0
 
@@ -165,7 +167,7 @@ def scaled(case: Case) -> Diagnosis | None:
         )
     return Diagnosis(
         kind="scale",
-        says=f"The candidate's is {_factor(s)} x the baseline's{factor_meaning(s, case.micro_steps)}.",
+        says=f"The candidate's is {_factor(s)} x the baseline's{factor_meaning(s, case.micro_steps, case.ranks)}.",
         evidence={"factor": s, "residual": left_over},
     )
 
@@ -287,12 +289,22 @@ def _factor(value: float) -> str:
     )
 
 
-def factor_meaning(factor: float, micro_steps: int) -> str:
-    """A reading of a factor that is a small whole number or one over it; empty for any other."""
+def factor_meaning(factor: float, micro_steps: int, ranks: int = 1) -> str:
+    """A reading of a factor that is a small whole number or one over it; empty for any other.
+
+    Args:
+        factor: Candidate over baseline.
+        micro_steps: Micro-batches in the candidate's step.
+        ranks: Over how many ranks the batch is divided, in the run that has more of them.
+    """
     size = abs(factor)
     whole = Fraction(size).limit_denominator(64)
     if size == 0 or (whole.numerator != 1 and whole.denominator != 1) or abs(float(whole) / size - 1) > 0.01:
         return ""
+    if whole == ranks and ranks > 1:
+        return f" (= world size {ranks}: summed over ranks instead of averaged?)"
+    if whole == Fraction(1, ranks) and ranks > 1:
+        return f" (= 1/{ranks}, one over the world size: averaged once too often?)"
     if whole == Fraction(1, micro_steps) and micro_steps > 1:
         return f" (= 1/{micro_steps}, one over its micro-batches: divided once too often?)"
     if whole == micro_steps and micro_steps > 1:

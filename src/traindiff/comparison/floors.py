@@ -120,7 +120,8 @@ class Floors:
             accumulated: Micro-batches whose gradients were added up in `dtype`, one after the other.
         """
         u = UNIT_ROUNDOFF.get(dtype, 0.0)
-        own, several = math.sqrt(terms) * u, REPEATED * self.precision + accumulated * u
+        precision = max(self.precision, rounding(dtype))  # where activations were not recorded, its own
+        own, several = math.sqrt(terms) * u, REPEATED * precision + accumulated * u
         return max(several, own, GAIN * max(self.flow, self.parameters)) * max(1.0, cancellation)
 
     def state(self, path: str, dtypes: Iterable[str]) -> float:

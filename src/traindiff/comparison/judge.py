@@ -36,6 +36,7 @@ class StepInput:
         parameters: By path: the parameters as this step found them, on both sides.
         micro_steps: Micro-batches in the candidate's step.
         most_micro_steps: The same of the run that has more of them.
+        ranks: Over how many ranks the batch is divided, in the run that has more of them.
         samples: Elements in the baseline's batch.
         noise: What replicas of the baseline differ by in this step; None without them.
     """
@@ -48,6 +49,7 @@ class StepInput:
     parameters: Mapping[str, Pair]
     micro_steps: int
     most_micro_steps: int
+    ranks: int
     samples: int
     noise: StepNoise | None = None
 
@@ -266,7 +268,7 @@ class _Step:
         first = pairs[0]
         size, floor = abs(factor - 1.0), min(floors.values())
         finding = self._as_finding(first, size, floor, self._shape(first, size, floor))
-        meaning = factor_meaning(factor, self._given.micro_steps)
+        meaning = factor_meaning(factor, self._given.micro_steps, self._given.ranks)
         says = f"All gradients are {factor:.4g} x the baseline's{meaning}."
         evidence = {**finding.evidence, "factor": factor, "parameters": len(pairs)}
         return replace(finding, kind="scale", says=says, evidence=evidence)
@@ -320,6 +322,7 @@ class _Step:
         return diagnose(
             Case(
                 baseline=left, candidate=right, difference=size, floor=floor, micro_steps=self._given.micro_steps,
+                ranks=self._given.ranks,
                 contributions=self._given.contributions.get(left.key.path, {}) if as_seen else {},
             )
         )  # fmt: skip

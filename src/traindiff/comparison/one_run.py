@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from traindiff.comparison.agreement import KIND as DISAGREEMENT
+from traindiff.comparison.agreement import agreement_findings
 from traindiff.comparison.alignment import Rename
 from traindiff.comparison.consistency import RunFacts, consistency_findings
 from traindiff.comparison.replay import not_replayed, replay_findings
@@ -47,7 +49,7 @@ class OneRun:
 
     def findings(self, table: Mapping[Key, Entry], *, step: int, strictness: float = 1.0) -> list[Finding]:
         """What is wrong in a step. What may be a coincidence is told the second time that it is seen in a row."""
-        found = replay_findings(table, step=step, strictness=strictness)
+        found = [*agreement_findings(table, step=step), *replay_findings(table, step=step, strictness=strictness)]
         suspected = consistency_findings(table, self.facts, step=step, strictness=strictness)
         seen = {(one.kind, str(one.evidence.get("what", ""))): one for one in suspected}
         self._seen = {what: self._seen.get(what, 0) + 1 for what in seen}
@@ -90,7 +92,8 @@ class BothRuns:
                     self.shared.setdefault(one.kind, f"In both runs: {one.says}")
                 else:
                     evidence = {**one.evidence, "run": name}
-                    found.append(replace(one, says=f"In the {name}, {one.says}", evidence=evidence))
+                    says = one.says[:1].lower() + one.says[1:] if one.kind == DISAGREEMENT else one.says
+                    found.append(replace(one, says=f"In the {name}, {says}", evidence=evidence))
         return found
 
 

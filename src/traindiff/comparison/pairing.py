@@ -18,12 +18,14 @@ class RunStep:
         step: Number of the step.
         table: Its entries.
         finished: Whether the optimizer was called: the run may have ended, or been closed, before that.
+        missing: Ranks of the run that have not recorded it.
     """
 
     optimizer: str
     step: int
     table: dict[Key, Entry]
     finished: bool = True
+    missing: tuple[int, ...] = ()
 
 
 def run_steps(recording: Recording) -> Iterator[RunStep]:
@@ -41,7 +43,8 @@ def run_steps(recording: Recording) -> Iterator[RunStep]:
         finished = shown or not (called or lead.optimizer in shows_calls)
         if shown:
             shows_calls.add(lead.optimizer)
-        yield RunStep(optimizer=lead.optimizer, step=lead.step, table=table, finished=finished)
+        missing = tuple(sorted({*range(recording.world_size)} - {head.rank for head in here}))
+        yield RunStep(optimizer=lead.optimizer, step=lead.step, table=table, finished=finished, missing=missing)
         for head in here:
             following = next(streams[head.rank], None)
             if following is None:

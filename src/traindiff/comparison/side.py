@@ -74,6 +74,12 @@ class Side:
         return frozenset(path for optimizer in self.groups.values() for group in optimizer for path in group)
 
     @property
+    def data_parallel(self) -> int:
+        """Over how many ranks the batch is divided."""
+        mesh = self.recording.run.get("mesh") or {}
+        return int(mesh.get("data_parallel", 1))
+
+    @property
     def recorded(self) -> frozenset[str]:
         """Phases that the run was asked to record, with `evaluation` if that."""
         settings = self.recording.run["settings"]

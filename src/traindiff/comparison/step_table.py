@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -54,7 +55,8 @@ class Entry:
         unobserved: Why there are no numbers.
         factor: What the engine multiplied the tensor by; `summary` is divided by it, its fingerprints are not.
         apart: Ranks by fingerprint where copies of one shard on several ranks differ; empty where they agree.
-        gaps: Elements of the global tensor that no rank has recorded; negative where some were recorded twice.
+        batched: Whether axis 0 runs over the samples of all micro-steps and ranks.
+        summed: Whether ranks and micro-steps each have a term of it.
     """
 
     key: Key
@@ -67,7 +69,8 @@ class Entry:
     unobserved: str = ""
     factor: float = 1.0
     apart: tuple[tuple[int, ...], ...] = ()
-    gaps: int = 0
+    batched: bool = False
+    summed: bool = False
 
 
 Part = tuple[Observation, int, Any]
@@ -84,6 +87,23 @@ def step_table(parts: Iterable[Part]) -> dict[Key, Entry]:
     entries = [entry for key, same in by_site.items() for entry in _merged(key, same)]
     entries.sort(key=lambda entry: entry.order)
     return {entry.key: entry for entry in entries}
+
+
+def without_missing_samples(table: Mapping[Key, Entry], missing: Sequence[int]) -> dict[Key, Entry]:
+    """The table of a step that some data-parallel ranks have not recorded: what they would have added is unknown.
+
+    Args:
+        table: The step.
+        missing: Those ranks.
+    """
+    if not missing:
+        return dict(table)
+    who = f"rank {', '.join(map(str, missing[:8]))}{' and more' if len(missing) > 8 else ''}"
+    reason = f"{who} did not record this step, so a part of the batch is missing"
+    return {
+        key: replace(entry, unobserved=entry.unobserved or reason) if entry.batched or entry.summed else entry
+        for key, entry in table.items()
+    }
 
 
 def scalar_entry(key: Key, value: float, *, order: int) -> Entry:
@@ -108,7 +128,7 @@ def _merged(key: Key, parts: list[Part]) -> list[Entry]:
         weights = np.array([seen.weight for seen, _, _ in parts])
         total = weights.sum() or 1.0
         summary = add([summary for _, _, summary in parts], weights / total)
-        return [_entry(key, parts, summary=summary, shape=first.shard.shape, exact=False)]
+        return [_entry(key, parts, summary=summary, shape=first.shard.shape, exact=False, summed=True)]
     if first.merge == "sum" or first.shard.batched:
         return [_whole(key, parts)]
     by_micro_step: dict[int, list[Part]] = {}
@@ -144,8 +164,26 @@ def _whole(key: Key, parts: Sequence[Part]) -> Entry:
         exact=len(factors) == 1 and not (summed and len(parts) > len(boxes)),
         factor=factors.pop() if len(factors) == 1 else 1.0,
         apart=apart,
-        gaps=0 if first.shard.batched else prod(shape) - sum(prod(box) for _, box in boxes),
+        batched=first.shard.batched,
+        summed=summed,
+        unobserved=_overlapping_rows(boxes) if first.shard.batched else _uncovered(shape, [box for _, box in boxes]),
     )
+
+
+def _overlapping_rows(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
+    """Why the rows of ranks and micro-batches do not make a batch; empty where they do."""
+    rows = sorted({(offset[0], shape[0]) for offset, shape in boxes})
+    if any(first + count > following for (first, count), (following, _) in pairwise(rows)):
+        return "rows of several ranks overlap: their batches differ in size, so which sample is which is not known"
+    return ""
+
+
+def _uncovered(shape: Sequence[int], boxes: Sequence[Sequence[int]]) -> str:
+    """Why the shards of a tensor do not make a whole; empty where they do."""
+    whole, held = prod(shape), sum(prod(box) for box in boxes)
+    if held < whole:
+        return f"its shards leave {whole - held:,} of its {whole:,} elements out"
+    return f"its shards overlap in {held - whole:,} of its {whole:,} elements" if held > whole else ""
 
 
 def _unscaled(part: Part) -> Any:

@@ -1,0 +1,48 @@
+"""Copies agree: what several ranks hold of one tensor is the same on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from traindiff.comparison.step_table import Entry, Key
+from traindiff.comparison.verdict import Finding
+from traindiff.site import label
+
+KIND = "ranks-disagree"
+
+
+def agreement_findings(table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
+    """Parameters, optimizer state and reduced gradients whose copies differ between ranks, by fingerprint.
+
+    The ranks that are alone are those outside of the largest group that agrees. Of two ranks that differ, which
+    is wrong is not known.
+    """
+    for key, entry in table.items():
+        if not entry.apart or key.path == "rng" or not (key.phase in ("param", "optimizer") or key[:2] == ("grad", "")):
+            continue
+        most, *others = entry.apart
+        alone = sorted(rank for group in others for rank in group)
+        tied = len(others[0]) == len(most)
+        where = label(key.path, key.slot)
+        if tied:
+            says = f"{ranks(sorted([*most, *alone]))} hold different copies of {where}, which should be the same."
+        else:
+            hold = "holds" if len(alone) == 1 else "hold"
+            says = f"{ranks(alone)} {hold} another copy of {where} than {ranks(most, capital=False)}."
+        yield Finding(
+            step=step, micro_step=None, rank=alone[0] if len(alone) == 1 and not tied else None, phase=key.phase,
+            stage=key.stage, path=key.path, slot=key.slot, call=key.call, order=entry.order, kind=KIND,
+            difference=float("inf"), floor=0.0, says=says,
+            evidence={"ranks": [list(group) for group in entry.apart]},
+        )  # fmt: skip
+
+
+def ranks(numbers: Sequence[int], *, capital: bool = True) -> str:
+    """`Rank 1`, `Ranks 0, 2 and 3`."""
+    word = ("Rank" if capital else "rank") + ("s" if len(numbers) > 1 else "")
+    if len(numbers) == 1:
+        return f"{word} {numbers[0]}"
+    shown = [str(number) for number in numbers[:8]]
+    if len(numbers) > 8:
+        return f"{word} {', '.join(shown)} and {len(numbers) - 8} more"
+    return f"{word} {', '.join(shown[:-1])} and {shown[-1]}"
