@@ -54,7 +54,8 @@ def _layer_norm_as_group_norm(self: nn.LayerNorm, x: Tensor) -> Tensor:
 
 
 def _one_hot(self: nn.Embedding, tokens: Tensor) -> Tensor:
-    return functional.one_hot(tokens, self.num_embeddings).to(self.weight.dtype) @ self.weight
+    with torch.autocast("cpu", enabled=False):  # to which embeddings are not subject
+        return functional.one_hot(tokens, self.num_embeddings).to(self.weight.dtype) @ self.weight
 
 
 # -- attention

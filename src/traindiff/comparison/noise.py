@@ -199,7 +199,9 @@ def calibrate(baseline: Recording, recordings: Sequence[Recording], selection: S
     return result
 
 
-def basis(pair: Pair, distances: Sequence[float], storage: float = 0.0, terms: float = 1.0) -> float:
+def basis(
+    pair: Pair, distances: Sequence[float], storage: float = 0.0, terms: float = 1.0, rounded: float = 0.0
+) -> float:
     """What the floor of a site is a multiple of: rounding, or what replicas show, whichever is larger.
 
     The estimate from a few replicas scatters, the more the fewer elements there are: the relative spread of a norm
@@ -212,10 +214,13 @@ def basis(pair: Pair, distances: Sequence[float], storage: float = 0.0, terms: f
         terms: For a gradient: rows that each of its elements is summed over. A kernel that adds one after the other
             in float32 is off by sqrt(terms) u; replicas, which all run the baseline's kernels, do not show it.
             Measured with torch on the CPU: 30 u over 512 rows (BatchNorm, channels last; 4 u otherwise).
+        rounded: Largest unit roundoff on the baseline's way to here: its noise is of this size already, whatever
+            the dtype of the pair (float32 parameters under autocast).
     """
     left, right = pair.baseline, pair.candidate
     units = [UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in (left, right)]
-    shorter = max(units) / units[0] if units[0] and max(units) else 1.0  # noise of a shorter dtype is larger
+    # Noise of a shorter dtype is larger.
+    shorter = max(1.0, max(units) / max(units[0], rounded)) if units[0] and max(units) else 1.0
     summation = math.sqrt(terms) * min(max(units), UNIT_ROUNDOFF["float32"])
     quantum = max(max(units) * (1.0 + storage), summation)
     spread = 1.0 + 4.0 / math.sqrt(max(1, int(finite_count(left.summary))))

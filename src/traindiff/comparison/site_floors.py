@@ -83,6 +83,7 @@ class SiteFloors:
         self._noise = noise
         self._calibration = calibration
         self._terms: Mapping[str, Terms] = terms_by_module(pairs)
+        self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
         self._seen: dict[str, Entry] = {}  # the baseline's gradients, by parameter
         self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
@@ -99,6 +100,7 @@ class SiteFloors:
         key = pair.baseline.key
         if key.phase == "optimizer" and key.slot == "step":
             return 0.0
+        self._rounded = max(self._rounded, UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0))
         derived = self._derived(pair, self._floors)  # also notes what later floors need
         return self._joined(pair, self.measured(pair), derived)
 
@@ -109,7 +111,7 @@ class SiteFloors:
             return None
         constant = SAFETY * self._calibration.constant(key.phase)
         terms = summed_rows(pair, self._terms)
-        floor = constant * basis(pair, self._noise[key], storage=self.storage(pair), terms=terms)
+        floor = constant * basis(pair, self._noise[key], storage=self.storage(pair), terms=terms, rounded=self._rounded)
         if key.phase == "grad":
             self._gradients[key.path] = max(self._gradients.get(key.path, 0.0), floor)
         if key.phase == "optimizer":
