@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LIGHT := .venv-no-torch
 
-.PHONY: help demo test lint format unit no-torch bench clean
+.PHONY: help demo test lint format unit no-torch bench faults clean
 
 help:
 	@echo "make demo      train a small GPT three times, record it, name the first divergence"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make format    ruff format"
 	@echo "make bench     measure what recording costs (minutes)"
+	@echo "make faults    measure which faults are found, and whether anything legal is flagged (minutes)"
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +48,9 @@ no-torch: $(LIGHT)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/overhead.py
+
+faults: $(VENV)/ready
+	$(BIN)/python -m benchmarks.faults
 
 clean:
 	rm -rf $(VENV) $(LIGHT) .pytest_cache .mypy_cache .ruff_cache .hypothesis

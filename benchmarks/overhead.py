@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -23,10 +21,10 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-import numpy as np
 import torch
 from gpt import Training
 from kernel_speed import ELEMENTS, measure, of_one_call
+from machine import machine
 
 import traindiff
 from traindiff.sessions.doctor.timing import Ratio, interleaved
@@ -116,25 +114,6 @@ def verdict(value: float, goal: float | None, *, at_least: bool = False) -> str:
     if goal is None:
         return ""
     return "met" if (value >= goal if at_least else value <= goal) else "missed"
-
-
-def machine() -> str:
-    """The processor and what runs on it."""
-    name = platform.processor() or "unknown processor"
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = lines[0].partition(":")[2].strip() if lines else name
-    try:
-        import llvmlite.binding as llvm
-
-        name += f" (LLVM: {llvm.get_host_cpu_name()})"
-    except ModuleNotFoundError:
-        pass
-    cores = os.cpu_count()
-    return (
-        f"{name}, {cores} cores; Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}"
-    )
 
 
 def table(rows: list[Row], *, rounds: int) -> list[str]:
