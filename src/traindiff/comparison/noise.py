@@ -33,7 +33,7 @@ SAFETY = 2.0
 """How much further than its replicas a correct run may be.
 
 With m replicas, a further correct run lies beyond all of them in one of m + 1 cases, but not far: of the legal
-variations in benchmarks/RESULTS.md none exceeds the floor that this factor leaves.
+variations in benchmarks/FAULTS.md none exceeds the floor that this factor leaves.
 """
 
 ALONE = 4.0
