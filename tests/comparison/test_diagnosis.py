@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.comparison.runs import Array, random, summary_of
+from tests.comparison.conftest import Compared
+from tests.comparison.runs import Array, Edit, Step, at, plain_step, random, summary_of
 from traindiff.comparison.diagnosis import Case, Diagnosis, best_fit, diagnose, factor_meaning
 from traindiff.comparison.step_table import Entry, Key
 from traindiff.summary import add, distance, norm
@@ -231,3 +232,30 @@ def test_sums_of_observations_are_fitted_by_their_sketches() -> None:
     )
 
     assert best_fit(left, doubled)[0] == pytest.approx(2.0)
+
+
+def test_what_the_baseline_had_in_the_step_before_is_one_step_late(compared: Compared) -> None:
+    site = ("grad", "", "fc.weight", "grad")
+    before = plain_step(0)[site].values
+
+    first = compared(at(site, lambda x: before.copy(), step=1)).first_divergence
+
+    assert first is not None
+    assert (first.step, first.kind) == (1, "late")
+    assert first.says == "The candidate's is what the baseline has in the step before: one step late?"
+
+
+def test_a_setting_of_the_step_before_is_one_step_late(compared: Compared) -> None:
+    site = ("optimizer", "", "optimizer.groups[0]", "lr")
+
+    def warming_up(late: int) -> Edit:
+        def edit(step: int, sites: Step) -> None:
+            sites[site].values = np.array(0.1 * (1 + max(0, step - late)))
+
+        return edit
+
+    first = compared(warming_up(1), baseline_edit=warming_up(0)).first_divergence
+
+    assert first is not None
+    assert (first.step, first.kind) == (1, "hyper-parameter")
+    assert "one step late?" in first.says

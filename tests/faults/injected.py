@@ -337,7 +337,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "gradient-one-step-late": Fault(
         change=lambda recipe: recipe.but(after_backward=_Late("h.0.attn.v.weight")), step=1, phase="grad",
-        path="h.0.attn.v.weight",
+        path="h.0.attn.v.weight", kind="late", says="what the baseline has in the step before: one step late?",
     ),
     "gradient-lost": Fault(
         change=after_backward(gradient("ln_f.bias", torch.zeros_like)), step=0, phase="grad", path="ln_f.bias",

@@ -18,7 +18,13 @@ from traindiff.comparison.alignment import (
 )
 from traindiff.comparison.circumstances import circumstances, not_forced, other_dtypes, other_models
 from traindiff.comparison.derived import gradient_norms
-from traindiff.comparison.exact import EXACT_KINDS, check_hyper_parameters, check_random_state
+from traindiff.comparison.exact import (
+    EXACT_KINDS,
+    check_hyper_parameters,
+    check_random_state,
+    one_step_late,
+    settings_of,
+)
 from traindiff.comparison.judge import Judge, StepInput
 from traindiff.comparison.measure import Tolerance, parse_tolerance
 from traindiff.comparison.noise import Calibration, Replicas, StepNoise, calibrate
@@ -115,6 +121,7 @@ class _Comparing:
         self._uncovered: list[int] = []
         self._alone: tuple[list[int], list[int]] = ([], [])
         self._other_dtypes: dict[tuple[str, str], set[Key]] = {}
+        self._settings_before: dict[tuple[str, str], tuple[float, Entry]] = {}
         self._settings_reported: set[tuple[str, Any, Any]] = set()
 
     def run(self, progress: Progress | None) -> Comparison:
@@ -210,7 +217,8 @@ class _Comparing:
             change = (finding.slot, finding.evidence["baseline"], finding.evidence["candidate"])
             if change not in self._settings_reported:
                 self._settings_reported.add(change)
-                fresh.append(finding)
+                fresh.append(one_step_late(finding, self._settings_before))
+        self._settings_before = settings_of(tables[0], groups[0])
         return fresh
 
     def _limits(self) -> tuple[list[str], bool]:

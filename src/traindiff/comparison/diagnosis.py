@@ -25,6 +25,10 @@ class Diagnosis:
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
 
+LATE = 0.02
+"""How near the step before must be, as a part of how far the step itself is, for a tensor to be one step late."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Everything a test may look at.
@@ -37,6 +41,7 @@ class Case:
         ranks: Over how many ranks the batch is divided, in the run that has more of them.
         difference: Relative L2 difference.
         floor: Its floor.
+        previous: The baseline's summary in the step before, if it has one.
     """
 
     baseline: Entry
@@ -46,6 +51,7 @@ class Case:
     ranks: int = 1
     difference: float = 0.0
     floor: float = 0.0
+    previous: Any = None
 
 
 def diagnose(case: Case) -> Diagnosis:
@@ -55,6 +61,21 @@ def diagnose(case: Case) -> Diagnosis:
             return found
     size = f"{case.difference:.2g}"
     return Diagnosis(kind="value", says=f"The values differ by {size} of the baseline's size (relative L2).")
+
+
+def late(case: Case) -> Diagnosis | None:
+    """What the baseline had in the step before."""
+    if case.previous is None or int(case.previous["count"]) != int(case.candidate.summary["count"]):
+        return None
+    size = float(norm(case.previous))
+    apart = float(distance(case.previous, case.candidate.summary)) / size if size else math.inf
+    if not apart <= LATE * min(case.difference, 1.0):
+        return None
+    return Diagnosis(
+        kind="late",
+        says="The candidate's is what the baseline has in the step before: one step late?",
+        evidence={"difference_from_the_step_before": apart},
+    )
 
 
 def best_fit(baseline: Entry, candidate: Entry) -> tuple[float, float]:
@@ -167,7 +188,7 @@ def scaled(case: Case) -> Diagnosis | None:
         )
     return Diagnosis(
         kind="scale",
-        says=f"The candidate's is {_factor(s)} x the baseline's{factor_meaning(s, case.micro_steps, case.ranks)}.",
+        says=f"The candidate's is {factor_text(s)} x the baseline's{factor_meaning(s, case.micro_steps, case.ranks)}.",
         evidence={"factor": s, "residual": left_over},
     )
 
@@ -246,6 +267,7 @@ TESTS: tuple[Callable[[Case], Diagnosis | None], ...] = (
     counted,
     whole_numbers,
     vanished,
+    late,
     lost_contribution,
     permuted,
     scaled,
@@ -280,7 +302,7 @@ def _times(value: float) -> str:
     return "twice" if abs(value - 2.0) < 0.02 else f"{value:.3g} times"
 
 
-def _factor(value: float) -> str:
+def factor_text(value: float) -> str:
     """A factor with enough digits to tell it from 1."""
     return (
         f"{value:.4g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from traindiff.comparison.alignment import Pair
@@ -148,11 +149,25 @@ def _drawn(table: Mapping[Key, Entry]) -> set[str]:
     }
 
 
+def one_step_late(finding: Finding, before: Mapping[tuple[str, str], tuple[float, Entry]]) -> Finding:
+    """The finding of a setting, which says so if the candidate's is what the baseline had in the step before.
+
+    Args:
+        finding: From `check_hyper_parameters`.
+        before: The baseline's settings in the step before.
+    """
+    held = before.get((finding.evidence["paths"][0], finding.slot))
+    if held is None or not _same_setting(held[0], finding.evidence["candidate"]):
+        return finding
+    says = finding.says + " That is what the baseline had in the step before: one step late?"
+    return replace(finding, says=says, evidence={**finding.evidence, "late": True})
+
+
 def check_hyper_parameters(
     baseline: tuple[Mapping[Key, Entry], Groups], candidate: tuple[Mapping[Key, Entry], Groups], *, step: int
 ) -> Iterator[Finding]:
     """Compare learning rate and other settings of the optimizers, parameter by parameter."""
-    left, right = _settings(*baseline), _settings(*candidate)
+    left, right = settings_of(*baseline), settings_of(*candidate)
     differing: dict[tuple[str, float, float], list[str]] = {}
     entries: dict[tuple[str, float, float], Pair] = {}
     for (path, slot), (value, entry) in left.items():
@@ -177,7 +192,7 @@ def _same_setting(baseline: float, candidate: float) -> bool:
     )
 
 
-def _settings(table: Mapping[Key, Entry], groups: Groups) -> dict[tuple[str, str], tuple[float, Entry]]:
+def settings_of(table: Mapping[Key, Entry], groups: Groups) -> dict[tuple[str, str], tuple[float, Entry]]:
     """Value of each setting by parameter (by group, where its parameters are not known)."""
     found: dict[tuple[str, str], tuple[float, Entry]] = {}
     for key, entry in table.items():

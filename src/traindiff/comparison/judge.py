@@ -10,7 +10,7 @@ from typing import Any
 from traindiff.comparison import exact
 from traindiff.comparison.alignment import Pair
 from traindiff.comparison.derived import GRADIENT_NORM
-from traindiff.comparison.diagnosis import Case, Diagnosis, best_fit, diagnose, factor_meaning
+from traindiff.comparison.diagnosis import Case, Diagnosis, best_fit, diagnose, factor_meaning, factor_text
 from traindiff.comparison.gradients import common_factor
 from traindiff.comparison.measure import Tolerance, difference, equal_bits, rescaled
 from traindiff.comparison.noise import Calibration, StepNoise
@@ -67,6 +67,7 @@ class Judge:
             steps in which it was found.
         differences: Largest difference of each site so far, in units of its floor.
         all_equal: Whether every pair so far held the same bits.
+        previous: The baseline's summaries in the step before, by site.
         nan_in_both: Where both runs hold NaN at the same places.
     """
 
@@ -75,6 +76,7 @@ class Judge:
         self._calibration = calibration
         self._forced = forced
         self._found: dict[tuple[Key, str], Finding] = {}
+        self.previous: dict[Key, Any] = {}
         self._run = RunFloors()
         self.differences: dict[Key, SiteDifference] = {}
         self.all_equal = True
@@ -130,6 +132,12 @@ class Judge:
             held = self._found.get(site)
             steps = held.evidence["steps"] + 1 if held else 1
             self._found[site] = replace(held or finding, evidence={**(held or finding).evidence, "steps": steps})
+
+        self.previous = {
+            pair.baseline.key: pair.baseline.summary
+            for pair in given.pairs
+            if pair.baseline.key.phase in ("forward", "backward", "grad", "optimizer")
+        }
 
     def floor(self, pair: Pair, floor: float) -> float:
         """The floor of a pair, or what the user's tolerances make of it."""
@@ -261,7 +269,7 @@ class _Step:
             return []  # clipping to a norm that lacks a gradient
         if not found:
             return [self._all_gradients(pairs, factor, floors)]
-        aside = f" (All other gradients are {factor:.4g} x the baseline's, as clipping to a norm makes them.)"
+        aside = f" (All other gradients are {factor_text(factor)} x the baseline's, as clipping to a norm makes them.)"
         return [replace(finding, says=finding.says + aside) for finding in found]
 
     def _all_gradients(self, pairs: list[Pair], factor: float, floors: Mapping[Key, float]) -> Finding:
@@ -269,7 +277,7 @@ class _Step:
         size, floor = abs(factor - 1.0), min(floors.values())
         finding = self._as_finding(first, size, floor, self._shape(first, size, floor))
         meaning = factor_meaning(factor, self._given.micro_steps, self._given.ranks)
-        says = f"All gradients are {factor:.4g} x the baseline's{meaning}."
+        says = f"All gradients are {factor_text(factor)} x the baseline's{meaning}."
         evidence = {**finding.evidence, "factor": factor, "parameters": len(pairs)}
         return replace(finding, kind="scale", says=says, evidence=evidence)
 
@@ -322,7 +330,7 @@ class _Step:
         return diagnose(
             Case(
                 baseline=left, candidate=right, difference=size, floor=floor, micro_steps=self._given.micro_steps,
-                ranks=self._given.ranks,
+                ranks=self._given.ranks, previous=self._judge.previous.get(left.key),
                 contributions=self._given.contributions.get(left.key.path, {}) if as_seen else {},
             )
         )  # fmt: skip
