@@ -119,6 +119,18 @@ def test_where_inputs_agree_better_than_the_replicas_did_less_is_allowed(measure
     assert equal_inputs.first_divergence.path == "head"
 
 
+def test_replicas_say_nothing_of_optimizer_states_and_updates_under_other_settings(measured: Measured) -> None:
+    setting = ("optimizer", "", "optimizer.groups[0]", "weight_decay")
+    state = ("optimizer", "", "fc.weight", "momentum_buffer")
+    updated = ("param", "", "fc.weight", "value")
+
+    found = measured(
+        both(at(setting, lambda x: x * 2), scaled(state, 1.0), scaled(updated, 0.5)), scaled(FC, 1e-6), scaled(FC, 1e-6)
+    )
+
+    assert (found.verdict, [one.kind for one in found.findings]) == ("misaligned", ["hyper-parameter"])
+
+
 def test_a_floor_is_never_below_rounding(measured: Measured) -> None:
     found = measured(rotated(FC, 1e-7), scaled(FC, 1e-9), scaled(HEAD, 1e-4))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,19 @@ def test_runs_that_were_not_given_the_same_are_misaligned_and_not_pinned_down(ve
     found = verify(mlp(initialised))
 
     assert (found.verdict, found.exit_code, found.pinned) == ("misaligned", 3, ())
+
+
+def test_what_is_only_represented_otherwise_is_not_held_against_the_baselines_tensors(verify: Verify) -> None:
+    def reversed_batches() -> traindiff.Training:
+        training = mlp()()
+        assert isinstance(training, traindiff.Training)
+        return replace(training, batches=[batch.flip(0) for batch in training.batches])
+
+    found = verify(reversed_batches, pin="always")
+
+    assert (found.verdict, found.exit_code, found.pinned) == ("equivalent", 0, ())
+    assert found.comparison.representation[0].kind == "batch"
+    assert "Nothing was run again with forced tensors: the candidate represents some otherwise" in str(found)
 
 
 def test_nothing_is_pinned_down_where_that_was_not_wanted(verify: Verify) -> None:

@@ -185,6 +185,8 @@ class SiteFloors:
         """One floor from what replicas show and what follows from rounding and inputs."""
         if measured is None:
             return derived
+        if self._run.settings_differ and pair.baseline.key.phase in ("optimizer", "update"):
+            return max(measured, derived)  # replicas have the baseline's settings: they say nothing of other ones
         if self._run.parted:
             return max(measured, derived)
         flow = max(self._floors.flow, self._floors.parameters)

@@ -111,9 +111,8 @@ def verify(
     baseline, noise = _calibrate(runs, recipe, steps=steps, replicas=replicas, repeat=repeat)
     run = runs.run(candidate, "candidate", num_steps=steps)
     comparison = compare(baseline, run, noise=noise, rename=rename, rtol=rtol, atol=atol)
-    step = _step_to_pin(comparison, pin)
+    step, note = _step_to_pin(comparison, pin)
     pinned: list[Pinned] = []
-    note = ""
     if step is not None:
         try:
             pinned.extend(
@@ -181,13 +180,22 @@ def _refuse_what_does_not_repeat(recipe: Recipe, comparison: Comparison, asked_b
         raise ConfigError(asked_by, [problem])
 
 
-def _step_to_pin(comparison: Comparison, pin: Pin) -> int | None:
+def _step_to_pin(comparison: Comparison, pin: Pin) -> tuple[int | None, str]:
+    """The step to run again with forced tensors; if none although that was asked for, why."""
     first = comparison.first_divergence
     if pin == "never" or not comparison.steps:
-        return None
+        return None, ""
     if first is not None:
-        return first.step if comparison.verdict == "diverged" else None
-    return comparison.steps[-1] if pin == "always" and comparison.verdict in ("identical", "equivalent") else None
+        return (first.step if comparison.verdict == "diverged" else None), ""
+    if pin != "always" or comparison.verdict not in ("identical", "equivalent"):
+        return None, ""
+    if comparison.representation:
+        says = (
+            "Nothing was run again with forced tensors: the candidate represents some otherwise, so the baseline's "
+            "values would be wrong in their place."
+        )
+        return None, says
+    return comparison.steps[-1], ""
 
 
 def _peak_bytes() -> int:
