@@ -54,11 +54,12 @@ def summary_table(outcomes: Sequence[Outcome]) -> Iterator[str]:
             weakest = min(located, key=lambda one: one.ratio)
             found = sum(one.verdict in ("diverged", "misaligned") for one in faults)
             alarms = sum(not one.right for one in legal)
+            margin = f"{weakest.ratio / worst.ratio:.3g}" if worst.ratio else "-"
             yield (
                 f"| {precision} | {mode} | {len(faults)} | {found} | {len(located)} | {len(strong)} | "
                 f"**{sum(one.located for one in strong)}** | {len(legal)} | "
                 f"**{alarms}** | {worst.ratio:.2f} ({worst.case.name}, {worst.case.model}) "
-                f"| {weakest.ratio:.3g} ({weakest.case.name}) | **{weakest.ratio / worst.ratio:.3g}** |"
+                f"| {weakest.ratio:.3g} ({weakest.case.name}) | **{margin}** |"
             )
 
 

@@ -23,6 +23,10 @@ LOGGED = "logged"
 """Slot of the numbers that a training reports."""
 
 
+FOLLOWS = 0.05
+"""Where activations differ by a size d and all gradients together by more than this part of it, they may follow."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
     """What is known of a step before it is judged.
@@ -95,6 +99,9 @@ class Judge:
         learning = bool({"loss", "grad", "update"} - phases) or self._run.learning_differs
         if not self._found or learning or self._tolerance is not None:
             return False
+        sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
+        if sizes and self._run.learning_apart > FOLLOWS * max(sizes):
+            return False  # noise may hide how much the gradients follow
         return all(map(self._is_representation, self._found.values()))
 
     def _is_representation(self, finding: Finding) -> bool:
@@ -124,6 +131,7 @@ class Judge:
             floors.saw_other_inputs(math.inf)
         step = _Step(self, given, floors)
         found = sorted((*given.found, *step.judge()), key=lambda finding: finding.order)
+        floors.finish()
         if self._forced and any(finding.slot != LOGGED for finding in found):
             # What the training reports cannot be forced: it may follow from what was found before it.
             found = [finding for finding in found if finding.slot != LOGGED]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from traindiff.comparison.alignment import Pair
 from traindiff.comparison.derived import FIRST_MOMENTS, LINEAR_STATE
 from traindiff.comparison.floors import UNIT_ROUNDOFF, Floors, rounding
-from traindiff.comparison.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
+from traindiff.comparison.gradients import Terms, computed_in, gradient_floor, share_of_noise, summed_rows, terms_by_module
 from traindiff.comparison.measure import difference, equal_bits
 from traindiff.comparison.noise import FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.comparison.step_table import Entry
@@ -33,6 +33,7 @@ class RunFloors:
         permuted: Parameters that started with the same values in another order.
         learning_differs: Whether a loss, a gradient or an update differs by more than its own rounding, and
             more than replicas do; of permuted parameters, whether its norm does.
+        learning_apart: Relative difference of all gradients of a step together, in the step where it is largest.
     """
 
     gradients: dict[str, float] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class RunFloors:
     parted: bool = False
     permuted: set[str] = field(default_factory=set)
     learning_differs: bool = False
+    learning_apart: float = 0.0
 
 
 class SiteFloors:
@@ -85,6 +87,7 @@ class SiteFloors:
         self._terms: Mapping[str, Terms] = terms_by_module(pairs)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
+        self._gradient_apart = self._gradient_size = 0.0  # of all gradients together
         self._seen: dict[str, Entry] = {}  # the baseline's gradients, by parameter
         self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
         self._alone = Floors(settings_differ=run.settings_differ)  # as if all inputs agreed
@@ -110,8 +113,10 @@ class SiteFloors:
         if self._noise is None or key not in self._noise:
             return None
         constant = SAFETY * self._calibration.constant(key.phase)
-        terms = summed_rows(pair, self._terms)
-        floor = constant * basis(pair, self._noise[key], storage=self.storage(pair), terms=terms, rounded=self._rounded)
+        floor = constant * basis(
+            pair, self._noise[key], storage=self.storage(pair), terms=summed_rows(pair, self._terms),
+            rounded=self._rounded, computed=computed_in(pair, self._terms),
+        )  # fmt: skip
         if key.phase == "grad":
             self._gradients[key.path] = max(self._gradients.get(key.path, 0.0), floor)
         if key.phase == "optimizer":
@@ -140,10 +145,22 @@ class SiteFloors:
         elif key.phase == "grad" and key.slot == "grad":
             floors.saw_gradient(key.path, size)
             self._seen[key.path] = pair.baseline
+            self._learned(pair, _norms_apart(pair) if key.path in self._run.permuted else size)
         if key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage):
             floors.saw(size)
             if expected is not None and math.isfinite(max(expected)):
                 self._noise_flow = max(self._noise_flow, max(expected))
+
+    def _learned(self, pair: Pair, size: float) -> None:
+        whole = float(norm(pair.baseline.summary))
+        if math.isfinite(size) and not pair.baseline.key.stage:
+            self._gradient_apart = math.hypot(self._gradient_apart, size * whole)
+            self._gradient_size = math.hypot(self._gradient_size, whole)
+
+    def finish(self) -> None:
+        """The step has been judged."""
+        if self._gradient_size:
+            self._run.learning_apart = max(self._run.learning_apart, self._gradient_apart / self._gradient_size)
 
     def saw_other_inputs(self, size: float) -> None:
         """The batch or the random state differs, by so much."""
