@@ -40,6 +40,7 @@ NOT_FLAGGED = [
     ("gpt", "adamw", "bfloat16", "accumulated-2"),
     ("gpt", "adamw", "bfloat16", "layer-norm-as-group-norm"),
     ("conv", "sgd", "bfloat16", "convolution-unfolded"),
+    ("gpt", "adamw", "autocast", "linear-einsum"),
 ]
 
 

@@ -200,7 +200,12 @@ def calibrate(baseline: Recording, recordings: Sequence[Recording], selection: S
 
 
 def basis(
-    pair: Pair, distances: Sequence[float], storage: float = 0.0, terms: float = 1.0, rounded: float = 0.0
+    pair: Pair,
+    distances: Sequence[float],
+    storage: float = 0.0,
+    terms: float = 1.0,
+    rounded: float = 0.0,
+    inside: float = 0.0,
 ) -> float:
     """What the floor of a site is a multiple of: rounding, or what replicas show, whichever is larger.
 
@@ -216,13 +221,14 @@ def basis(
             Measured with torch on the CPU: 30 u over 512 rows (BatchNorm, channels last; 4 u otherwise).
         rounded: Largest unit roundoff on the baseline's way to here: its noise is of this size already, whatever
             the dtype of the pair (float32 parameters under autocast).
+        inside: Unit roundoff of the dtype that the operation may compute in, and these replicas do not show.
     """
     left, right = pair.baseline, pair.candidate
     units = [UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in (left, right)]
     # Noise of a shorter dtype is larger.
     shorter = max(1.0, max(units) / max(units[0], rounded)) if units[0] and max(units) else 1.0
     summation = math.sqrt(terms) * min(max(units), UNIT_ROUNDOFF["float32"])
-    quantum = max(max(units) * (1.0 + storage), summation)
+    quantum = max(max(units) * (1.0 + storage), summation, inside)
     spread = 1.0 + 4.0 / math.sqrt(max(1, int(finite_count(left.summary))))
     return spread * max(quantum, shorter * max(distances, default=0.0))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from traindiff.comparison.alignment import Pair
 from traindiff.comparison.derived import FIRST_MOMENTS, LINEAR_STATE
 from traindiff.comparison.floors import UNIT_ROUNDOFF, Floors, rounding
-from traindiff.comparison.gradients import Terms, computed_in, gradient_floor, share_of_noise, summed_rows, terms_by_module
+from traindiff.comparison.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
 from traindiff.comparison.measure import difference, equal_bits
 from traindiff.comparison.noise import FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.comparison.step_table import Entry
@@ -115,7 +115,7 @@ class SiteFloors:
         constant = SAFETY * self._calibration.constant(key.phase)
         floor = constant * basis(
             pair, self._noise[key], storage=self.storage(pair), terms=summed_rows(pair, self._terms),
-            rounded=self._rounded, computed=computed_in(pair, self._terms),
+            rounded=self._rounded, inside=self._inside(pair),
         )  # fmt: skip
         if key.phase == "grad":
             self._gradients[key.path] = max(self._gradients.get(key.path, 0.0), floor)
@@ -124,6 +124,15 @@ class SiteFloors:
             squared = gradient * (2.0 + gradient)  # (1 + e)^2 - 1
             floor = max(floor, gradient if key.slot in FIRST_MOMENTS else squared)
         return floor
+
+    def _inside(self, pair: Pair) -> float:
+        """Unit roundoff of the shorter dtype that a gradient may have been computed in; 0 where replicas show it.
+
+        Under autocast a matrix product's operands, and the gradients that it hands back, are rounded to a shorter
+        dtype, whatever dtype the tensors have between which it stands. Another but equal formula rounds there
+        otherwise. Forced replicas round what enters an operation in its own, longer dtype, and hardly show it.
+        """
+        return self._rounded if self._forced and pair.baseline.key.phase in ("backward", "grad") else 0.0
 
     def saw(self, pair: Pair, size: float) -> None:
         """A difference was measured; later floors of the step follow from it."""
