@@ -119,6 +119,30 @@ def test_where_inputs_agree_better_than_the_replicas_did_less_is_allowed(measure
     assert equal_inputs.first_divergence.path == "head"
 
 
+@pytest.mark.parametrize(
+    ("size", "rows", "word"),
+    [(0.05, 10, "equivalent"), (0.0, 10, "diverged"), (0.05, 20, "diverged")],
+    ids=["noise turns one", "equal inputs", "too many"],
+)
+def test_a_router_picks_another_number_of_rows_only_where_its_inputs_differ_enough(
+    size: float, rows: int, word: str, measured: Measured
+) -> None:
+    routed = at(("forward", "", "head", "output[0]"), lambda x: random(rows, 4, seed=9), step=1)
+
+    found = measured(both(routed, rotated(FC, size)), rotated(FC, 0.05), rotated(FC, 0.06), build=with_routed_rows)
+
+    assert found.verdict == word, str(found)
+    note = "first at step 1, forward of head output[0]: 10 rows, 9 in the baseline"
+    assert any(note in one for one in found.notes) == (word == "equivalent")
+
+
+def with_routed_rows(step: int) -> Step:
+    found = plain_step(step)
+    if step == 1:
+        found["forward", "", "head", "output[0]"] = Seen(values=random(9, 4, seed=9))
+    return found
+
+
 def test_replicas_say_nothing_of_optimizer_states_and_updates_under_other_settings(measured: Measured) -> None:
     setting = ("optimizer", "", "optimizer.groups[0]", "weight_decay")
     state = ("optimizer", "", "fc.weight", "momentum_buffer")

@@ -235,6 +235,11 @@ class _Comparing:
         incomplete = any(missing for _, missing in parts) or any(self._presence.unaligned)
         notes += [*self._each.shared.values(), *self._each.unknown.values()]
         notes += [f"{one.path} {one.slot}: {one.why}." for one in self._presence.sides()[0] if one.why][:3]
+        if self._judge.turned:
+            notes.append(
+                f"A choice of rows (of a router, of a mask) that rounding may turn was made otherwise, first at "
+                f"{self._judge.turned[0]}. What follows in such a step was not judged."
+            )
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]

@@ -73,6 +73,7 @@ class Judge:
         all_equal: Whether every pair so far held the same bits.
         previous: The baseline's summaries in the step before, by site.
         nan_in_both: Where both runs hold NaN at the same places.
+        turned: Where a choice that rounding may turn picked another number of rows.
     """
 
     def __init__(self, tolerance: Tolerance | None, calibration: Calibration, *, forced: bool = False) -> None:
@@ -85,6 +86,7 @@ class Judge:
         self.differences: dict[Key, SiteDifference] = {}
         self.all_equal = True
         self.nan_in_both: list[str] = []
+        self.turned: list[str] = []
         self._absent: set[str] = set()
 
     @property
@@ -211,6 +213,9 @@ class _Step:
         size = difference(pair)
         if size is None:
             return self._whole_numbers(pair)
+        if self._is_turned(pair):
+            self._turned(pair)
+            return None
         if key.phase == "param" and key.slot == "value":
             return self._parameter(pair, size)
         floor = self._floors.of(pair)
@@ -251,6 +256,26 @@ class _Step:
         expected = self._floors.inputs_differ
         self._judge.note(pair, self._given.step, math.inf, math.inf if expected else 0.0)
         return None if expected else self._finding(pair, math.inf, 0.0)
+
+    def _is_turned(self, pair: Pair) -> bool:
+        """Whether other inputs explain that a choice (a router's, a mask's) picked another number of rows."""
+        key, left, right = pair.baseline.key, pair.baseline.shape, pair.candidate.shape
+        before = self._judge.previous.get(key)
+        if key.phase not in ("forward", "backward") or left == right or before is None:
+            return False
+        depends_on_data = int(before["count"]) != int(pair.baseline.summary["count"])
+        if not depends_on_data or len(left) != len(right) or left[1:] != right[1:]:
+            return False
+        return abs(left[0] - right[0]) <= self._floors.turned_rows(left[0])
+
+    def _turned(self, pair: Pair) -> None:
+        left, step = pair.baseline, self._given.step
+        self._judge.turned.append(
+            f"step {step}, {left.key.phase} of {left.key.path} {left.key.slot}: {pair.candidate.shape[0]} rows, "
+            f"{left.shape[0]} in the baseline"
+        )
+        self._judge.note(pair, step, math.inf, math.inf)
+        self._floors.saw(pair, math.inf)
 
     def _gradients(self, pairs: list[Pair]) -> list[Finding | None]:
         if not pairs:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from traindiff.comparison.alignment import Pair
 from traindiff.comparison.derived import FIRST_MOMENTS, LINEAR_STATE
-from traindiff.comparison.floors import UNIT_ROUNDOFF, Floors, rounding
+from traindiff.comparison.floors import GAIN, UNIT_ROUNDOFF, Floors, rounding
 from traindiff.comparison.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
 from traindiff.comparison.measure import difference, equal_bits
 from traindiff.comparison.noise import FEW, SAFETY, Calibration, StepNoise, basis
@@ -97,6 +97,16 @@ class SiteFloors:
     def inputs_differ(self) -> bool:
         """Whether anything that this step has read so far differs at all."""
         return bool(self._floors.flow or self._floors.parameters)
+
+    def turned_rows(self, rows: int) -> float:
+        """How many of a choice's rows may be others because of what differs at its inputs.
+
+        A choice is a gate (see `Floors.gated`): about a share e of what it decides lies within e of its threshold, and
+        below a tenth of a row that is left out.
+        """
+        inputs = max(self._floors.flow, self._floors.parameters)
+        hidden = rows * inputs
+        return max(1.0, GAIN * hidden) if hidden >= 0.1 else 0.0
 
     def of(self, pair: Pair) -> float:
         """Floor of a pair: the largest relative difference that is no finding."""
