@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -53,6 +54,12 @@ def says_what_is_wrong(command: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.Exit(UNUSABLE) from None
 
     return run
+
+
+def print_json(result: Any) -> None:
+    """Print the result of a command as JSON, and nothing else, on standard output."""
+    json.dump(result, sys.stdout, indent=2, allow_nan=False)
+    sys.stdout.write("\n")
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001  the shape of typer's callbacks

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Annotated
 
 import typer
 
-from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.cli.app import app, messages, print_json, results, says_what_is_wrong
 
 
 @app.command()
@@ -60,8 +58,7 @@ def compare(
             progress=lambda step: status.update(f"comparing step {step}"),
         )
     if as_json:
-        json.dump(result.to_json(), sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json(result.to_json())
     else:
         print_comparison(results, result, top=top)
     raise typer.Exit(result.exit_code)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Annotated
 
 import typer
 
-from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.cli.app import app, messages, print_json, results, says_what_is_wrong
 
 
 @app.command()
@@ -56,8 +54,7 @@ def doctor(
         environment=about["environment"],
     )
     if as_json:
-        json.dump(to_json(diagnosis), sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json(to_json(diagnosis))
     else:
         print_diagnosis(results, diagnosis)
     raise typer.Exit(0 if diagnosis.healthy else 1)

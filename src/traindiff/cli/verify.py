@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.cli.app import app, messages, print_json, results, says_what_is_wrong
 
 
 class PinWhen(StrEnum):
@@ -88,8 +86,7 @@ def verify(
             progress=on_step,
         )
     if as_json:
-        json.dump(result.to_json(), sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json(result.to_json())
     else:
         print_verification(results, result, top=top)
     raise typer.Exit(result.exit_code)
