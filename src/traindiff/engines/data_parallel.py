@@ -18,20 +18,17 @@ class DataParallel:
     Attributes:
         rank: Its number among them.
         size: How many there are.
-        averages: Whether gradients are averaged over them, so that gradients before the reduction are `size`
-            times as large as those of the mean over the global batch.
         engine: What divides the batch, e.g. `DistributedDataParallel`; empty for a single process.
     """
 
     rank: int = 0
     size: int = 1
-    averages: bool = True
     engine: str = ""
 
     @property
     def factor(self) -> float:
-        """What gradients of activations are multiplied by, relative to the mean over the global batch."""
-        return float(self.size) if self.averages else 1.0
+        """What gradients before the reduction, which averages, are multiplied by, relative to the global batch's."""
+        return float(self.size)
 
     def to_json(self) -> dict[str, Any] | None:
         """For `run.json`; None for a single process."""
@@ -70,11 +67,10 @@ def _fsdp_mesh(module: nn.Module) -> Any:
             names = mesh.mesh_dim_names
             if mesh.ndim == 1 or not names:
                 return mesh
-            return mesh[_data_axis(parameter, names)]
+            return mesh[_data_axis(names)]
     return None
 
 
-def _data_axis(parameter: Any, names: tuple[str, ...]) -> str:
+def _data_axis(names: tuple[str, ...]) -> str:
     """Of a mesh with several axes: the one over which FSDP shards, which comes first."""
-    del parameter
     return next((name for name in names if name.startswith(("dp", "fsdp", "data"))), names[0])
