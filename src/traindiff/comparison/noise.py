@@ -49,6 +49,10 @@ StepNoise = Mapping[Key, tuple[float, ...]]
 """By site: relative L2 difference of each replica that has it from the baseline. inf: whole numbers that differ."""
 
 
+OwnedParameters = dict[str, list[dict[int, float]]]
+"""By module: of each of its parameters, the distance of each replica from the baseline after the step before."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Calibration:
     """What the replicas say about noise in general, before anything is judged by it.
@@ -127,7 +131,7 @@ class Replicas:
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
         self.sides = [Side(recording) for recording in recordings]
-        self._streams = [StepsOnDemand(recording) for recording in recordings]
+        self._streams = [StepsOnDemand(run_steps(recording)) for recording in recordings]
 
     def pairs(self, baseline: RunStep, step: SideStep) -> Iterator[tuple[SideStep | None, list[Pair]]]:
         """Per noise recording: its own step and that brought together with the baseline's; None if it has none."""
@@ -168,7 +172,7 @@ def calibrate(baseline: Recording, recordings: Sequence[Recording], selection: S
     result = Calibration()
     differs = [False] * len(recordings)
     aligned = [0] * len(recordings)
-    parameters: dict[str, dict[int, float]] = {}  # distances by path and replica, after the step before
+    parameters: OwnedParameters = {}
     for number, run_step in enumerate(run_steps(baseline)):
         step = side.step(run_step)
         if run_step.step not in selection:
@@ -190,7 +194,7 @@ def calibrate(baseline: Recording, recordings: Sequence[Recording], selection: S
                 if not _replica(recordings[index]) and apart > (result.own or (-1.0, ""))[0]:
                     result.own = (apart, f"step {run_step.step}, {key.phase} of {key.path} {key.slot}")
         _hold_out(distances, step.before, parameters, result.constants)
-        parameters = {key.path: {i: d for i, d, _ in v} for key, v in distances.items() if key[:2] == ("param", "")}
+        parameters = _owned_parameters(distances)
     _refuse_what_does_not_align(recordings, aligned)
     for recording, different in zip(recordings, differs, strict=True):
         (result.names if different else result.repeated).append(recording.path)
@@ -236,7 +240,7 @@ def basis(
 def _hold_out(
     distances: Mapping[Key, Sequence[tuple[int, float, Pair]]],
     before: Mapping[str, Entry],
-    parameters: Mapping[str, Mapping[int, float]],
+    parameters: OwnedParameters,
     constants: dict[str, float],
 ) -> None:
     """Raise the constants to what is needed for each replica to stay within the floors of the others."""
@@ -255,11 +259,19 @@ def _hold_out(
                 constants[key.phase] = max(constants.get(key.phase, 1.0), apart / floor)
 
 
-def _further(path: str, index: int, parameters: Mapping[str, Mapping[int, float]]) -> float:
+def _owned_parameters(distances: Mapping[Key, Sequence[tuple[int, float, Pair]]]) -> OwnedParameters:
+    owned: OwnedParameters = {}
+    for key, found in distances.items():
+        if key[:2] == ("param", ""):
+            owned.setdefault(key.path.rpartition(".")[0], []).append({index: apart for index, apart, _ in found})
+    return owned
+
+
+def _further(path: str, index: int, parameters: OwnedParameters) -> float:
     """How much further from the baseline a replica's parameters of a module are than those of the others; 1 if less."""
     ratio = 1.0
-    for owned, found in parameters.items():
-        if owned.rpartition(".")[0] == path and index in found:
+    for found in parameters.get(path, ()):
+        if index in found:
             others = [apart for number, apart in found.items() if number != index]
             ratio = max(ratio, found[index] / max(*others, UNIT_ROUNDOFF["float32"]) if others else 1.0)
     return ratio

@@ -79,30 +79,28 @@ def step_pairs(
 def _with_one_number(
     baseline: Iterator[RunStep], candidate: Iterator[RunStep]
 ) -> Iterator[tuple[RunStep | None, RunStep | None]]:
-    waiting: dict[tuple[str, int], RunStep] = {}
-    reached: dict[str, int] = {}
+    others = StepsOnDemand(candidate)
     for step in baseline:
-        key = (step.optimizer, step.step)
-        while key not in waiting and reached.get(step.optimizer, -1) < step.step:
-            other = next(candidate, None)
-            if other is None:
-                break
-            waiting[other.optimizer, other.step] = other
-            reached[other.optimizer] = other.step
-        for passed in [k for k in waiting if k[0] == step.optimizer and k[1] < step.step]:
-            yield None, waiting.pop(passed)
-        yield step, waiting.pop(key, None)
-    for rest in waiting.values():
-        yield None, rest
-    for rest in candidate:
+        same: RunStep | None = None
+        for other in others.until(step.optimizer, step.step):
+            if other.step == step.step:
+                same = other
+            else:
+                yield None, other
+        yield step, same
+    for rest in others.rest():
         yield None, rest
 
 
 class StepsOnDemand:
-    """Steps of a run that another run leads through, each asked for once and in the order of that run."""
+    """Steps of a run that another run leads through, each asked for once and in the order of that run.
 
-    def __init__(self, recording: Recording) -> None:
-        self._steps = run_steps(recording)
+    Args:
+        steps: In the order in which they were taken: ascending per optimizer.
+    """
+
+    def __init__(self, steps: Iterator[RunStep]) -> None:
+        self._steps = steps
         self._passed: dict[tuple[str, int], RunStep] = {}
         self._reached: dict[str, int] = {}
 
@@ -117,3 +115,8 @@ class StepsOnDemand:
         due = [key for key in self._passed if key[0] == optimizer and key[1] <= step]
         for key in due:
             yield self._passed.pop(key)
+
+    def rest(self) -> Iterator[RunStep]:
+        """The steps that were not given yet."""
+        yield from self._passed.values()
+        yield from self._steps

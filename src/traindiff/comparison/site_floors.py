@@ -147,9 +147,10 @@ class SiteFloors:
     def saw(self, pair: Pair, size: float) -> None:
         """A difference was measured; later floors of the step follow from it."""
         key, floors = pair.baseline.key, self._floors
+        measured = self.measured(pair) or 0.0
         learns = key.phase in ("loss", "update") or key[:2] in (("grad", ""), ("param", ""))
         if learns and key.slot not in ("norm", "value"):
-            floor = max(self.measured(pair) or 0.0, self._derived(pair, self._alone))
+            floor = max(measured, self._derived(pair, self._alone))
             permuted = key.path in self._run.permuted
             estimated = ESTIMATED_NORM if permuted and not pair.candidate.exact else 0.0
             self._run.learning_differs |= (_norms_apart(pair) if permuted else size) > max(floor, estimated)
@@ -158,7 +159,7 @@ class SiteFloors:
         expected = None if self._noise is None else self._noise.get(key)
         few = int(finite_count(pair.baseline.summary)) < FEW and key.phase not in ("update", "param")
         if expected is not None and not few:
-            self._run.parted |= size > (self.measured(pair) or 0.0)
+            self._run.parted |= size > measured
         if key.phase == "optimizer":
             floors.saw_state(key.path, size)
         elif key.phase == "grad" and key.slot == "grad":
