@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from inspect import signature
-from typing import Never
+from inspect import Parameter, signature
+from typing import Any, Never
 
 from torch import nn
 
@@ -103,5 +103,12 @@ def record(
     perturbed = None if settings.replica is None else make_replica(settings.replica, targets.root, targets.names)
     return Recorder(directory, targets, settings, overwrite=overwrite, replica=perturbed)
 
+
+STANDARD_SETTINGS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in signature(record).parameters.items()
+    if parameter.kind is Parameter.KEYWORD_ONLY and name != "overwrite"
+}
+"""What is recorded where nothing else is asked for: the arguments of `record_settings`."""
 
 _SETTINGS = tuple(name for name in signature(record).parameters if name not in ("path", "model", "misspelt"))

@@ -27,15 +27,10 @@ from traindiff.sessions.recipe import (
     prepared,
     undisturbed_random_state,
 )
+from traindiff.sessions.record import STANDARD_SETTINGS
 from traindiff.sessions.recorder import Recorder
 from traindiff.sessions.targets import Targets, find_targets
-from traindiff.settings import RecordSettings, record_settings
-
-STANDARD_SETTINGS: dict[str, Any] = {
-    "observe": None, "select": "*", "detail": "summary", "steps": None, "ranks": None, "every": 1,
-    "batch_axis": None, "evaluation": False, "strict": False, "replica": None,
-}  # fmt: skip
-"""What `traindiff.record` does by default."""
+from traindiff.settings import RecordSettings, check_names, record_settings
 
 _NO_MORE = object()
 
@@ -77,7 +72,9 @@ def run_recipe(
     where = f"recipe {name_of(recipe)}"
     with undisturbed_random_state():
         training = prepared(recipe, seed=seed, asked_by=asked_by)
-        checked = record_settings(**{**STANDARD_SETTINGS, **training.record, **settings})
+        chosen = {**training.record, **settings}
+        check_names(chosen.keys() - STANDARD_SETTINGS.keys(), known=STANDARD_SETTINGS.keys())
+        checked = record_settings(**{**STANDARD_SETTINGS, **chosen})
         targets = find_targets(training.model, training.optimizer, select=checked.select)
         if forced_by is not None or precision is not None:
             _refuse_compiled(targets, where=where, asked_by=asked_by)
