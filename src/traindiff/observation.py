@@ -42,6 +42,9 @@ class Observation:
         weight: Weight in a weighted mean, e.g. samples in the micro-batch.
         factor: What the engine multiplied this tensor by, relative to the gradient of the loss
             over the global batch.
+        term: Which of the terms of a sum or mean this is. Parts of one site with the same micro-step, place and
+            term are copies, e.g. on tensor-parallel ranks that work on the same samples.
+        scaled: Whether it is also multiplied by the loss scale, which the step has at the site `loss_scale`.
         unobserved: Why there are no numbers; empty for an observed tensor.
     """
 
@@ -59,4 +62,6 @@ class Observation:
     merge: Merge = "shard"
     weight: float = 1.0
     factor: float = 1.0
+    term: int = 0
+    scaled: bool = False
     unobserved: str = ""

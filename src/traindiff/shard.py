@@ -96,6 +96,23 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What a rank's local tensor holds of one parameter: some of its elements, one after the other.
+
+    An engine that flattens parameters into one tensor holds several in it, or parts of them.
+
+    Attributes:
+        path: Canonical path of the parameter.
+        first: Where the elements begin in the local tensor, flattened.
+        shard: Which elements of the parameter they are. None for all of them, and where the tensor says it itself.
+    """
+
+    path: str
+    first: int = 0
+    shard: Shard | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """How profiles bucket rows and columns.
 

@@ -125,9 +125,10 @@ def _merged(key: Key, parts: list[Part]) -> list[Entry]:
     if missing:
         return [_entry(key, parts, summary=empty(), shape=(), unobserved=missing)]
     if first.merge == "mean":
-        weights = np.array([seen.weight for seen, _, _ in parts])
+        terms = _without_copies(parts)
+        weights = np.array([seen.weight for seen, _, _ in terms])
         total = weights.sum() or 1.0
-        summary = add([summary for _, _, summary in parts], weights / total)
+        summary = add([summary for _, _, summary in terms], weights / total)
         return [_entry(key, parts, summary=summary, shape=first.shard.shape, exact=False, summed=True)]
     if first.merge == "sum" or first.shard.batched:
         return [_whole(key, parts)]
@@ -149,7 +150,8 @@ def _whole(key: Key, parts: Sequence[Part]) -> Entry:
     apart: tuple[tuple[int, ...], ...] = ()
     for same in boxes.values():
         if summed:
-            summaries.append(add([_unscaled(part) for part in same]) if len(same) > 1 else _unscaled(same[0]))
+            terms = _without_copies(same)
+            summaries.append(add([_unscaled(part) for part in terms]) if len(terms) > 1 else _unscaled(terms[0]))
             continue
         summaries.append(_unscaled(same[0]))
         apart = apart or _apart(same)
@@ -168,6 +170,14 @@ def _whole(key: Key, parts: Sequence[Part]) -> Entry:
         summed=summed,
         unobserved=_overlapping_rows(boxes) if first.shard.batched else _uncovered(shape, [box for _, box in boxes]),
     )
+
+
+def _without_copies(parts: Sequence[Part]) -> list[Part]:
+    """Each term of a sum or mean once: ranks that work on the same samples have copies of it."""
+    holder: dict[tuple[int, int], int] = {}
+    for seen, rank, _ in parts:
+        holder.setdefault((seen.micro_step, seen.term), rank)
+    return [part for part in parts if holder[part[0].micro_step, part[0].term] == part[1]]
 
 
 def _overlapping_rows(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:

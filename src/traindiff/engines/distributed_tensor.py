@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from traindiff.observation import Merge
 from traindiff.shard import Shard
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalPart:
-    """What this rank holds of a tensor.
-
-    Attributes:
-        tensor: The local elements.
-        shard: Which elements of the global tensor they are.
-        merge: `sum` if ranks hold terms of a sum.
-    """
-
-    tensor: Tensor
-    shard: Shard
-    merge: Merge
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -33,13 +16,16 @@ def is_distributed(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_part(tensor: Tensor, shard: Shard, merge: Merge) -> LocalPart:
+def local_part(tensor: Tensor, shard: Shard) -> tuple[Tensor, Shard, int | None]:
     """The local part of a DTensor, without any collective.
 
     Args:
         tensor: A DTensor.
         shard: What the tensor as a whole is of something larger, e.g. one micro-batch of the batch.
-        merge: How the tensor as a whole merges.
+
+    Returns:
+        The local elements; which elements of the global tensor they are; and where ranks hold terms of a sum
+        (a placement `Partial`), which term this is, else None.
     """
     found: Any = tensor
     local: Tensor = found.to_local()  # the elements as they are: no communication
@@ -50,8 +36,7 @@ def local_part(tensor: Tensor, shard: Shard, merge: Merge) -> LocalPart:
         global_shape=shard.global_shape,
         offset=tuple(first + more for first, more in zip(whole, offset, strict=True)),
     )
-    summed = any(placement.is_partial() for placement in found.placements)
-    return LocalPart(tensor=local.detach(), shard=part, merge="sum" if summed else merge)
+    return local.detach(), part, _term(found)
 
 
 def mesh_of(tensor: Tensor) -> Any:
@@ -65,3 +50,13 @@ def _box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
+
+
+def _term(tensor: Any) -> int | None:
+    """Place of this rank along the axes of the mesh over which the tensor is to be summed."""
+    term: int | None = None
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            mesh = tensor.device_mesh
+            term = (term or 0) * mesh.size(axis) + mesh.get_local_rank(axis)
+    return term

@@ -27,6 +27,8 @@ _ABOUT: tuple[pa.Field, ...] = (
     pa.field("merge", pa.utf8(), nullable=False),
     pa.field("weight", pa.float64(), nullable=False),
     pa.field("factor", pa.float64(), nullable=False),
+    pa.field("term", pa.int32(), nullable=False),
+    pa.field("scaled", pa.bool_(), nullable=False),
     pa.field("unobserved", pa.utf8(), nullable=False),
 )
 _SHARD: tuple[pa.Field, ...] = tuple(

@@ -136,7 +136,7 @@ class Attachment:
 
     def _track(self, name: str, optimizer: Optimizer) -> ExitStack:
         tap = OptimizerTap(
-            optimizer, name=name, names=self._targets.names, selects=self._selects, observe=self._observe,
+            optimizer, name=name, pieces=self._targets.pieces, selects=self._selects, observe=self._observe,
             sink=self._sink, on_end=self._end_step,
         )  # fmt: skip
         self._optimizers[name] = tap

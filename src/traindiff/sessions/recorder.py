@@ -13,8 +13,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from traindiff.engines.data_parallel import find_data_parallel
-from traindiff.engines.distributed_tensor import is_distributed, local_part
 from traindiff.errors import ConfigError, Problem, UnsupportedTensorError
 from traindiff.kernels.store import SummaryStore
 from traindiff.kernels.torch_arrays import dtype_name, shape_of
@@ -56,12 +54,12 @@ class Recorder:
     ) -> None:
         self.path = path
         self._forced = forced
-        self._data = find_data_parallel(targets.root)
+        self._layout = targets.layout
         self.progress = Progress(
             optimizer=targets.primary,
             observing=settings.records(0),
-            data_rank=self._data.rank,
-            data_size=self._data.size,
+            data_rank=targets.layout.data.rank,
+            data_size=targets.layout.data.size,
         )
         self._settings = settings
         self._pending = Pending()
@@ -82,7 +80,7 @@ class Recorder:
             path,
             run={
                 "world_size": world_size,
-                "mesh": self._data.to_json(),
+                "mesh": targets.layout.to_json(),
                 "settings": settings.to_json(),
                 "forced_by": forced and forced.path,
                 "recipe": recipe,
@@ -176,9 +174,8 @@ class Recorder:
     ) -> None:
         """See `traindiff.taps.sink.Sink`. `late` files it under the step that has just ended."""
         shard = shard or Shard.whole(shape_of(tensor))
-        if is_distributed(tensor):
-            part = local_part(tensor, shard, merge)
-            tensor, shard, merge = part.tensor, part.shard, part.merge
+        part = self._layout.local_part(tensor, shard, merge)
+        tensor, shard = part.tensor, part.shard
         if tensor.is_complex():  # a last axis of real and imaginary parts
             shard = Shard(shape=(*shard.shape, 2), global_shape=(*shard.global_shape, 2), offset=(*shard.offset, 0))
         reason, summary = "", None
@@ -192,9 +189,9 @@ class Recorder:
             step=progress.steps.get(name, 0) - late,
             micro_step=progress.micro_step if micro_step is None else micro_step,
             optimizer=name, phase=phase, stage=stage, path=path, slot=slot, call=call,
-            order=progress.next_order(late=late), dtype=dtype_name(tensor), shard=shard, merge=merge,
-            weight=weight, unobserved=reason,
-            factor=self._data.factor if _is_before_the_reduction(phase, stage, slot) else 1.0,
+            order=progress.next_order(late=late), dtype=dtype_name(tensor), shard=shard, merge=part.merge,
+            weight=weight, term=part.term, unobserved=reason,
+            factor=self._layout.factor(phase=phase, stage=stage, slot=slot),
         )  # fmt: skip
         kept = path != "rng" and summary is not None
         self._pending.append(seen, summary, detail_of(tensor, self._settings.detail) if kept else None)
@@ -270,11 +267,6 @@ class Recorder:
         else:
             what = "this is no full replica" if tap.startswith(REPLICA) else f"the {tap} tap failed"
             self.unobserved(f"{what}: {says}", phase="batch", path="traindiff", slot=tap)
-
-
-def _is_before_the_reduction(phase: str, stage: str, slot: str) -> bool:
-    """Whether each of several data-parallel ranks has a number of its own, of its own share of the loss."""
-    return phase == "backward" or (phase, slot) == ("loss", "backward") or (phase, stage) == ("grad", "micro")
 
 
 def close_at_exit(recorder: Recorder) -> Callable[[], None]:

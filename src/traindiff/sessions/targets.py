@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from traindiff.engines.layout import Layout, find_layout
 from traindiff.errors import ConfigError, Problem, TraindiffWarning
 from traindiff.kernels.torch_arrays import shape_of
+from traindiff.shard import Piece
 from traindiff.site import ROOT, canonical_paths, matches
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
@@ -29,6 +31,7 @@ class Targets:
             whichever of their names was selected.
         buffers: What `root.get_buffer` calls the selected buffers, by canonical path.
         names: Canonical path of every parameter of the model, selected or not, by id.
+        layout: How the engine lays tensors out over ranks.
         tied: Canonical path of a parameter by each of its further names.
         optimizers: Tracked optimizers by name, the one that counts steps first.
     """
@@ -38,6 +41,7 @@ class Targets:
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, str]
     names: Mapping[int, str]
+    layout: Layout
     tied: Mapping[str, str]
     optimizers: Mapping[str, Optimizer]
 
@@ -45,6 +49,12 @@ class Targets:
     def primary(self) -> str:
         """Name of the optimizer that counts the steps of forward and backward passes."""
         return next(iter(self.optimizers), "optimizer")
+
+    @property
+    def pieces(self) -> dict[int, tuple[Piece, ...]]:
+        """What each parameter that an optimizer may hold has of the model's, by id."""
+        whole = {number: (Piece(path=path),) for number, path in self.names.items()}
+        return {**whole, **self.layout.pieces}
 
     def describe(self) -> dict[str, Any]:
         """Names, shapes and dtypes for `rank.json`."""
@@ -108,6 +118,7 @@ def find_targets(model: object, optimizer: Optimizers, *, select: Sequence[str])
         parameters=chosen_parameters,
         buffers=chosen_buffers,
         names=first_name,
+        layout=find_layout(model),
         tied={path: first_name[id(p)] for path, p in every_name.items() if first_name[id(p)] != path},
         optimizers=optimizers,
     )

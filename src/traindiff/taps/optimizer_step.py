@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
+from traindiff.shard import Piece, Shard
 from traindiff.taps.compiled import tap_compiled_optimizer
 from traindiff.taps.loss_scaler import tap_loss_scaler
 from traindiff.taps.nested import tensors
@@ -35,7 +36,7 @@ class OptimizerTap:
     Args:
         optimizer: The optimizer.
         name: What its steps and hyper-parameters are filed under.
-        names: Canonical paths by id of parameter; others are named by group and position.
+        pieces: What each parameter holds, by its id; others are named by group and position.
         selects: Whether the parameter with this name is observed.
         observe: Phases to record, of `grad`, `optimizer` and `param`.
         sink: Receives the observations.
@@ -47,7 +48,7 @@ class OptimizerTap:
         optimizer: Optimizer,
         *,
         name: str,
-        names: Mapping[int, str],
+        pieces: Mapping[int, Sequence[Piece]],
         selects: Callable[[str], bool],
         observe: Iterable[str],
         sink: Sink,
@@ -55,7 +56,7 @@ class OptimizerTap:
     ) -> None:
         self.optimizer = optimizer
         self.name = name
-        self._names = names
+        self._pieces = pieces
         self._selects = selects
         self._observe = frozenset(observe)
         self._sink = sink
@@ -87,10 +88,10 @@ class OptimizerTap:
 
     def groups(self) -> list[list[str]]:
         """Canonical paths of the parameters in each group."""
-        return [
-            [self._name_of(parameter, group, position) for position, parameter in enumerate(entry["params"])]
-            for group, entry in enumerate(self.optimizer.param_groups)
-        ]
+        by_group: dict[int, list[str]] = {number: [] for number in range(len(self.optimizer.param_groups))}
+        for number, _, pieces in self._held():
+            by_group[number] += [piece.path for piece in pieces]
+        return list(by_group.values())
 
     def before_step(self, *call: Any) -> None:
         """Record hyper-parameters, and gradients as the optimizer sees them.
@@ -113,11 +114,11 @@ class OptimizerTap:
         with self._sink.together():
             if self._has_closure:
                 self._gradients()
-            for path, parameter in self._parameters():
+            for parameter, pieces in self._selected():
                 if "optimizer" in self._observe:
-                    self._state(path, self.optimizer.state.get(parameter, {}))
+                    self._state(parameter, pieces)
                 if "param" in self._observe:
-                    self._emit(parameter, phase="param", path=path, slot="value")
+                    self._emit_pieces(parameter, pieces, phase="param", slot="value")
 
     def _end_step(self, *_: Any) -> None:
         if not is_compiling():
@@ -147,26 +148,30 @@ class OptimizerTap:
     def _end_compiled(self) -> None:
         self._unsettled = True
 
-    def _parameters(self) -> Iterable[tuple[str, Tensor]]:
-        for names, entry in zip(self.groups(), self.optimizer.param_groups, strict=True):
-            for path, parameter in zip(names, entry["params"], strict=True):
-                if self._selects(path):
-                    yield path, parameter
+    def _held(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
+        """Group, local tensor, and what that holds of which parameters."""
+        for number, entry in enumerate(self.optimizer.param_groups):
+            for position, parameter in enumerate(entry["params"]):
+                unnamed = f"{self.name}.groups[{number}].params[{position}]"
+                yield number, parameter, self._pieces.get(id(parameter)) or (Piece(path=unnamed),)
 
-    def _name_of(self, parameter: Tensor, group: int, position: int) -> str:
-        return self._names.get(id(parameter)) or f"{self.name}.groups[{group}].params[{position}]"
+    def _selected(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
+        for _, parameter, pieces in self._held():
+            if chosen := [piece for piece in pieces if self._selects(piece.path)]:
+                yield parameter, chosen
 
     def _gradients(self) -> None:
         if "grad" in self._observe:
-            for path, parameter in self._parameters():
-                self._gradient(path, parameter)
+            for parameter, pieces in self._selected():
+                self._gradient(parameter, pieces)
 
-    def _gradient(self, path: str, parameter: Tensor) -> None:
+    def _gradient(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
         if parameter.grad is not None:
-            self._emit(as_dense(parameter.grad), phase="grad", path=path, slot="grad")
+            self._emit_pieces(as_dense(parameter.grad), pieces, phase="grad", slot="grad")
         elif parameter.requires_grad:
             reason = "no gradient: parameter.grad is None when the optimizer steps"
-            self._sink.unobserved(reason, phase="grad", path=path, slot="grad", optimizer=self.name)
+            for piece in pieces:
+                self._sink.unobserved(reason, phase="grad", path=piece.path, slot="grad", optimizer=self.name)
 
     def _hyper_parameters(self) -> None:
         for number, entry in enumerate(self.optimizer.param_groups):
@@ -174,15 +179,18 @@ class OptimizerTap:
                 if key not in IMPLEMENTATION_CHOICES:
                     self._numbers(value, path=f"{self.name}.groups[{number}]", slot=key)
 
-    def _state(self, path: str, state: Mapping[str, Any]) -> None:
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                self._emit(value, phase="optimizer", path=path, slot=key)
-            elif isinstance(value, (int, float)):
-                self._numbers(value, path=path, slot=key)
-            else:
-                for slot, tensor in tensors(value, key):
-                    self._emit(tensor, phase="optimizer", path=path, slot=slot)
+    def _state(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
+        for key, value in self.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, (int, float)):
+                for piece in pieces:
+                    self._numbers(value, path=piece.path, slot=key)
+                continue
+            for slot, tensor in [(key, value)] if isinstance(value, Tensor) else tensors(value, key):
+                if tensor.numel() == parameter.numel():
+                    self._emit_pieces(tensor, pieces, phase="optimizer", slot=slot)
+                    continue
+                for piece in pieces:  # e.g. a count of steps
+                    self._emit(tensor, phase="optimizer", path=piece.path, slot=slot)
 
     def _numbers(self, value: Any, *, path: str, slot: str) -> None:
         if isinstance(value, Tensor):
@@ -194,8 +202,18 @@ class OptimizerTap:
             for index, one in enumerate(value):
                 self._numbers(one, path=path, slot=f"{slot}[{index}]")
 
-    def _emit(self, tensor: Tensor, *, phase: str, path: str, slot: str, stage: str = "") -> None:
-        self._sink.emit(tensor, phase=phase, path=path, slot=slot, stage=stage, optimizer=self.name)
+    def _emit_pieces(self, tensor: Tensor, pieces: Sequence[Piece], *, phase: str, slot: str) -> None:
+        for piece in pieces:
+            part = tensor if piece.shard is None else elements(tensor, piece.first, piece.shard)
+            self._emit(part, phase=phase, path=piece.path, slot=slot, shard=piece.shard)
+
+    def _emit(self, tensor: Tensor, *, phase: str, path: str, slot: str, shard: Shard | None = None) -> None:
+        self._sink.emit(tensor, phase=phase, path=path, slot=slot, shard=shard, optimizer=self.name)
+
+
+def elements(tensor: Tensor, first: int, shard: Shard) -> Tensor:
+    """A view of some elements of a contiguous tensor, one after the other, in the shape of their shard."""
+    return tensor.detach().reshape(-1)[first : first + shard.size].view(shard.shape)
 
 
 def has_closure(*call: Any) -> bool:

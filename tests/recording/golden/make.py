@@ -21,7 +21,7 @@ def make(path: Path) -> None:
     batched = Shard.of_batch((2, 8), first=4)
     odd = [
         observation(step=2, phase="loss", path="loss", slot="logged", merge="mean", weight=3.5, shard=Shard.whole(())),
-        observation(step=2, shard=batched, micro_step=1, call=2, factor=8.0, stage="recomputed"),
+        observation(step=2, shard=batched, micro_step=1, call=2, factor=8.0, stage="recomputed", term=3, scaled=True),
         observation(step=2, dtype="", unobserved="layout sparse_coo has no dense elements", path="größe"),
     ]
     writer.write_step(odd, summaries(3, seed=9))

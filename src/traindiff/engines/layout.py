@@ -1,0 +1,77 @@
+"""Where the engine has put things: which part of which global tensor this rank observes, and by what it is scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from traindiff.engines.data_parallel import DataParallel, find_data_parallel
+from traindiff.engines.distributed_tensor import is_distributed, local_part
+from traindiff.observation import Merge
+from traindiff.shard import Piece, Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPart:
+    """What this rank holds of a tensor.
+
+    Attributes:
+        tensor: The local elements.
+        shard: Which elements of the global tensor they are.
+        merge: How they merge with those of other ranks and micro-steps.
+        term: Which term of a sum or mean they are; see `Observation`.
+    """
+
+    tensor: Tensor
+    shard: Shard
+    merge: Merge
+    term: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How one rank's tensors lie in those of the whole training.
+
+    Attributes:
+        data: This rank's place among those that share the batch.
+        pieces: By id of a parameter that the engine has flattened or cut: what it holds of which parameters.
+            Those that are not in it are whole, or DTensors.
+    """
+
+    data: DataParallel
+    pieces: Mapping[int, tuple[Piece, ...]] = field(default_factory=dict)
+
+    def local_part(self, tensor: Tensor, shard: Shard, merge: Merge) -> LocalPart:
+        """The part of a tensor that this rank holds, without any collective.
+
+        Args:
+            tensor: What a tap observes.
+            shard: What the tensor as a whole is of something larger, e.g. one micro-batch of the batch.
+            merge: How the tensor as a whole merges.
+        """
+        if not is_distributed(tensor):
+            return LocalPart(tensor=tensor, shard=shard, merge=merge, term=self.data.rank)
+        local, box, partial = local_part(tensor, shard)
+        term = self.data.rank if partial is None else self.data.rank + self.data.size * partial
+        return LocalPart(tensor=local, shard=box, merge=merge if partial is None else "sum", term=term)
+
+    def factor(self, *, phase: str, stage: str, slot: str) -> float:
+        """What the engine multiplies such a tensor by, relative to the gradient of the loss over the global batch."""
+        return self.data.factor if is_before_the_reduction(phase=phase, stage=stage, slot=slot) else 1.0
+
+    def to_json(self) -> dict[str, Any] | None:
+        """For `run.json`; None for a single process."""
+        return self.data.to_json()
+
+
+def find_layout(model: nn.Module) -> Layout:
+    """How the engine that `model` is prepared for lays tensors out, as far as the model tells."""
+    return Layout(data=find_data_parallel(model))
+
+
+def is_before_the_reduction(*, phase: str, stage: str, slot: str) -> bool:
+    """Whether each of several data-parallel ranks has a number of its own, of its own share of the loss."""
+    return phase == "backward" or (phase, slot) == ("loss", "backward") or (phase, stage) == ("grad", "micro")
