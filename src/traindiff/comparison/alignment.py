@@ -152,7 +152,7 @@ def _is_unmerged(baseline: Entry, candidate: Entry, *, split_alike: bool) -> boo
 
 def num_micro_steps(table: Mapping[Key, Entry]) -> int:
     """Micro-batches in a step."""
-    return 1 + max((part[0] for entry in table.values() for part in entry.parts), default=0)
+    return 1 + max((part.micro_step for entry in table.values() for part in entry.parts), default=0)
 
 
 def _is_later_micro_step(entry: Entry, others: Mapping[Key, Entry]) -> bool:

@@ -330,7 +330,7 @@ def _contributions(table: Mapping[Key, Entry]) -> dict[str, dict[int, Any]]:
     found: dict[str, dict[int, Any]] = {}
     for key, entry in table.items():
         if key.phase == "grad" and key.stage == "micro" and key.call == 0:
-            found[key.path] = {micro_step: summary for micro_step, _, summary in entry.parts}
+            found[key.path] = {part.micro_step: part.summary for part in entry.parts}
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from traindiff.observation import Observation
-from traindiff.shard import OPEN
+from traindiff.shard import OPEN, Shard
 from traindiff.summary import add, empty, merge, scale
 
 _AFTER_ALL = 1 << 40
@@ -39,6 +39,15 @@ class Key(NamedTuple):
         return (match[1], int(match[2])) if match else None
 
 
+class Held(NamedTuple):
+    """What one rank holds of a site, from one micro-step."""
+
+    micro_step: int
+    rank: int
+    shard: Shard
+    summary: Any  # relative to the global loss, like an entry's
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One site in one step, merged.
@@ -51,7 +60,7 @@ class Entry:
         summary: The merged summary, relative to the global loss.
         exact: Whether fingerprints, counts and norms are of the tensor itself (not of a sum of
             partial observations, of which only the linear parts are known).
-        parts: Micro-step, rank and summary of each part, in the order of execution.
+        parts: What it was merged from, ordered by micro-step, then by rank.
         unobserved: Why there are no numbers.
         factor: What the engine multiplied the tensor by; `summary` is divided by it, its fingerprints are not.
         apart: Ranks by fingerprint where copies of one shard on several ranks differ; empty where they agree.
@@ -65,7 +74,7 @@ class Entry:
     shape: tuple[int, ...]
     summary: Any
     exact: bool = True
-    parts: tuple[tuple[int, int, Any], ...] = ()
+    parts: tuple[Held, ...] = ()
     unobserved: str = ""
     factor: float = 1.0
     apart: tuple[tuple[int, ...], ...] = ()
@@ -227,7 +236,9 @@ def _rows_known(parts: Sequence[Part]) -> tuple[int, ...]:
     return tuple(rows if length == OPEN else length for length in shard.global_shape)
 
 
-def _entry(key: Key, parts: Sequence[Part], *, summary: Any, shape: tuple[int, ...], **about: Any) -> Entry:
+def _entry(
+    key: Key, parts: Sequence[Part], *, summary: Any, shape: tuple[int, ...], unobserved: str = "", **about: Any
+) -> Entry:
     first = parts[0][0]
     logged = first.phase == "loss" and first.slot == "logged"
     return Entry(
@@ -236,6 +247,10 @@ def _entry(key: Key, parts: Sequence[Part], *, summary: Any, shape: tuple[int, .
         dtype=first.dtype,
         shape=shape,
         summary=summary,
-        parts=tuple((seen.micro_step, rank, one) for seen, rank, one in parts),
+        parts=tuple(
+            Held(part[0].micro_step, part[1], part[0].shard, part[2] if unobserved else _unscaled(part))
+            for part in parts
+        ),
+        unobserved=unobserved,
         **about,
     )
