@@ -60,7 +60,7 @@ def test_batches_on_two_ranks_merge_in_whatever_order_they_come() -> None:
     ]
 
     assert only(parts).summary == only(parts[::-1]).summary
-    assert [rank for _, rank, _ in only(parts).parts] == [0, 1]
+    assert [held.rank for held in only(parts).parts] == [0, 1]
 
 
 def test_sums_add_up_and_their_bits_are_unknown() -> None:

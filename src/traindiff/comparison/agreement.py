@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
+from traindiff.comparison.ranks import name_ranks
 from traindiff.comparison.step_table import Entry, Key
 from traindiff.comparison.verdict import Finding
 from traindiff.site import label
@@ -25,24 +26,13 @@ def agreement_findings(table: Mapping[Key, Entry], *, step: int) -> Iterator[Fin
         tied = len(others[0]) == len(most)
         where = label(key.path, key.slot)
         if tied:
-            says = f"{ranks(sorted([*most, *alone]))} hold different copies of {where}, which should be the same."
+            says = f"{name_ranks(sorted([*most, *alone]))} hold different copies of {where}, which should be the same."
         else:
             hold = "holds" if len(alone) == 1 else "hold"
-            says = f"{ranks(alone)} {hold} another copy of {where} than {ranks(most, capital=False)}."
+            says = f"{name_ranks(alone)} {hold} another copy of {where} than {name_ranks(most, capital=False)}."
         yield Finding(
             step=step, micro_step=None, rank=alone[0] if len(alone) == 1 and not tied else None, phase=key.phase,
             stage=key.stage, path=key.path, slot=key.slot, call=key.call, order=entry.order, kind=KIND,
             difference=float("inf"), floor=0.0, says=says,
             evidence={"ranks": [list(group) for group in entry.apart]},
         )  # fmt: skip
-
-
-def ranks(numbers: Sequence[int], *, capital: bool = True) -> str:
-    """`Rank 1`, `Ranks 0, 2 and 3`."""
-    word = ("Rank" if capital else "rank") + ("s" if len(numbers) > 1 else "")
-    if len(numbers) == 1:
-        return f"{word} {numbers[0]}"
-    shown = [str(number) for number in numbers[:8]]
-    if len(numbers) > 8:
-        return f"{word} {', '.join(shown)} and {len(numbers) - 8} more"
-    return f"{word} {', '.join(shown[:-1])} and {shown[-1]}"

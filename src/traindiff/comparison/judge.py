@@ -14,6 +14,7 @@ from traindiff.comparison.diagnosis import Case, Diagnosis, best_fit, diagnose, 
 from traindiff.comparison.gradients import common_factor
 from traindiff.comparison.measure import Tolerance, difference, equal_bits, rescaled
 from traindiff.comparison.noise import Calibration, StepNoise
+from traindiff.comparison.ranks import differing_ranks, name_ranks, only_rank
 from traindiff.comparison.site_floors import RunFloors, SiteFloors
 from traindiff.comparison.step_table import Key
 from traindiff.comparison.verdict import Finding, SiteDifference
@@ -342,10 +343,13 @@ class _Step:
     def _as_finding(self, pair: Pair, size: float, floor: float, shape: Diagnosis) -> Finding:
         key = pair.baseline.key
         only = 0 if self._given.micro_steps == 1 else None
+        apart = differing_ranks(pair, floor)
+        rank = only_rank(pair.candidate) if len(apart) != 1 else apart[0]
+        aside = f" Only what {name_ranks(apart, capital=False)} holds differs." if apart else ""
         return Finding(
-            step=self._given.step, micro_step=shape.evidence.get("micro_step", only), rank=0, phase=key.phase,
+            step=self._given.step, micro_step=shape.evidence.get("micro_step", only), rank=rank, phase=key.phase,
             stage=key.stage, path=key.path, slot=key.slot, call=key.call, order=pair.baseline.order,
-            kind=shape.kind, difference=size, floor=floor, says=shape.says,
+            kind=shape.kind, difference=size, floor=floor, says=shape.says + aside,
             evidence={
                 **shape.evidence,
                 "dtype": pair.baseline.dtype,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from traindiff.comparison.alignment import Aligned, Pair
+from traindiff.comparison.ranks import only_rank
 from traindiff.comparison.step_table import Entry
 from traindiff.comparison.verdict import Finding, Unaligned
 from traindiff.observation import NOT_CALLED
@@ -116,8 +117,9 @@ class Presence:
         else:
             says = f"In the {run}, {key.path} gets no gradient; in the {other} it does."
         yield Finding(
-            step=step, micro_step=None, rank=0, phase=key.phase, stage=key.stage, path=key.path, slot=key.slot,
-            call=key.call, order=entry.order, kind="missing" if side else "extra", difference=float("inf"),
+            step=step, micro_step=None, rank=only_rank(entry), phase=key.phase, stage=key.stage,
+            path=key.path, slot=key.slot, call=key.call, order=entry.order,
+            kind="missing" if side else "extra", difference=float("inf"),
             floor=0.0, says=says, evidence={},
         )  # fmt: skip
 
@@ -152,8 +154,9 @@ def _skipped(entry: Entry, *, side: int, step: int) -> Finding:
         "run takes it."
     )
     return Finding(
-        step=step, micro_step=None, rank=0, phase=key.phase, stage=key.stage, path=key.path, slot=key.slot,
-        call=key.call, order=entry.order, kind="skipped", difference=float("inf"), floor=0.0, says=says,
+        step=step, micro_step=None, rank=only_rank(entry), phase=key.phase, stage=key.stage,
+        path=key.path, slot=key.slot, call=key.call, order=entry.order,
+        kind="skipped", difference=float("inf"), floor=0.0, says=says,
         evidence={"run": run},
     )  # fmt: skip
 
