@@ -13,7 +13,10 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "traindiff"
 
 VOCABULARY = frozenset(
-    {"_version", "detail", "errors", "observation", "replica_setting", "settings", "shard", "site", "steps", "summary"}
+    {
+        "_version", "detail", "errors", "observation", "place", "replica_setting", "settings", "shard", "site", "steps",
+        "summary",
+    }  # fmt: skip
 )
 """Modules that every layer speaks: the lowest layer, without torch."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from traindiff.shard import Shard
+from traindiff.place import Place
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -16,27 +18,12 @@ def is_distributed(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_part(tensor: Tensor, shard: Shard) -> tuple[Tensor, Shard, int | None]:
-    """The local part of a DTensor, without any collective.
-
-    Args:
-        tensor: A DTensor.
-        shard: What the tensor as a whole is of something larger, e.g. one micro-batch of the batch.
-
-    Returns:
-        The local elements; which elements of the global tensor they are; and where ranks hold terms of a sum
-        (a placement `Partial`), which term this is, else None.
-    """
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, as it is: without communication, and without waiting for one."""
     found: Any = tensor
-    local: Tensor = found.to_local()  # the elements as they are: no communication
-    shape, offset = _box(found)
-    whole = shard.offset if len(shard.offset) == len(shape) else (0,) * len(shape)
-    part = Shard(
-        shape=tuple(shape),
-        global_shape=shard.global_shape,
-        offset=tuple(first + more for first, more in zip(whole, offset, strict=True)),
-    )
-    return local.detach(), part, _term(found)
+    with torch.no_grad():
+        local: Tensor = found.to_local()
+    return local
 
 
 def mesh_of(tensor: Tensor) -> Any:
@@ -45,18 +32,27 @@ def mesh_of(tensor: Tensor) -> Any:
     return found.device_mesh
 
 
-def _box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def place_of(tensor: Tensor) -> Place:
+    """Where this rank's part of a DTensor lies."""
+    found: Any = tensor
+    return placed(found.shape, found.device_mesh, found.placements)
 
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(shape), tuple(offset)
 
+def placed(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Place:
+    """Where this rank's part of a tensor lies that has these placements, by axis of the mesh.
 
-def _term(tensor: Any) -> int | None:
-    """Place of this rank along the axes of the mesh over which the tensor is to be summed."""
-    term: int | None = None
-    for axis, placement in enumerate(tensor.placements):
+    Placements are carried out from left to right. FSDP2 divides along a dim that tensor parallelism, further
+    right, has divided already: it says so by a factor, the number of blocks to divide first.
+    """
+    place = Place.whole(tuple(shape))
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # not a rank of the mesh: it holds nothing
+        return Place(shape=place.shape, ranges=tuple(((length, 0),) for length in place.shape))
+    for axis, placement in enumerate(placements):
+        size, index = mesh.size(axis), coordinate[axis]
         if placement.is_partial():
-            mesh = tensor.device_mesh
-            term = (term or 0) * mesh.size(axis) + mesh.get_local_rank(axis)
-    return term
+            place = place.summed(size=size, index=index)
+        elif not placement.is_replicate():
+            blocks = getattr(placement, "split_factor", 1)
+            place = place.cut(placement.dim, size=size, index=index, blocks=blocks)
+    return place

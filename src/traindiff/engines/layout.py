@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from traindiff.engines.data_parallel import DataParallel, find_data_parallel
-from traindiff.engines.distributed_tensor import is_distributed, local_part
+from traindiff.engines.distributed_tensor import is_distributed, local_tensor, place_of
+from traindiff.engines.local_parts import LocalPart, parts_at
 from traindiff.observation import Merge
 from traindiff.shard import Piece, Shard
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalPart:
-    """What this rank holds of a tensor.
-
-    Attributes:
-        tensor: The local elements.
-        shard: Which elements of the global tensor they are.
-        merge: How they merge with those of other ranks and micro-steps.
-        term: Which term of a sum or mean they are; see `Observation`.
-    """
-
-    tensor: Tensor
-    shard: Shard
-    merge: Merge
-    term: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +28,8 @@ class Layout:
     data: DataParallel
     pieces: Mapping[int, tuple[Piece, ...]] = field(default_factory=dict)
 
-    def local_part(self, tensor: Tensor, shard: Shard, merge: Merge) -> LocalPart:
-        """The part of a tensor that this rank holds, without any collective.
+    def local_parts(self, tensor: Tensor, shard: Shard, merge: Merge) -> Iterator[LocalPart]:
+        """The parts of a tensor that this rank holds, without any collective.
 
         Args:
             tensor: What a tap observes.
@@ -53,10 +37,11 @@ class Layout:
             merge: How the tensor as a whole merges.
         """
         if not is_distributed(tensor):
-            return LocalPart(tensor=tensor, shard=shard, merge=merge, term=self.data.rank)
-        local, box, partial = local_part(tensor, shard)
-        term = self.data.rank if partial is None else self.data.rank + self.data.size * partial
-        return LocalPart(tensor=local, shard=box, merge=merge if partial is None else "sum", term=term)
+            yield LocalPart(tensor=tensor, shard=shard, merge=merge, term=self.data.rank)
+            return
+        place = place_of(tensor)
+        term = self.data.rank + self.data.size * (place.term or 0)
+        yield from parts_at(local_tensor(tensor), place, shard, merge, term=term)
 
     def factor(self, *, phase: str, stage: str, slot: str) -> float:
         """What the engine multiplies such a tensor by, relative to the gradient of the loss over the global batch."""

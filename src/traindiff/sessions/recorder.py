@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -173,27 +174,31 @@ class Recorder:
         late: bool = False,
     ) -> None:
         """See `traindiff.taps.sink.Sink`. `late` files it under the step that has just ended."""
-        shard = shard or Shard.whole(shape_of(tensor))
-        part = self._layout.local_part(tensor, shard, merge)
-        tensor, shard = part.tensor, part.shard
-        if tensor.is_complex():  # a last axis of real and imaginary parts
-            shard = Shard(shape=(*shard.shape, 2), global_shape=(*shard.global_shape, 2), offset=(*shard.offset, 0))
-        reason, summary = "", None
-        try:
-            summary = self._summaries.add(tensor, shard)
-        except UnsupportedTensorError as error:
-            reason = str(error)
         progress = self.progress
         name = optimizer or progress.optimizer
-        seen = Observation(
-            step=progress.steps.get(name, 0) - late,
-            micro_step=progress.micro_step if micro_step is None else micro_step,
-            optimizer=name, phase=phase, stage=stage, path=path, slot=slot, call=call,
-            order=progress.next_order(late=late), dtype=dtype_name(tensor), shard=shard, merge=part.merge,
-            weight=weight, term=part.term, unobserved=reason,
-            factor=self._layout.factor(phase=phase, stage=stage, slot=slot),
-        )  # fmt: skip
-        kept = path != "rng" and summary is not None
+        for part in self._layout.local_parts(tensor, shard or Shard.whole(shape_of(tensor)), merge):
+            seen = Observation(
+                step=progress.steps.get(name, 0) - late,
+                micro_step=progress.micro_step if micro_step is None else micro_step,
+                optimizer=name, phase=phase, stage=stage, path=path, slot=slot, call=call,
+                order=progress.next_order(late=late), dtype=dtype_name(part.tensor), shard=part.shard,
+                merge=part.merge, weight=weight, term=part.term,
+                factor=self._layout.factor(phase=phase, stage=stage, slot=slot),
+            )  # fmt: skip
+            self._keep(part.tensor, seen)
+
+    def _keep(self, tensor: Tensor, seen: Observation) -> None:
+        """Summarise what was seen."""
+        if tensor.is_complex():  # a last axis of real and imaginary parts
+            shard = seen.shard
+            shard = Shard(shape=(*shard.shape, 2), global_shape=(*shard.global_shape, 2), offset=(*shard.offset, 0))
+            seen = replace(seen, shard=shard)
+        summary = None
+        try:
+            summary = self._summaries.add(tensor, seen.shard)
+        except UnsupportedTensorError as error:
+            seen = replace(seen, unobserved=str(error))
+        kept = seen.path != "rng" and summary is not None
         self._pending.append(seen, summary, detail_of(tensor, self._settings.detail) if kept else None)
         if self._forced is not None:
             self._forced.overwrite(tensor, seen)
