@@ -27,17 +27,20 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "replicas": frozenset({"taps", "vocabulary"}),
     "recording": frozenset({"vocabulary"}),
     "comparison": frozenset({"recording", "vocabulary"}),
-    "report": frozenset({"comparison", "recording", "vocabulary"}),
+    "health": frozenset({"comparison", "recording", "vocabulary"}),
+    "report": frozenset({"health", "comparison", "recording", "vocabulary"}),
     "engines": frozenset({"taps", "kernels", "vocabulary"}),
     "interop": frozenset({"recording", "vocabulary"}),
     "sessions": frozenset({"engines", "replicas", "taps", "kernels", "recording", "comparison", "vocabulary"}),
     "demo": frozenset({"sessions", "taps", "recording", "comparison", "report", "vocabulary"}),
-    "cli": frozenset({"demo", "sessions", "engines", "interop", "report", "comparison", "recording", "vocabulary"}),
+    "cli": frozenset(
+        {"demo", "sessions", "engines", "interop", "report", "health", "comparison", "recording", "vocabulary"}
+    ),
     "__main__": frozenset({"cli"}),
 }
 """The layers, and what each may import beside itself. The public module, `traindiff`, imports any of them lazily."""
 
-WITHOUT_TORCH = ("vocabulary", "recording", "comparison", "report")
+WITHOUT_TORCH = ("vocabulary", "recording", "comparison", "health", "report")
 
 
 def layer_of(module: str) -> str:

@@ -30,6 +30,7 @@ from traindiff.errors import (
 
 if TYPE_CHECKING:
     from traindiff.comparison import Comparison, Finding, Verification, compare
+    from traindiff.health import Verdict, check
     from traindiff.recording import Recording, open_recording
     from traindiff.sessions.recipe import Recipe, Training
     from traindiff.sessions.record import record
@@ -44,8 +45,10 @@ _LAZY = {
     "Recorder": "traindiff.sessions.recorder",
     "Recording": "traindiff.recording",
     "Training": "traindiff.sessions.recipe",
+    "Verdict": "traindiff.health",
     "Verification": "traindiff.comparison",
     "calibrate": "traindiff.sessions.verify",
+    "check": "traindiff.health",
     "compare": "traindiff.comparison",
     "inspect": "traindiff.taps.inspection",
     "open_recording": "traindiff.recording",
@@ -70,9 +73,11 @@ __all__ = [
     "TraindiffWarning",
     "Training",
     "UnsupportedTensorError",
+    "Verdict",
     "Verification",
     "__version__",
     "calibrate",
+    "check",
     "compare",
     "inspect",
     "open_recording",

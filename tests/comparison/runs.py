@@ -117,11 +117,13 @@ def record(
     run: Mapping[str, Any] | None = None,
     recorded: Mapping[str, Any] | None = None,
     build: Callable[[int], Step] = plain_step,
+    rank: int = 0,
 ) -> Path:
-    """Write a recording; `edit` changes the sites of each step before it is written."""
+    """Write what one rank records; `edit` changes the sites of each step before it is written."""
     settings = {"observe": list(PHASES), "ranks": None, "steps": None, "every": 1, "evaluation": False}
     about = {"world_size": 1, "mesh": None, "settings": {**settings, **(recorded or {})}}
-    writer = RecordingWriter(str(path), run={**about, **(run or {})})
+    about = {**about, **(run or {})}
+    writer = RecordingWriter(str(path), run=about, rank=rank, world_size=about["world_size"])
     writer.write_rank(content)
     for step in range(steps) if isinstance(steps, int) else steps:
         sites = build(step)

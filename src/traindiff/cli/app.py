@@ -79,7 +79,7 @@ def _options(
 
 def main() -> None:
     """Entry point of the `traindiff` command."""
-    from traindiff.cli import compare, demo, doctor, show, verify  # noqa: F401  each registers its command
+    from traindiff.cli import check, compare, demo, doctor, show, verify  # noqa: F401  each registers its command
 
     try:
         app()

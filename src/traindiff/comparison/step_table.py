@@ -163,7 +163,8 @@ def _whole(key: Key, parts: Sequence[Part]) -> Entry:
             summaries.append(add([_unscaled(part) for part in terms]) if len(terms) > 1 else _unscaled(terms[0]))
             continue
         summaries.append(_unscaled(same[0]))
-        apart = apart or _apart(same)
+        for copies in _by_term(same) if key.path == "rng" else [same]:
+            apart = apart or _apart(copies)
     summary = summaries[0] if len(summaries) == 1 else merge(summaries)
     shape = _rows_known([same[0] for same in boxes.values()])
     factors = {seen.factor for seen, _, _ in parts}
@@ -209,6 +210,14 @@ def _unscaled(part: Part) -> Any:
     """A summary relative to the global loss."""
     seen, _, summary = part
     return summary if seen.factor == 1.0 else scale(summary, 1.0 / seen.factor)
+
+
+def _by_term(parts: Sequence[Part]) -> list[list[Part]]:
+    """What ranks hold that work on the same samples."""
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part[0].term, []).append(part)
+    return list(found.values())
 
 
 def _apart(copies: Sequence[Part]) -> tuple[tuple[int, ...], ...]:

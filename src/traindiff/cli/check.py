@@ -1,0 +1,34 @@
+"""`traindiff check`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from traindiff.cli.app import app, messages, print_json, results, says_what_is_wrong
+
+
+@app.command()
+@says_what_is_wrong
+def check(
+    recording: Annotated[str, typer.Argument(help="Recording of the run to check.")],
+    steps: Annotated[str | None, typer.Option(help='Steps to check, e.g. "0-9,20,30-".')] = None,
+    top: Annotated[int, typer.Option(min=0, help="Rows of the table of further findings.")] = 12,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (docs/json.md).")] = False,
+) -> None:
+    """Check one run by itself: copies on ranks agree, the optimizer does what it says, reported numbers fit.
+
+    Exits with 0 if the run is healthy, 1 if it is not, 2 if the input cannot be used, and 3 if a part of the
+    run was not recorded.
+    """
+    from traindiff.health import check as check_recording
+    from traindiff.report.check import print_check
+
+    with messages.status("checking") as status:
+        result = check_recording(recording, steps=steps, progress=lambda step: status.update(f"checking step {step}"))
+    if as_json:
+        print_json(result.to_json())
+    else:
+        print_check(results, result, top=top)
+    raise typer.Exit(result.exit_code)

@@ -1,0 +1,103 @@
+"""`traindiff.check`: one recording to a verdict."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from traindiff.comparison import Finding
+from traindiff.comparison.one_run import OneRun, run_facts
+from traindiff.comparison.pairing import run_steps
+from traindiff.comparison.ranks import name_ranks
+from traindiff.comparison.replay import not_replayed
+from traindiff.errors import ConfigError
+from traindiff.health.verdict import Verdict
+from traindiff.recording import Recording, open_recording
+from traindiff.steps import StepSelection, parse_steps
+
+
+def check(
+    recording: str | os.PathLike[str],
+    *,
+    steps: str | int | Iterable[int] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Verdict:
+    """Check one run by itself: no baseline is needed.
+
+    * Copies agree: what several ranks hold of a parameter, its reduced gradient, its optimizer state or a
+      setting is the same, and so is the random state of ranks that work on the same samples.
+    * The optimizer does what its formula and settings say (docs/replay.md).
+    * The gradient norms, clip coefficients and loss scales that the training logs fit what was recorded.
+
+    Args:
+        recording: A local path or any fsspec URL.
+        steps: Steps to check, e.g. `"0-9,20"`. Default: all.
+        progress: Called with the number of each step after it was checked.
+
+    Returns:
+        The verdict; `print` it, or see `verdict` and `findings`.
+
+    Raises:
+        ConfigError: `steps` cannot be read.
+        RecordingError: The recording cannot be used.
+    """
+    selection = parse_steps(steps, where="check(steps=...)")
+    if not isinstance(selection, StepSelection):
+        raise ConfigError("check(...)", [selection], consequence="nothing was checked")
+    run = open_recording(os.fspath(recording))
+    judge = OneRun(run_facts(run))
+    found: dict[tuple[str, ...], Finding] = {}
+    times: dict[tuple[str, ...], int] = {}
+    checked: list[int] = []
+    missing: dict[int, int] = {}  # by rank: the first step that it did not record
+    reasons: dict[str, None] = {}
+    for step in run_steps(run):
+        if step.step not in selection or not step.finished:
+            continue
+        checked.append(step.step)
+        for rank in step.missing:
+            missing.setdefault(rank, step.step)
+        reasons.update(dict.fromkeys(not_replayed(step.table)))
+        for finding in judge.findings(step.table, step=step.step):
+            what = (finding.kind, finding.phase, finding.stage, finding.path, finding.slot)
+            found.setdefault(what, finding)
+            times[what] = times.get(what, 0) + 1
+        if progress:
+            progress(step.step)
+    findings = tuple(
+        replace(one, says=one.says[:1].upper() + one.says[1:], evidence={**one.evidence, "steps": times[what]})
+        for what, one in found.items()
+    )
+    gaps = _missing(run, missing)
+    if not checked:
+        gaps.append(f"{run.path} has no finished step among those asked for.")
+    return Verdict(
+        recording=run.path,
+        verdict="unhealthy" if findings else "incomplete" if gaps else "healthy",
+        findings=findings,
+        steps=tuple(dict.fromkeys(checked)),
+        ranks=tuple(run.ranks),
+        notes=(*gaps, *_endings(run), *(f"An optimizer is {reason}, so it is not checked." for reason in reasons)),
+    )
+
+
+def _endings(run: Recording) -> list[str]:
+    """How ranks ended whose recording was not closed; all finished steps of them are checked."""
+    return [status.says for rank in run.ranks if (status := run.status(rank)).says]
+
+
+def _missing(run: Recording, missing: dict[int, int]) -> list[str]:
+    """What ranks that are missing, or end earlier than others, leave open."""
+    notes = []
+    if run.missing_ranks:
+        left = "left no recording, so its copies are" if len(run.missing_ranks) == 1 else (
+            "left no recordings, so their copies are"
+        )  # fmt: skip
+        notes.append(f"{name_ranks(run.missing_ranks)} {left} not checked.")
+    notes += [
+        f"Rank {rank} did not record step {first}, which others did."
+        for rank, first in missing.items()
+        if rank not in run.missing_ranks
+    ]
+    return notes

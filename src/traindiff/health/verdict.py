@@ -1,0 +1,80 @@
+"""What a check of one run says: findings and one word."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from traindiff.comparison import Finding, sentences
+from traindiff.comparison.groups import grouped
+
+Word = Literal["healthy", "unhealthy", "incomplete"]
+
+EXIT_CODES: Mapping[Word, int] = {"healthy": 0, "unhealthy": 1, "incomplete": 3}
+"""Exit codes of `traindiff check`."""
+
+SCHEMA_NAME = "traindiff-check"
+SCHEMA_VERSION = 1
+
+MEANINGS: Mapping[Word, str] = {
+    "healthy": "no rule is broken",
+    "unhealthy": "the run breaks rules that it should keep by itself",
+    "incomplete": "no rule is broken in what was recorded, but a part of the run was not",
+}
+"""What each word means."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The result of checking one recording; `str()` of it is the report in the terminal.
+
+    Attributes:
+        recording: Its path.
+        verdict: `healthy`, `unhealthy` or `incomplete`.
+        findings: What is wrong, in the order of the training; of what is wrong in several steps, the first, with
+            `steps` in its evidence.
+        steps: Steps that were checked, ascending.
+        ranks: Ranks that were recorded.
+        notes: What limits the verdict, one sentence each.
+    """
+
+    recording: str
+    verdict: Word
+    findings: tuple[Finding, ...]
+    steps: tuple[int, ...]
+    ranks: tuple[int, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of `traindiff check`: 0 healthy, 1 unhealthy, 3 incomplete."""
+        return EXIT_CODES[self.verdict]
+
+    def to_json(self) -> dict[str, Any]:
+        """The result in the schema of `--json`, as JSON values."""
+        return {
+            "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
+            "recording": self.recording,
+            "verdict": self.verdict,
+            "findings": [finding.to_json() for finding in self.findings],
+            "steps": list(self.steps),
+            "ranks": list(self.ranks),
+            "notes": list(self.notes),
+        }
+
+    def sentence(self) -> str:
+        """The word, what it means, and what was checked."""
+        if not self.steps:
+            return f"{self.verdict}: nothing could be checked"
+        count = len(self.ranks)
+        where = f" on {count} ranks" if count > 1 else ""
+        return f"{self.verdict}: {MEANINGS[self.verdict]}, over {sentences.steps(self.steps)}{where}"
+
+    def __str__(self) -> str:
+        lines = [self.sentence()]
+        for group in grouped(self.findings):
+            more = len(group.paths) - 1
+            also = f" The same holds for {more} more parameter{'s' if more > 1 else ''}." if more else ""
+            lines += ["", sentences.place(group.first), f"  {group.first.says}{also}"]
+        return "\n".join([*lines, *([""] if self.notes else []), *self.notes])

@@ -1,0 +1,45 @@
+"""A check of one run in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from traindiff.comparison import sentences
+from traindiff.comparison.groups import grouped
+from traindiff.health import Verdict
+from traindiff.report.terminal import columns
+
+_STYLES = {"healthy": "bold green", "unhealthy": "bold red", "incomplete": "bold yellow"}
+
+
+def print_check(console: Console, verdict: Verdict, *, top: int) -> None:
+    """Print the verdict, the first finding in full, further ones in a table, and what limits the verdict.
+
+    Args:
+        console: Where to print; decides about colours and width.
+        verdict: What to print.
+        top: Rows of the table at most; 0 prints none.
+    """
+    word, colon, rest = verdict.sentence().partition(":")
+    console.print(Text.assemble((word, _STYLES[verdict.verdict]), colon, rest), soft_wrap=True)
+    groups = grouped(verdict.findings)
+    if groups:
+        first, *further = groups
+        console.print()
+        console.print(
+            Text.assemble(("First finding: ", "bold"), (sentences.place(first.first), "bold cyan")), soft_wrap=True
+        )
+        console.print(Text(f"  {first.first.says}"), soft_wrap=True)
+        if more := len(first.paths) - 1:
+            console.print(Text(f"  The same holds for {more} more site{'s' if more > 1 else ''}."), soft_wrap=True)
+        if top and further:
+            shown = "" if len(further) <= top else f", the first {top}"
+            console.print(Text(f"\nFurther findings: {len(further)}{shown}", style="bold"))
+            table = columns(left=("step", "phase", "site", "what"), right=())
+            for group in further[:top]:
+                one = group.first
+                table.add_row(*map(Text, (str(one.step), sentences.phase(one.phase, one.stage), group.site, one.says)))
+            console.print(table)
+    for number, line in enumerate(verdict.notes):
+        console.print(("" if number else "\n") + line, markup=False, highlight=False, soft_wrap=True)

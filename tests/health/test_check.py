@@ -1,0 +1,157 @@
+"""`traindiff.check`: one run by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import traindiff
+from tests.comparison.runs import Edit, Seen, Step, at, record
+
+
+def on_ranks(path: Path, world_size: int, edits: Mapping[int, Edit], *, steps: int = 3) -> Path:
+    """A recording of ranks that hold copies of everything, but for these edits."""
+    for rank in range(world_size):
+        record(path, edits.get(rank, unchanged), rank=rank, run={"world_size": world_size}, steps=steps)
+    return path
+
+
+def unchanged(step: int, sites: Step) -> None:
+    """No edit."""
+
+
+def draws(step: int, sites: Step) -> None:
+    """The forward pass draws random numbers."""
+    sites["batch", "after", "rng", "cpu"].values = np.full(4, step + 100, dtype=np.uint8)
+
+
+def other_random_state(step: int, sites: Step) -> None:
+    draws(step, sites)
+    sites["batch", "before", "rng", "cpu"].values = np.full(4, step + 50, dtype=np.uint8)
+
+
+def on_other_samples(edit: Edit) -> Edit:
+    """What a data-parallel rank records: its random state is its own."""
+
+    def both(step: int, sites: Step) -> None:
+        edit(step, sites)
+        for site, seen in sites.items():
+            if site[2] == "rng":
+                seen.about["term"] = 1
+
+    return both
+
+
+def test_copies_that_agree_are_healthy(tmp_path: Path) -> None:
+    verdict = traindiff.check(on_ranks(tmp_path / "run", 3, {}))
+
+    assert verdict.verdict == "healthy", str(verdict)
+    assert (verdict.steps, verdict.ranks, verdict.findings, verdict.exit_code) == ((0, 1, 2), (0, 1, 2), (), 0)
+    assert str(verdict) == "healthy: no rule is broken, over 3 steps (0 to 2) on 3 ranks"
+
+
+@pytest.mark.parametrize(
+    ("site", "where"),
+    [
+        (("param", "", "fc.weight", "value"), "fc.weight value"),
+        (("grad", "", "head.weight", "grad"), "head.weight grad"),
+        (("optimizer", "", "fc.bias", "momentum_buffer"), "fc.bias momentum_buffer"),
+        (("optimizer", "", "optimizer.groups[0]", "lr"), "optimizer.groups[0] lr"),
+    ],
+)
+def test_a_rank_that_is_alone_is_named(site: tuple[str, str, str, str], where: str, tmp_path: Path) -> None:
+    run = on_ranks(tmp_path / "run", 3, {1: at(site, lambda values: values + 1, step=1)})
+
+    verdict = traindiff.check(run)
+
+    assert (verdict.verdict, verdict.exit_code) == ("unhealthy", 1)
+    (finding,) = verdict.findings
+    assert (finding.kind, finding.step, finding.rank, finding.phase, finding.slot) == (
+        "ranks-disagree", 1, 1, site[0], site[3],
+    )  # fmt: skip
+    assert finding.says == f"Rank 1 holds another copy of {where} than ranks 0 and 2."
+
+
+def test_what_is_wrong_in_several_steps_is_one_finding(tmp_path: Path) -> None:
+    site = ("param", "", "fc.weight", "value")
+
+    verdict = traindiff.check(on_ranks(tmp_path / "run", 2, {1: at(site, lambda values: values + 1)}))
+
+    (finding,) = verdict.findings
+    assert (finding.step, finding.evidence["steps"]) == (0, 3)
+    assert finding.rank is None  # of two, which is wrong is not known
+
+
+def test_ranks_with_the_same_samples_draw_the_same_random_numbers(tmp_path: Path) -> None:
+    verdict = traindiff.check(on_ranks(tmp_path / "run", 3, {0: draws, 1: draws, 2: other_random_state}))
+
+    first = verdict.findings[0]
+    assert (first.kind, first.step, first.rank, first.phase, first.path) == ("ranks-disagree", 0, 2, "batch", "rng")
+    assert "Rank 2 holds another random state" in first.says
+    assert "dropout" in first.says
+
+
+def test_random_state_that_nothing_is_drawn_from_may_differ(tmp_path: Path) -> None:
+    other = at(("batch", "before", "rng", "cpu"), lambda values: values + 9)
+
+    def same_after(step: int, sites: Step) -> None:
+        other(step, sites)
+        sites["batch", "after", "rng", "cpu"] = Seen(values=sites["batch", "before", "rng", "cpu"].values)
+
+    assert traindiff.check(on_ranks(tmp_path / "run", 2, {1: same_after})).verdict == "healthy"
+
+
+def test_ranks_with_other_samples_draw_other_random_numbers(tmp_path: Path) -> None:
+    run = on_ranks(tmp_path / "run", 2, {0: draws, 1: on_other_samples(other_random_state)})
+
+    assert traindiff.check(run).verdict == "healthy"
+
+
+def test_statistics_in_buffers_are_each_ranks_own(tmp_path: Path) -> None:
+    def statistics(mean: float) -> Edit:
+        def edit(step: int, sites: Step) -> None:
+            sites["param", "", "norm.running_mean", "buffer"] = Seen(values=np.full(8, mean, dtype=np.float32))
+
+        return edit
+
+    run = on_ranks(tmp_path / "run", 2, {0: statistics(0.5), 1: statistics(0.25)})
+
+    assert traindiff.check(run).verdict == "healthy"
+
+
+def test_a_rank_that_is_missing_leaves_the_verdict_open(tmp_path: Path) -> None:
+    record(tmp_path / "run", run={"world_size": 2})
+
+    verdict = traindiff.check(tmp_path / "run")
+
+    assert (verdict.verdict, verdict.exit_code) == ("incomplete", 3)
+    assert verdict.notes == ("Rank 1 left no recording, so its copies are not checked.",)
+
+
+def test_a_rank_that_ends_earlier_is_named(tmp_path: Path) -> None:
+    for rank, steps in enumerate((3, 2)):
+        record(tmp_path / "run", rank=rank, run={"world_size": 2}, steps=steps)
+
+    verdict = traindiff.check(tmp_path / "run")
+
+    assert verdict.verdict == "incomplete"
+    assert verdict.notes == ("Rank 1 did not record step 2, which others did.",)
+
+
+def test_without_a_finished_step_nothing_is_said_to_be_healthy(tmp_path: Path) -> None:
+    record(tmp_path / "run")
+
+    verdict = traindiff.check(tmp_path / "run", steps="7")
+
+    assert verdict.verdict == "incomplete"
+    assert str(verdict).startswith("incomplete: nothing could be checked")
+
+
+def test_steps_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
+    record(tmp_path / "run")
+
+    with pytest.raises(traindiff.ConfigError, match="nothing was checked"):
+        traindiff.check(tmp_path / "run", steps="2-1-")
