@@ -19,6 +19,16 @@ Merge = Literal["shard", "sum", "mean"]
 NOT_CALLED = "no output was observed"
 """How the reason begins for a module of which not even a call was seen."""
 
+BOUNDARY = "boundary"
+"""Stage of what one stage of a pipeline hands to the next: no site of the whole model."""
+
+PLACE = 1 << 24
+"""`order // PLACE` is a place in the dataflow of a model that is divided into the stages of a pipeline.
+
+Place 0 is before the first forward pass, 1 + s the forward pass of stage s, 2 S - s its backward pass, of S stages, and
+2 S + 1 what comes after. Without a pipeline all is in place 0.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
@@ -31,7 +41,8 @@ class Observation:
         phase: One of `traindiff.site.PHASES`.
         stage: Part of a phase: `micro` (gradient of one micro-batch), `before` (parameter before
             the step), `recomputed` (forward pass repeated by activation checkpointing),
-            `evaluation` (forward pass without gradients), `after`, or empty.
+            `evaluation` (forward pass without gradients), `boundary` (handed from one stage of a pipeline to
+            the next), `after`, or empty.
         path: Canonical dotted path of the module or parameter.
         slot: Which tensor of it: `output[0]`, `grad`, `exp_avg`.
         call: How often this module had been called before in this micro-step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
@@ -25,10 +26,23 @@ WRAPPERS = frozenset(
 )
 """Path components that wrappers insert; the same tensor has the same site with and without them."""
 
+_PART = re.compile(r"_traindiff_part_\d+")
+
+
+def part_name(number: int) -> str:
+    """What a model that is recorded in several parts is taken to call one of them; paths in it go on without it."""
+    return f"_traindiff_part_{number}"
+
+
+def path_in_whole(path: str) -> str:
+    """`path` without the name of a part of the model."""
+    first, _, rest = path.partition(".")
+    return rest if _PART.fullmatch(first) else path
+
 
 def canonical_path(path: str) -> str:
     """`path` without the components that wrappers insert."""
-    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS and not _PART.fullmatch(part))
 
 
 def canonical_paths(paths: Iterable[str]) -> dict[str, str]:

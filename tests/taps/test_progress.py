@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from traindiff.taps.progress import Batch, Progress
+from traindiff.taps.batch import Batch
+from traindiff.taps.progress import Progress
 
 BATCH = Batch(size=4, lengths=frozenset({4}))
 SMALL = Batch(size=2, lengths=frozenset({2}))

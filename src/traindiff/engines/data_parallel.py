@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import distributed, nn
 
 from traindiff.engines.distributed_tensor import is_distributed, mesh_of
+from traindiff.taps._torch_compat import data_mesh_of
+
+BY_HAND = "by hand"
+"""Engine of models that say nothing of why there are several ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +24,13 @@ class DataParallel:
         rank: Its number among them.
         size: How many there are.
         engine: What divides the batch, e.g. `DistributedDataParallel`; empty for a single process.
+        alike: How many ranks work on the same samples, because they divide the model; 1 where each has its own.
     """
 
     rank: int = 0
     size: int = 1
     engine: str = ""
+    alike: int = 1
 
     @property
     def factor(self) -> float:
@@ -32,7 +39,10 @@ class DataParallel:
 
     def to_json(self) -> dict[str, Any] | None:
         """For `run.json`; None for a single process."""
-        return {"data_parallel": self.size, "engine": self.engine} if self.engine else None
+        if not self.engine:
+            return None
+        model_parallel = {"model_parallel": self.alike} if self.alike > 1 else {}
+        return {"data_parallel": self.size, **model_parallel, "engine": self.engine}
 
 
 def find_data_parallel(model: nn.Module) -> DataParallel:
@@ -44,33 +54,57 @@ def find_data_parallel(model: nn.Module) -> DataParallel:
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return DataParallel()
+    world_size = distributed.get_world_size()
     for module in model.modules():
         name = type(module).__qualname__
         if name in ("DistributedDataParallel", "FullyShardedDataParallel"):
             group: Any = module.process_group
-            return DataParallel(rank=distributed.get_rank(group), size=distributed.get_world_size(group), engine=name)
+            size = distributed.get_world_size(group)
+            return DataParallel(
+                rank=distributed.get_rank(group), size=size, engine=name, alike=_alike(model, world_size // size)
+            )
         if (mesh := _fsdp_mesh(module)) is not None:
-            return DataParallel(rank=mesh.get_local_rank(), size=mesh.size(), engine="fully_shard")
-    if any(is_distributed(parameter) for parameter in model.parameters()):
-        return DataParallel(engine="tensor parallel")
-    return DataParallel(rank=distributed.get_rank(), size=distributed.get_world_size(), engine="by hand")
+            size = mesh.size()
+            return DataParallel(
+                rank=_rank_in(mesh), size=size, engine="fully_shard", alike=_alike(model, world_size // size)
+            )
+    for parameter in model.parameters():
+        if is_distributed(parameter):
+            ranks = mesh_of(parameter).mesh.flatten().tolist()
+            size = world_size // len(ranks)
+            rank = without(distributed.get_rank(), ranks)
+            return DataParallel(rank=rank, size=size, engine="tensor parallel", alike=len(ranks))
+    return DataParallel(rank=distributed.get_rank(), size=world_size, engine=BY_HAND)
+
+
+def without(rank: int, axis: Sequence[int]) -> int:
+    """Number of a rank among those of a mesh that lacks one of its axes.
+
+    Args:
+        rank: Number of the rank in the whole mesh, in which the last axis counts fastest.
+        axis: Numbers of the ranks along the axis that is left out, this one among them.
+    """
+    size = len(axis)
+    step = axis[1] - axis[0] if size > 1 else 1
+    return rank // (step * size) * step + rank % step
+
+
+def _alike(model: nn.Module, most: int) -> int:
+    """How many ranks work on the same samples, of those that the data-parallel engine does not divide them among."""
+    return most if any(map(is_distributed, model.parameters())) else 1
+
+
+def _rank_in(mesh: Any) -> int:
+    """This rank's number in a mesh, in which the last axis counts fastest."""
+    rank = 0
+    for axis, index in enumerate(mesh.get_coordinate()):
+        rank = rank * mesh.size(axis) + index
+    return rank
 
 
 def _fsdp_mesh(module: nn.Module) -> Any:
-    """The mesh over which FSDP2 shards a module's parameters; None for modules that it does not manage."""
+    """The mesh over which FSDP2 divides the batch; None for modules that it does not manage."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not isinstance(module, fsdp.FSDPModule):
         return None
-    for parameter in module.parameters():
-        if is_distributed(parameter):
-            mesh = mesh_of(parameter)
-            names = mesh.mesh_dim_names
-            if mesh.ndim == 1 or not names:
-                return mesh
-            return mesh[_data_axis(names)]
-    return None
-
-
-def _data_axis(names: tuple[str, ...]) -> str:
-    """Of a mesh with several axes: the one over which FSDP shards, which comes first."""
-    return next((name for name in names if name.startswith(("dp", "fsdp", "data"))), names[0])
+    return data_mesh_of(module)

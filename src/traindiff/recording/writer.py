@@ -74,9 +74,8 @@ class RecordingWriter:
         try:
             self._make_room(path, rank=rank, world_size=world_size, overwrite=overwrite)
             self._fs.makedirs(self._directory, exist_ok=True)
-            if rank == 0:
-                head = {"format": manifest.FORMAT_NAME, "version": manifest.FORMAT_VERSION}
-                self._put(posixpath.join(self._root, "run.json"), manifest.dump({**head, **run}))
+            self._rank = rank
+            self.write_run(run)
             self._data: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.arrows"), "wb")
             self._seals: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.crc"), "wb")
         except OSError as error:
@@ -94,6 +93,12 @@ class RecordingWriter:
         # should leave a readable stream too.
         self._header = SCHEMA.serialize().to_pybytes()
         self._append(self._header)
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """Write or replace `run.json`, if this is rank 0."""
+        if self._rank == 0:
+            head = {"format": manifest.FORMAT_NAME, "version": manifest.FORMAT_VERSION}
+            self._put(posixpath.join(self._root, "run.json"), manifest.dump({**head, **run}))
 
     def write_rank(self, content: Mapping[str, Any]) -> None:
         """Write or replace `rank.json`: what this rank holds of the model and of the optimizers."""

@@ -25,6 +25,7 @@ from traindiff.taps.optimizer_discovery import tap_optimizer_discovery
 from traindiff.taps.optimizer_replay import OptimizerReplayTap
 from traindiff.taps.optimizer_step import OptimizerTap
 from traindiff.taps.parameter_gradients import tap_parameter_gradients
+from traindiff.taps.pipeline_calls import tap_pipeline_calls
 from traindiff.taps.root_forward import RootForwardTap
 from traindiff.taps.sink import Sink
 
@@ -41,6 +42,7 @@ class Attachment:
             before was not recorded.
         on_step: Called with an optimizer's name when a step of it has ended and was observed.
         on_discovery: Called when an optimizer was found that was not given.
+        on_schedule: Called with a pipeline's schedule, and its stages on this rank, before it runs a batch.
     """
 
     def __init__(
@@ -53,13 +55,14 @@ class Attachment:
         before_every_step: bool,
         on_step: Callable[[str], None],
         on_discovery: Callable[[], None],
+        on_schedule: Callable[[Any, list[Any]], None],
     ) -> None:
         self._targets = targets
         self._select = settings.select
-        self._named = frozenset(targets.names.values())
         self._sink = sink
         self._on_step = on_step
         self._on_discovery = on_discovery
+        self._on_schedule = on_schedule
         self._optimizers: dict[str, OptimizerTap] = {}
         self._report_silence: Callable[[], None] = lambda: None
         self._observe = settings.observe
@@ -68,6 +71,7 @@ class Attachment:
         observes_parameters = "param" in self._observe
         self._model_state = ModelStateTap(
             targets.parameters if observes_parameters else {},
+            targets.pieces_of,
             targets.buffers if observes_parameters else {},
             targets.root,
             sink,
@@ -110,8 +114,9 @@ class Attachment:
         self._report_unused = sink.guarded("batch_axis", partial(_report_unused, batch_axis))
         activations = ActivationTap(
             sink, batch_axis=batch_axis, forward="forward" in observe, backward="backward" in observe,
-            evaluation=settings.evaluation,
+            evaluation=settings.evaluation, places=targets.layout.places_of,
         )  # fmt: skip
+        undo.enter_context(tap_pipeline_calls(sink, targets.root.modules(), on_schedule=self._on_schedule))
         undo.enter_context(tap_backward_calls(sink, targets.names, observe_loss="loss" in observe))
         if observe & {"forward", "backward"}:
             self._report_silence = sink.guarded("module_outputs", activations.report_silence)
@@ -119,14 +124,14 @@ class Attachment:
             undo.enter_context(activations.attach_inspection())
         # After the modules' own hooks: the root's output still belongs to the forward pass that this ends.
         root_forward = RootForwardTap(
-            targets.root, sink, batch_axis=batch_axis, observe_batch="batch" in observe,
+            targets.roots, sink, batch_axis=batch_axis, observe_batch="batch" in observe,
             evaluation=settings.evaluation,
             before_forward=self.settle,
             before_step=sink.guarded("model_state", self._model_state.before_step),
         )  # fmt: skip
         undo.enter_context(root_forward.attach())
         if "grad.micro" in observe:
-            undo.enter_context(tap_parameter_gradients(targets.parameters, sink))
+            undo.enter_context(tap_parameter_gradients(targets.leaves, targets.pieces_of, self._selects, sink))
         for name, optimizer in targets.optimizers.items():
             undo.enter_context(self._track(name, optimizer))
         if not targets.optimizers:
@@ -136,17 +141,17 @@ class Attachment:
 
     def _track(self, name: str, optimizer: Optimizer) -> ExitStack:
         tap = OptimizerTap(
-            optimizer, name=name, pieces=self._targets.pieces, selects=self._selects, observe=self._observe,
+            optimizer, name=name, pieces_of=self._targets.pieces_of, selects=self._selects, observe=self._observe,
             sink=self._sink, on_end=self._end_step,
         )  # fmt: skip
         self._optimizers[name] = tap
         if "replay" not in self._observe:
             return tap.attach()
-        replay = OptimizerReplayTap(optimizer, name=name, paths=tap.groups, selects=self._selects, sink=self._sink)
+        replay = OptimizerReplayTap(optimizer, name=name, held=tap.held, selects=self._selects, sink=self._sink)
         return replay.attach(around=tap.attach)
 
     def _selects(self, path: str) -> bool:
-        if path in self._named:
+        if path in self._targets.paths:
             return path in self._targets.parameters
         return any(matches(glob, path) for glob in self._select)  # an optimizer may hold more than the model
 

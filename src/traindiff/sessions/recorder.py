@@ -14,10 +14,12 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from traindiff.engines.pipeline import Pipeline, beside_pipeline, find_pipeline
 from traindiff.errors import ConfigError, Problem, UnsupportedTensorError
 from traindiff.kernels.store import SummaryStore
 from traindiff.kernels.torch_arrays import dtype_name, shape_of
 from traindiff.observation import Merge, Observation
+from traindiff.place import Place
 from traindiff.recording import RecordingWriter
 from traindiff.replicas.replica import NAME as REPLICA
 from traindiff.replicas.replica import Replica
@@ -27,10 +29,12 @@ from traindiff.sessions.containment import Containment
 from traindiff.sessions.details import detail_of
 from traindiff.sessions.environment import describe
 from traindiff.sessions.forced import ForcedValues
+from traindiff.sessions.in_flight import InFlight
 from traindiff.sessions.pending import Pending
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.shard import Shard
+from traindiff.taps._torch_compat import arrived, is_asynchronous
 from traindiff.taps.progress import Progress
 
 
@@ -56,6 +60,7 @@ class Recorder:
         self.path = path
         self._forced = forced
         self._layout = targets.layout
+        self._pipeline: Pipeline | None = None
         self.progress = Progress(
             optimizer=targets.primary,
             observing=settings.records(0),
@@ -64,6 +69,7 @@ class Recorder:
         )
         self._settings = settings
         self._pending = Pending()
+        self._in_flight = InFlight()
         self._summaries = SummaryStore()
         self._containment = Containment(
             strict=settings.strict,
@@ -77,16 +83,17 @@ class Recorder:
         rank, world_size = _rank_and_world_size()
         if settings.ranks is not None and rank not in settings.ranks:
             return
+        self._run = {
+            "world_size": world_size,
+            "mesh": targets.layout.to_json(),
+            "settings": settings.to_json(),
+            "forced_by": forced and forced.path,
+            "recipe": recipe,
+            **describe(),
+        }
         self._files = RecordingWriter(
             path,
-            run={
-                "world_size": world_size,
-                "mesh": targets.layout.to_json(),
-                "settings": settings.to_json(),
-                "forced_by": forced and forced.path,
-                "recipe": recipe,
-                **describe(),
-            },
+            run=self._run,
             rank=rank,
             world_size=world_size,
             overwrite=overwrite,
@@ -96,7 +103,7 @@ class Recorder:
             undo.callback(self._containment.guarded("writer", writer.close, always=True))
             self._attachment = Attachment(
                 targets, settings, self, replica=replica, before_every_step=forced is not None,
-                on_step=self._end_step, on_discovery=self._write_rank,
+                on_step=self._end_step, on_discovery=self._write_rank, on_schedule=self._follow_pipeline,
             )  # fmt: skip
             undo.callback(self._attachment.close)
             self._write_rank()
@@ -171,12 +178,15 @@ class Recorder:
         shard: Shard | None = None,
         merge: Merge = "shard",
         weight: float = 1.0,
+        place: Place | None = None,
         late: bool = False,
     ) -> None:
         """See `traindiff.taps.sink.Sink`. `late` files it under the step that has just ended."""
+        self._read_arrived()
         progress = self.progress
         name = optimizer or progress.optimizer
-        for part in self._layout.local_parts(tensor, shard or Shard.whole(shape_of(tensor)), merge):
+        shard = shard or Shard.whole(shape_of(tensor) if place is None else place.shape)
+        for part in self._layout.local_parts(tensor, shard, merge, phase=phase, place=place):
             seen = Observation(
                 step=progress.steps.get(name, 0) - late,
                 micro_step=progress.micro_step if micro_step is None else micro_step,
@@ -185,10 +195,20 @@ class Recorder:
                 merge=part.merge, weight=weight, term=part.term,
                 factor=self._layout.factor(phase=phase, stage=stage, slot=slot),
             )  # fmt: skip
-            self._keep(part.tensor, seen)
+            if self._forced is not None or not self._in_flight.holds(part.tensor, seen):
+                self._keep(part.tensor, seen)
+
+    def _read_arrived(self, *, all_of_them: bool = False) -> None:
+        for tensor, seen, reason in self._in_flight.arrived(all_of_them=all_of_them):
+            if reason:
+                self._pending.append(replace(seen, unobserved=reason), None)
+            else:
+                self._keep(tensor, seen)
 
     def _keep(self, tensor: Tensor, seen: Observation) -> None:
         """Summarise what was seen."""
+        if is_asynchronous(tensor):
+            tensor = arrived(tensor)
         if tensor.is_complex():  # a last axis of real and imaginary parts
             shard = seen.shard
             shard = Shard(shape=(*shard.shape, 2), global_shape=(*shard.global_shape, 2), offset=(*shard.offset, 0))
@@ -231,6 +251,19 @@ class Recorder:
         """See `traindiff.taps.sink.Sink`."""
         return self._containment.altering(tap, hook)
 
+    def _follow_pipeline(self, schedule: Any, stages: list[Any]) -> None:
+        """A pipeline's schedule is about to run a batch: only now is it known how the batch is divided."""
+        pipeline = find_pipeline(schedule, stages)
+        if self._pipeline == pipeline:
+            return
+        self._pipeline = pipeline
+        data = beside_pipeline(self._layout.data, pipeline)
+        self._layout = replace(self._layout, data=data)
+        self.progress.data_rank, self.progress.data_size = data.rank, data.size
+        if self._files is not None:
+            self._files.write_run({**self._run, "mesh": self._layout.to_json()})
+            self._write_rank()
+
     def _end_step(self, name: str) -> None:
         self.guarded("writer", self._write)(name)
         following = self.progress.steps.get(name, 0) + 1
@@ -249,7 +282,8 @@ class Recorder:
     def _write_rank(self) -> None:
         if self._files is not None and self._attachment is not None:
             not_forced = {} if self._forced is None else {"not_forced": self._forced.left}
-            self._files.write_rank({**self._attachment.describe(), **not_forced, "pid": os.getpid()})
+            pipeline = {} if self._pipeline is None else {"pipeline": self._pipeline.to_json()}
+            self._files.write_rank({**self._attachment.describe(), **not_forced, **pipeline, "pid": os.getpid()})
 
     def _log(self, name: str, value: float | Tensor, merge: Merge, weight: float | None) -> None:
         if self._attachment is not None:

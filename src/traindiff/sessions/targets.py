@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 from traindiff.engines.layout import Layout, find_layout
 from traindiff.errors import ConfigError, Problem, TraindiffWarning
 from traindiff.kernels.torch_arrays import shape_of
+from traindiff.sessions.named_parameters import named_parameters
+from traindiff.sessions.parts import Parts, roots_of
 from traindiff.shard import Piece
-from traindiff.site import ROOT, canonical_paths, matches
+from traindiff.site import ROOT, canonical_paths, matches, path_in_whole
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
 """One optimizer, several, several by name, or None to find them when they first step."""
@@ -27,10 +29,13 @@ class Targets:
     Attributes:
         root: The module that the training loop calls.
         modules: Selected modules by canonical path.
-        parameters: Selected parameters by canonical path, tied ones under their first name,
+        parameters: What holds the selected parameters, by canonical path, tied ones under their first name,
             whichever of their names was selected.
+        shapes: Global shapes of parameters by path, where they are not those of what holds them.
         buffers: What `root.get_buffer` calls the selected buffers, by canonical path.
-        names: Canonical path of every parameter of the model, selected or not, by id.
+        names: Canonical path of every parameter of the model, selected or not, and of what the engine has put in
+            their place, by id.
+        paths: Canonical paths of all parameters of the model, selected or not.
         layout: How the engine lays tensors out over ranks.
         tied: Canonical path of a parameter by each of its further names.
         optimizers: Tracked optimizers by name, the one that counts steps first.
@@ -39,29 +44,51 @@ class Targets:
     root: nn.Module
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]
+    shapes: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, str]
     names: Mapping[int, str]
+    paths: frozenset[str]
     layout: Layout
     tied: Mapping[str, str]
     optimizers: Mapping[str, Optimizer]
+
+    @property
+    def roots(self) -> tuple[nn.Module, ...]:
+        """What the training loop, or the schedule of a pipeline, calls: the root, or each of its parts."""
+        return roots_of(self.root)
 
     @property
     def primary(self) -> str:
         """Name of the optimizer that counts the steps of forward and backward passes."""
         return next(iter(self.optimizers), "optimizer")
 
+    def pieces_of(self, parameter: Tensor, size: int | None = None) -> tuple[Piece, ...] | None:
+        """What a tensor that an optimizer or autograd takes for a parameter holds of the model's; None if nothing.
+
+        It may be none of its elements just now, or on this rank: then that is an empty tuple.
+
+        Args:
+            parameter: The tensor.
+            size: Elements of its gradient, where that is asked for.
+        """
+        if (pieces := self.layout.pieces_of(parameter, size)) is not None:
+            return pieces
+        path = self.names.get(id(parameter))
+        return None if path is None else (Piece(path=path),)
+
     @property
-    def pieces(self) -> dict[int, tuple[Piece, ...]]:
-        """What each parameter that an optimizer may hold has of the model's, by id."""
-        whole = {number: (Piece(path=path),) for number, path in self.names.items()}
-        return {**whole, **self.layout.pieces}
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What autograd differentiates by for the selected parameters."""
+        flat = {member.path: one.tensor for one in self.layout.flat for member in one.members}
+        found = (flat.get(path, parameter) for path, parameter in self.parameters.items())
+        return tuple({id(leaf): leaf for leaf in found}.values())
 
     def describe(self) -> dict[str, Any]:
         """Names, shapes and dtypes for `rank.json`."""
         return {
-            "model": type(self.root).__qualname__,
-            "modules": {path: type(module).__qualname__ for path, module in self.modules.items()},
-            "parameters": {path: _describe_tensor(p) for path, p in self.parameters.items()},
+            "model": type(self.roots[0]).__qualname__,
+            "modules": {path_in_whole(path): type(module).__qualname__ for path, module in self.modules.items()},
+            "parameters": {path: _describe_tensor(p, self.shapes.get(path)) for path, p in self.parameters.items()},
             "buffers": {path: _describe_tensor(self.root.get_buffer(b)) for path, b in self.buffers.items()},
             "tied": dict(self.tied),
         }
@@ -74,6 +101,8 @@ def find_targets(model: object, optimizer: Optimizers, *, select: Sequence[str])
         ConfigError: `model` is not a module, `optimizer` is none, or nothing is selected.
     """
     problems: list[Problem] = []
+    if isinstance(model, (list, tuple)) and model and all(isinstance(part, nn.Module) for part in model):
+        model = Parts(model) if len(model) > 1 else model[0]
     if not isinstance(model, nn.Module):
         problems.append(
             Problem(
@@ -86,25 +115,23 @@ def find_targets(model: object, optimizer: Optimizers, *, select: Sequence[str])
     if problems or not isinstance(model, nn.Module):
         raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
 
-    modules = _canonical(dict(model.named_modules()))
-    every_name = _canonical(dict(model.named_parameters(remove_duplicate=False)))
-    first_name: dict[int, str] = {}
-    for path, parameter in every_name.items():
-        first_name.setdefault(id(parameter), path)
-    parameters = {path: p for path, p in every_name.items() if first_name[id(p)] == path}
-    selected = {id(p) for path, p in every_name.items() if any(matches(glob, path) for glob in select)}
+    modules: dict[str, Any] = _named_modules(model)
+    layout = find_layout(model)
+    parameters = named_parameters(model, layout.flat)
+    every_name = [*parameters.tensors, *parameters.tied]
+    selected = {parameters.first(path) for path in every_name if any(matches(glob, path) for glob in select)}
     buffers = _canonical({name: name for name, _ in model.named_buffers()})
     chosen_modules, chosen_buffers = (
         {path: item for path, item in found.items() if any(matches(glob, path) for glob in select)}
         for found in (modules, buffers)
     )
-    chosen_parameters = {path: p for path, p in parameters.items() if id(p) in selected}
+    chosen_parameters = {path: p for path, p in parameters.tensors.items() if path in selected}
     named = [*modules, *every_name, *buffers]
     unused = [pattern for pattern in select if not any(matches(pattern, path) for path in named)]
     if not chosen_modules and not chosen_parameters:
         raise ConfigError(
             "record(...)",
-            [_no_match(select, [*modules, *parameters])],
+            [_no_match(select, [*modules, *parameters.tensors])],
             consequence="nothing was attached to the model",
         )
     if unused:
@@ -116,12 +143,25 @@ def find_targets(model: object, optimizer: Optimizers, *, select: Sequence[str])
         root=model,
         modules=chosen_modules,
         parameters=chosen_parameters,
+        shapes=parameters.shapes,
         buffers=chosen_buffers,
-        names=first_name,
-        layout=find_layout(model),
-        tied={path: first_name[id(p)] for path, p in every_name.items() if first_name[id(p)] != path},
+        names=parameters.ids,
+        paths=frozenset(parameters.tensors),
+        layout=layout,
+        tied=parameters.tied,
         optimizers=optimizers,
     )
+
+
+def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by canonical path. What several parts of a model have is by the names of the parts, too."""
+    if not isinstance(model, Parts):
+        return _canonical(dict(model.named_modules()))
+    found: dict[str, nn.Module] = {}
+    for name, part in model.named_children():
+        for path, module in _canonical(dict(part.named_modules())).items():
+            found[path if path and path not in found else f"{name}.{path}".rstrip(".")] = module
+    return found
 
 
 def _canonical(by_path: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,9 +189,9 @@ def _by_name(optimizer: object, problems: list[Problem]) -> dict[str, Optimizer]
     return named
 
 
-def _describe_tensor(tensor: Tensor) -> dict[str, Any]:
+def _describe_tensor(tensor: Tensor, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
     return {
-        "shape": list(shape_of(tensor)),
+        "shape": list(shape_of(tensor) if shape is None else shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "requires_grad": tensor.requires_grad,
     }

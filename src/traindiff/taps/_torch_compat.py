@@ -107,3 +107,70 @@ def patch_hook_guards() -> Callable[[], None]:
         config.skip_nnmodule_hook_guards = before
 
     return undo
+
+
+def pipeline_classes() -> tuple[type[Any], type[Any], type[Any]] | None:
+    """Base classes of pipeline stages, of schedules with one stage per rank, and of those with several.
+
+    None unless `torch.distributed.pipelining` was imported: there is nothing to follow then. The classes are
+    private, but their subclasses are the public ones, and these inherit what is called for each micro-batch.
+    """
+    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    if schedules is None or stage is None:
+        return None
+    return stage._PipelineStageBase, schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """The stages of a pipeline's schedule that this rank works on. A schedule has no public attribute for them."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def num_chunks_of(schedule: Any) -> int:
+    """Into how many micro-batches a pipeline's schedule divides a batch. There is no public attribute for it."""
+    return int(schedule._n_microbatches)
+
+
+def runs_backward(schedule: Any) -> bool:
+    """Whether a pipeline's schedule runs backward passes now: not in `eval`. There is no public way to ask."""
+    return bool(schedule._has_backward)
+
+
+def data_mesh_of(module: Any) -> Any:
+    """The mesh over which FSDP2 shards and replicates a module's parameters; None where it holds none of its own.
+
+    Parameters tell only the mesh of all that divides them, tensor parallelism too. There is no public way to ask.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    return None if group is None else group.mesh_info.mesh
+
+
+def result_shape(node: Any, number: int) -> tuple[int, ...]:
+    """Shape of a result of an operation, by its node in the graph of autograd and the number of the result."""
+    return tuple(node._input_metadata[number].shape)
+
+
+def is_asynchronous(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is the result of a collective which may still be running. There is no public class."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
+
+
+def has_arrived(tensor: Any) -> bool:
+    """Whether somebody has waited for an asynchronous tensor, so that reading it waits for nothing.
+
+    The tensor only knows of waits for itself. One for a view of it shows by no collective being waited for at all.
+    """
+    return bool(tensor.completed) or torch._C._distributed_c10d._get_work_registry_size() == 0
+
+
+def versions_of(tensor: Any) -> tuple[int, int]:
+    """Counters that move when an asynchronous tensor, or what it stands for, is written to."""
+    return tensor._version, tensor.elem._version
+
+
+def arrived(tensor: Any) -> torch.Tensor:
+    """What an asynchronous tensor stands for, after a wait where nobody has waited for it."""
+    result: torch.Tensor = tensor.trigger_wait()
+    return result

@@ -61,9 +61,11 @@ class _Listener:
         self._is_concerned = may_reach(roots, self._parameter_ids)
 
     def _begin(self, roots: Sequence[Tensor]) -> None:
-        progress = self.sink.progress
+        progress, chunk = self.sink.progress, self.sink.progress.chunk
         if not (self._observe_loss and progress.observing and progress.forward_done):
             return
+        if chunk is not None and not chunk.is_last:
+            return  # this stage of a pipeline goes on from the gradients of the next
         for root in roots:
             if root.numel() == 1:
                 call = progress.next_call("loss", "")

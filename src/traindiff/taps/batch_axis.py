@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.shard import Shard
 from traindiff.site import ROOT, matches
-from traindiff.taps.progress import Batch, Progress
+from traindiff.taps.batch import Batch
+from traindiff.taps.progress import Progress
 
 
 def batch_first(tensor: Tensor, axis: int) -> Tensor:
@@ -65,12 +66,12 @@ class BatchAxis:
         return Batch(size=size, lengths=frozenset(products))
 
     def split(
-        self, tensor: Tensor, *, path: str, slot: str, site: tuple[str, ...], progress: Progress
+        self, shape: tuple[int, ...], *, path: str, slot: str, site: tuple[str, ...], progress: Progress
     ) -> tuple[int, Shard]:
         """Which axis of the tensor comes first in its global index, and which rows it holds.
 
         Args:
-            tensor: An input of the root or an output of a module.
+            shape: Of an input of the root or an output of a module; where ranks hold parts of it, of all of it.
             path: Canonical path.
             slot: Which tensor there; declarations are matched to both.
             site: What tells this tensor from all others of the micro-step.
@@ -80,14 +81,15 @@ class BatchAxis:
             The batch axis (0 where there is none), and the shard of the tensor with it in front.
         """
         self._asked = True
-        batch, shape = progress.current_batch, shape_of(tensor)
+        batch = progress.current_batch
         declared = self._declared_axis(path, slot, default=_UNDECLARED)
         axis = self._usual_axis(path, slot, len(shape)) if declared == _UNDECLARED else declared
         if axis is None or batch is None or not -len(shape) <= axis < len(shape):
             return 0, Shard.whole(shape)
         if declared == _UNDECLARED and shape[axis] not in batch.lengths:
             return 0, Shard.whole(shape)
-        shape = tuple(batch_first(tensor, axis).shape)
+        lengths = list(shape)
+        shape = (lengths.pop(axis), *lengths)
         return axis, Shard.of_batch(shape, first=progress.first_row(site, shape[0]))
 
     def _usual_axis(self, path: str, slot: str, dims: int) -> int:

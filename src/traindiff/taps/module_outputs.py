@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from traindiff.observation import Merge
+from traindiff.kernels.torch_arrays import shape_of
+from traindiff.observation import BOUNDARY, Merge
+from traindiff.place import Place, Places
 from traindiff.shard import Shard
+from traindiff.site import path_in_whole
 from traindiff.taps._torch_compat import from_compiled_code, inside_backward
 from traindiff.taps.batch_axis import BatchAxis, batch_first
+from traindiff.taps.chunk import Chunk
 from traindiff.taps.compiled import tap_compiled_inspection, tap_compiled_module
 from traindiff.taps.inspection import tap_inspection
 from traindiff.taps.nested import tensors
@@ -41,15 +45,26 @@ class ActivationTap:
         forward: Whether to record activations.
         backward: Whether to record their gradients.
         evaluation: Whether forward passes of the root without gradients are recorded too.
+        places: Where an activation that ranks hold parts of lies, and its gradient, by path and slot.
     """
 
-    def __init__(self, sink: Sink, *, batch_axis: BatchAxis, forward: bool, backward: bool, evaluation: bool) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        batch_axis: BatchAxis,
+        forward: bool,
+        backward: bool,
+        evaluation: bool,
+        places: Callable[[Tensor, str, str], Places | None] = lambda tensor, path, slot: None,  # noqa: ARG005
+    ) -> None:
         self._sink = sink
         self._batch_axis = batch_axis
         self._forward = forward
         self._backward = backward
         self._evaluation = evaluation
-        self._on_leaves: dict[tuple[str, str, int], RemovableHandle] = {}
+        self._places = places
+        self._on_leaves: dict[tuple[str, str, int, int], RemovableHandle] = {}
         self._compiled: dict[tuple[str, str], list[_Gradient]] = {}
         self._silent = SilentModules({}, sink)
 
@@ -61,7 +76,12 @@ class ActivationTap:
             for path, module in modules.items():
                 if not takes_hooks(module):
                     continue
-                hook = self._sink.guarded("module_outputs", partial(self._module_output, path))
+                site = path_in_whole(path)
+                hook = self._sink.guarded("module_outputs", partial(self._module_output, site))
+                if not site:
+                    hook = self._sink.guarded("module_outputs", self._root_output)
+                    received = self._sink.guarded("module_outputs", self._stage_input)
+                    undo.callback(module.register_forward_pre_hook(received).remove)
                 undo.callback(module.register_forward_hook(hook).remove)
                 undo.enter_context(tap_compiled_module(module, _Compiled(self, self._sink, path)))
             return undo.pop_all()
@@ -84,6 +104,27 @@ class ActivationTap:
     def _module_output(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         # Returning None tells torch to keep `output` as it is.
         self._observe(path, list(tensors(output, "output")))
+
+    def _root_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        chunk = self._sink.progress.chunk
+        if chunk is None or chunk.is_last:
+            self._module_output("", module, args, output)
+        else:
+            self._boundary(chunk, tensors(output, "sent"))
+
+    def _stage_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
+        chunk = self._sink.progress.chunk
+        if chunk is not None and not chunk.is_first:
+            self._boundary(chunk, tensors(args, "received"))
+
+    def _boundary(self, chunk: Chunk, found: Iterable[tuple[str, Tensor]]) -> None:
+        """Record what one stage of a pipeline hands to the next, on either side, and the gradient on its way back."""
+        if self._stage() != "":
+            return
+        for slot, tensor in found:
+            gradient = self._tensor(tensor, path=f"stage[{chunk.stage}]", slot=slot, stage=BOUNDARY, call=0)
+            if self._backward and tensor.requires_grad:
+                self._hook_gradient(tensor, gradient)
 
     def _observe(self, path: str, found: Sequence[tuple[str, Tensor]]) -> None:
         stage = self._stage()
@@ -138,7 +179,9 @@ class ActivationTap:
         """Record an output; returns what will record its gradient."""
         progress = self._sink.progress
         site = ("forward", stage, path, slot, str(call))
-        axis, shard = self._batch_axis.split(tensor, path=path, slot=slot, site=site, progress=progress)
+        places = self._places(tensor, path, slot)
+        shape = places.value.shape if places else shape_of(tensor)
+        axis, shard = self._batch_axis.split(shape, path=path, slot=slot, site=site, progress=progress)
         batch = progress.current_batch
         samples = batch.size if batch else 1
         scalar = tensor.dim() == 0 and batch is not None
@@ -147,20 +190,22 @@ class ActivationTap:
             self._sink.emit(
                 batch_first(tensor, axis), phase="forward", path=path, slot=slot, stage=stage, call=call,
                 shard=shard, merge="mean" if scalar else "shard", weight=samples if scalar else 1,
+                place=places and places.value.batch_first(axis),
             )  # fmt: skip
         # Of a tensor without a batch axis, every micro-batch has a share of the gradient.
         shared = batch is not None and not shard.batched
         return _Gradient(
             sink=self._sink, path=path, slot=slot, call=call, axis=axis, shard=shard,
             step=progress.step, micro_step=progress.micro_step, merge="sum" if shared else "shard",
+            stage=BOUNDARY if stage == BOUNDARY else "", place=places and places.gradient.batch_first(axis),
         )  # fmt: skip
 
     def _hook_gradient(self, tensor: Tensor, gradient: _Gradient) -> None:
         handle = tensor.register_hook(self._sink.guarded("module_outputs", gradient))
         if tensor.is_leaf:
-            self._hooked_leaf((gradient.path, gradient.slot, gradient.call), handle)
+            self._hooked_leaf((gradient.path, gradient.slot, gradient.call, gradient.micro_step), handle)
 
-    def _hooked_leaf(self, site: tuple[str, str, int], handle: RemovableHandle) -> None:
+    def _hooked_leaf(self, site: tuple[str, str, int, int], handle: RemovableHandle) -> None:
         """Note a hook on a tensor that may outlive the step, and its hook with it: a parameter, an input.
 
         Other tensors take their hooks along when the graph is freed.
@@ -218,14 +263,17 @@ class _Gradient:
     step: int
     micro_step: int
     merge: Merge
+    place: Place | None
+    stage: str = ""
     times: int = 0
 
     def __call__(self, gradient: Tensor) -> None:
         # A second backward through the same graph brings another term, not a new gradient.
-        stage = f"again[{self.times}]" if self.times else ""
+        stage = f"again[{self.times}]" if self.times else self.stage
         self.times += 1
         if self.sink.progress.observing:
             self.sink.emit(
                 batch_first(gradient, self.axis), phase="backward", path=self.path, slot=self.slot,
                 stage=stage, call=self.call, micro_step=self.micro_step, shard=self.shard, merge=self.merge,
+                place=self.place,
             )  # fmt: skip

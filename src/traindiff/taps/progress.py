@@ -6,19 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The batch that the root module is working on.
-
-    Attributes:
-        size: Samples in it: the length of the root input's batch axis.
-        lengths: Lengths of axis 0 that mean "one entry (or several) per sample": `size`, and its
-            products with the axes that follow it in the root's inputs, e.g. batch x sequence.
-    """
-
-    size: int
-    lengths: frozenset[int]
+from traindiff.observation import PLACE
+from traindiff.taps.batch import Batch
+from traindiff.taps.chunk import Chunk, ChunkState
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +29,9 @@ class Progress:
         order: Observations so far in this step; `late_order`, in the step before.
         samples: Size of the latest batch; 1 where it is not known.
         data_rank: This rank's number among the `data_size` ranks that share the batch.
+        chunk: What a stage of a pipeline works on, while it does: then micro-steps are its micro-batches.
+        num_stages: Stages of the pipeline; 1 where there is none.
+        hidden: Inside calls of modules that are no part of the training.
     """
 
     optimizer: str = "optimizer"
@@ -55,6 +48,11 @@ class Progress:
     samples: int = 1
     data_rank: int = 0
     data_size: int = 1
+    chunk: Chunk | None = None
+    num_stages: int = 1
+    hidden: bool = False
+    _chunks: tuple[int, int] = (0, 0)  # of this step: before the running call of the schedule, and with it
+    _chunk_states: dict[tuple[int, int], ChunkState] = field(default_factory=dict)
     _calls: dict[tuple[str, str], int] = field(default_factory=dict)
     _rows: dict[tuple[str, ...], int] = field(default_factory=dict)
 
@@ -73,12 +71,25 @@ class Progress:
         return self.batch or (None if self.evaluating else self.latest_batch)
 
     def next_order(self, *, late: bool = False) -> int:
-        """Position in execution order for the next observation of the step, or of the step before."""
+        """Position in execution order for the next observation of the step, or of the step before.
+
+        Stages of a pipeline work at the same time; theirs are brought into the order of the whole model.
+        """
         if late:
             self.late_order += 1
-            return self.late_order - 1
+            return self.late_order - 1 + PLACE * self._last_place
         self.order += 1
-        return self.order - 1
+        return self.order - 1 + PLACE * self._place
+
+    @property
+    def _place(self) -> int:
+        if self.chunk is not None:
+            return self.chunk.place
+        return self._last_place if self.forward_done else 0
+
+    @property
+    def _last_place(self) -> int:
+        return 2 * self.num_stages + 1 if self.num_stages > 1 else 0
 
     def next_call(self, path: str, stage: str) -> int:
         """How often `path` was called before in this micro-step."""
@@ -89,23 +100,29 @@ class Progress:
     def first_row(self, site: tuple[str, ...], rows: int) -> int:
         """Row of the global batch at which the next `rows` of `site` begin; counts them.
 
-        Each micro-batch of the global batch is that of the ranks one after the other, equally long.
+        Each micro-batch of the global batch is that of the ranks one after the other, equally long; with a pipeline,
+        what each call of its schedule is given is one.
         """
         counted = self._rows.get(site, 0)
         self._rows[site] = counted + rows
+        if self.chunk is not None and self.data_size > 1:
+            within = self.chunk.number * rows
+            return (counted - within) * self.data_size + self.data_rank * self.chunk.count * rows + within
         return counted * self.data_size + self.data_rank * rows
 
     @contextmanager
     def forward(self, batch: Batch | None, *, evaluating: bool) -> Iterator[None]:
         """Inside the root's forward pass. The first one after a backward begins the next micro-step."""
         outer = self.batch, self.evaluating
-        if not evaluating and self.backward_done:
+        if not evaluating and self.backward_done and self.chunk is None:
             self.micro_step += 1
             self.backward_done = False
             self._calls.clear()
         self.batch, self.evaluating = batch, evaluating
         if batch and not evaluating:
             self.latest_batch, self.samples = batch, batch.size
+            if self.chunk is not None:
+                self._chunk_states[self.chunk.stage, self.micro_step].batch = batch
         try:
             yield
         finally:
@@ -114,7 +131,44 @@ class Progress:
 
     def end_backward(self) -> None:
         """A backward pass has ended."""
-        self.backward_done = self.forward_done
+        if self.chunk is None:
+            self.backward_done = self.forward_done
+
+    def begin_schedule(self, *, num_stages: int, num_chunks: int) -> None:
+        """A pipeline's schedule was called: its micro-batches are further micro-steps of the step."""
+        self.num_stages = num_stages
+        self._chunks = self._chunks[1], self._chunks[1] + num_chunks
+
+    @contextmanager
+    def working_on(self, chunk: Chunk) -> Iterator[None]:
+        """Inside the forward or the backward pass of a stage on one micro-batch of the schedule."""
+        outer = self.chunk, self.micro_step, self._calls, self.latest_batch
+        self.chunk, self.micro_step = chunk, self._chunks[0] + chunk.number
+        state = self._chunk_states.setdefault((chunk.stage, self.micro_step), ChunkState())
+        self._calls, self.latest_batch = state.calls, state.batch
+        try:
+            yield
+        finally:
+            self.chunk, self.micro_step, self._calls, self.latest_batch = outer
+
+    @contextmanager
+    def before_all_chunks(self) -> Iterator[None]:
+        """For what belongs before everything that a stage works on."""
+        chunk, self.chunk = self.chunk, None
+        try:
+            yield
+        finally:
+            self.chunk = chunk
+
+    @contextmanager
+    def hiding(self) -> Iterator[None]:
+        """Inside calls of the model's modules that are no part of the training."""
+        outer = self.hidden, self.observing
+        self.hidden, self.observing = True, False
+        try:
+            yield
+        finally:
+            self.hidden, self.observing = outer
 
     def end_step(self, optimizer: str, *, observing: bool) -> None:
         """A call of `optimizer` has ended; `observing` says whether the next step is recorded."""
@@ -127,3 +181,5 @@ class Progress:
             self.forward_done = self.backward_done = False
             self._calls.clear()
             self._rows.clear()
+            self._chunks = (0, 0)
+            self._chunk_states.clear()

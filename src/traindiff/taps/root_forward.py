@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from traindiff.kernels.torch_arrays import shape_of
 from traindiff.taps.batch_axis import BatchAxis, batch_first
 from traindiff.taps.compiled import tap_compiled_root
 from traindiff.taps.nested import tensors
@@ -20,7 +21,7 @@ class RootForwardTap:
     """Follow the root's forward passes: they delimit micro-steps and carry the batch.
 
     Args:
-        root: The module that the training loop calls.
+        roots: The modules that the training loop, or a pipeline's schedule, calls.
         sink: Receives the root's tensor inputs (phase `batch`) and the state of torch's random
             number generators before and after every forward pass.
         batch_axis: Recognises the batch axis.
@@ -32,7 +33,7 @@ class RootForwardTap:
 
     def __init__(
         self,
-        root: nn.Module,
+        roots: Sequence[nn.Module],
         sink: Sink,
         *,
         batch_axis: BatchAxis,
@@ -41,7 +42,7 @@ class RootForwardTap:
         before_forward: Callable[[], None],
         before_step: Callable[[], None],
     ) -> None:
-        self._root = root
+        self._roots = roots
         self._sink = sink
         self._batch_axis = batch_axis
         self._observe_batch = observe_batch
@@ -54,32 +55,38 @@ class RootForwardTap:
         self._observe_end = sink.guarded("batch", self._random_state_after)
 
     def attach(self) -> ExitStack:
-        """Follow the root. Close the result to remove the tap."""
-        guarded, root = partial(self._sink.guarded, "root_forward"), self._root
+        """Follow the roots. Close the result to remove the tap."""
+        guarded = partial(self._sink.guarded, "root_forward")
         begin, end = guarded(self._begin), guarded(self._end)
         with ExitStack() as undo:
-            undo.callback(root.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
-            undo.callback(root.register_forward_hook(end, with_kwargs=True, always_call=True).remove)
-            undo.enter_context(tap_compiled_root(root, _Compiled(guarded(self._begin_with), guarded(self._end))))
+            for root in self._roots:
+                undo.callback(root.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
+                undo.callback(root.register_forward_hook(end, with_kwargs=True, always_call=True).remove)
+                compiled = _Compiled(guarded(self._begin_with), guarded(self._end))
+                undo.enter_context(tap_compiled_root(root, compiled))
             return undo.pop_all()
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = [*tensors(args, "input"), *tensors(kwargs, "input")]
-        self._begin_with(inputs, evaluating=not torch.is_grad_enabled())
+        positional, named = list(tensors(args, "input")), list(tensors(kwargs, "input"))
+        self._begin_with([*positional, *named], evaluating=not torch.is_grad_enabled(), handed_on=len(positional))
 
-    def _begin_with(self, inputs: Sequence[tuple[str, Tensor]], *, evaluating: bool) -> None:
+    def _begin_with(self, inputs: Sequence[tuple[str, Tensor]], *, evaluating: bool, handed_on: int = 0) -> None:
+        progress, chunk = self._sink.progress, self._sink.progress.chunk
+        if progress.hidden:
+            return
         self._before_forward()
-        progress = self._sink.progress
         if not evaluating and not progress.forward_done and progress.batch is None:
-            self._before_step()
+            with progress.before_all_chunks():
+                self._before_step()
         forward = progress.forward(self._batch_axis.of_batch(t for _, t in inputs), evaluating=evaluating)
         forward.__enter__()
         self._running.append(forward)
         if self._observes:
-            self._observe_inputs(inputs)
+            # What a stage of a pipeline hands to the next is no input of the whole model.
+            self._observe_inputs(inputs if chunk is None or chunk.is_first else inputs[handed_on:])
 
     def _end(self, *_: Any) -> None:
-        if not self._running:
+        if self._sink.progress.hidden or not self._running:
             return  # the tap was attached in the middle of a forward pass
         observes = self._observes and not self._sink.progress.evaluating
         self._running.pop().__exit__(None, None, None)
@@ -97,7 +104,7 @@ class RootForwardTap:
         call = progress.next_call("", f"inputs {stage}")
         for slot, tensor in inputs:
             site = ("batch", stage, slot, str(call))
-            axis, shard = self._batch_axis.split(tensor, path="", slot=slot, site=site, progress=progress)
+            axis, shard = self._batch_axis.split(shape_of(tensor), path="", slot=slot, site=site, progress=progress)
             rows = batch_first(tensor, axis)
             self._sink.emit(rows, phase="batch", path="", slot=slot, stage=stage, call=call, shard=shard)
         if not progress.evaluating:
@@ -107,6 +114,8 @@ class RootForwardTap:
         self._random_state(call=self._sink.progress.next_call("", "rng after"), stage="after")
 
     def _random_state(self, *, call: int, stage: str) -> None:
+        chunk = self._sink.progress.chunk
+        call = call if chunk is None else chunk.stage  # each rank has generators of its own
         for device, read in _generators():
             self._sink.emit(read(), phase="batch", path="rng", slot=device, stage=stage, call=call)
 

@@ -1,0 +1,131 @@
+"""Follow the stages of a pipeline: which micro-batch of the schedule each works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+
+from torch import nn
+
+from traindiff.taps._torch_compat import num_chunks_of, pipeline_classes, runs_backward, stages_of
+from traindiff.taps.chunk import Chunk
+from traindiff.taps.sink import Sink
+
+_CHUNK_METHODS = {
+    "forward_one_chunk": False,
+    "backward_one_chunk": True,
+    "backward_weight_one_chunk": True,
+}
+"""What a schedule calls for each micro-batch, and whether that is a part of its backward pass."""
+
+_patched: list[tuple[type[Any], str, Callable[..., Any]]] = []
+
+
+def tap_pipeline_calls(
+    sink: Sink, modules: Iterable[nn.Module], *, on_schedule: Callable[[Any, list[Any]], None]
+) -> ExitStack:
+    """Follow `torch.distributed.pipelining`, if it was imported, where stages hold the model's modules.
+
+    There are no hooks for it, so the methods that schedules call for each micro-batch are replaced while at
+    least one tap is attached, and put back when the last one is removed.
+
+    Args:
+        sink: Its `progress` is told what the stages work on. Passes with which a schedule finds out shapes
+            before its first step are hidden from all taps.
+        modules: All modules of the model, or of the part of it that this rank has.
+        on_schedule: Called with a schedule and its stages on this rank, each time before it runs a batch.
+
+    Returns:
+        Close it to remove the tap.
+    """
+    undo = ExitStack()
+    classes = pipeline_classes()
+    if classes is None:
+        return undo
+    listener = _Listener(sink, modules, on_schedule)
+    _listeners.append(listener)
+    if len(_listeners) == 1:
+        _install(*classes)
+    undo.callback(_remove, listener)
+    return undo
+
+
+class _Listener:
+    def __init__(self, sink: Sink, modules: Iterable[nn.Module], on_schedule: Callable[[Any, list[Any]], None]) -> None:
+        self._sink = sink
+        self._ours = {id(module) for module in modules}
+        self._count = 1
+        self._on_schedule = on_schedule
+        self.begin_schedule = sink.guarded("pipeline", self._begin_schedule)
+        self.begin_chunk = sink.guarded("pipeline", self._begin_chunk)
+
+    def _begin_schedule(self, schedule: Any, hidden: ExitStack) -> None:
+        stages = [stage for stage in stages_of(schedule) if self._holds_ours(stage)]
+        if not stages:
+            return
+        self._count = num_chunks_of(schedule)
+        if runs_backward(schedule):
+            self._on_schedule(schedule, stages)
+            self._sink.progress.begin_schedule(num_stages=stages[0].num_stages, num_chunks=self._count)
+        hidden.enter_context(self._sink.progress.hiding())
+
+    def _begin_chunk(self, stage: Any, number: int, working: ExitStack, *, backward: bool) -> None:
+        if self._holds_ours(stage):
+            chunk = Chunk(
+                stage=stage.stage_index, num_stages=stage.num_stages, number=number, count=self._count,
+                backward=backward,
+            )  # fmt: skip
+            working.enter_context(self._sink.progress.working_on(chunk))
+
+    def _holds_ours(self, stage: Any) -> bool:
+        return any(id(module) in self._ours for module in stage.submod.modules())
+
+
+_listeners: list[_Listener] = []
+
+
+def _install(stage: type[Any], *schedules: type[Any]) -> None:
+    for schedule, name in zip(schedules, ("_initialize_stage", "_initialize_stages"), strict=True):
+        _replace(schedule, name, _initialising)
+    for name, backward in _CHUNK_METHODS.items():
+        _replace(stage, name, partial(_working, backward=backward))
+
+
+def _replace(owner: type[Any], name: str, around: Callable[..., Any]) -> None:
+    original = getattr(owner, name, None)
+    if original is None:
+        return
+    context = contextmanager(around)
+
+    @wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with context(self, *args, **kwargs):
+            return original(self, *args, **kwargs)
+
+    _patched.append((owner, name, original))
+    setattr(owner, name, method)
+
+
+def _initialising(schedule: Any, *_: Any, **__: Any) -> Iterator[None]:
+    with ExitStack() as hidden:
+        for listener in _listeners.copy():
+            listener.begin_schedule(schedule, hidden)
+        yield
+
+
+def _working(stage: Any, number: int, *_: Any, backward: bool, **__: Any) -> Iterator[None]:
+    with ExitStack() as working:
+        for listener in _listeners.copy():
+            listener.begin_chunk(stage, number, working, backward=backward)
+        yield
+
+
+def _remove(listener: _Listener) -> None:
+    if listener not in _listeners:
+        return
+    _listeners.remove(listener)
+    while _patched and not _listeners:
+        owner, name, original = _patched.pop()
+        setattr(owner, name, original)
