@@ -132,6 +132,27 @@ def test_boxes_of_a_batch_merge_to_the_batch(tensor: Tensor, data: st.DataObject
     assert_equal_up_to_rounding(merge(parts), summarise(tensor, Shard.of_batch(shape, first=0)))
 
 
+@given(tensors(shapes.filter(len)), st.integers(1, 3), st.integers(1, 4), st.data())
+def test_rows_that_ranks_take_in_turn_merge_to_the_batch(
+    tensor: Tensor, together: int, ranks: int, data: st.DataObject
+) -> None:
+    """As a distributed sampler hands out samples, each of which may be several rows."""
+    tensor = tensor.repeat_interleave(together, 0) if data.draw(st.booleans()) else tensor.repeat_interleave(ranks, 0)
+    rows = tensor.shape[0] - tensor.shape[0] % (together * ranks)
+    tensor = tensor[:rows]
+    shape = tuple(tensor.shape)
+    samples = (
+        tensor.reshape(-1, ranks, together, *shape[1:]) if rows else tensor.reshape(0, ranks, together, *shape[1:])
+    )
+    parts = []
+    for rank in range(ranks):
+        part = samples[:, rank].reshape(rows // ranks, *shape[1:])
+        spacing = (together, together * ranks)
+        parts.append(summarise(part, Shard.of_batch(tuple(part.shape), first=rank * together, spacing=spacing)))
+
+    assert_equal_up_to_rounding(merge(parts), summarise(tensor, Shard.of_batch(shape, first=0)))
+
+
 def test_shards_of_many_chunks_merge_to_the_whole() -> None:
     tensor = torch.randn(300, 401, generator=torch.Generator().manual_seed(1))
     quarters = [box(tensor, spans) for spans in product(((0, 111), (111, 300)), ((0, 200), (200, 401)))]

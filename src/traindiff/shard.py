@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -27,11 +28,14 @@ class Shard:
         shape: Shape of the part. One entry for a flat range.
         global_shape: Shape of the whole. Axis 0 is `OPEN` for a batch axis.
         offset: Where the part begins: one entry per axis of a box, one entry for a flat range.
+        spacing: Of rows that do not lie one after the other, how many do, and how far it is from the first of these
+            to the first of the next: `(1, 4)` for every fourth row. None where all do.
     """
 
     shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
+    spacing: tuple[int, int] | None = None
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Shard:
@@ -39,9 +43,10 @@ class Shard:
         return cls(shape=shape, global_shape=shape, offset=(0,) * len(shape))
 
     @classmethod
-    def of_batch(cls, shape: tuple[int, ...], *, first: int) -> Shard:
-        """Rows `first`, `first + 1`, ... of a tensor whose axis 0 is the batch axis."""
-        return cls(shape=shape, global_shape=(OPEN, *shape[1:]), offset=(first, *(0 for _ in shape[1:])))
+    def of_batch(cls, shape: tuple[int, ...], *, first: int, spacing: tuple[int, int] | None = None) -> Shard:
+        """Rows `first`, `first + 1`, ... of a tensor whose axis 0 is the batch axis, or as `spacing` says."""
+        offset = (first, *(0 for _ in shape[1:]))
+        return cls(shape=shape, global_shape=(OPEN, *shape[1:]), offset=offset, spacing=spacing)
 
     @property
     def batched(self) -> bool:
@@ -71,6 +76,8 @@ class Shard:
     @property
     def contiguous(self) -> bool:
         """Whether the part is one run of global indices, in the order of its own elements."""
+        if self.spacing and self.shape[0] > self.spacing[0] != self.spacing[1]:
+            return False
         if len(self.shape) != len(self.global_shape) or len(self.shape) <= 1:
             return True
         partial_axes = [
@@ -78,6 +85,26 @@ class Shard:
         ]
         # Every axis before the last cut one must have length 1, or the runs would have gaps.
         return not partial_axes or prod(self.shape[: partial_axes[-1]]) <= 1
+
+    def axes(self, memory: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Lengths, strides in memory and strides of the global index, axis by axis.
+
+        Args:
+            memory: Strides of the local tensor in memory, one per entry of `shape`.
+
+        Returns:
+            As `shape` has them; of spaced rows, two axes.
+        """
+        if len(self.shape) != len(self.global_shape):  # a flat range
+            return self.shape, tuple(memory), (1,)
+        if self.spacing is None:
+            return self.shape, tuple(memory), self.strides
+        together, apart = self.spacing
+        (rows, *shape), (step, *inner), (index, *strides) = self.shape, memory, self.strides
+        groups = rows // together
+        return (
+            (groups, together, *shape), (step * together, step, *inner), (index * apart, index, *strides)
+        )  # fmt: skip
 
     @property
     def grid(self) -> Grid:

@@ -66,10 +66,10 @@ def _chunks(shard: Shard) -> Iterator[tuple[slice, U64]]:
 
 
 def _box_indices(shard: Shard) -> U64:
-    index = np.zeros((), dtype=np.uint64)
-    for first, length, step in zip(shard.offset, shard.shape, shard.strides, strict=True):
-        along = np.arange(first, first + length, dtype=np.uint64) * np.uint64(step)
-        index = index[..., None] + along
+    shape, _, strides = shard.axes((0,) * len(shard.shape))
+    index = np.full((), shard.start, dtype=np.uint64)
+    for length, step in zip(shape, strides, strict=True):
+        index = index[..., None] + np.arange(length, dtype=np.uint64) * np.uint64(step)
     return index.reshape(-1)
 
 

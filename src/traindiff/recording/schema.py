@@ -32,7 +32,7 @@ _ABOUT: tuple[pa.Field, ...] = (
     pa.field("unobserved", pa.utf8(), nullable=False),
 )
 _SHARD: tuple[pa.Field, ...] = tuple(
-    pa.field(name, pa.list_(pa.int64()), nullable=False) for name in ("shape", "global_shape", "offset")
+    pa.field(name, pa.list_(pa.int64()), nullable=False) for name in ("shape", "global_shape", "offset", "spacing")
 )
 _ARROW_TYPES = {"i": pa.int64(), "u": pa.uint64(), "f": pa.float64()}
 
@@ -74,7 +74,9 @@ def to_batch(
 ) -> pa.RecordBatch:
     """One record batch of a step's observations; row i of it is observation i with summary i."""
     columns = [pa.array([getattr(seen, field.name) for seen in observations], field.type) for field in _ABOUT]
-    columns += [pa.array([getattr(seen.shard, field.name) for seen in observations], field.type) for field in _SHARD]
+    columns += [
+        pa.array([getattr(seen.shard, field.name) or () for seen in observations], field.type) for field in _SHARD
+    ]
     for name in SUMMARY.names or ():
         values = np.ascontiguousarray(summaries[name])
         flat = pa.array(values.reshape(-1))
@@ -90,8 +92,8 @@ def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Sto
     """The inverse of `to_batch`."""
     about = {field.name: batch.column(field.name).to_pylist() for field in (*_ABOUT, *_SHARD)}
     shards = [
-        Shard(shape=tuple(shape), global_shape=tuple(whole), offset=tuple(offset))
-        for shape, whole, offset in zip(about.pop("shape"), about.pop("global_shape"), about.pop("offset"), strict=True)
+        Shard(shape=tuple(shape), global_shape=tuple(whole), offset=tuple(offset), spacing=tuple(spacing) or None)
+        for shape, whole, offset, spacing in zip(*(about.pop(field.name) for field in _SHARD), strict=True)
     ]
     rows = zip(*about.values(), shards, strict=True)
     names = (*about, "shard")

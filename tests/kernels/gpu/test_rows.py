@@ -131,6 +131,16 @@ def test_boxes_among_many(device: torch.device) -> None:
         assert_equal_up_to_rounding(row, expected_summary(tensor, shard))
 
 
+@pytest.mark.parametrize("spacing", [(1, 2), (2, 6), (4, 4)])
+def test_rows_of_a_batch_that_ranks_take_in_turn(spacing: tuple[int, int], device: torch.device) -> None:
+    (tensor,) = numbers((8, 70), device=device)
+    shard = Shard.of_batch((8, 70), first=spacing[0], spacing=spacing)
+    rows = DeviceRows(device, elements_per_part=100)
+    rows.add(tensor, shard)
+    (row,) = rows.end_step().result()
+    assert_equal_up_to_rounding(row, expected_summary(tensor, shard))
+
+
 def test_a_tensor_is_summarised_as_it_was_when_it_was_added(device: torch.device) -> None:
     (tensor,) = numbers((100,), device=device)
     before = tensor.clone()

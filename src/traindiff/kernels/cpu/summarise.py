@@ -58,11 +58,12 @@ def _add(tensor: torch.Tensor, shard: Shard, state: int) -> None:
     tensor = tensor.detach()
     if tensor.shape != shard.shape:  # a flat range
         tensor = tensor.reshape(-1)
-    index = shard.strides if len(shard.shape) == len(shard.global_shape) else (1,)
-    if run_length(shard.shape, tensor.stride(), index) < SHORTEST_RUN:
+    axes = shard.axes(tensor.stride())
+    if run_length(*axes) < SHORTEST_RUN:
         tensor = tensor.contiguous()
+        axes = shard.axes(tensor.stride())
     address, size = _address(tensor), tensor.element_size()
-    for part in runs(shard.shape, tensor.stride(), index):
+    for part in runs(*axes):
         start = address + size * part.memory
         first = plan.start + part.index
         accumulate(start, part.count, part.length, part.memory_step, first, part.index_step, *plan.grid, state)

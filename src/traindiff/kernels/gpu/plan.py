@@ -108,8 +108,7 @@ def plan(shard: Shard, strides: tuple[int, ...], elements_per_part: int = ELEMEN
     if not shard.size:
         nothing = Runs(memory=0, index=0, count=1, length=0, memory_step=0, index_step=1)
         return (_planned(shard, nothing, elements_per_part),)
-    index = shard.strides if len(shard.shape) == len(shard.global_shape) else (1,)
-    found = (piece for part in runs(shard.shape, strides, index) for piece in _within_lines(part, shard))
+    found = (piece for part in runs(*shard.axes(strides)) for piece in _within_lines(part, shard))
     return tuple(_planned(shard, part, elements_per_part) for part in found)
 
 
