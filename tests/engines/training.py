@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -56,14 +57,18 @@ def train(
     shares: bool = True,
     before_step: Callable[[nn.Module], None] = lambda model: None,
     loss_scale: float = 1.0,
+    **settings: Any,
 ) -> None:
-    """Train and record. `shares` says whether each rank has a part of the batch, or all of it."""
+    """Train and record. `shares` says whether each rank has a part of the batch, or all of it.
+
+    Other settings are those of `traindiff.record`.
+    """
     torch.manual_seed(0)
     wrapped = prepare(Model())
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
     rank, size = rank_and_size() if shares else (0, 1)
     data = torch.Generator().manual_seed(1)
-    with traindiff.record(path, wrapped, optimizer, strict=True):
+    with traindiff.record(path, wrapped, optimizer, strict=True, **settings):
         for _ in range(steps):
             tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=data)
             for part in tokens.chunk(micro_batches):

@@ -32,7 +32,7 @@ FAULTS: dict[str, tuple[str, list[Loses]]] = {
         [{"phase": "param", "stage": "before"}, {"phase": "param", "slot": "buffer"}],
     ),
     "optimizer_step": (
-        "traindiff.taps.optimizer_step.OptimizerTap._parameters",
+        "traindiff.taps.optimizer_step.OptimizerTap._selected",
         [{"phase": "grad", "stage": ""}, {"phase": "optimizer"}, {"phase": "param", "stage": ""}],
     ),
     "optimizer_replay": ("traindiff.taps.optimizer_replay.OptimizerReplayTap._replay", [{"phase": "update"}]),

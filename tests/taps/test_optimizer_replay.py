@@ -17,6 +17,7 @@ import traindiff
 from tests.taps.models import mlp
 from tests.taps.reading import row, rows, unobserved
 from tests.taps.trainings import TRAININGS, batches
+from traindiff.shard import Piece
 from traindiff.taps.optimizer_replay import RANGE, OptimizerReplayTap
 from traindiff.taps.update_formulas import Before, Units
 from traindiff.taps.update_rules import moments_of, rule_name, rule_of, step_of
@@ -129,8 +130,9 @@ def test_what_has_no_room_takes_its_turn_and_is_said_until_then(every: int) -> N
     optimizer = SGD(parameters, lr=0.1)
     sink = Sink()
     capacity = RANGE * 8 * every
+    held = [(0, parameter, (Piece(path=path),)) for path, parameter in zip("abc", parameters, strict=True)]
     tap = OptimizerReplayTap(
-        optimizer, name="o", paths=lambda: [["a", "b", "c"]], selects=lambda path: True, sink=sink,
+        optimizer, name="o", held=lambda: held, selects=lambda path: True, sink=sink,
         capacity_bytes=capacity,
     )  # fmt: skip
     with tap.attach():
@@ -164,8 +166,9 @@ def test_it_is_closer_to_the_step_than_the_tap_around_it(tmp_path: Path) -> None
         optimizer.register_step_post_hook(lambda *_: setattr(parameter, "data", torch.full((1,), 7.0)))
         return ExitStack()
 
+    held = [(0, parameter, (Piece(path="a"),))]
     tap = OptimizerReplayTap(
-        optimizer, name="o", paths=lambda: [["a"]], selects=lambda path: True, sink=Watching()
+        optimizer, name="o", held=lambda: held, selects=lambda path: True, sink=Watching()
     )  # fmt: skip
     parameter.grad = torch.ones(1)
     with tap.attach(around=around):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from traindiff.engines.data_parallel import DataParallel, find_data_parallel
 from traindiff.engines.distributed_tensor import is_distributed, local_tensor, place_of
+from traindiff.engines.flat_parameters import FlatParameters, find_flat_parameters
 from traindiff.engines.local_parts import LocalPart, parts_at
 from traindiff.observation import Merge
 from traindiff.shard import Piece, Shard
@@ -23,10 +24,23 @@ class Layout:
         data: This rank's place among those that share the batch.
         pieces: By id of a parameter that the engine has flattened or cut: what it holds of which parameters.
             Those that are not in it are whole, or DTensors.
+        flat: Flat parameters, whose data is now a part and now the whole: looked up when it is needed.
     """
 
     data: DataParallel
     pieces: Mapping[int, tuple[Piece, ...]] = field(default_factory=dict)
+    flat: FlatParameters = field(default_factory=FlatParameters)
+
+    def pieces_of(self, parameter: Tensor, size: int | None = None) -> tuple[Piece, ...] | None:
+        """What a parameter that the engine has flattened or cut holds now; None for any other.
+
+        Args:
+            parameter: What an optimizer holds, or autograd differentiates by.
+            size: Elements of its gradient, where that is asked for and may be of another size.
+        """
+        if (found := self.pieces.get(id(parameter))) is not None:
+            return found
+        return self.flat.pieces_of(parameter, size)
 
     def local_parts(self, tensor: Tensor, shard: Shard, merge: Merge) -> Iterator[LocalPart]:
         """The parts of a tensor that this rank holds, without any collective.
@@ -54,7 +68,7 @@ class Layout:
 
 def find_layout(model: nn.Module) -> Layout:
     """How the engine that `model` is prepared for lays tensors out, as far as the model tells."""
-    return Layout(data=find_data_parallel(model))
+    return Layout(data=find_data_parallel(model), flat=find_flat_parameters(model))
 
 
 def is_before_the_reduction(*, phase: str, stage: str, slot: str) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.shard import Shard
+from traindiff.shard import Piece, Shard
 from traindiff.taps.update_formulas import Before, Rule, Units
 from traindiff.taps.update_rules import moments_of, step_of
 
@@ -18,9 +18,10 @@ class HeldRange:
     """Copies, in their own dtypes, of what belongs to a range of a parameter's elements.
 
     Attributes:
-        path: The parameter's path.
-        parameter: The parameter itself.
-        shard: Which of its elements.
+        path: The path of the model's parameter.
+        parameter: What the optimizer holds of it, or of several.
+        part: The range, in row-major order of `parameter`.
+        shard: Which elements of the model's parameter they are.
         rule: What the optimizer says that it does.
         old: The elements.
         gradient: Their gradient; None where a closure has yet to compute it.
@@ -33,6 +34,7 @@ class HeldRange:
 
     path: str
     parameter: Tensor
+    part: slice
     shard: Shard
     rule: Rule
     old: Tensor
@@ -60,9 +62,9 @@ class HeldRange:
         """
         gradient = self.gradient
         if gradient is None:
-            if self.parameter.grad is None or obstacle(self.parameter):
+            if self.parameter.grad is None or self.parameter.grad.layout != torch.strided:
                 return None
-            gradient = _part(self.parameter.grad, self.shard)
+            gradient = _part(self.parameter.grad, self.part)
         gradient = gradient.to(torch.float64)
         if self.scale is not None:
             gradient = gradient / self.scale
@@ -71,7 +73,7 @@ class HeldRange:
 
     def taken(self) -> Tensor:
         """The elements as they are now minus what they were, float64, flat."""
-        return _part(self.parameter, self.shard).to(torch.float64) - self.old.to(torch.float64)
+        return _part(self.parameter, self.part).to(torch.float64) - self.old.to(torch.float64)
 
     def unless_overflowed(self, update: Tensor) -> Tensor:
         """The update, or none where the step is left out."""
@@ -79,28 +81,39 @@ class HeldRange:
 
 
 def hold(
-    optimizer: Optimizer, path: str, parameter: Tensor, rule: Rule, part: slice, *, has_closure: bool
+    optimizer: Optimizer, parameter: Tensor, piece: Piece, rule: Rule, part: range, *, has_closure: bool
 ) -> HeldRange:
-    """Copy a range of a parameter, counted in row-major order, and what belongs to it."""
+    """Copy a range of a parameter, and what belongs to it.
+
+    Args:
+        optimizer: The optimizer.
+        parameter: What it holds.
+        piece: What that has of one of the model's parameters, as one range.
+        rule: What the optimizer says that it does.
+        part: Which elements of the piece.
+        has_closure: Whether the gradient is yet to be computed.
+    """
     state = optimizer.state.get(parameter, {})
-    shape = tuple(parameter.shape)
-    flat = Shard(shape=(part.stop - part.start,), global_shape=shape, offset=(part.start,))
+    whole = piece.shard or Shard.whole(tuple(parameter.shape))
+    flat = Shard(shape=(len(part),), global_shape=whole.global_shape, offset=(whole.start + part.start,))
+    place = slice(piece.first + part.start, piece.first + part.stop)
     return HeldRange(
-        path=path,
+        path=piece.path,
         parameter=parameter,
-        shard=Shard.whole(shape) if flat.size == parameter.numel() else flat,
+        part=place,
+        shard=whole if len(part) == whole.size else flat,
         rule=rule,
-        old=_copy(parameter, part),
-        gradient=None if has_closure or parameter.grad is None else _copy(parameter.grad, part),
-        state={name: _copy(moment, part) for name, moment in moments_of(optimizer, state).items()},
+        old=_copy(parameter, place),
+        gradient=None if has_closure or parameter.grad is None else _copy(parameter.grad, place),
+        state={name: _copy(moment, place) for name, moment in moments_of(optimizer, state).items()},
         step=step_of(state),
         scale=_left_with(optimizer, "grad_scale"),
         overflowed=_left_with(optimizer, "found_inf"),
     )
 
 
-def obstacle(parameter: Tensor) -> str:
-    """Why a parameter cannot be replayed; empty if it can."""
+def obstacle(parameter: Tensor, piece: Piece) -> str:
+    """Why what an optimizer holds of a parameter cannot be replayed; empty if it can."""
     if type(parameter.data) is not Tensor:
         return f"the parameter is a {type(parameter.data).__name__}"
     if not parameter.is_floating_point():
@@ -109,16 +122,18 @@ def obstacle(parameter: Tensor) -> str:
         return f"there is no float64 on {parameter.device.type}"
     if parameter.grad is not None and parameter.grad.layout != torch.strided:
         return f"the gradient is {str(parameter.grad.layout).removeprefix('torch.')}"
+    if piece.shard is not None and not piece.shard.contiguous:
+        return "this rank holds a part of it that is no range of its elements"
     return ""
 
 
 def _copy(tensor: Tensor, part: slice) -> Tensor:
-    return tensor.detach().reshape(-1)[part].clone()
+    return _part(tensor, part).clone()
 
 
-def _part(tensor: Tensor, shard: Shard) -> Tensor:
-    """The elements of a shard as they are now, flat."""
-    return tensor.detach().reshape(-1)[shard.start : shard.start + shard.size]
+def _part(tensor: Tensor, part: slice) -> Tensor:
+    """Elements as they are now, flat."""
+    return tensor.detach().reshape(-1)[part]
 
 
 def _left_with(optimizer: Optimizer, name: str) -> Tensor | None:

@@ -7,6 +7,7 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
+from traindiff.taps.pieces import PiecesOf, emit_pieces
 from traindiff.taps.sink import Sink
 
 
@@ -20,7 +21,8 @@ class ModelStateTap:
     or that another tensor has replaced.
 
     Args:
-        parameters: By canonical path.
+        parameters: What holds them, by canonical path.
+        pieces_of: What of which parameters such a tensor holds.
         buffers: What `root.get_buffer` calls them, by canonical path.
         root: The module that has the buffers.
         sink: Receives observations of phase `param`, slot `value` or `buffer`.
@@ -30,6 +32,7 @@ class ModelStateTap:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
+        pieces_of: PiecesOf,
         buffers: Mapping[str, str],
         root: nn.Module,
         sink: Sink,
@@ -37,6 +40,7 @@ class ModelStateTap:
         before_every_step: bool = False,
     ) -> None:
         self._parameters = parameters
+        self._pieces_of = pieces_of
         self._buffers = buffers
         self._root = root
         self._sink = sink
@@ -52,8 +56,9 @@ class ModelStateTap:
             return
         self._recorded_step = progress.step
         with self._sink.together():
-            for path, parameter in self._parameters.items():
-                self._sink.emit(parameter, phase="param", path=path, slot="value", stage="before")
+            for parameter in {id(one): one for one in self._parameters.values()}.values():
+                pieces = [piece for piece in self._pieces_of(parameter) or () if piece.path in self._parameters]
+                emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage="before")
             for path, buffer in self._present_buffers():
                 self._seen[path] = ref(buffer), buffer._version
                 self._sink.emit(buffer, phase="param", path=path, slot="buffer", stage="before")

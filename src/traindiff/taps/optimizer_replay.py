@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from traindiff.shard import Piece
 from traindiff.taps.compiled import tap_compiled_optimizer
 from traindiff.taps.held_range import HeldRange, hold, obstacle
 from traindiff.taps.optimizer_step import has_closure
@@ -58,7 +59,7 @@ class OptimizerReplayTap:
     Args:
         optimizer: The optimizer.
         name: What its steps are filed under.
-        paths: Gives the paths of the parameters of each group.
+        held: Gives, for each parameter of each group, the group's number and what it holds of the model's.
         selects: Whether the parameter with this path is observed.
         sink: Receives the observations.
         capacity_bytes: What may be held during a step.
@@ -69,14 +70,14 @@ class OptimizerReplayTap:
         optimizer: Optimizer,
         *,
         name: str,
-        paths: Callable[[], Sequence[Sequence[str]]],
+        held: Callable[[], Iterable[tuple[int, Tensor, Sequence[Piece]]]],
         selects: Callable[[str], bool],
         sink: Sink,
         capacity_bytes: int = CAPACITY_BYTES,
     ) -> None:
         self._optimizer = optimizer
         self._name = name
-        self._paths = paths
+        self._parameters_held = held
         self._selects = selects
         self._sink = sink
         self._capacity = capacity_bytes
@@ -145,12 +146,13 @@ class OptimizerReplayTap:
         parameters = list(self._parameters(has_closure=has_closure))
         first, room, full = self._turn % max(1, len(parameters)), self._capacity, False
         for place in [*range(first, len(parameters)), *range(first)]:
-            path, parameter, rule = parameters[place]
+            piece, parameter, rule = parameters[place]
+            path, size = piece.path, parameter.numel() if piece.shard is None else piece.shard.size
             state = moments_of(self._optimizer, self._optimizer.state.get(parameter, {}))
             sources = [parameter, *state.values(), *([] if parameter.grad is None else [parameter.grad])]
             size_bytes = sum(one.element_size() for one in sources)
             start = self._reached.get(path, 0)
-            count = min(RANGE, parameter.numel() - start, max(1, self._capacity // size_bytes))
+            count = min(RANGE, size - start, max(1, self._capacity // size_bytes))
             if full or count * size_bytes > room:
                 if not full:
                     self._turn, full = place, True
@@ -160,22 +162,23 @@ class OptimizerReplayTap:
                 )  # fmt: skip
                 continue
             room -= count * size_bytes
-            self._reached[path] = (start + count) % parameter.numel()
-            part = slice(start, start + count)
-            self._held.append(hold(self._optimizer, path, parameter, rule, part, has_closure=has_closure))
+            self._reached[path] = (start + count) % size
+            part = range(start, start + count)
+            self._held.append(hold(self._optimizer, parameter, piece, rule, part, has_closure=has_closure))
 
-    def _parameters(self, *, has_closure: bool) -> Iterator[tuple[str, Tensor, Rule]]:
+    def _parameters(self, *, has_closure: bool) -> Iterator[tuple[Piece, Tensor, Rule]]:
         """Those that this step will move and that can be replayed."""
-        for paths, group in zip(self._paths(), self._optimizer.param_groups, strict=True):
-            rule = rule_of(self._optimizer, group)
-            for path, parameter in zip(paths, group["params"], strict=True):
-                expected = has_closure or parameter.grad is not None
-                if not self._selects(path) or not parameter.numel() or not expected:
+        rules = [rule_of(self._optimizer, group) for group in self._optimizer.param_groups]
+        for number, parameter, pieces in self._parameters_held():
+            if not parameter.numel() or not (has_closure or parameter.grad is not None):
+                continue
+            for piece in pieces:
+                if not self._selects(piece.path):
                     continue
-                if reason := obstacle(parameter):
-                    self._not_replayed(f"not replayed: {reason}", path)
+                if reason := obstacle(parameter, piece):
+                    self._not_replayed(f"not replayed: {reason}", piece.path)
                 else:
-                    yield path, parameter, rule
+                    yield piece, parameter, rules[number]
 
     def _replay_all(self) -> list[float]:
         """Largest residual of each held parameter. One synchronisation per device for all of them."""

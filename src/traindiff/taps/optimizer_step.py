@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.shard import Piece, Shard
+from traindiff.shard import Piece
 from traindiff.taps.compiled import tap_compiled_optimizer
 from traindiff.taps.loss_scaler import tap_loss_scaler
 from traindiff.taps.nested import tensors
+from traindiff.taps.pieces import PiecesOf, emit_pieces
 from traindiff.taps.sink import Sink
 from traindiff.taps.sparse_gradients import as_dense
 
@@ -36,7 +37,7 @@ class OptimizerTap:
     Args:
         optimizer: The optimizer.
         name: What its steps and hyper-parameters are filed under.
-        pieces: What each parameter holds, by its id; others are named by group and position.
+        pieces_of: What each parameter holds of the model's; others are named by group and position.
         selects: Whether the parameter with this name is observed.
         observe: Phases to record, of `grad`, `optimizer` and `param`.
         sink: Receives the observations.
@@ -48,7 +49,7 @@ class OptimizerTap:
         optimizer: Optimizer,
         *,
         name: str,
-        pieces: Mapping[int, Sequence[Piece]],
+        pieces_of: PiecesOf,
         selects: Callable[[str], bool],
         observe: Iterable[str],
         sink: Sink,
@@ -56,7 +57,7 @@ class OptimizerTap:
     ) -> None:
         self.optimizer = optimizer
         self.name = name
-        self._pieces = pieces
+        self._pieces_of = pieces_of
         self._selects = selects
         self._observe = frozenset(observe)
         self._sink = sink
@@ -89,7 +90,7 @@ class OptimizerTap:
     def groups(self) -> list[list[str]]:
         """Canonical paths of the parameters in each group."""
         by_group: dict[int, list[str]] = {number: [] for number in range(len(self.optimizer.param_groups))}
-        for number, _, pieces in self._held():
+        for number, _, pieces in self.held():
             by_group[number] += [piece.path for piece in pieces]
         return list(by_group.values())
 
@@ -148,15 +149,17 @@ class OptimizerTap:
     def _end_compiled(self) -> None:
         self._unsettled = True
 
-    def _held(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
-        """Group, local tensor, and what that holds of which parameters."""
+    def held(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
+        """Number of the group, parameter, and what it holds of which of the model's parameters."""
         for number, entry in enumerate(self.optimizer.param_groups):
             for position, parameter in enumerate(entry["params"]):
-                unnamed = f"{self.name}.groups[{number}].params[{position}]"
-                yield number, parameter, self._pieces.get(id(parameter)) or (Piece(path=unnamed),)
+                pieces = self._pieces_of(parameter)
+                if pieces is None:
+                    pieces = (Piece(path=f"{self.name}.groups[{number}].params[{position}]"),)
+                yield number, parameter, pieces
 
     def _selected(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
-        for _, parameter, pieces in self._held():
+        for _, parameter, pieces in self.held():
             if chosen := [piece for piece in pieces if self._selects(piece.path)]:
                 yield parameter, chosen
 
@@ -203,17 +206,10 @@ class OptimizerTap:
                 self._numbers(one, path=path, slot=f"{slot}[{index}]")
 
     def _emit_pieces(self, tensor: Tensor, pieces: Sequence[Piece], *, phase: str, slot: str) -> None:
-        for piece in pieces:
-            part = tensor if piece.shard is None else elements(tensor, piece.first, piece.shard)
-            self._emit(part, phase=phase, path=piece.path, slot=slot, shard=piece.shard)
+        emit_pieces(self._sink, tensor, pieces, phase=phase, slot=slot, optimizer=self.name)
 
-    def _emit(self, tensor: Tensor, *, phase: str, path: str, slot: str, shard: Shard | None = None) -> None:
-        self._sink.emit(tensor, phase=phase, path=path, slot=slot, shard=shard, optimizer=self.name)
-
-
-def elements(tensor: Tensor, first: int, shard: Shard) -> Tensor:
-    """A view of some elements of a contiguous tensor, one after the other, in the shape of their shard."""
-    return tensor.detach().reshape(-1)[first : first + shard.size].view(shard.shape)
+    def _emit(self, tensor: Tensor, *, phase: str, path: str, slot: str) -> None:
+        self._sink.emit(tensor, phase=phase, path=path, slot=slot, optimizer=self.name)
 
 
 def has_closure(*call: Any) -> bool:
