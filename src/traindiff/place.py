@@ -45,6 +45,11 @@ class Place:
         return cls(shape=tuple(shape), ranges=tuple(((0, length),) for length in shape))
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the local tensor is all of the global one."""
+        return self.term is None and self.local_shape == self.shape
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the local tensor."""
         return tuple(sum(length for _, length in ranges) for ranges in self.ranges)
@@ -90,6 +95,14 @@ class Place:
                 offset=tuple(offset for _, offset, _ in box),
                 shape=tuple(length for _, _, length in box),
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where an activation lies, and where its gradient does: of terms of a sum, each has the gradient of the sum."""
+
+    value: Place
+    gradient: Place
 
 
 def _chunks(ranges: Ranges, count: int) -> list[Ranges]:

@@ -20,8 +20,8 @@ from tests.taps.trainings import batches
 from traindiff.errors import TraindiffWarning
 from traindiff.shard import OPEN, Shard
 from traindiff.summary import SUMMARY, distance, merge, norm
-from traindiff.taps.batch_axis import BatchAxis
 from traindiff.taps.batch import Batch
+from traindiff.taps.batch_axis import BatchAxis
 from traindiff.taps.progress import Progress
 
 SITE = ("site",)
@@ -145,7 +145,9 @@ def progress(*lengths: int, size: int = 4) -> Progress:
 
 
 def split(tensor: Tensor, where: Progress, declared: dict[str, int | None] | None = None) -> tuple[int, Shard]:
-    return BatchAxis(declared or {}).split(tuple(tensor.shape), path="encoder.0", slot="output[1][0]", site=SITE, progress=where)
+    return BatchAxis(declared or {}).split(
+        tuple(tensor.shape), path="encoder.0", slot="output[1][0]", site=SITE, progress=where
+    )
 
 
 def test_the_batch_is_as_long_as_axis_0_of_the_first_input_with_axes() -> None:

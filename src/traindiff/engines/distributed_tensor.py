@@ -41,8 +41,8 @@ def place_of(tensor: Tensor) -> Place:
 def placed(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Place:
     """Where this rank's part of a tensor lies that has these placements, by axis of the mesh.
 
-    Placements are carried out from left to right. FSDP2 divides along a dim that tensor parallelism, further
-    right, has divided already: it says so by a factor, the number of blocks to divide first.
+    Placements are carried out from left to right; None stands for copies. FSDP2 divides along a dim that tensor
+    parallelism, further right, has divided already: it says so by a factor, the number of blocks to divide first.
     """
     place = Place.whole(tuple(shape))
     coordinate = mesh.get_coordinate()
@@ -50,9 +50,11 @@ def placed(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Place:
         return Place(shape=place.shape, ranges=tuple(((length, 0),) for length in place.shape))
     for axis, placement in enumerate(placements):
         size, index = mesh.size(axis), coordinate[axis]
+        if placement is None or placement.is_replicate():
+            continue
         if placement.is_partial():
             place = place.summed(size=size, index=index)
-        elif not placement.is_replicate():
+        else:
             blocks = getattr(placement, "split_factor", 1)
             place = place.cut(placement.dim, size=size, index=index, blocks=blocks)
     return place

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from traindiff.engines.data_parallel import DataParallel, find_data_parallel
 from traindiff.engines.distributed_tensor import is_distributed, local_tensor, place_of
 from traindiff.engines.flat_parameters import FlatParameters, find_flat_parameters
 from traindiff.engines.local_parts import LocalPart, parts_at
+from traindiff.engines.provenance import places_of
 from traindiff.observation import Merge
+from traindiff.place import Place, Places
 from traindiff.shard import Piece, Shard
 
 
@@ -42,20 +44,39 @@ class Layout:
             return found
         return self.flat.pieces_of(parameter, size)
 
-    def local_parts(self, tensor: Tensor, shard: Shard, merge: Merge) -> Iterator[LocalPart]:
+    def local_parts(
+        self, tensor: Tensor, shard: Shard, merge: Merge, *, phase: str, place: Place | None
+    ) -> Iterator[LocalPart]:
         """The parts of a tensor that this rank holds, without any collective.
 
         Args:
             tensor: What a tap observes.
             shard: What the tensor as a whole is of something larger, e.g. one micro-batch of the batch.
             merge: How the tensor as a whole merges.
+            phase: Of the observation.
+            place: Where a plain tensor lies; None where that is not known. A DTensor knows it itself.
         """
-        if not is_distributed(tensor):
-            yield LocalPart(tensor=tensor, shard=shard, merge=merge, term=self.data.rank)
+        if is_distributed(tensor):
+            place, tensor = place_of(tensor), local_tensor(tensor)
+        if place is not None:
+            term = self.data.rank + self.data.size * (place.term or 0)
+            yield from parts_at(tensor, place, shard, merge, term=term)
             return
-        place = place_of(tensor)
-        term = self.data.rank + self.data.size * (place.term or 0)
-        yield from parts_at(local_tensor(tensor), place, shard, merge, term=term)
+        term = self.data.rank
+        if self.data.alike > 1 and merge == "shard" and phase in ("forward", "backward"):
+            # No copy of what other ranks hold, as far as is known.
+            term += self.data.size * (1 + distributed.get_rank())
+        yield LocalPart(tensor=tensor, shard=shard, merge=merge, term=term)
+
+    def places_of(self, tensor: Tensor, path: str, slot: str) -> Places | None:  # noqa: ARG002
+        """Where a plain activation and its gradient lie; None where that is not known, or for a DTensor.
+
+        Args:
+            tensor: The activation, with its graph.
+            path: Canonical path of the module that returned it.
+            slot: Which of its outputs.
+        """
+        return places_of(tensor) if self.data.alike > 1 and not is_distributed(tensor) else None
 
     def factor(self, *, phase: str, stage: str, slot: str) -> float:
         """What the engine multiplies such a tensor by, relative to the gradient of the loss over the global batch."""

@@ -51,6 +51,7 @@ def parts_at(local: Tensor, place: Place, shard: Shard, merge: Merge, *, term: i
                 shape=box.shape,
                 global_shape=shard.global_shape,
                 offset=tuple(first + more for first, more in zip(whole, box.offset, strict=True)),
+                spacing=shard.spacing,
             ),
             merge=merge if place.term is None else "sum",
             term=term,

@@ -158,11 +158,13 @@ class Recorder:
             if self._attachment is not None:
                 self._attachment.finish()
             self._containment.guarded("writer", self._write)()
+            self._containment.guarded("in_flight", self._read_arrived)(all_of_them=True)
             if self._forced is not None:  # only now is it known what could not be
                 self._containment.guarded("writer", self._write_rank)()
         self._writer = self._files = self._attachment = None
         self.progress.observing = False  # for hooks on a graph that outlives this
         self._pending.clear()
+        self._in_flight.clear()
 
     def emit(
         self,
@@ -266,6 +268,7 @@ class Recorder:
 
     def _end_step(self, name: str) -> None:
         self.guarded("writer", self._write)(name)
+        self.guarded("in_flight", self._read_arrived)(all_of_them=True)
         following = self.progress.steps.get(name, 0) + 1
         self.progress.end_step(name, observing=self._settings.records(following) and self._is_recording)
 

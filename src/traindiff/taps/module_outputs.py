@@ -190,14 +190,14 @@ class ActivationTap:
             self._sink.emit(
                 batch_first(tensor, axis), phase="forward", path=path, slot=slot, stage=stage, call=call,
                 shard=shard, merge="mean" if scalar else "shard", weight=samples if scalar else 1,
-                place=places and places.value.batch_first(axis),
+                place=places.value.batch_first(axis) if places else None,
             )  # fmt: skip
         # Of a tensor without a batch axis, every micro-batch has a share of the gradient.
         shared = batch is not None and not shard.batched
         return _Gradient(
             sink=self._sink, path=path, slot=slot, call=call, axis=axis, shard=shard,
             step=progress.step, micro_step=progress.micro_step, merge="sum" if shared else "shard",
-            stage=BOUNDARY if stage == BOUNDARY else "", place=places and places.gradient.batch_first(axis),
+            stage=BOUNDARY if stage == BOUNDARY else "", place=places.gradient.batch_first(axis) if places else None,
         )  # fmt: skip
 
     def _hook_gradient(self, tensor: Tensor, gradient: _Gradient) -> None:

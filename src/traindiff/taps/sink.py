@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from traindiff.observation import Merge
+    from traindiff.place import Place
     from traindiff.shard import Shard
     from traindiff.taps.progress import Progress
 
@@ -33,8 +34,13 @@ class Sink(Protocol):
         shard: Shard | None = None,
         merge: Merge = "shard",
         weight: float = 1.0,
+        place: Place | None = None,
     ) -> None:
-        """Summarise `tensor` now; what is left out comes from `progress`, or means the whole tensor."""
+        """Summarise `tensor` now; what is left out comes from `progress`, or means the whole tensor.
+
+        `place` says what of a larger tensor a plain one is that other ranks hold the rest of, and `shard` is then said
+        of that one.
+        """
 
     def unobserved(
         self, reason: str, *, phase: str, path: str, slot: str, stage: str = "", optimizer: str | None = None

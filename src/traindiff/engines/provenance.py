@@ -1,0 +1,84 @@
+"""Where a plain tensor lies that was computed from the local tensors of DTensors: the graph of autograd tells.
+
+`parallelize_module` has modules hand on local tensors. The node that made one of a DTensor knows its placements, and
+whatever is computed from it element by element lies at the same place. So nothing is guessed, and no rank is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+from traindiff.engines.distributed_tensor import placed
+from traindiff.place import Places
+from traindiff.taps._torch_compat import result_shape
+
+_LOCAL = "_ToTorchTensorBackward"
+"""Node of `DTensor.to_local`. It has `dtensor_spec`, the layout of the DTensor, and `grad_placements`."""
+
+_ELEMENT_BY_ELEMENT = re.compile(
+    "(?:Abs|Add|Alias|Clamp|Clone|Div|Dropout|Elu|Erf|Exp|FusedRmsNorm|Gelu|Hardsigmoid|Hardswish|Hardtanh|LeakyRelu|Log"
+    "|LogSoftmax|MaskedFill|Mul|NativeDropout|NativeLayerNorm|Neg|Pow|Relu|Rsub|Rsqrt|Sigmoid|Silu|Softmax|Softplus"
+    "|Sqrt|Square|Sub|Tanh|Threshold|ToCopy|UnsafeView|View|Where)Backward[0-9]?"
+)
+"""Nodes of operations that give each element its place again, where the shape stays the same."""
+
+_DEEPEST = 64
+_KEY = "traindiff.places"
+
+
+def places_of(tensor: Tensor) -> Places | None:
+    """Where a plain tensor and its gradient lie in a global tensor; None where that is not known.
+
+    Args:
+        tensor: With its graph. Without one, as in evaluation, nothing is known.
+    """
+    places = _of_node(tensor.grad_fn, _DEEPEST)
+    return places if places is not None and places.value.local_shape == tuple(tensor.shape) else None
+
+
+def _of_node(node: Any, depth: int) -> Places | None:
+    if node is None or not depth:
+        return None
+    name = type(node).__name__
+    if name == _LOCAL:
+        return _of_local(node)
+    if not _ELEMENT_BY_ELEMENT.fullmatch(name):
+        return None
+    known: Places | None = node.metadata.get(_KEY)
+    if known is None:
+        known = _of_operands(node, depth - 1)
+        if known is not None:
+            node.metadata[_KEY] = known  # the walk from the next module's output ends here
+    return known
+
+
+def _of_local(node: Any) -> Places:
+    spec = node.dtensor_spec
+    value = placed(spec.shape, spec.mesh, spec.placements)
+    if node.grad_placements is not None:
+        return Places(value=value, gradient=placed(spec.shape, spec.mesh, node.grad_placements))
+    # Of terms of a sum, each has the gradient of the sum.
+    kept = [None if placement.is_partial() else placement for placement in spec.placements]
+    gradient = placed(spec.shape, spec.mesh, kept)
+    return Places(value=value, gradient=gradient)
+
+
+def _of_operands(node: Any, depth: int) -> Places | None:
+    """The place that the operands of the result's shape have in common."""
+    shape = result_shape(node, 0)
+    operands = [
+        _of_node(operand, depth)
+        for operand, number in node.next_functions
+        if operand is not None and result_shape(operand, number) == shape
+    ]
+    known = [places for places in operands if places is not None]
+    if not known or any(places != known[0] for places in known):
+        return None
+    value = known[0].value
+    if value.term is not None:
+        return None  # what becomes of terms depends on the operation
+    # Beside a part, another operand can only be the same part; beside a copy, it may be anything.
+    return None if value.is_whole and len(known) < len(operands) else known[0]
