@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from traindiff.detail import DETAILS
 from traindiff.errors import ConfigError, Problem
@@ -21,6 +21,12 @@ OBSERVABLE = (*OBSERVED_BY_DEFAULT, "grad.micro")
 micro-batch's share of a gradient."""
 
 
+SampleOrder = Literal["blocks", "interleaved"]
+"""How data-parallel ranks share the samples of a global batch: each a block of them, or one each in turn."""
+
+SAMPLE_ORDERS: tuple[SampleOrder, ...] = ("blocks", "interleaved")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSettings:
     """Checked settings of a recording; see `traindiff.record` for what they mean."""
@@ -32,6 +38,7 @@ class RecordSettings:
     ranks: tuple[int, ...] | None
     every: int
     batch_axis: Mapping[str, int | None]
+    sample_order: SampleOrder
     evaluation: bool
     strict: bool
     replica: ReplicaSetting | None
@@ -50,6 +57,7 @@ class RecordSettings:
             "ranks": None if self.ranks is None else list(self.ranks),
             "every": self.every,
             "batch_axis": dict(self.batch_axis),
+            "sample_order": self.sample_order,
             "evaluation": self.evaluation,
             "replica": None if self.replica is None else str(self.replica),
         }
@@ -64,6 +72,7 @@ def record_settings(
     ranks: int | Collection[int] | None,
     every: int,
     batch_axis: int | Mapping[str, int | None] | None,
+    sample_order: str,
     evaluation: bool,
     strict: bool,
     replica: object,
@@ -82,6 +91,7 @@ def record_settings(
         ranks=_ranks(ranks, problems),
         every=_every(every, problems),
         batch_axis=_batch_axis(batch_axis, problems),
+        sample_order=_sample_order(sample_order, problems),
         evaluation=_flag("evaluation", evaluation, problems),
         strict=_flag("strict", strict, problems),
         replica=checked_replica(replica, ranks=ranks, problems=problems),
@@ -208,6 +218,17 @@ def _batch_axis(value: object, problems: list[Problem]) -> Mapping[str, int | No
         )
     )
     return {}
+
+
+def _sample_order(value: str, problems: list[Problem]) -> SampleOrder:
+    for known in SAMPLE_ORDERS:
+        if value == known:
+            return known
+    where = "record(sample_order=...)"
+    problems.append(
+        Problem.unknown_name(where=where, kind="an order of samples", found=str(value), known=SAMPLE_ORDERS)
+    )
+    return "blocks"
 
 
 def _flag(name: str, value: object, problems: list[Problem]) -> bool:

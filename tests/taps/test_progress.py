@@ -81,13 +81,13 @@ def test_a_step_starts_all_counters_again() -> None:
     progress.end_backward()
     forward(progress)
     assert [progress.next_order() for _ in range(3)] == [0, 1, 2]
-    assert [progress.first_row(("site",), 4) for _ in range(2)] == [0, 4]
+    assert [progress.rows(("site",), 4, samples=1)[0] for _ in range(2)] == [0, 4]
     progress.end_step("optimizer", observing=False)
 
     assert (progress.step, progress.micro_step, progress.observing) == (1, 0, False)
     assert progress.next_order() == 0
     assert progress.next_order(late=True) == 3
-    assert progress.first_row(("site",), 4) == 0
+    assert progress.rows(("site",), 4, samples=1)[0] == 0
     forward(progress)
     assert progress.micro_step == 0
 
@@ -107,6 +107,6 @@ def test_only_the_first_optimizer_moves_the_step_on() -> None:
 def test_rows_of_different_sites_are_counted_apart() -> None:
     progress = Progress()
 
-    assert progress.first_row(("a",), 3) == 0
-    assert progress.first_row(("b",), 5) == 0
-    assert progress.first_row(("a",), 1) == 3
+    assert progress.rows(("a",), 3, samples=1)[0] == 0
+    assert progress.rows(("b",), 5, samples=1)[0] == 0
+    assert progress.rows(("a",), 1, samples=1)[0] == 3

@@ -16,6 +16,7 @@ from traindiff.comparison.alignment import (
     num_micro_steps,
     parse_renames,
 )
+from traindiff.comparison.boundaries import without_boundaries
 from traindiff.comparison.circumstances import circumstances, not_forced, other_dtypes, other_models
 from traindiff.comparison.derived import gradient_norms
 from traindiff.comparison.exact import (
@@ -34,8 +35,9 @@ from traindiff.comparison.presence import Presence
 from traindiff.comparison.recomputation import recomputation_findings, without_recomputed
 from traindiff.comparison.sentences import representation_note
 from traindiff.comparison.side import Side, SideStep, in_order, join
-from traindiff.comparison.step_table import Entry, Key, without_missing_samples
+from traindiff.comparison.step_table import Entry, Key
 from traindiff.comparison.surroundings import Surroundings, surroundings, with_surroundings
+from traindiff.comparison.tying import copies_elsewhere, ties_of, with_names
 from traindiff.comparison.verdict import Comparison, Finding, Word
 from traindiff.errors import ConfigError, Problem
 from traindiff.recording import Recording, open_recording
@@ -110,6 +112,10 @@ class _Comparing:
             held=(left.held, right.held),
             recorded=(left.recorded, right.recorded),
         )
+        self._copies = (
+            copies_elsewhere(runs[0], ties_of(runs[1], rename)),
+            copies_elsewhere(runs[1], ties_of(runs[0]), rename),
+        )
         self._each = BothRuns((run_facts(runs[0]), run_facts(runs[1], rename)))
         self._calibration = calibrate(runs[0], noise, selection) if noise else Calibration()
         by_path = {recording.path: recording for recording in noise}
@@ -125,7 +131,8 @@ class _Comparing:
         self._settings_reported: set[tuple[str, Any, Any]] = set()
 
     def run(self, progress: Progress | None) -> Comparison:
-        for left, right in step_pairs(run_steps(self._runs[0]), run_steps(self._runs[1])):
+        steps = [run_steps(run, copies) for run, copies in zip(self._runs, self._copies, strict=True)]
+        for left, right in step_pairs(*steps):
             if left is not None and right is not None:
                 self._step(left, right)
                 if progress:
@@ -163,18 +170,22 @@ class _Comparing:
         tables = join(sides)
         if left.missing != right.missing:  # of the same ranks of both runs, what they have is compared
             tables = (
-                without_missing_samples(tables[0], left.missing), without_missing_samples(tables[1], right.missing)
+                self._sides[0].without_missing(tables[0], left), self._sides[1].without_missing(tables[1], right)
             )  # fmt: skip
         first = not self._compared
         self._compared.append(left.step)
-        aligned = align(*(in_order(without_recomputed(table)) for table in tables))
+        aligned = align(*(in_order(without_boundaries(without_recomputed(table))) for table in tables))
+        for side, step in zip(self._sides, (left, right), strict=True):
+            if step.missing and side.is_pipeline:
+                self._presence.lack_stages.add(self._sides.index(side))
         pairs, findings = self._presence.judge(aligned, step=left.step)
         for pair in pairs:
             if pair.baseline.dtype != pair.candidate.dtype:
                 dtypes = (pair.baseline.dtype, pair.candidate.dtype)
                 self._other_dtypes.setdefault(dtypes, set()).add(pair.baseline.key)
         findings += recomputation_findings(tables[0], tables[1], step=left.step)
-        findings += self._each.findings(tables, step=left.step)
+        found = self._each.findings(tables, step=left.step)
+        findings += [with_names(one, self._copies[one.evidence["run"] == "candidate"], self._rename) for one in found]
         if not self._forced:  # there it is no operation's result: it follows from gradients that were judged
             pairs = [*pairs, *gradient_norms(pairs)]
         place = in_baseline_order(aligned.pairs)
@@ -250,8 +261,8 @@ class _Comparing:
 
     def _missing_ranks(self) -> tuple[list[str], bool]:
         notes = [
-            f"{name}: rank {', '.join(map(str, run.missing_ranks))} left no recording."
-            for name, run in zip(("baseline", "candidate"), self._runs, strict=True)
+            f"{name}: rank {', '.join(map(str, run.missing_ranks))} left no recording.{_lost_stages(side)}"
+            for name, run, side in zip(("baseline", "candidate"), self._runs, self._sides, strict=True)
             if run.missing_ranks
         ]
         return notes, bool(notes)
@@ -318,6 +329,14 @@ def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
     if problems:
         raise ConfigError("compare(...)", problems, consequence="nothing was compared")
     return frozenset(by_name)
+
+
+def _lost_stages(side: Side) -> str:
+    """What of a pipeline the ranks have that left no recording."""
+    stages = sorted({stage for rank in side.recording.missing_ranks for stage in side.stages_of(rank)})
+    if not stages:
+        return ""
+    return f" Not recorded, so not compared: stage {', '.join(map(str, stages))} of the pipeline."
 
 
 def _is_of_candidate(finding: Finding) -> bool:

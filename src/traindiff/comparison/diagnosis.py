@@ -285,14 +285,17 @@ def _contributed(odd: Sequence[tuple[int, float]], micro_steps: int) -> str:
     others = f"the other {rest} once" if rest > 1 else "the other one once"
     if len(lost) == len(odd):
         sum_of = f"it is the sum of the other {rest}" if rest > 1 else "it is that of the other one"
-        return f"lacks what {_micro_steps(lost)} of {micro_steps} contributed; {sum_of}"
+        return f"lacks what {micro_steps_text(lost)} of {micro_steps} contributed; {sum_of}"
     held = [(step, factor) for step, factor in odd if step not in lost]
-    parts = [f"holds what {_micro_steps([step])} of {micro_steps} contributed {_times(value)}" for step, value in held]
-    lacks = [f"lacks what {_micro_steps(lost)} contributed"] if lost else []
+    parts = [
+        f"holds what {micro_steps_text([step])} of {micro_steps} contributed {_times(value)}" for step, value in held
+    ]
+    lacks = [f"lacks what {micro_steps_text(lost)} contributed"] if lost else []
     return f"{', '.join([*parts, *lacks])}; {others}"
 
 
-def _micro_steps(steps: Sequence[int]) -> str:
+def micro_steps_text(steps: Sequence[int]) -> str:
+    """`micro-step 2`, `micro-steps 0, 1 and 3`."""
     if len(steps) == 1:
         return f"micro-step {steps[0]}"
     return f"micro-steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"

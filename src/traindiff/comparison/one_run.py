@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from traindiff.comparison.agreement import KIND as DISAGREEMENT
 from traindiff.comparison.agreement import agreement_findings
 from traindiff.comparison.alignment import Rename
+from traindiff.comparison.boundaries import boundary_findings
 from traindiff.comparison.consistency import RunFacts, consistency_findings
 from traindiff.comparison.replay import not_replayed, replay_findings
 from traindiff.comparison.step_table import Entry, Key
@@ -49,7 +50,8 @@ class OneRun:
 
     def findings(self, table: Mapping[Key, Entry], *, step: int, strictness: float = 1.0) -> list[Finding]:
         """What is wrong in a step. What may be a coincidence is told the second time that it is seen in a row."""
-        found = [*agreement_findings(table, step=step), *replay_findings(table, step=step, strictness=strictness)]
+        found = [*agreement_findings(table, step=step), *boundary_findings(table, step=step)]
+        found += [*replay_findings(table, step=step, strictness=strictness)]
         suspected = consistency_findings(table, self.facts, step=step, strictness=strictness)
         seen = {(one.kind, str(one.evidence.get("what", ""))): one for one in suspected}
         self._seen = {what: self._seen.get(what, 0) + 1 for what in seen}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from traindiff.comparison.step_table import Entry, Key, Part, step_table
+from traindiff.comparison.tying import NO_COPIES, Copies, under_one_name
 from traindiff.recording import Recording, StepObservations
 
 
@@ -28,8 +29,13 @@ class RunStep:
     missing: tuple[int, ...] = ()
 
 
-def run_steps(recording: Recording) -> Iterator[RunStep]:
-    """Steps of a recording in the order in which they were taken."""
+def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunStep]:
+    """Steps of a recording in the order in which they were taken.
+
+    Args:
+        recording: The run.
+        copies: Parameters that are filed under other names, by rank.
+    """
     streams = {rank: recording.steps(rank) for rank in recording.ranks}
     heads = {rank: head for rank, stream in streams.items() if (head := next(stream, None)) is not None}
     # Settings of the optimizer are there whenever it was called; without them, what earlier steps had tells.
@@ -38,7 +44,7 @@ def run_steps(recording: Recording) -> Iterator[RunStep]:
     while heads:
         lead = heads[min(heads)]
         here = [head for head in heads.values() if (head.optimizer, head.step) == (lead.optimizer, lead.step)]
-        table = step_table(_parts(here))
+        table = step_table(_parts(here, copies))
         shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
         finished = shown or not (called or lead.optimizer in shows_calls)
         if shown:
@@ -53,8 +59,11 @@ def run_steps(recording: Recording) -> Iterator[RunStep]:
                 heads[head.rank] = following
 
 
-def _parts(steps: list[StepObservations]) -> Iterator[Part]:
+def _parts(steps: list[StepObservations], copies: Copies) -> Iterator[Part]:
     for step in steps:
+        if step.rank in copies:
+            yield from under_one_name(step, copies[step.rank])
+            continue
         for seen, summary in zip(step.observations, step.summaries, strict=True):
             yield seen, step.rank, summary
 

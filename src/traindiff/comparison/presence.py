@@ -31,6 +31,7 @@ class Presence:
         not_recorded: Of that, what one run was not asked for and the other has.
         unaligned: By side and site: sites without counterpart.
         unobserved: Sites that a run could not observe, with the reason.
+        lack_stages: Sides of which ranks with stages of a pipeline are missing: what they lack may be theirs.
     """
 
     known: tuple[frozenset[str], frozenset[str]]
@@ -41,6 +42,7 @@ class Presence:
         default_factory=lambda: ({}, {})
     )
     unobserved: dict[str, str] = field(default_factory=dict)
+    lack_stages: set[int] = field(default_factory=set)
     _reported: set[tuple[str, str]] = field(default_factory=set)
 
     def judge(self, aligned: Aligned, *, step: int) -> tuple[list[Pair], list[Finding]]:
@@ -76,7 +78,7 @@ class Presence:
             self.not_recorded[1 - side].setdefault(what, None)
         elif entry.key.phase == "optimizer" and entry.key.slot == SKIPPED:
             yield _skipped(entry, side=side, step=step)
-        elif self._exists_there(entry, side=1 - side):
+        elif 1 - side not in self.lack_stages and self._exists_there(entry, side=1 - side):
             yield from self._absent(entry, side=1 - side, step=step)
         else:
             self._add(side, entry, step)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from traindiff.comparison.alignment import Rename
 from traindiff.comparison.derived import Updates
 from traindiff.comparison.exact import Groups
 from traindiff.comparison.pairing import RunStep
 from traindiff.comparison.presence import known_paths
-from traindiff.comparison.step_table import Entry, Key
+from traindiff.comparison.step_table import Entry, Key, without_missing_samples
 from traindiff.recording import Recording
 from traindiff.steps import StepSelection, parse_steps
 
@@ -54,11 +55,8 @@ class Side:
         contents = [recording.rank_content(rank) for rank in recording.ranks]
         self.paths = known_paths(contents)
         self.model = next((content["model"] for content in contents if "model" in content), "unknown")
-        self.groups: Groups = {
-            optimizer["name"]: [[rename(path) for path in group] for group in optimizer["groups"]]
-            for content in contents
-            for optimizer in content.get("optimizers", [])
-        }
+        self.groups: Groups = _groups(contents, rename)
+        self._pipelines = {tuple(content["pipeline"]["ranks"]) for content in contents if "pipeline" in content}
 
     def step(self, step: RunStep) -> SideStep:
         """What the run has of a step. Steps must be given in order: updates are differences to the last one."""
@@ -68,10 +66,23 @@ class Side:
         self._known |= {key.path for key in table if key.phase == "param"}
         return SideStep(table=table, updates=tuple(updates), before=before, known=self._known)
 
+    def without_missing(self, table: Mapping[Key, Entry], step: RunStep) -> dict[Key, Entry]:
+        """The table of a step, without what ranks that have not recorded it would have added to."""
+        return without_missing_samples(table, step.missing, pipelines=self.data_parallel if self.is_pipeline else None)
+
     @property
     def held(self) -> frozenset[str]:
         """Paths of the parameters that the optimizers hold."""
         return frozenset(path for optimizer in self.groups.values() for group in optimizer for path in group)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether ranks have stages of a pipeline, so that each has sites which others have not."""
+        return bool(self._pipelines)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline that a rank has."""
+        return tuple(n for ranks in sorted(self._pipelines) for n, other in enumerate(ranks) if other == rank)
 
     @property
     def data_parallel(self) -> int:
@@ -91,6 +102,18 @@ class Side:
         settings = self.recording.run["settings"]
         chosen = parse_steps(settings.get("steps"), where="run.json")
         return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
+
+
+def _groups(contents: Iterable[Mapping[str, Any]], rename: Rename) -> Groups:
+    """Parameters of each group, of all ranks: those of a pipeline have some each."""
+    found: dict[str, list[list[str]]] = {}
+    for content in contents:
+        for optimizer in content.get("optimizers", []):
+            groups = found.setdefault(optimizer["name"], [])
+            groups += [[] for _ in range(len(optimizer["groups"]) - len(groups))]
+            for held, paths in zip(groups, optimizer["groups"], strict=False):
+                held += [rename(path) for path in paths]
+    return {name: [list(dict.fromkeys(paths)) for paths in groups] for name, groups in found.items()}
 
 
 def join(sides: tuple[SideStep, SideStep]) -> tuple[dict[Key, Entry], dict[Key, Entry]]:

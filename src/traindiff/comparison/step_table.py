@@ -6,17 +6,16 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from traindiff.observation import Observation
+from traindiff.observation import PLACE, Observation
 from traindiff.shard import OPEN, Shard
 from traindiff.summary import add, empty, merge, scale
 
-_AFTER_ALL = 1 << 40
+_AFTER_ALL = 1 << 60
 """Added to the order of scalars that the training logged: they follow from what it computed, and nothing from them."""
 
 _GROUP = re.compile(r"(.*)\.groups\[(\d+)\]")
@@ -98,19 +97,26 @@ def step_table(parts: Iterable[Part]) -> dict[Key, Entry]:
     return {entry.key: entry for entry in entries}
 
 
-def without_missing_samples(table: Mapping[Key, Entry], missing: Sequence[int]) -> dict[Key, Entry]:
+def without_missing_samples(
+    table: Mapping[Key, Entry], missing: Sequence[int], *, pipelines: int | None = None
+) -> dict[Key, Entry]:
     """The table of a step that some data-parallel ranks have not recorded: what they would have added is unknown.
 
     Args:
         table: The step.
         missing: Those ranks.
+        pipelines: How many pipelines have a part of the batch each; None where ranks are no stages of pipelines.
+            What a stage has is complete if as many ranks have it.
     """
     if not missing:
         return dict(table)
     who = f"rank {', '.join(map(str, missing[:8]))}{' and more' if len(missing) > 8 else ''}"
     reason = f"{who} did not record this step, so a part of the batch is missing"
     return {
-        key: replace(entry, unobserved=entry.unobserved or reason) if entry.batched or entry.summed else entry
+        key: replace(entry, unobserved=reason)
+        if (entry.batched or entry.summed)
+        and (pipelines is None or len({part.rank for part in entry.parts}) < pipelines)
+        else entry
         for key, entry in table.items()
     }
 
@@ -128,6 +134,8 @@ def scalar_entry(key: Key, value: float, *, order: int) -> Entry:
 
 
 def _merged(key: Key, parts: list[Part]) -> list[Entry]:
+    if key.phase in ("forward", "backward"):
+        parts = _of_last_stage(key, parts)
     parts.sort(key=lambda part: (part[0].micro_step, part[1], part[0].order))
     first = parts[0][0]
     missing = next((seen.unobserved for seen, _, _ in parts if seen.unobserved), "")
@@ -147,12 +155,20 @@ def _merged(key: Key, parts: list[Part]) -> list[Entry]:
     return _per_micro_step(key, [_whole(key, same) for same in by_micro_step.values()])
 
 
+def _of_last_stage(key: Key, parts: list[Part]) -> list[Part]:
+    """Of a module of which several stages of a pipeline have a part: what the last part returns, as the module does."""
+    places = {seen.order // PLACE for seen, _, _ in parts}
+    if len(places) == 1:
+        return parts
+    last = min(places) if key.phase == "backward" or key.stage == "recomputed" else max(places)
+    return [part for part in parts if part[0].order // PLACE == last]
+
+
 def _whole(key: Key, parts: Sequence[Part]) -> Entry:
     """A tensor from its shards: boxes of it, copies of a box on several ranks, and terms of sums."""
-    boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Part]] = {}
+    boxes: dict[Shard, list[Part]] = {}
     for part in parts:
-        shard = part[0].shard
-        boxes.setdefault((shard.offset, shard.shape), []).append(part)
+        boxes.setdefault(part[0].shard, []).append(part)
     first = parts[0][0]
     summed = first.merge == "sum"
     summaries: list[Any] = []
@@ -178,7 +194,7 @@ def _whole(key: Key, parts: Sequence[Part]) -> Entry:
         apart=apart,
         batched=first.shard.batched,
         summed=summed,
-        unobserved=_overlapping_rows(boxes) if first.shard.batched else _uncovered(shape, [box for _, box in boxes]),
+        unobserved=_misplaced_rows(boxes) if first.shard.batched else _uncovered(shape, boxes),
     )
 
 
@@ -190,17 +206,28 @@ def _without_copies(parts: Sequence[Part]) -> list[Part]:
     return [part for part in parts if holder[part[0].micro_step, part[0].term] == part[1]]
 
 
-def _overlapping_rows(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
+def _misplaced_rows(shards: Iterable[Shard]) -> str:
     """Why the rows of ranks and micro-batches do not make a batch; empty where they do."""
-    rows = sorted({(offset[0], shape[0]) for offset, shape in boxes})
-    if any(first + count > following for (first, count), (following, _) in pairwise(rows)):
-        return "rows of several ranks overlap: their batches differ in size, so which sample is which is not known"
+    rows = sorted({run for shard in shards for run in _runs_of_rows(shard) if run[1]})
+    ends = [0, *(first + count for first, count in rows)]
+    for (first, _), end in zip(rows, ends, strict=False):
+        if first != end:
+            what = "overlap" if first < end else "leave gaps"
+            return f"rows of several ranks {what}: their batches differ in size, so which sample is which is not known"
     return ""
 
 
-def _uncovered(shape: Sequence[int], boxes: Sequence[Sequence[int]]) -> str:
+def _runs_of_rows(shard: Shard) -> Iterable[tuple[int, int]]:
+    """First row and number of rows that lie one after the other."""
+    if shard.spacing is None:
+        return [(shard.offset[0], shard.shape[0])]
+    together, apart = shard.spacing
+    return [(shard.offset[0] + number * apart, together) for number in range(shard.shape[0] // together)]
+
+
+def _uncovered(shape: Sequence[int], shards: Iterable[Shard]) -> str:
     """Why the shards of a tensor do not make a whole; empty where they do."""
-    whole, held = prod(shape), sum(prod(box) for box in boxes)
+    whole, held = prod(shape), sum(shard.size for shard in shards)
     if held < whole:
         return f"its shards leave {whole - held:,} of its {whole:,} elements out"
     return f"its shards overlap in {held - whole:,} of its {whole:,} elements" if held > whole else ""

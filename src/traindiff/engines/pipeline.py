@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import distributed
 
-from traindiff.engines.data_parallel import BY_HAND, DataParallel
+from traindiff.engines.data_parallel import BY_HAND, DataParallel, without
 from traindiff.taps._torch_compat import num_chunks_of
 
 
@@ -97,9 +97,8 @@ def beside_pipeline(data: DataParallel, pipeline: Pipeline) -> PipelineParallel:
     those of further ones with the same stages, laid out in a mesh with two axes.
     """
     if data.engine != BY_HAND:
-        return PipelineParallel(rank=data.rank, size=data.size, engine=data.engine, pipeline=pipeline)
+        return PipelineParallel(rank=data.rank, size=data.size, engine=data.engine, alike=data.alike, pipeline=pipeline)
     ranks = sorted(set(pipeline.ranks))
     size = distributed.get_world_size() // len(ranks)
-    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    number = ranks[0] // (stride * len(ranks)) * stride + ranks[0] % stride
-    return PipelineParallel(rank=number, size=size, engine="pipeline" if size == 1 else BY_HAND, pipeline=pipeline)
+    engine = "pipeline" if size == 1 else BY_HAND
+    return PipelineParallel(rank=without(distributed.get_rank(), ranks), size=size, engine=engine, pipeline=pipeline)

@@ -28,6 +28,7 @@ def record(
     every: int = 1,
     overwrite: bool = False,
     batch_axis: int | Mapping[str, int | None] | None = None,
+    sample_order: str = "blocks",
     evaluation: bool = False,
     strict: bool = False,
     replica: str | None = None,
@@ -68,6 +69,9 @@ def record(
         overwrite: Replace a recording that is already at `path`.
         batch_axis: Where the batch axis is, if it is not axis 0: one axis for all, or by glob over
             paths, None for tensors without one. See docs/batch-axis.md.
+        sample_order: Which samples of the global batch data-parallel ranks have, so that a recording of one process
+            has them in the same places: `"blocks"` (the first ones on rank 0, the next on rank 1, ...) or
+            `"interleaved"` (one each in turn, as `torch.utils.data.DistributedSampler` gives them).
         evaluation: Record forward passes without gradients too.
         strict: Raise errors of traindiff's own instead of going on without the part that failed.
         replica: Perturb the training within rounding, **on purpose**, so that comparing it with the
@@ -95,6 +99,7 @@ def record(
         ranks=ranks,
         every=every,
         batch_axis=batch_axis,
+        sample_order=sample_order,
         evaluation=evaluation,
         strict=strict,
         replica=replica,

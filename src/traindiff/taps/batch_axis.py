@@ -90,7 +90,8 @@ class BatchAxis:
             return 0, Shard.whole(shape)
         lengths = list(shape)
         shape = (lengths.pop(axis), *lengths)
-        return axis, Shard.of_batch(shape, first=progress.first_row(site, shape[0]))
+        first, spacing = progress.rows(site, shape[0], samples=max(1, batch.size))
+        return axis, Shard.of_batch(shape, first=first, spacing=spacing)
 
     def _usual_axis(self, path: str, slot: str, dims: int) -> int:
         """The batch axis where none is declared and there is one."""

@@ -29,6 +29,7 @@ class Progress:
         order: Observations so far in this step; `late_order`, in the step before.
         samples: Size of the latest batch; 1 where it is not known.
         data_rank: This rank's number among the `data_size` ranks that share the batch.
+        interleaved: Whether these have its samples in turn, not one block each.
         chunk: What a stage of a pipeline works on, while it does: then micro-steps are its micro-batches.
         num_stages: Stages of the pipeline; 1 where there is none.
         hidden: Inside calls of modules that are no part of the training.
@@ -48,6 +49,7 @@ class Progress:
     samples: int = 1
     data_rank: int = 0
     data_size: int = 1
+    interleaved: bool = False
     chunk: Chunk | None = None
     num_stages: int = 1
     hidden: bool = False
@@ -97,18 +99,24 @@ class Progress:
         self._calls[path, stage] = call + 1
         return call
 
-    def first_row(self, site: tuple[str, ...], rows: int) -> int:
-        """Row of the global batch at which the next `rows` of `site` begin; counts them.
+    def rows(self, site: tuple[str, ...], rows: int, *, samples: int) -> tuple[int, tuple[int, int] | None]:
+        """Where the next `rows` of `site`, which belong to so many samples, lie in the global batch; counts them.
 
-        Each micro-batch of the global batch is that of the ranks one after the other, equally long; with a pipeline,
-        what each call of its schedule is given is one.
+        Each micro-batch of the global batch has as many samples of each rank. With a pipeline, what each call of its
+        schedule is given is one micro-batch.
+
+        Returns:
+            The first row, and how the rows are spaced; see `Shard`.
         """
         counted = self._rows.get(site, 0)
         self._rows[site] = counted + rows
+        if self.interleaved and self.data_size > 1 and rows % samples == 0:
+            together = rows // samples
+            return counted * self.data_size + self.data_rank * together, (together, together * self.data_size)
         if self.chunk is not None and self.data_size > 1:
             within = self.chunk.number * rows
-            return (counted - within) * self.data_size + self.data_rank * self.chunk.count * rows + within
-        return counted * self.data_size + self.data_rank * rows
+            return (counted - within) * self.data_size + self.data_rank * self.chunk.count * rows + within, None
+        return counted * self.data_size + self.data_rank * rows, None
 
     @contextmanager
     def forward(self, batch: Batch | None, *, evaluating: bool) -> Iterator[None]:
