@@ -203,7 +203,9 @@ class ActivationTap:
     def _hook_gradient(self, tensor: Tensor, gradient: _Gradient) -> None:
         handle = tensor.register_hook(self._sink.guarded("module_outputs", gradient))
         if tensor.is_leaf:
-            self._hooked_leaf((gradient.path, gradient.slot, gradient.call, gradient.micro_step), handle)
+            # A pipeline runs several micro-batches forward before it runs the first one back.
+            round_ = 0 if self._sink.progress.chunk is None else gradient.micro_step
+            self._hooked_leaf((gradient.path, gradient.slot, gradient.call, round_), handle)
 
     def _hooked_leaf(self, site: tuple[str, str, int, int], handle: RemovableHandle) -> None:
         """Note a hook on a tensor that may outlive the step, and its hook with it: a parameter, an input.
@@ -268,6 +270,9 @@ class _Gradient:
     times: int = 0
 
     def __call__(self, gradient: Tensor) -> None:
+        progress = self.sink.progress
+        if progress.chunk is not None and (progress.step, progress.micro_step) != (self.step, self.micro_step):
+            return  # on a leaf, which another micro-batch has, too
         # A second backward through the same graph brings another term, not a new gradient.
         stage = f"again[{self.times}]" if self.times else self.stage
         self.times += 1
