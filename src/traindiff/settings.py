@@ -7,19 +7,19 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
+from traindiff.declared_shard import DeclaredShard, checked_shards
 from traindiff.detail import DETAILS
 from traindiff.errors import ConfigError, Problem
 from traindiff.replica_setting import ReplicaSetting, checked_replica
 from traindiff.site import PHASES
 from traindiff.steps import ALL_STEPS, StepSelection, parse_steps
 
-OBSERVED_BY_DEFAULT = (*PHASES, "replay")
+OBSERVED_BY_DEFAULT = (*PHASES, "samples", "replay")
 """What is observed where nothing is chosen."""
 
 OBSERVABLE = (*OBSERVED_BY_DEFAULT, "grad.micro")
-"""What `observe` may list: phases; `replay`, whether the optimizers do what they say; and `grad.micro`, each
-micro-batch's share of a gradient."""
-
+"""What `observe` may list: phases; `samples`, the batch sample by sample; `replay`, whether the optimizers do what they
+say; and `grad.micro`, each micro-batch's share of a gradient."""
 
 SampleOrder = Literal["blocks", "interleaved"]
 """How data-parallel ranks share the samples of a global batch: each a block of them, or one each in turn."""
@@ -39,6 +39,7 @@ class RecordSettings:
     every: int
     batch_axis: Mapping[str, int | None]
     sample_order: SampleOrder
+    shards: tuple[DeclaredShard, ...]
     evaluation: bool
     strict: bool
     replica: ReplicaSetting | None
@@ -58,6 +59,7 @@ class RecordSettings:
             "every": self.every,
             "batch_axis": dict(self.batch_axis),
             "sample_order": self.sample_order,
+            "shards": [str(one) for one in self.shards],
             "evaluation": self.evaluation,
             "replica": None if self.replica is None else str(self.replica),
         }
@@ -73,6 +75,7 @@ def record_settings(
     every: int,
     batch_axis: int | Mapping[str, int | None] | None,
     sample_order: str,
+    shards: object,
     evaluation: bool,
     strict: bool,
     replica: object,
@@ -92,6 +95,7 @@ def record_settings(
         every=_every(every, problems),
         batch_axis=_batch_axis(batch_axis, problems),
         sample_order=_sample_order(sample_order, problems),
+        shards=checked_shards(shards, problems),
         evaluation=_flag("evaluation", evaluation, problems),
         strict=_flag("strict", strict, problems),
         replica=checked_replica(replica, ranks=ranks, problems=problems),

@@ -36,7 +36,7 @@ def train(path: str, order: str, sizes: tuple[int, ...] = (), wrong_rank: int | 
             optimizer.zero_grad()
 
 
-def shifted(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:  # noqa: ARG001
+def shifted(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     return output + 0.01
 
 
@@ -77,3 +77,14 @@ def test_batches_of_different_sizes_are_not_compared_sample_by_sample(
 
     assert not any(finding.phase in ("batch", "forward") for finding in comparison.findings), str(comparison)
     assert any("differ in size" in note for note in comparison.notes), str(comparison)
+
+
+def test_another_order_is_named_with_what_brings_both_together(reference: Path, tmp_path: Path) -> None:
+    run_on_ranks(train, 2, str(tmp_path / "run"), "blocks")
+
+    comparison = traindiff.compare(reference, tmp_path / "run")
+
+    assert comparison.verdict == "equivalent", str(comparison)  # what is learned is the same
+    says = comparison.representation[0].says
+    assert "of the baseline's, rank 0 has 0, 2, 4, 6, rank 1 has 1, 3, 5, 7, in turn" in says
+    assert 'record it with sample_order="interleaved"' in says

@@ -33,6 +33,7 @@ from traindiff.comparison.one_run import BothRuns, run_facts
 from traindiff.comparison.pairing import RunStep, run_steps, step_pairs
 from traindiff.comparison.presence import Presence
 from traindiff.comparison.recomputation import recomputation_findings, without_recomputed
+from traindiff.comparison.samples import samples_of
 from traindiff.comparison.sentences import representation_note
 from traindiff.comparison.side import Side, SideStep, in_order, join
 from traindiff.comparison.step_table import Entry, Key
@@ -206,6 +207,7 @@ class _Comparing:
                 most_micro_steps=max(micro_steps),
                 ranks=max(side.data_parallel for side in self._sides),
                 samples=max((int(e.summary["count"]) for k, e in tables[0].items() if k.phase == "batch"), default=1),
+                batches=(samples_of(tables[0]), samples_of(tables[1])),
                 noise=self._noise(left, sides[0]),
             )
         )

@@ -10,6 +10,7 @@ from typing import Any
 from traindiff.comparison.alignment import Pair
 from traindiff.comparison.floors import UNIT_ROUNDOFF
 from traindiff.comparison.measure import difference, equal_bits
+from traindiff.comparison.samples import Samples, says_of_samples
 from traindiff.comparison.step_table import Entry, Key
 from traindiff.comparison.verdict import Finding
 from traindiff.site import label
@@ -32,19 +33,28 @@ def exact_finding(pair: Pair, *, step: int, kind: str, says: str, evidence: Mapp
     )  # fmt: skip
 
 
-def check_batch(pair: Pair, *, step: int) -> Finding | None:
-    """Compare an input of the root. The same numbers in another precision are the same batch."""
+def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}, {})) -> Finding | None:
+    """Compare an input of the root. The same numbers in another precision are the same batch.
+
+    Args:
+        pair: The input.
+        step: Number of the step.
+        samples: What both runs have recorded of single samples.
+    """
     if equal_bits(pair) or _same_in_another_dtype(pair):
         return None
     left, right = pair.baseline, pair.candidate
     where = label(left.key.path, left.key.slot)
-    permuted = False
-    if left.shape != right.shape:
+    permuted = _is_permuted(pair)
+    single = (one.get(left.key.slot, ()) for one in samples) if left.dtype == right.dtype else ((), ())
+    if detail := says_of_samples(*single):
+        says = f"The batch differs: {where} {detail}"
+    elif left.shape != right.shape:
         shapes = f"{list(left.shape)} in the baseline, {list(right.shape)} in the candidate"
         says = f"The batch differs: {where} has shape {shapes}."
     elif left.dtype != right.dtype:
         says = f"The batch differs: {where} is {left.dtype} in the baseline, {right.dtype} in the candidate."
-    elif permuted := _is_permuted(pair):
+    elif permuted:
         says = f"The batch differs: {where} holds the same values in another order."
     else:
         says = f"The batch differs: {where} holds other values."

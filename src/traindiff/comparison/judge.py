@@ -15,6 +15,7 @@ from traindiff.comparison.gradients import common_factor
 from traindiff.comparison.measure import Tolerance, difference, equal_bits, rescaled
 from traindiff.comparison.noise import Calibration, StepNoise
 from traindiff.comparison.ranks import differing_ranks, name_ranks, only_rank
+from traindiff.comparison.samples import Samples
 from traindiff.comparison.site_floors import RunFloors, SiteFloors
 from traindiff.comparison.step_table import Key
 from traindiff.comparison.verdict import Finding, SiteDifference
@@ -43,6 +44,7 @@ class StepInput:
         most_micro_steps: The same of the run that has more of them.
         ranks: Over how many ranks the batch is divided, in the run that has more of them.
         samples: Elements in the baseline's batch.
+        batches: The single samples of both runs' batches.
         noise: What replicas of the baseline differ by in this step; None without them.
     """
 
@@ -56,6 +58,7 @@ class StepInput:
     most_micro_steps: int
     ranks: int
     samples: int
+    batches: tuple[Samples, Samples] = ({}, {})
     noise: StepNoise | None = None
 
 
@@ -227,7 +230,7 @@ class _Step:
         return None if self._judge.is_absent(key.path) else finding
 
     def _batch(self, pair: Pair) -> Finding | None:
-        finding = exact.check_batch(pair, step=self._given.step)
+        finding = exact.check_batch(pair, step=self._given.step, samples=self._given.batches)
         apart = 0.0 if equal_bits(pair) else difference(pair)
         self._judge.note(pair, self._given.step, math.inf if finding else apart or 0.0, 0.0 if finding else math.inf)
         # Everything that follows in this step follows from other inputs.

@@ -11,7 +11,7 @@ from traindiff.comparison.derived import Updates
 from traindiff.comparison.exact import Groups
 from traindiff.comparison.pairing import RunStep
 from traindiff.comparison.presence import known_paths
-from traindiff.comparison.step_table import Entry, Key, without_missing_samples
+from traindiff.comparison.step_table import SAMPLE, Entry, Key, without_missing_samples
 from traindiff.recording import Recording
 from traindiff.steps import StepSelection, parse_steps
 
@@ -138,9 +138,12 @@ def join(sides: tuple[SideStep, SideStep]) -> tuple[dict[Key, Entry], dict[Key, 
 def in_order(table: Mapping[Key, Entry]) -> dict[Key, Entry]:
     """What is aligned site by site, in execution order.
 
-    Settings are compared by parameter instead, and a replayed optimizer is judged by itself.
+    Settings are compared by parameter instead, a replayed optimizer is judged by itself, and single samples tell
+    how a batch differs.
     """
-    replayed = (key for key in table if key.phase == "update" and key.stage)
-    left_out = {*replayed, *(key for key in table if key.group is not None)}
-    sites = ((key, entry) for key, entry in table.items() if key not in left_out)
+    sites = (
+        (key, entry)
+        for key, entry in table.items()
+        if key.group is None and key.stage != SAMPLE and not (key.phase == "update" and key.stage)
+    )
     return dict(sorted(sites, key=lambda item: item[1].order))

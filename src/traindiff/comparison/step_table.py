@@ -18,6 +18,9 @@ from traindiff.summary import add, empty, merge, scale
 _AFTER_ALL = 1 << 60
 """Added to the order of scalars that the training logged: they follow from what it computed, and nothing from them."""
 
+SAMPLE = "sample"
+"""Stage of one sample of a batch (phase `batch`); the call is its place in the micro-batch."""
+
 _GROUP = re.compile(r"(.*)\.groups\[(\d+)\]")
 
 
@@ -45,6 +48,7 @@ class Held(NamedTuple):
     rank: int
     shard: Shard
     summary: Any  # relative to the global loss, like an entry's
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +151,7 @@ def _merged(key: Key, parts: list[Part]) -> list[Entry]:
         total = weights.sum() or 1.0
         summary = add([summary for _, _, summary in terms], weights / total)
         return [_entry(key, parts, summary=summary, shape=first.shard.shape, exact=False, summed=True)]
-    if first.merge == "sum" or first.shard.batched:
+    if first.merge == "sum" or first.shard.batched or key.stage == SAMPLE:
         return [_whole(key, parts)]
     by_micro_step: dict[int, list[Part]] = {}
     for part in parts:
@@ -284,8 +288,8 @@ def _entry(
         shape=shape,
         summary=summary,
         parts=tuple(
-            Held(part[0].micro_step, part[1], part[0].shard, part[2] if unobserved else _unscaled(part))
-            for part in parts
+            Held(seen.micro_step, rank, seen.shard, one if unobserved else _unscaled((seen, rank, one)), seen.term)
+            for seen, rank, one in parts
         ),
         unobserved=unobserved,
         **about,

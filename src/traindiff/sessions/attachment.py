@@ -27,6 +27,7 @@ from traindiff.taps.optimizer_step import OptimizerTap
 from traindiff.taps.parameter_gradients import tap_parameter_gradients
 from traindiff.taps.pipeline_calls import tap_pipeline_calls
 from traindiff.taps.root_forward import RootForwardTap
+from traindiff.taps.samples import SamplesTap
 from traindiff.taps.sink import Sink
 
 
@@ -130,6 +131,8 @@ class Attachment:
             before_step=sink.guarded("model_state", self._model_state.before_step),
         )  # fmt: skip
         undo.enter_context(root_forward.attach())
+        if "samples" in observe:
+            undo.enter_context(SamplesTap(targets.roots, sink, batch_axis=batch_axis).attach())
         if "grad.micro" in observe:
             undo.enter_context(tap_parameter_gradients(targets.leaves, targets.pieces_of, self._selects, sink))
         for name, optimizer in targets.optimizers.items():

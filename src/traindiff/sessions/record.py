@@ -9,6 +9,7 @@ from typing import Any, Never
 
 from torch import nn
 
+from traindiff.declared_shard import DeclaredShard
 from traindiff.replicas.making import make_replica
 from traindiff.sessions.recorder import Recorder
 from traindiff.sessions.targets import Optimizers, find_targets
@@ -29,6 +30,7 @@ def record(
     overwrite: bool = False,
     batch_axis: int | Mapping[str, int | None] | None = None,
     sample_order: str = "blocks",
+    shards: Iterable[DeclaredShard] = (),
     evaluation: bool = False,
     strict: bool = False,
     replica: str | None = None,
@@ -53,7 +55,7 @@ def record(
             counts its own steps, and the first also those of forward and backward passes. None
             finds the optimizers that hold parameters of `model` when they first step.
         observe: Some of `batch`, `forward`, `loss`, `backward`, `grad`, `optimizer`, `update`,
-            `param`, `replay` and `grad.micro`. Default: all but `grad.micro`. `update` is the difference of
+            `param`, `samples`, `replay` and `grad.micro`. Default: all but `grad.micro`. `update` is the difference of
             two `param` observations and makes sure that these are recorded. `replay` computes in float64 what
             torch's SGD, Adam and AdamW should do with up to 65,536 elements of each parameter, in the first
             three recorded steps and then in one of a hundred. In such a step it holds at most 64 MiB more,
@@ -100,11 +102,12 @@ def record(
         every=every,
         batch_axis=batch_axis,
         sample_order=sample_order,
+        shards=shards,
         evaluation=evaluation,
         strict=strict,
         replica=replica,
     )
-    targets = find_targets(model, optimizer, select=settings.select)
+    targets = find_targets(model, optimizer, select=settings.select, shards=settings.shards)
     perturbed = None if settings.replica is None else make_replica(settings.replica, targets.root, targets.names)
     return Recorder(directory, targets, settings, overwrite=overwrite, replica=perturbed)
 

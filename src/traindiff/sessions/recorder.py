@@ -36,6 +36,7 @@ from traindiff.settings import RecordSettings
 from traindiff.shard import Shard
 from traindiff.taps._torch_compat import arrived, is_asynchronous
 from traindiff.taps.progress import Progress
+from traindiff.taps.samples import STAGE as SAMPLE
 
 
 class Recorder:
@@ -66,6 +67,7 @@ class Recorder:
             observing=settings.records(0),
             data_rank=targets.layout.data.rank,
             data_size=targets.layout.data.size,
+            interleaved=settings.sample_order == "interleaved",
         )
         self._settings = settings
         self._pending = Pending()
@@ -157,14 +159,14 @@ class Recorder:
         with undo:
             if self._attachment is not None:
                 self._attachment.finish()
-            self._containment.guarded("writer", self._write)()
             self._containment.guarded("in_flight", self._read_arrived)(all_of_them=True)
+            self._containment.guarded("writer", self._write)()
             if self._forced is not None:  # only now is it known what could not be
                 self._containment.guarded("writer", self._write_rank)()
         self._writer = self._files = self._attachment = None
         self.progress.observing = False  # for hooks on a graph that outlives this
-        self._pending.clear()
         self._in_flight.clear()
+        self._pending.clear()
 
     def emit(
         self,
@@ -187,6 +189,8 @@ class Recorder:
         self._read_arrived()
         progress = self.progress
         name = optimizer or progress.optimizer
+        if place is None and shard is None:
+            place = self._layout.place_of_parameter(tensor, path=path, phase=phase)
         shard = shard or Shard.whole(shape_of(tensor) if place is None else place.shape)
         for part in self._layout.local_parts(tensor, shard, merge, phase=phase, place=place):
             seen = Observation(
@@ -220,7 +224,7 @@ class Recorder:
             summary = self._summaries.add(tensor, seen.shard)
         except UnsupportedTensorError as error:
             seen = replace(seen, unobserved=str(error))
-        kept = seen.path != "rng" and summary is not None
+        kept = seen.path != "rng" and seen.stage != SAMPLE and summary is not None
         self._pending.append(seen, summary, detail_of(tensor, self._settings.detail) if kept else None)
         if self._forced is not None:
             self._forced.overwrite(tensor, seen)
@@ -267,8 +271,8 @@ class Recorder:
             self._write_rank()
 
     def _end_step(self, name: str) -> None:
-        self.guarded("writer", self._write)(name)
         self.guarded("in_flight", self._read_arrived)(all_of_them=True)
+        self.guarded("writer", self._write)(name)
         following = self.progress.steps.get(name, 0) + 1
         self.progress.end_step(name, observing=self._settings.records(following) and self._is_recording)
 

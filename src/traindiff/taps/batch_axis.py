@@ -93,6 +93,14 @@ class BatchAxis:
         first, spacing = progress.rows(site, shape[0], samples=max(1, batch.size))
         return axis, Shard.of_batch(shape, first=first, spacing=spacing)
 
+    def axis_of_samples(self, tensor: Tensor, *, slot: str, progress: Progress) -> int | None:
+        """The axis of an input of the root that runs over its samples; None where it has none."""
+        batch, shape = progress.current_batch, shape_of(tensor)
+        axis = self._declared_axis("", slot, default=0)
+        if axis is None or batch is None or not -len(shape) <= axis < len(shape):
+            return None
+        return axis if shape[axis] == batch.size else None
+
     def _usual_axis(self, path: str, slot: str, dims: int) -> int:
         """The batch axis where none is declared and there is one."""
         if path not in self._recurrent or dims != 3:

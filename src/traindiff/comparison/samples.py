@@ -1,0 +1,95 @@
+"""Which samples two batches have in common, whatever order they come in and whichever ranks have them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from traindiff.comparison.ranks import name_ranks
+from traindiff.comparison.step_table import SAMPLE, Entry, Key
+
+_MOST = 8
+"""Samples or ranks that are named one by one."""
+
+
+class Sample(NamedTuple):
+    """One sample of a batch: when and where it was, and the fingerprint of what it holds."""
+
+    micro_step: int
+    rank: int
+    place: int
+    fingerprint: int
+
+
+Samples = Mapping[str, Sequence[Sample]]
+"""The samples of a step by slot of the root's input, by micro-step, then by rank."""
+
+
+def samples_of(table: Mapping[Key, Entry]) -> Samples:
+    """The samples of a step. Of ranks that work on the same ones, those of the first."""
+    found: dict[str, dict[tuple[int, int, int], Sample]] = {}
+    for key, entry in table.items():
+        if key.phase != "batch" or key.stage != SAMPLE or entry.unobserved:
+            continue
+        by_place = found.setdefault(key.slot, {})
+        for part in entry.parts:
+            one = Sample(part.micro_step, part.rank, key.call, int(part.summary["fingerprint"]))
+            by_place.setdefault((part.micro_step, part.term, key.call), one)
+    return {slot: sorted(by_place.values()) for slot, by_place in found.items()}
+
+
+def says_of_samples(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
+    """How the samples of two batches that differ match, in words that follow "input[0]"; empty where none is known."""
+    if not baseline or not candidate:
+        return ""
+    held = [Counter(one.fingerprint for one in samples) for samples in (baseline, candidate)]
+    if held[0] == held[1]:
+        return f"holds the same samples in another order: {_order(baseline, candidate)}."
+    missing, further = held[0] - held[1], held[1] - held[0]
+    parts = []
+    if repeated := [number for number, times in held[1].items() if times > held[0][number] > 0]:
+        who = next(one for one in candidate if one.fingerprint == repeated[0])
+        parts.append(f"one sample comes {held[1][repeated[0]]} times, first at {_where(who)}")
+    if fresh := [one for one in candidate if one.fingerprint in further and not held[0][one.fingerprint]]:
+        parts.append(
+            f"{len(fresh)} of its {len(candidate)} samples are none of the baseline's, first {_where(fresh[0])}"
+        )
+    elif missing:
+        lost = next(one for one in baseline if one.fingerprint in missing)
+        parts.append(f"{missing.total()} of the baseline's {len(baseline)} samples are missing, first {_where(lost)}")
+    return f"holds other samples: {', and '.join(parts)}."
+
+
+def _order(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
+    """Which of the baseline's samples the candidate has where."""
+    places: dict[int, list[int]] = {}
+    for number, one in enumerate(baseline):
+        places.setdefault(one.fingerprint, []).append(number)
+    by_rank: dict[int, list[int]] = {}
+    for one in candidate:
+        by_rank.setdefault(one.rank, []).append(places[one.fingerprint].pop(0))
+    size = len(by_rank)
+    if size == 1:
+        return f"the baseline's {_numbers(next(iter(by_rank.values())))}"
+    held = [numbers for _, numbers in sorted(by_rank.items())]
+    ranks = [f"{name_ranks([rank], capital=False)} has {_numbers(by_rank[rank])}" for rank in sorted(by_rank)]
+    more = f", and {size - _MOST} more ranks" if size > _MOST else ""
+    return f"of the baseline's, {', '.join(ranks[:_MOST])}{more}{_advice(held, len(baseline))}"
+
+
+def _advice(held: Sequence[Sequence[int]], count: int) -> str:
+    """Which setting of `record` brings samples that ranks share so into the baseline's order; empty where none does."""
+    if all(list(numbers) == list(range(place, count, len(held))) for place, numbers in enumerate(held)):
+        return ', in turn, as a distributed sampler gives them; record it with sample_order="interleaved"'
+    if [number for numbers in held for number in numbers] == list(range(count)):
+        return ', one block each; record it with sample_order="blocks"'
+    return ""
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:_MOST])) + (", ..." if len(numbers) > _MOST else "")
+
+
+def _where(sample: Sample) -> str:
+    return f"number {sample.place} of rank {sample.rank} in micro-step {sample.micro_step}"

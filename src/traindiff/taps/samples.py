@@ -1,0 +1,62 @@
+"""Observe the samples of each batch one by one, so that another order of them, or another sample, can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from traindiff.taps.batch_axis import BatchAxis, batch_first
+from traindiff.taps.nested import tensors
+from traindiff.taps.sink import Sink
+
+MOST = 512
+"""Samples of one input and micro-batch that are observed; of a larger batch none is."""
+
+STAGE = "sample"
+"""Stage of a sample, within the phase `batch`; its `call` is its place in the micro-batch."""
+
+
+class SamplesTap:
+    """Summarise each sample of the root's inputs (phase `batch`, stage `sample`).
+
+    Args:
+        roots: The modules that the training loop, or a pipeline's schedule, calls.
+        sink: Receives the observations.
+        batch_axis: Recognises the batch axis.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], sink: Sink, *, batch_axis: BatchAxis) -> None:
+        self._roots = roots
+        self._sink = sink
+        self._batch_axis = batch_axis
+
+    def attach(self) -> ExitStack:
+        """Observe the roots' inputs, after the tap that follows their forward passes. Close the result to remove it."""
+        hook = self._sink.guarded("samples", self._inputs)
+        with ExitStack() as undo:
+            for root in self._roots:
+                undo.callback(root.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            return undo.pop_all()
+
+    def _inputs(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        progress = self._sink.progress
+        chunk = progress.chunk
+        if not progress.observing or progress.evaluating or not torch.is_grad_enabled():
+            return
+        inputs = [] if chunk is not None and not chunk.is_first else list(tensors(args, "input"))
+        call = progress.next_call("", "samples")
+        for slot, tensor in [*inputs, *tensors(kwargs, "input")]:
+            axis = self._batch_axis.axis_of_samples(tensor, slot=slot, progress=progress)
+            if axis is not None and not call:
+                self._samples(slot, batch_first(tensor, axis))
+
+    def _samples(self, slot: str, samples: Tensor) -> None:
+        if len(samples) > MOST:
+            return
+        with self._sink.together():
+            for number, sample in enumerate(samples.detach()):
+                self._sink.emit(sample, phase="batch", path="", slot=slot, stage=STAGE, call=number)
