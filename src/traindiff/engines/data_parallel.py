@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import distributed, nn
 
+from traindiff.engines.deepspeed_engine import find_engine
 from traindiff.engines.distributed_tensor import is_distributed, mesh_of
 from traindiff.taps._torch_compat import data_mesh_of
 
@@ -48,17 +49,22 @@ class DataParallel:
 def find_data_parallel(model: nn.Module) -> DataParallel:
     """How the batch is divided, as far as the model tells.
 
-    DistributedDataParallel and both FSDPs know their process groups. A model with tensor-parallel parameters
-    only is given the same batch on all ranks. Any other model on several ranks is taken as data-parallel over
-    all of them, by hand or by an optimizer that shards its state.
+    DistributedDataParallel, both FSDPs and DeepSpeed's engine know their process groups. A model with
+    tensor-parallel parameters only is given the same batch on all ranks. Any other model on several ranks is taken as
+    data-parallel over all of them, by hand or by an optimizer that shards its state.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return DataParallel()
     world_size = distributed.get_world_size()
+    if (engine := find_engine(model)) is not None:
+        group: Any = engine.data_parallel_group
+        return DataParallel(
+            rank=distributed.get_rank(group), size=distributed.get_world_size(group), engine="DeepSpeedEngine"
+        )
     for module in model.modules():
         name = type(module).__qualname__
         if name in ("DistributedDataParallel", "FullyShardedDataParallel"):
-            group: Any = module.process_group
+            group = module.process_group
             size = distributed.get_world_size(group)
             return DataParallel(
                 rank=distributed.get_rank(group), size=size, engine=name, alike=_alike(model, world_size // size)

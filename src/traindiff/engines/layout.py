@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, distributed, nn
 
 from traindiff.engines.data_parallel import DataParallel, find_data_parallel
+from traindiff.engines.deepspeed_parameters import is_partitioned, kept_part
 from traindiff.engines.distributed_tensor import is_distributed, local_tensor, place_of
 from traindiff.engines.flat_parameters import FlatParameters, find_flat_parameters
 from traindiff.engines.local_parts import LocalPart, parts_at
@@ -56,6 +57,10 @@ class Layout:
             phase: Of the observation.
             place: Where a plain tensor lies; None where that is not known. A DTensor knows it itself.
         """
+        if is_partitioned(tensor):
+            kept, part = kept_part(tensor)
+            yield LocalPart(tensor=kept, shard=part, merge=merge, term=self.data.rank)
+            return
         if is_distributed(tensor):
             place, tensor = place_of(tensor), local_tensor(tensor)
         if place is not None:

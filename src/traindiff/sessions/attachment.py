@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from traindiff.engines.deepspeed_optimizer import EngineOptimizer
+from traindiff.engines.deepspeed_step import EngineOptimizerTap
 from traindiff.errors import TraindiffWarning
 from traindiff.replicas.compiled import notice_compiled
 from traindiff.replicas.replica import Replica
@@ -142,7 +144,14 @@ class Attachment:
             found = sink.guarded("optimizer_discovery", self._discover)
             undo.enter_context(tap_optimizer_discovery(targets.names, found))
 
-    def _track(self, name: str, optimizer: Optimizer) -> ExitStack:
+    def _track(self, name: str, optimizer: Optimizer | EngineOptimizer) -> ExitStack:
+        if isinstance(optimizer, EngineOptimizer):
+            engine_tap = EngineOptimizerTap(
+                optimizer, name=name, selects=self._selects, observe=self._observe, sink=self._sink,
+                on_end=self._end_step,
+            )  # fmt: skip
+            self._optimizers[name] = engine_tap
+            return engine_tap.attach()
         tap = OptimizerTap(
             optimizer, name=name, pieces_of=self._targets.pieces_of, selects=self._selects, observe=self._observe,
             sink=self._sink, on_end=self._end_step,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from traindiff.engines.deepspeed_parameters import global_shape, is_partitioned
 from traindiff.engines.flat_parameters import FlatParameters
 from traindiff.site import canonical_paths
 
@@ -47,7 +48,7 @@ def named_parameters(model: nn.Module, flat: FlatParameters) -> NamedParameters:
         first.setdefault(id(parameter), path)
     tied = {path: first[id(parameter)] for path, parameter in every.items() if first[id(parameter)] != path}
     tensors = {path: parameter for path, parameter in every.items() if path not in tied}
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = {path: global_shape(parameter) for path, parameter in tensors.items() if is_partitioned(parameter)}
     for one in flat:
         first.setdefault(id(one.tensor), one.name)
         tensors.pop(canonical.get(one.name, ""), None)

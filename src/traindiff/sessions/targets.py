@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from traindiff.engines.deepspeed_optimizer import EngineOptimizer, find_optimizers, is_engine_optimizer
 from traindiff.engines.layout import Layout, find_layout
 from traindiff.errors import ConfigError, Problem, TraindiffWarning
 from traindiff.kernels.torch_arrays import shape_of
@@ -50,7 +51,7 @@ class Targets:
     paths: frozenset[str]
     layout: Layout
     tied: Mapping[str, str]
-    optimizers: Mapping[str, Optimizer]
+    optimizers: Mapping[str, Optimizer | EngineOptimizer]
 
     @property
     def roots(self) -> tuple[nn.Module, ...]:
@@ -149,7 +150,7 @@ def find_targets(model: object, optimizer: Optimizers, *, select: Sequence[str])
         paths=frozenset(parameters.tensors),
         layout=layout,
         tied=parameters.tied,
-        optimizers=optimizers,
+        optimizers=find_optimizers(model, optimizers, parameters.ids),
     )
 
 
@@ -184,7 +185,7 @@ def _by_name(optimizer: object, problems: list[Problem]) -> dict[str, Optimizer]
             fix="Give the optimizer whose step() the training calls, or leave it out to have it found.",
         )
         for name, one in named.items()
-        if not hasattr(one, "register_step_pre_hook")
+        if not hasattr(one, "register_step_pre_hook") and not is_engine_optimizer(one)
     ]
     return named
 
