@@ -14,9 +14,19 @@ SOURCE = Path(__file__).parents[1] / "src" / "traindiff"
 
 VOCABULARY = frozenset(
     {
-        "_version", "detail", "errors", "observation", "place", "replica_setting", "settings", "shard", "site", "steps",
+        "_version",
+        "declared_shard",
+        "detail",
+        "errors",
+        "observation",
+        "place",
+        "replica_setting",
+        "settings",
+        "shard",
+        "site",
+        "steps",
         "summary",
-    }  # fmt: skip
+    }
 )
 """Modules that every layer speaks: the lowest layer, without torch."""
 

@@ -75,10 +75,10 @@ def record_settings(
     every: int,
     batch_axis: int | Mapping[str, int | None] | None,
     sample_order: str,
-    shards: object,
     evaluation: bool,
     strict: bool,
     replica: object,
+    shards: object = (),
 ) -> RecordSettings:
     """Check the settings of `traindiff.record`.
 

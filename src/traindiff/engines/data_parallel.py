@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,8 @@ from torch import distributed, nn
 
 from traindiff.engines.deepspeed_engine import find_engine
 from traindiff.engines.distributed_tensor import is_distributed, mesh_of
-from traindiff.taps._torch_compat import data_mesh_of
+from traindiff.engines.mesh_axes import MeshAxis
+from traindiff.taps._torch_compat import data_mesh_of, is_fully_sharded, localized_layout
 
 BY_HAND = "by hand"
 """Engine of models that say nothing of why there are several ranks."""
@@ -25,62 +25,100 @@ class DataParallel:
         rank: Its number among them.
         size: How many there are.
         engine: What divides the batch, e.g. `DistributedDataParallel`; empty for a single process.
-        alike: How many ranks work on the same samples, because they divide the model; 1 where each has its own.
+        alike: How many ranks work on the same samples, because they divide the model or each sample; 1 where each
+            has its own.
+        part: Which part of each sample this rank has, of as many as `parts` says: of its sequence, e.g.
     """
 
     rank: int = 0
     size: int = 1
     engine: str = ""
     alike: int = 1
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def term(self) -> int:
+        """This rank's number among those that each have a term of the loss."""
+        return self.rank * self.parts + self.part
+
+    @property
+    def num_terms(self) -> int:
+        """How many terms the loss has."""
+        return self.size * self.parts
 
     @property
     def factor(self) -> float:
         """What gradients before the reduction, which averages, are multiplied by, relative to the global batch's."""
-        return float(self.size)
+        return float(self.num_terms)
 
     def to_json(self) -> dict[str, Any] | None:
         """For `run.json`; None for a single process."""
         if not self.engine:
             return None
-        model_parallel = {"model_parallel": self.alike} if self.alike > 1 else {}
-        return {"data_parallel": self.size, **model_parallel, "engine": self.engine}
+        found: dict[str, Any] = {"data_parallel": self.size, "engine": self.engine}
+        if self.parts > 1:
+            found["context_parallel"] = self.parts
+        if self.alike > self.parts:
+            found["model_parallel"] = self.alike // self.parts
+        return found
 
 
-def find_data_parallel(model: nn.Module) -> DataParallel:
+def find_data_parallel(
+    model: nn.Module, *, model_axes: Sequence[MeshAxis] = (), sample_axes: Sequence[MeshAxis] = ()
+) -> DataParallel:
     """How the batch is divided, as far as the model tells.
 
     DistributedDataParallel, both FSDPs and DeepSpeed's engine know their process groups. A model with
-    tensor-parallel parameters only is given the same batch on all ranks. Any other model on several ranks is taken as
-    data-parallel over all of them, by hand or by an optimizer that shards its state.
+    tensor-parallel parameters only is given the same batch on all ranks of their mesh. Any other model on several
+    ranks is taken as data-parallel over all of them, by hand or by an optimizer that shards its state.
+
+    Args:
+        model: The root module.
+        model_axes: Axes over which the model is divided, as the user declared them: along them, ranks work on the
+            same samples.
+        sample_axes: The same for axes over which each sample is divided: there, ranks have terms of the loss.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return DataParallel()
-    world_size = distributed.get_world_size()
-    if (engine := find_engine(model)) is not None:
-        group: Any = engine.data_parallel_group
-        return DataParallel(
-            rank=distributed.get_rank(group), size=distributed.get_world_size(group), engine="DeepSpeedEngine"
-        )
+    ranks, engine = _ranks_and_engine(model)
+    axes = [*model_axes, *sample_axes]
+    if engine == BY_HAND and (axis := _tensor_axis(model)) is not None:
+        engine, axes = "tensor parallel", [*axes, axis]
+    size, rank = len(ranks), ranks.index(distributed.get_rank())
+    within = {axis.ranks: [ranks.index(one) for one in axis.ranks] for axis in axes if {*axis.ranks} <= {*ranks}}
+    for numbers in sorted(within.values(), key=lambda numbers: numbers[-1] - numbers[0], reverse=True):
+        rank, size = without(rank, numbers), size // len(numbers)
+    part, parts = 0, 1
+    for axis in sample_axes:
+        part, parts = part * axis.size + axis.index, parts * axis.size
+    divided = axes or _tensor_axis(model) is not None
+    alike = distributed.get_world_size() // size if divided else 1
+    return DataParallel(rank=rank, size=size, engine=engine, alike=alike, part=part, parts=parts)
+
+
+def _ranks_and_engine(model: nn.Module) -> tuple[list[int], str]:
+    """The ranks over which gradients are reduced, in order, and by what."""
+    if (deepspeed := find_engine(model)) is not None:
+        return distributed.get_process_group_ranks(deepspeed.data_parallel_group), "DeepSpeedEngine"
     for module in model.modules():
         name = type(module).__qualname__
         if name in ("DistributedDataParallel", "FullyShardedDataParallel"):
-            group = module.process_group
-            size = distributed.get_world_size(group)
-            return DataParallel(
-                rank=distributed.get_rank(group), size=size, engine=name, alike=_alike(model, world_size // size)
-            )
-        if (mesh := _fsdp_mesh(module)) is not None:
-            size = mesh.size()
-            return DataParallel(
-                rank=_rank_in(mesh), size=size, engine="fully_shard", alike=_alike(model, world_size // size)
-            )
+            group: Any = module.process_group
+            return distributed.get_process_group_ranks(group), name
+        if is_fully_sharded(module) and (mesh := data_mesh_of(module)) is not None:
+            return mesh.mesh.flatten().tolist(), "fully_shard"
+    return list(range(distributed.get_world_size())), BY_HAND
+
+
+def _tensor_axis(model: nn.Module) -> MeshAxis | None:
+    """The ranks over which parameters are divided, if they are DTensors, or stand for ones."""
     for parameter in model.parameters():
-        if is_distributed(parameter):
-            ranks = mesh_of(parameter).mesh.flatten().tolist()
-            size = world_size // len(ranks)
-            rank = without(distributed.get_rank(), ranks)
-            return DataParallel(rank=rank, size=size, engine="tensor parallel", alike=len(ranks))
-    return DataParallel(rank=distributed.get_rank(), size=world_size, engine=BY_HAND)
+        layout = localized_layout(parameter)
+        if layout is not None or is_distributed(parameter):
+            ranks = (mesh_of(parameter) if layout is None else layout.mesh).mesh.flatten().tolist()
+            return MeshAxis(ranks=tuple(ranks), index=ranks.index(distributed.get_rank()))
+    return None
 
 
 def without(rank: int, axis: Sequence[int]) -> int:
@@ -93,24 +131,3 @@ def without(rank: int, axis: Sequence[int]) -> int:
     size = len(axis)
     step = axis[1] - axis[0] if size > 1 else 1
     return rank // (step * size) * step + rank % step
-
-
-def _alike(model: nn.Module, most: int) -> int:
-    """How many ranks work on the same samples, of those that the data-parallel engine does not divide them among."""
-    return most if any(map(is_distributed, model.parameters())) else 1
-
-
-def _rank_in(mesh: Any) -> int:
-    """This rank's number in a mesh, in which the last axis counts fastest."""
-    rank = 0
-    for axis, index in enumerate(mesh.get_coordinate()):
-        rank = rank * mesh.size(axis) + index
-    return rank
-
-
-def _fsdp_mesh(module: nn.Module) -> Any:
-    """The mesh over which FSDP2 divides the batch; None for modules that it does not manage."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
-        return None
-    return data_mesh_of(module)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, distributed, nn
 
+from traindiff.declared_shard import DeclaredShard
 from traindiff.engines.data_parallel import DataParallel, find_data_parallel
+from traindiff.engines.declarations import Declarations
 from traindiff.engines.deepspeed_parameters import is_partitioned, kept_part
-from traindiff.engines.distributed_tensor import is_distributed, local_tensor, place_of
+from traindiff.engines.distributed_tensor import is_distributed, local_tensor, place_of, placed
 from traindiff.engines.flat_parameters import FlatParameters, find_flat_parameters
 from traindiff.engines.local_parts import LocalPart, parts_at
 from traindiff.engines.provenance import places_of
+from traindiff.kernels.torch_arrays import shape_of
 from traindiff.observation import Merge
 from traindiff.place import Place, Places
 from traindiff.shard import Piece, Shard
+from traindiff.taps._torch_compat import localized_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +32,15 @@ class Layout:
         pieces: By id of a parameter that the engine has flattened or cut: what it holds of which parameters.
             Those that are not in it are whole, or DTensors.
         flat: Flat parameters, whose data is now a part and now the whole: looked up when it is needed.
+        parameters: Where plain parameters lie that are parts of larger ones, by canonical path.
+        declarations: What the user says of plain tensors.
     """
 
     data: DataParallel
     pieces: Mapping[int, tuple[Piece, ...]] = field(default_factory=dict)
     flat: FlatParameters = field(default_factory=FlatParameters)
+    parameters: Mapping[str, Place] = field(default_factory=dict)
+    declarations: Declarations = field(default_factory=Declarations)
 
     def pieces_of(self, parameter: Tensor, size: int | None = None) -> tuple[Piece, ...] | None:
         """What a parameter that the engine has flattened or cut holds now; None for any other.
@@ -64,24 +72,31 @@ class Layout:
         if is_distributed(tensor):
             place, tensor = place_of(tensor), local_tensor(tensor)
         if place is not None:
-            term = self.data.rank + self.data.size * (place.term or 0)
+            term = self.data.term + self.data.num_terms * (place.term or 0)
             yield from parts_at(tensor, place, shard, merge, term=term)
             return
-        term = self.data.rank
+        term = self.data.term
         if self.data.alike > 1 and merge == "shard" and phase in ("forward", "backward"):
             # No copy of what other ranks hold, as far as is known.
-            term += self.data.size * (1 + distributed.get_rank())
+            term += self.data.num_terms * (1 + distributed.get_rank())
         yield LocalPart(tensor=tensor, shard=shard, merge=merge, term=term)
 
-    def places_of(self, tensor: Tensor, path: str, slot: str) -> Places | None:  # noqa: ARG002
+    def places_of(self, tensor: Tensor, path: str, slot: str) -> Places | None:
         """Where a plain activation and its gradient lie; None where that is not known, or for a DTensor.
 
         Args:
-            tensor: The activation, with its graph.
+            tensor: The activation with its graph, or an input of the model.
             path: Canonical path of the module that returned it.
-            slot: Which of its outputs.
+            slot: Which of its outputs or inputs.
         """
-        return places_of(tensor) if self.data.alike > 1 and not is_distributed(tensor) else None
+        if self.data.alike == 1 or is_distributed(tensor):
+            return None
+        return self.declarations.places_of(tensor, path, slot) or places_of(tensor)
+
+    def place_of_parameter(self, tensor: Tensor, *, path: str, phase: str) -> Place | None:
+        """Where a plain parameter, its gradient or a state of it lies; None where it is whole, or for a DTensor."""
+        place = self.parameters.get(path) if phase in ("param", "grad", "optimizer") else None
+        return place if place is not None and place.local_shape == shape_of(tensor) else None
 
     def factor(self, *, phase: str, stage: str, slot: str) -> float:
         """What the engine multiplies such a tensor by, relative to the gradient of the loss over the global batch."""
@@ -92,9 +107,35 @@ class Layout:
         return self.data.to_json()
 
 
-def find_layout(model: nn.Module) -> Layout:
-    """How the engine that `model` is prepared for lays tensors out, as far as the model tells."""
-    return Layout(data=find_data_parallel(model), flat=find_flat_parameters(model))
+def find_layout(model: nn.Module, *, shards: Sequence[DeclaredShard] = (), modules: Collection[str] = ()) -> Layout:
+    """How the engine that `model` is prepared for lays tensors out, as far as the model and the user tell.
+
+    Args:
+        model: The root module.
+        shards: What the user says of plain tensors.
+        modules: Canonical paths of the modules.
+
+    Raises:
+        ConfigError: An axis that the user names is not known.
+    """
+    declarations = Declarations(shards, model, modules)
+    data = find_data_parallel(
+        model, model_axes=declarations.axes(of_samples=False), sample_axes=declarations.axes(of_samples=True)
+    )
+    return Layout(data=data, flat=find_flat_parameters(model), declarations=declarations)
+
+
+def places_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> dict[str, Place]:
+    """Where plain parameters lie that are parts of larger ones, by canonical path.
+
+    Raises:
+        ConfigError: What the user says does not fit one.
+    """
+    found = layout.declarations.of_parameters(parameters)
+    for path, parameter in parameters.items():
+        if (spec := localized_layout(parameter)) is not None:
+            found[path] = placed(spec.shape, spec.mesh, spec.placements)
+    return found
 
 
 def is_before_the_reduction(*, phase: str, stage: str, slot: str) -> bool:

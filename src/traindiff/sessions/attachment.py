@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from traindiff.engines.deepspeed_optimizer import EngineOptimizer
 from traindiff.engines.deepspeed_step import EngineOptimizerTap
+from traindiff.engines.layout import Layout
 from traindiff.errors import TraindiffWarning
 from traindiff.replicas.compiled import notice_compiled
 from traindiff.replicas.replica import Replica
@@ -114,7 +115,7 @@ class Attachment:
     def _attach(self, undo: ExitStack, settings: RecordSettings) -> None:
         targets, observe, sink = self._targets, self._observe, self._sink
         batch_axis = BatchAxis(settings.batch_axis, targets.modules)
-        self._report_unused = sink.guarded("batch_axis", partial(_report_unused, batch_axis))
+        self._report_unused = sink.guarded("batch_axis", partial(_report_unused, batch_axis, targets.layout))
         activations = ActivationTap(
             sink, batch_axis=batch_axis, forward="forward" in observe, backward="backward" in observe,
             evaluation=settings.evaluation, places=targets.layout.places_of,
@@ -128,7 +129,7 @@ class Attachment:
         # After the modules' own hooks: the root's output still belongs to the forward pass that this ends.
         root_forward = RootForwardTap(
             targets.roots, sink, batch_axis=batch_axis, observe_batch="batch" in observe,
-            evaluation=settings.evaluation,
+            evaluation=settings.evaluation, places=targets.layout.places_of,
             before_forward=self.settle,
             before_step=sink.guarded("model_state", self._model_state.before_step),
         )  # fmt: skip
@@ -179,7 +180,9 @@ class Attachment:
         self._on_step(name)
 
 
-def _report_unused(batch_axis: BatchAxis) -> None:
+def _report_unused(batch_axis: BatchAxis, layout: Layout) -> None:
     if patterns := batch_axis.unused:
         says = f"record(batch_axis=...): {', '.join(map(repr, patterns))} matches nothing that was observed."
         warnings.warn(says, TraindiffWarning, stacklevel=2)
+    for says in layout.declarations.unused:
+        warnings.warn(f"record(shards=...): {says}", TraindiffWarning, stacklevel=2)

@@ -74,6 +74,9 @@ def record(
         sample_order: Which samples of the global batch data-parallel ranks have, so that a recording of one process
             has them in the same places: `"blocks"` (the first ones on rank 0, the next on rank 1, ...) or
             `"interleaved"` (one each in turn, as `torch.utils.data.DistributedSampler` gives them).
+        shards: Which part of a larger tensor plain ones hold on each rank, as `traindiff.shard` says it, where the
+            engine does not tell: tensor parallelism by hand, attention on local heads, context parallelism. See
+            docs/parallel.md.
         evaluation: Record forward passes without gradients too.
         strict: Raise errors of traindiff's own instead of going on without the part that failed.
         replica: Perturb the training within rounding, **on purpose**, so that comparing it with the

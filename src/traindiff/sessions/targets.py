@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from traindiff.declared_shard import DeclaredShard
 from traindiff.engines.deepspeed_optimizer import EngineOptimizer, find_optimizers, is_engine_optimizer
-from traindiff.engines.layout import Layout, find_layout
+from traindiff.engines.layout import Layout, find_layout, places_of_parameters
 from traindiff.errors import ConfigError, Problem, TraindiffWarning
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.sessions.named_parameters import named_parameters
@@ -95,11 +96,14 @@ class Targets:
         }
 
 
-def find_targets(model: object, optimizer: Optimizers, *, select: Sequence[str]) -> Targets:
+def find_targets(
+    model: object, optimizer: Optimizers, *, select: Sequence[str], shards: Sequence[DeclaredShard] = ()
+) -> Targets:
     """Look up what `select` chooses of `model`.
 
     Raises:
-        ConfigError: `model` is not a module, `optimizer` is none, or nothing is selected.
+        ConfigError: `model` is not a module, `optimizer` is none, nothing is selected, or a declaration in `shards`
+            does not fit the model.
     """
     problems: list[Problem] = []
     if isinstance(model, (list, tuple)) and model and all(isinstance(part, nn.Module) for part in model):
@@ -117,8 +121,9 @@ def find_targets(model: object, optimizer: Optimizers, *, select: Sequence[str])
         raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
 
     modules: dict[str, Any] = _named_modules(model)
-    layout = find_layout(model)
+    layout = find_layout(model, shards=shards, modules=modules)
     parameters = named_parameters(model, layout.flat)
+    placed = places_of_parameters(layout, parameters.tensors)
     every_name = [*parameters.tensors, *parameters.tied]
     selected = {parameters.first(path) for path in every_name if any(matches(glob, path) for glob in select)}
     buffers = _canonical({name: name for name, _ in model.named_buffers()})
@@ -144,11 +149,11 @@ def find_targets(model: object, optimizer: Optimizers, *, select: Sequence[str])
         root=model,
         modules=chosen_modules,
         parameters=chosen_parameters,
-        shapes=parameters.shapes,
+        shapes={**parameters.shapes, **{path: place.shape for path, place in placed.items()}},
         buffers=chosen_buffers,
         names=parameters.ids,
         paths=frozenset(parameters.tensors),
-        layout=layout,
+        layout=replace(layout, parameters=placed),
         tied=parameters.tied,
         optimizers=find_optimizers(model, optimizers, parameters.ids),
     )

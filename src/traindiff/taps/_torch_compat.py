@@ -146,6 +146,26 @@ def data_mesh_of(module: Any) -> Any:
     return None if group is None else group.mesh_info.mesh
 
 
+def is_fully_sharded(module: Any) -> bool:
+    """Whether FSDP2 manages the module. Imports nothing: where there is one, its module is loaded."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def root_mesh(mesh: Any) -> Any:
+    """The mesh of which this one has some of the axes. There is no public way to ask."""
+    find = getattr(mesh, "_get_root_mesh", None)  # since torch 2.7
+    return mesh if find is None else find()
+
+
+def localized_layout(parameter: Any) -> Any:
+    """Layout of the DTensor for which a plain parameter stands, where DDP is used beside tensor parallelism; or None.
+
+    `torch.distributed.tensor.parallel.ddp` keeps it in an attribute of the parameter.
+    """
+    return getattr(parameter, "_st_info", None)
+
+
 def result_shape(node: Any, number: int) -> tuple[int, ...]:
     """Shape of a result of an operation, by its node in the graph of autograd and the number of the result."""
     return tuple(node._input_metadata[number].shape)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.kernels.torch_arrays import shape_of
+from traindiff.place import Places
 from traindiff.taps.batch_axis import BatchAxis, batch_first
 from traindiff.taps.compiled import tap_compiled_root
 from traindiff.taps.nested import tensors
@@ -27,6 +28,7 @@ class RootForwardTap:
         batch_axis: Recognises the batch axis.
         observe_batch: Whether inputs and random state are recorded; if not, only progress is kept.
         evaluation: Whether forward passes without gradients are recorded too.
+        places: Where an input that ranks hold parts of lies.
         before_forward: Called before every forward pass.
         before_step: Called before the first forward pass of each step that keeps gradients.
     """
@@ -39,6 +41,7 @@ class RootForwardTap:
         batch_axis: BatchAxis,
         observe_batch: bool,
         evaluation: bool,
+        places: Callable[[Tensor, str, str], Places | None],
         before_forward: Callable[[], None],
         before_step: Callable[[], None],
     ) -> None:
@@ -47,6 +50,7 @@ class RootForwardTap:
         self._batch_axis = batch_axis
         self._observe_batch = observe_batch
         self._evaluation = evaluation
+        self._places = places
         self._before_forward = before_forward
         self._before_step = before_step
         self._running: list[AbstractContextManager[None]] = []
@@ -104,9 +108,12 @@ class RootForwardTap:
         call = progress.next_call("", f"inputs {stage}")
         for slot, tensor in inputs:
             site = ("batch", stage, slot, str(call))
-            axis, shard = self._batch_axis.split(shape_of(tensor), path="", slot=slot, site=site, progress=progress)
+            places = self._places(tensor, "", slot)
+            shape = places.value.shape if places else shape_of(tensor)
+            axis, shard = self._batch_axis.split(shape, path="", slot=slot, site=site, progress=progress)
+            place = places.value.batch_first(axis) if places else None
             rows = batch_first(tensor, axis)
-            self._sink.emit(rows, phase="batch", path="", slot=slot, stage=stage, call=call, shard=shard)
+            self._sink.emit(rows, phase="batch", path="", slot=slot, stage=stage, call=call, shard=shard, place=place)
         if not progress.evaluating:
             self._random_state(call=call, stage="before")
 
