@@ -80,11 +80,11 @@ def test_every_problem_is_listed_at_once_with_near_misses() -> None:
         "  record(observe=...)\n"
         '    "gradient" is not something to observe.\n'
         '    Did you mean "grad"? '
-        "Known: backward, batch, forward, grad, grad.micro, loss, optimizer, param, replay, update.\n"
+        "Known: backward, batch, forward, grad, grad.micro, grad.stages, loss, optimizer, param, replay, update.\n"
         "\n"
         "  record(observe=...)\n"
         '    "weights" is not something to observe.\n'
-        "    Known: backward, batch, forward, grad, grad.micro, loss, optimizer, param, replay, update.\n"
+        "    Known: backward, batch, forward, grad, grad.micro, grad.stages, loss, optimizer, param, replay, update.\n"
         "\n"
         "  record(detail=...)\n"
         '    "sumary" is not a detail.\n'

@@ -16,6 +16,12 @@ Merge = Literal["shard", "sum", "mean"]
 """
 
 
+ALL_GRADIENTS = "(all parameters)"
+"""Path of what is done to the gradients of several parameters together."""
+
+LOSS_SCALE = "loss_scale"
+"""Path, in the phase `loss`, of the scale by which a loss is multiplied before `backward`."""
+
 NOT_CALLED = "no output was observed"
 """How the reason begins for a module of which not even a call was seen."""
 

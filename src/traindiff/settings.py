@@ -17,9 +17,10 @@ from traindiff.steps import ALL_STEPS, StepSelection, parse_steps
 OBSERVED_BY_DEFAULT = (*PHASES, "samples", "replay")
 """What is observed where nothing is chosen."""
 
-OBSERVABLE = (*OBSERVED_BY_DEFAULT, "grad.micro")
+OBSERVABLE = (*OBSERVED_BY_DEFAULT, "grad.micro", "grad.stages")
 """What `observe` may list: phases; `samples`, the batch sample by sample; `replay`, whether the optimizers do what they
-say; and `grad.micro`, each micro-batch's share of a gradient."""
+say; `grad.micro`, each micro-batch's share of a gradient; and `grad.stages`, gradients before they are unscaled and
+clipped."""
 
 SampleOrder = Literal["blocks", "interleaved"]
 """How data-parallel ranks share the samples of a global batch: each a block of them, or one each in turn."""

@@ -141,3 +141,8 @@ def places_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> di
 def is_before_the_reduction(*, phase: str, stage: str, slot: str) -> bool:
     """Whether each of several data-parallel ranks has a number of its own, of its own share of the loss."""
     return phase == "backward" or (phase, slot) == ("loss", "backward") or (phase, stage) == ("grad", "micro")
+
+
+def is_before_unscaling(*, phase: str, stage: str, slot: str) -> bool:
+    """Whether a loss scale is in such a tensor, where there is one."""
+    return is_before_the_reduction(phase=phase, stage=stage, slot=slot) or (phase, stage) == ("grad", "reduced")

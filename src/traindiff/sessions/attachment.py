@@ -22,6 +22,8 @@ from traindiff.site import matches
 from traindiff.taps.backward_calls import tap_backward_calls
 from traindiff.taps.batch_axis import BatchAxis
 from traindiff.taps.compiled import trace_hooks
+from traindiff.taps.gradient_stages import GradientStagesTap
+from traindiff.taps.loss_scale import tap_loss_scale
 from traindiff.taps.model_state import ModelStateTap
 from traindiff.taps.module_outputs import ActivationTap
 from traindiff.taps.optimizer_discovery import tap_optimizer_discovery
@@ -122,6 +124,8 @@ class Attachment:
         )  # fmt: skip
         undo.enter_context(tap_pipeline_calls(sink, targets.root.modules(), on_schedule=self._on_schedule))
         undo.enter_context(tap_backward_calls(sink, targets.names, observe_loss="loss" in observe))
+        if observe & {"loss", "backward", "grad"}:
+            undo.enter_context(tap_loss_scale(sink, targets.names))
         if observe & {"forward", "backward"}:
             self._report_silence = sink.guarded("module_outputs", activations.report_silence)
             undo.enter_context(activations.attach(targets.modules))
@@ -138,6 +142,12 @@ class Attachment:
             undo.enter_context(SamplesTap(targets.roots, sink, batch_axis=batch_axis).attach())
         if "grad.micro" in observe:
             undo.enter_context(tap_parameter_gradients(targets.leaves, targets.pieces_of, self._selects, sink))
+        if "grad" in observe:
+            stages = GradientStagesTap(
+                self._optimizers, holds=lambda tensor: id(tensor) in targets.names, sink=sink,
+                observe_gradients="grad.stages" in observe,
+            )  # fmt: skip
+            undo.enter_context(stages.attach())
         for name, optimizer in targets.optimizers.items():
             undo.enter_context(self._track(name, optimizer))
         if not targets.optimizers:

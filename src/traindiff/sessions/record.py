@@ -55,10 +55,12 @@ def record(
             counts its own steps, and the first also those of forward and backward passes. None
             finds the optimizers that hold parameters of `model` when they first step.
         observe: Some of `batch`, `forward`, `loss`, `backward`, `grad`, `optimizer`, `update`,
-            `param`, `samples`, `replay` and `grad.micro`. Default: all but `grad.micro`. `update` is the difference of
-            two `param` observations and makes sure that these are recorded. `replay` computes in float64 what
-            torch's SGD, Adam and AdamW should do with up to 65,536 elements of each parameter, in the first
-            three recorded steps and then in one of a hundred. In such a step it holds at most 64 MiB more,
+            `param`, `samples`, `replay`, `grad.micro` and `grad.stages`. Default: all but the last two. `update` is
+            the difference of two `param` observations and makes sure that these are recorded. `grad` is what
+            the optimizer sees; `grad.micro` adds each micro-batch's share of it, and `grad.stages` what it was
+            before a loss scaler unscaled it and before it was clipped, in trainings that do so.
+            `replay` computes in float64 what torch's SGD, Adam and AdamW should do with up to 65,536 elements of
+            each parameter, in the first three recorded steps and then in one of a hundred. In such a step it holds at most 64 MiB more,
             and takes as long as summarising four tensors of these elements. See docs/replay.md.
         select: Globs over canonical paths of modules and parameters, e.g. `"transformer.h.3.*"`.
         detail: What is kept of a tensor, one or several of `summary` (always; 1.2 kilobytes),

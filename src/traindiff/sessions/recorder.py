@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from traindiff.engines.layout import is_before_unscaling
 from traindiff.engines.pipeline import Pipeline, beside_pipeline, find_pipeline
 from traindiff.errors import ConfigError, Problem, UnsupportedTensorError
 from traindiff.kernels.store import SummaryStore
@@ -183,12 +184,15 @@ class Recorder:
         merge: Merge = "shard",
         weight: float = 1.0,
         place: Place | None = None,
+        scaled: bool | None = None,
         late: bool = False,
     ) -> None:
         """See `traindiff.taps.sink.Sink`. `late` files it under the step that has just ended."""
         self._read_arrived()
         progress = self.progress
         name = optimizer or progress.optimizer
+        if scaled is None:
+            scaled = progress.loss_scaled and is_before_unscaling(phase=phase, stage=stage, slot=slot)
         if place is None and shard is None:
             place = self._layout.place_of_parameter(tensor, path=path, phase=phase)
         shard = shard or Shard.whole(shape_of(tensor) if place is None else place.shape)
@@ -199,7 +203,7 @@ class Recorder:
                 optimizer=name, phase=phase, stage=stage, path=path, slot=slot, call=call,
                 order=progress.next_order(late=late), dtype=dtype_name(part.tensor), shard=part.shard,
                 merge=part.merge, weight=weight, term=part.term,
-                factor=self._layout.factor(phase=phase, stage=stage, slot=slot),
+                factor=self._layout.factor(phase=phase, stage=stage, slot=slot), scaled=scaled,
             )  # fmt: skip
             if self._forced is not None or not self._in_flight.holds(part.tensor, seen):
                 self._keep(part.tensor, seen)

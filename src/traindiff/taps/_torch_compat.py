@@ -54,6 +54,12 @@ def run_as_it_is(function: Callable[..., Any], *, callees: bool) -> None:
         set_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip if callees else default))
 
 
+def scale_of(scaler: Any) -> torch.Tensor | None:
+    """The scale of a `GradScaler`, on its device; None before the first loss. The public way waits for the device."""
+    scale: torch.Tensor | None = scaler._scale
+    return scale
+
+
 def compiled_code_ran() -> bool:
     """Whether anything was compiled since `forget_compiled_code`. There is no public count."""
     module = sys.modules.get("torch._dynamo.convert_frame")

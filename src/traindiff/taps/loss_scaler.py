@@ -1,46 +1,54 @@
-"""Follow `GradScaler.step`, which may leave out the step of the optimizer that it was called for."""
+"""Follow `GradScaler`: it scales the loss, unscales gradients, and may leave out an optimizer's step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from traindiff.taps._torch_compat import run_as_it_is
+from traindiff.taps._torch_compat import run_as_it_is, scale_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Listener:
-    before: Callable[[Optimizer], None]
-    after: Callable[[Optimizer], None] | None
+class ScalerListener:
+    """What is called when a scaler does something.
+
+    Attributes:
+        before: Before `step`, with the optimizer.
+        after: After it, also by taps that were attached in between. Not called if it raised.
+        before_unscaling: Before `unscale_`, with the optimizer; also where `step` calls it.
+        after_unscaling: After it.
+        scaled: After `scale`, with what it returned and the scale, on its device. Not called by a disabled scaler.
+    """
+
+    before: Callable[[Optimizer], None] | None = None
+    after: Callable[[Optimizer], None] | None = None
+    before_unscaling: Callable[[Optimizer], None] | None = None
+    after_unscaling: Callable[[Optimizer], None] | None = None
+    scaled: Callable[[Any, Tensor], None] | None = None
 
 
-_listeners: list[_Listener] = []
-_patched: dict[str, Callable[..., Any]] = {}
+_listeners: list[ScalerListener] = []
+_patched: dict[tuple[type, str], Callable[..., Any]] = {}
+_running: set[tuple[int, str]] = set()
 
 
-def tap_loss_scaler(
-    *, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None] | None = None
-) -> ExitStack:
-    """Call functions around every `GradScaler.step`, with the optimizer that it was given.
+def tap_loss_scaler(listener: ScalerListener) -> ExitStack:
+    """Have a listener called by every `GradScaler`, those of FSDP and of other subclasses included.
 
-    There is no hook for it, so the method is replaced while at least one tap is attached, and put back
+    There are no hooks for it, so the methods are replaced while at least one tap is attached, and put back
     when the last one is removed. What a scaler decides on the device, inside a fused optimizer's own
     step, is not seen.
-
-    Args:
-        before: Called before it.
-        after: Called after it, also by taps that were attached in between. Not called if it raised.
 
     Returns:
         Close it to remove the tap.
     """
-    listener = _Listener(before=before, after=after)
     _listeners.append(listener)
     if len(_listeners) == 1:
         _install()
@@ -50,26 +58,75 @@ def tap_loss_scaler(
 
 
 def _install() -> None:
-    original = GradScaler.step
-
-    @wraps(original)
-    def step(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        for listener in _listeners.copy():
-            listener.before(optimizer)
-        result = original(self, optimizer, *args, **kwargs)
-        for listener in _listeners.copy():
-            if listener.after is not None:
-                listener.after(optimizer)
-        return result
-
-    run_as_it_is(step, callees=False)
-    _patched["step"] = original
-    GradScaler.step = step  # type: ignore[method-assign]
+    for kind in _kinds(GradScaler):
+        for name, replacement in (("scale", _scale), ("unscale_", _unscale), ("step", _step)):
+            if name in vars(kind):
+                _patched[kind, name] = original = vars(kind)[name]
+                setattr(kind, name, _once(name, original, replacement))
 
 
-def _remove(listener: _Listener) -> None:
+def _remove(listener: ScalerListener) -> None:
     if listener not in _listeners:
         return
     _listeners.remove(listener)
     if not _listeners:
-        GradScaler.step = _patched.pop("step")  # type: ignore[method-assign]
+        while _patched:
+            (kind, name), original = _patched.popitem()
+            setattr(kind, name, original)
+
+
+def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    for subclass in kind.__subclasses__():
+        yield from _kinds(subclass)
+
+
+def _once(name: str, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """A method in place of `original`; as it was where a subclass's method of the same name calls it."""
+
+    @wraps(original)
+    def method(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        running = (id(self), name)
+        if running in _running:
+            return original(self, *args, **kwargs)
+        _running.add(running)
+        try:
+            return replacement(original, self, *args, **kwargs)
+        finally:
+            _running.discard(running)
+
+    run_as_it_is(method, callees=False)
+    run_as_it_is(replacement, callees=False)
+    return method
+
+
+def _scale(original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
+    scaled = original(scaler, outputs)
+    if scaler.is_enabled() and (scale := scale_of(scaler)) is not None:
+        for listener in _listeners.copy():
+            if listener.scaled is not None:
+                listener.scaled(scaled, scale)
+    return scaled
+
+
+def _unscale(original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer) -> None:
+    for listener in _listeners.copy():
+        if listener.before_unscaling is not None and scaler.is_enabled():
+            listener.before_unscaling(optimizer)
+    original(scaler, optimizer)
+    for listener in _listeners.copy():
+        if listener.after_unscaling is not None and scaler.is_enabled():
+            listener.after_unscaling(optimizer)
+
+
+def _step(
+    original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
+) -> float | None:
+    for listener in _listeners.copy():
+        if listener.before is not None:
+            listener.before(optimizer)
+    result: float | None = original(scaler, optimizer, *args, **kwargs)
+    for listener in _listeners.copy():
+        if listener.after is not None:
+            listener.after(optimizer)
+    return result

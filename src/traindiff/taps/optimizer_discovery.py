@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from traindiff.taps.loss_scaler import tap_loss_scaler
+from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
 
 
 def tap_optimizer_discovery(parameter_ids: Collection[int], found: Callable[[Optimizer], None]) -> ExitStack:
@@ -34,6 +34,6 @@ def tap_optimizer_discovery(parameter_ids: Collection[int], found: Callable[[Opt
             found(optimizer)
 
     undo = ExitStack()
-    undo.enter_context(tap_loss_scaler(before=before_step))  # which may leave out the very first step
+    undo.enter_context(tap_loss_scaler(ScalerListener(before=before_step)))  # which may leave out the very first step
     undo.callback(register_optimizer_step_pre_hook(before_step).remove)
     return undo

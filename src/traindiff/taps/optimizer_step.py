@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from traindiff.shard import Piece
 from traindiff.taps.compiled import tap_compiled_optimizer
-from traindiff.taps.loss_scaler import tap_loss_scaler
+from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
 from traindiff.taps.nested import tensors
 from traindiff.taps.pieces import PiecesOf, emit_pieces
 from traindiff.taps.sink import Sink
@@ -76,8 +76,8 @@ class OptimizerTap:
             undo.callback(self.optimizer.register_step_post_hook(self._end_step).remove)
             compiled = _Compiled(guarded(self._begin_compiled), guarded(self._end_compiled))
             undo.enter_context(tap_compiled_optimizer(self.optimizer, compiled))
-            skip = guarded(self._skip)
-            undo.enter_context(tap_loss_scaler(before=self._before_scaler, after=partial(self._after_scaler, skip)))
+            scaler = ScalerListener(before=self._before_scaler, after=partial(self._after_scaler, guarded(self._skip)))
+            undo.enter_context(tap_loss_scaler(scaler))
             return undo.pop_all()
 
     def settle(self) -> None:
@@ -105,16 +105,25 @@ class OptimizerTap:
         if "optimizer" in self._observe:
             self._hyper_parameters()
         if not self._has_closure:
-            with self._sink.together():
-                self._gradients()
+            self.gradients()
+
+    def gradients(self, stage: str = "") -> None:
+        """Record gradients as they are now: as the optimizer sees them, or at a stage before that."""
+        if "grad" not in self._observe:
+            return
+        # A fused optimizer is left the loss scale, and divides by it itself.
+        scaled = None if stage else isinstance(getattr(self.optimizer, "grad_scale", None), Tensor)
+        with self._sink.together():
+            for parameter, pieces in self._selected():
+                self._gradient(parameter, pieces, stage=stage, scaled=scaled)
 
     def after_step(self, *_: Any) -> None:
         """Record state and parameters."""
         if not self._sink.progress.observing:
             return
+        if self._has_closure:
+            self.gradients()
         with self._sink.together():
-            if self._has_closure:
-                self._gradients()
             for parameter, pieces in self._selected():
                 if "optimizer" in self._observe:
                     self._state(parameter, pieces)
@@ -163,15 +172,11 @@ class OptimizerTap:
             if chosen := [piece for piece in pieces if self._selects(piece.path)]:
                 yield parameter, chosen
 
-    def _gradients(self) -> None:
-        if "grad" in self._observe:
-            for parameter, pieces in self._selected():
-                self._gradient(parameter, pieces)
-
-    def _gradient(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
+    def _gradient(self, parameter: Tensor, pieces: Sequence[Piece], *, stage: str, scaled: bool | None) -> None:
         if parameter.grad is not None:
-            self._emit_pieces(as_dense(parameter.grad), pieces, phase="grad", slot="grad")
-        elif parameter.requires_grad:
+            gradient = as_dense(parameter.grad)
+            self._emit_pieces(gradient, pieces, phase="grad", slot="grad", stage=stage, scaled=scaled)
+        elif parameter.requires_grad and not stage:
             reason = "no gradient: parameter.grad is None when the optimizer steps"
             for piece in pieces:
                 self._sink.unobserved(reason, phase="grad", path=piece.path, slot="grad", optimizer=self.name)
@@ -205,8 +210,8 @@ class OptimizerTap:
             for index, one in enumerate(value):
                 self._numbers(one, path=path, slot=f"{slot}[{index}]")
 
-    def _emit_pieces(self, tensor: Tensor, pieces: Sequence[Piece], *, phase: str, slot: str) -> None:
-        emit_pieces(self._sink, tensor, pieces, phase=phase, slot=slot, optimizer=self.name)
+    def _emit_pieces(self, tensor: Tensor, pieces: Sequence[Piece], *, phase: str, slot: str, **about: Any) -> None:
+        emit_pieces(self._sink, tensor, pieces, phase=phase, slot=slot, optimizer=self.name, **about)
 
     def _emit(self, tensor: Tensor, *, phase: str, path: str, slot: str) -> None:
         self._sink.emit(tensor, phase=phase, path=path, slot=slot, optimizer=self.name)

@@ -33,6 +33,7 @@ class Progress:
         chunk: What a stage of a pipeline works on, while it does: then micro-steps are its micro-batches.
         num_stages: Stages of the pipeline; 1 where there is none.
         hidden: Inside calls of modules that are no part of the training.
+        loss_scaled: The loss of this step was multiplied by a loss scale.
     """
 
     optimizer: str = "optimizer"
@@ -53,6 +54,7 @@ class Progress:
     chunk: Chunk | None = None
     num_stages: int = 1
     hidden: bool = False
+    loss_scaled: bool = False
     _chunks: tuple[int, int] = (0, 0)  # of this step: before the running call of the schedule, and with it
     _chunk_states: dict[tuple[int, int], ChunkState] = field(default_factory=dict)
     _calls: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -126,6 +128,8 @@ class Progress:
             self.micro_step += 1
             self.backward_done = False
             self._calls.clear()
+        if not evaluating and not self.forward_done:
+            self.loss_scaled = False
         self.batch, self.evaluating = batch, evaluating
         if batch and not evaluating:
             self.latest_batch, self.samples = batch, batch.size

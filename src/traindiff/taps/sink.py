@@ -35,11 +35,12 @@ class Sink(Protocol):
         merge: Merge = "shard",
         weight: float = 1.0,
         place: Place | None = None,
+        scaled: bool | None = None,
     ) -> None:
         """Summarise `tensor` now; what is left out comes from `progress`, or means the whole tensor.
 
         `place` says what of a larger tensor a plain one is that other ranks hold the rest of, and `shard` is then said
-        of that one.
+        of that one. `scaled` says whether the loss scale is in it; left out, that follows from its phase and stage.
         """
 
     def unobserved(

@@ -1,0 +1,128 @@
+"""Observe what is done to gradients between the backward pass and the optimizer: unscaling and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from traindiff.observation import ALL_GRADIENTS
+from traindiff.taps.clipping import Clipping, ClippingListener, tap_clipping
+from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
+from traindiff.taps.optimizer_step import OptimizerTap
+from traindiff.taps.sink import Sink
+
+
+class GradientStagesTap:
+    """Record each call that clips gradients, and if asked for, gradients before they are unscaled and clipped.
+
+    Of a call that clips, the limit and the norm that it found are recorded (phase `grad`, stage `clipped`). Gradients
+    are recorded at stage `reduced`, before anything is done to them, and at stage `unscaled`, when a loss scale was
+    divided out; each only before a call that changes them: without one, they are what the optimizer sees.
+
+    Args:
+        optimizers: The optimizers that are followed, by name; may grow.
+        holds: Whether a tensor is a parameter of the model.
+        sink: Receives the observations.
+        observe_gradients: Whether gradients are recorded.
+    """
+
+    def __init__(
+        self,
+        optimizers: Mapping[str, OptimizerTap],
+        *,
+        holds: Callable[[Tensor], bool],
+        sink: Sink,
+        observe_gradients: bool,
+    ) -> None:
+        self._optimizers = optimizers
+        self._holds = holds
+        self._sink = sink
+        self._observe_gradients = observe_gradients
+        self._stages: dict[str, tuple[int, str]] = {}  # by optimizer: the step, and the next stage to be recorded
+
+    def attach(self) -> ExitStack:
+        """Follow the calls. Close the result to remove the tap."""
+        guarded = partial(self._sink.guarded, "gradient_stages")
+        with ExitStack() as undo:
+            undo.enter_context(
+                tap_loss_scaler(
+                    ScalerListener(
+                        before_unscaling=guarded(self._before_unscaling),
+                        after_unscaling=guarded(self._after_unscaling),
+                    )
+                )
+            )
+            undo.enter_context(
+                tap_clipping(
+                    ClippingListener(before=guarded(self._before_clipping), after=guarded(self._after_clipping))
+                )
+            )
+            return undo.pop_all()
+
+    def _before_unscaling(self, optimizer: Optimizer) -> None:
+        for tap in self._optimizers.values():
+            if tap.optimizer is optimizer:
+                self._record(tap)
+
+    def _after_unscaling(self, optimizer: Optimizer) -> None:
+        for tap in self._optimizers.values():
+            if tap.optimizer is optimizer:
+                self._next(tap, "unscaled")
+
+    def _before_clipping(self, clipping: Clipping) -> None:
+        for tap in self._concerned(clipping):
+            self._record(tap)
+
+    def _after_clipping(self, clipping: Clipping, norm: Tensor | None) -> None:
+        concerned = self._concerned(clipping)
+        for tap in concerned:
+            self._next(tap, "")
+        if not any(self._holds(parameter) for parameter in clipping.parameters) or not self._sink.progress.observing:
+            return
+        call = self._sink.progress.next_call(ALL_GRADIENTS, "clipped")
+        emit = partial(
+            self._sink.emit, phase="grad", stage="clipped", path=ALL_GRADIENTS, call=call,
+            optimizer=concerned[0].name if concerned else None,
+        )  # fmt: skip
+        if norm is not None:
+            _emit_norm(emit, norm)
+        limit = clipping.limit
+        number = limit if isinstance(limit, Tensor) else torch.tensor(float(limit), dtype=torch.float64, device="cpu")
+        emit(number.reshape(()), slot="max_value" if norm is None else "max_norm", merge="mean")
+
+    def _concerned(self, clipping: Clipping) -> list[OptimizerTap]:
+        held = {id(parameter) for parameter in clipping.parameters}
+        return [tap for tap in self._optimizers.values() if any(id(one) in held for _, one, _ in tap.held())]
+
+    def _record(self, tap: OptimizerTap) -> None:
+        """Record gradients that a call is about to change, unless this stage of them was recorded."""
+        stage = self._stage(tap)
+        if stage and self._observe_gradients and self._sink.progress.observing:
+            tap.gradients(stage)
+
+    def _stage(self, tap: OptimizerTap) -> str:
+        step = self._sink.progress.steps.get(tap.name, 0)
+        begun, stage = self._stages.get(tap.name, (-1, ""))
+        return stage if begun == step else "reduced"
+
+    def _next(self, tap: OptimizerTap, stage: str) -> None:
+        self._stages[tap.name] = self._sink.progress.steps.get(tap.name, 0), stage
+
+
+def _emit_norm(emit: Callable[..., None], norm: Any) -> None:
+    """Hand on a norm; squared where each rank has that of its own part, so that they can be added up."""
+    placements = getattr(norm, "placements", ())
+    if not any(placement.is_partial() for placement in placements):
+        emit(norm.to_local() if placements else norm.reshape(()), slot="norm", merge="mean")
+        return
+    from torch.distributed.tensor import DTensor, Partial
+
+    summed = [Partial() if placement.is_partial() else placement for placement in placements]
+    squares = norm.to_local().square()
+    emit(DTensor.from_local(squares, norm.device_mesh, summed, run_check=False), slot="squared_norm", merge="sum")

@@ -1,0 +1,41 @@
+"""Observe the scale by which a loss is multiplied before `backward`, so that gradients can be divided by it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from traindiff.observation import LOSS_SCALE
+from traindiff.taps.graph_leaves import may_reach
+from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
+from traindiff.taps.nested import tensors
+from traindiff.taps.sink import Sink
+
+
+def tap_loss_scale(sink: Sink, parameter_ids: Collection[int]) -> ExitStack:
+    """Record the scale (phase `loss`, path `loss_scale`) when a scaler multiplies a loss of the model by it.
+
+    From then on until the next step, what comes of that loss is scaled: `Progress.loss_scaled`.
+
+    Args:
+        sink: Receives the scale, on its device.
+        parameter_ids: Ids of the model's parameters.
+
+    Returns:
+        Close it to remove the tap.
+    """
+    return tap_loss_scaler(ScalerListener(scaled=sink.guarded("loss_scale", partial(_scaled, sink, parameter_ids))))
+
+
+def _scaled(sink: Sink, parameter_ids: Collection[int], outputs: Any, scale: Tensor) -> None:
+    if not may_reach([tensor for _, tensor in tensors(outputs, "")], parameter_ids):
+        return
+    progress = sink.progress
+    progress.loss_scaled = True
+    if progress.observing:
+        call = progress.next_call(LOSS_SCALE, "")
+        sink.emit(scale.reshape(()), phase="loss", path=LOSS_SCALE, slot="value", call=call, merge="mean")
