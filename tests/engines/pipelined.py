@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -157,6 +158,7 @@ def train_pipelined(
     loss_fn = mean_loss if scale_grads else lambda logits, labels: mean_loss(logits, labels) / chunks
     if schedule == "traced":
         model = make_model(dtype, traced=True)
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # torch.export's own
         points = {f"blocks.{n * BLOCKS // num_ranks}": SplitPoint.BEGINNING for n in range(1, num_ranks)}
         example = torch.zeros(size // chunks, LENGTH, dtype=torch.long)
         stages = [pipeline(model, (example,), split_spec=points).build_stage(place, device, mesh.get_group("stages"))]
