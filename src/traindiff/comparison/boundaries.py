@@ -39,10 +39,10 @@ def boundary_findings(table: Mapping[Key, Entry], *, step: int) -> Iterator[Find
             continue
         size = max(float("inf") if one is None else one for _, _, one in wrong)
         ends = (number, number + 1) if forward else (number + 1, number)
-        first = _first_of_stage(table, received)
+        order, first = _first_of_stage(table, received)
         yield Finding(
             step=step, micro_step=wrong[0][1].micro_step, rank=wrong[0][1].rank, phase=key.phase, stage="",
-            path=first.path if first else key.path, slot=f"received{slot[1]}", call=0, order=received.order, kind=KIND,
+            path=first.path, slot=f"received{slot[1]}", call=0, order=order, kind=KIND,
             difference=size, floor=0.0, says=_says(sent, wrong, ends, micro_steps=num_micro_steps(table)),
             evidence={"stage": ends[1], "micro_steps": [part.micro_step for _, part, _ in wrong]},
         )  # fmt: skip
@@ -72,15 +72,16 @@ def _alone(entry: Entry, part: Held) -> Entry:
     return Entry(key=entry.key, order=entry.order, dtype=entry.dtype, shape=part.shard.shape, summary=part.summary)
 
 
-def _first_of_stage(table: Mapping[Key, Entry], received: Entry) -> Key | None:
-    """The first site after the boundary."""
+def _first_of_stage(table: Mapping[Key, Entry], received: Entry) -> tuple[int, Key]:
+    """The first site after the boundary, and its place in execution order; the boundary itself where there is none."""
     place, phase = received.order // PLACE, received.key.phase
     following = (
         (entry.order, key)
         for key, entry in table.items()
         if key.phase == phase and not key.stage and entry.order // PLACE == place
     )
-    return min(following, default=(0, None))[1]
+    order, key = min(following, default=(received.order, received.key))
+    return min(order, received.order), key
 
 
 def _says(
