@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     SplitPoint,
     pipeline,
 )
@@ -87,6 +88,12 @@ WRAPS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
 }
 """What else divides the batch."""
 
+SEVERAL_STAGES: dict[str, Any] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero bubble": ScheduleInterleavedZeroBubble,
+}
+"""Schedules with two stages per rank."""
+
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
@@ -152,7 +159,7 @@ def train_pipelined(
     num_ranks = world_size // pipelines
     mesh = init_device_mesh("cpu", (pipelines, num_ranks), mesh_dim_names=("data", "stages"))
     mine, place = divmod(rank, num_ranks)
-    each = 2 if schedule == "interleaved" else 1
+    each = 2 if schedule in SEVERAL_STAGES else 1
     numbers = [place + number * num_ranks for number in range(each)]
     device = torch.device("cpu")
     loss_fn = mean_loss if scale_grads else lambda logits, labels: mean_loss(logits, labels) / chunks
@@ -173,8 +180,8 @@ def train_pipelined(
         ]  # fmt: skip
     parts = [stage.submod for stage in stages]
     kinds = {"gpipe": ScheduleGPipe, "traced": ScheduleGPipe, "1f1b": Schedule1F1B}
-    if schedule == "interleaved":
-        runs: Any = ScheduleInterleaved1F1B(stages, chunks, loss_fn, scale_grads=scale_grads)
+    if schedule in SEVERAL_STAGES:
+        runs: Any = SEVERAL_STAGES[schedule](stages, chunks, loss_fn, scale_grads=scale_grads)
     else:
         runs = kinds[schedule](stages[0], chunks, loss_fn, scale_grads=scale_grads)
     if spoil:

@@ -26,6 +26,7 @@ CORRECT: dict[int, Trainings] = {
         "gpipe": {"observe": WITH_MICRO},
         "1f1b": {"schedule": "1f1b", "dtype": torch.bfloat16},
         "two stages per rank": {"schedule": "interleaved"},
+        "backward passes in two halves": {"schedule": "zero bubble"},
         "gradients that are not scaled": {"scale_grads": False},
         "tied": {"tied": True, "observe": WITH_MICRO},
         "traced": {"schedule": "traced"},

@@ -122,7 +122,11 @@ class Attachment:
             sink, batch_axis=batch_axis, forward="forward" in observe, backward="backward" in observe,
             evaluation=settings.evaluation, places=targets.layout.places_of,
         )  # fmt: skip
-        undo.enter_context(tap_pipeline_calls(sink, targets.root.modules(), on_schedule=self._on_schedule))
+        undo.enter_context(
+            tap_pipeline_calls(
+                sink, targets.root.modules(), observe_loss="loss" in observe, on_schedule=self._on_schedule
+            )
+        )
         undo.enter_context(tap_backward_calls(sink, targets.names, observe_loss="loss" in observe))
         if observe & {"loss", "backward", "grad"}:
             undo.enter_context(tap_loss_scale(sink, targets.names))

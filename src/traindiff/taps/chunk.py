@@ -17,6 +17,7 @@ class Chunk:
         number: The micro-batch's number in this call of the schedule.
         count: How many micro-batches that has.
         backward: Whether the stage works on its backward pass.
+        again: Whether that goes through nodes a second time, for the gradients of parameters alone.
     """
 
     stage: int
@@ -24,6 +25,7 @@ class Chunk:
     number: int
     count: int
     backward: bool = False
+    again: bool = False
 
     @property
     def is_first(self) -> bool:

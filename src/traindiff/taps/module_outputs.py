@@ -273,6 +273,8 @@ class _Gradient:
         progress = self.sink.progress
         if progress.chunk is not None and (progress.step, progress.micro_step) != (self.step, self.micro_step):
             return  # on a leaf, which another micro-batch has, too
+        if progress.chunk is not None and progress.chunk.again and self.times:
+            return
         # A second backward through the same graph brings another term, not a new gradient.
         stage = f"again[{self.times}]" if self.times else self.stage
         self.times += 1

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from traindiff.taps._torch_compat import num_chunks_of, pipeline_classes, runs_backward, stages_of
 from traindiff.taps.chunk import Chunk
 from traindiff.taps.sink import Sink
 
 _CHUNK_METHODS = {
-    "forward_one_chunk": False,
-    "backward_one_chunk": True,
-    "backward_weight_one_chunk": True,
+    "forward_one_chunk": {"backward": False, "again": False},
+    "backward_one_chunk": {"backward": True, "again": False},
+    "backward_weight_one_chunk": {"backward": True, "again": True},
 }
-"""What a schedule calls for each micro-batch, and whether that is a part of its backward pass."""
+"""What a schedule calls for each micro-batch, and what that is; see `Chunk`."""
 
 _patched: list[tuple[type[Any], str, Callable[..., Any]]] = []
 
 
 def tap_pipeline_calls(
-    sink: Sink, modules: Iterable[nn.Module], *, on_schedule: Callable[[Any, list[Any]], None]
+    sink: Sink,
+    modules: Iterable[nn.Module],
+    *,
+    observe_loss: bool,
+    on_schedule: Callable[[Any, list[Any]], None],
 ) -> ExitStack:
     """Follow `torch.distributed.pipelining`, if it was imported, where stages hold the model's modules.
 
@@ -35,6 +39,7 @@ def tap_pipeline_calls(
         sink: Its `progress` is told what the stages work on. Passes with which a schedule finds out shapes
             before its first step are hidden from all taps.
         modules: All modules of the model, or of the part of it that this rank has.
+        observe_loss: Whether losses are recorded that a schedule does not call `backward` on.
         on_schedule: Called with a schedule and its stages on this rank, each time before it runs a batch.
 
     Returns:
@@ -44,7 +49,7 @@ def tap_pipeline_calls(
     classes = pipeline_classes()
     if classes is None:
         return undo
-    listener = _Listener(sink, modules, on_schedule)
+    listener = _Listener(sink, modules, on_schedule, observe_loss=observe_loss)
     _listeners.append(listener)
     if len(_listeners) == 1:
         _install(*classes)
@@ -53,8 +58,16 @@ def tap_pipeline_calls(
 
 
 class _Listener:
-    def __init__(self, sink: Sink, modules: Iterable[nn.Module], on_schedule: Callable[[Any, list[Any]], None]) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        modules: Iterable[nn.Module],
+        on_schedule: Callable[[Any, list[Any]], None],
+        *,
+        observe_loss: bool,
+    ) -> None:
         self._sink = sink
+        self._observe_loss = observe_loss
         self._ours = {id(module) for module in modules}
         self._count = 1
         self._on_schedule = on_schedule
@@ -71,13 +84,17 @@ class _Listener:
             self._sink.progress.begin_schedule(num_stages=stages[0].num_stages, num_chunks=self._count)
         hidden.enter_context(self._sink.progress.hiding())
 
-    def _begin_chunk(self, stage: Any, number: int, working: ExitStack, *, backward: bool) -> None:
+    def _begin_chunk(
+        self, stage: Any, number: int, working: ExitStack, *, kind: Mapping[str, bool], loss: Tensor | None
+    ) -> None:
         if self._holds_ours(stage):
             chunk = Chunk(
                 stage=stage.stage_index, num_stages=stage.num_stages, number=number, count=self._count,
-                backward=backward,
+                **kind,
             )  # fmt: skip
             working.enter_context(self._sink.progress.working_on(chunk))
+            if loss is not None and self._observe_loss and self._sink.progress.observing:
+                self._sink.emit(loss.reshape(()), phase="loss", path="loss", slot="backward", merge="sum")
 
     def _holds_ours(self, stage: Any) -> bool:
         return any(id(module) in self._ours for module in stage.submod.modules())
@@ -89,8 +106,8 @@ _listeners: list[_Listener] = []
 def _install(stage: type[Any], *schedules: type[Any]) -> None:
     for schedule, name in zip(schedules, ("_initialize_stage", "_initialize_stages"), strict=True):
         _replace(schedule, name, _initialising)
-    for name, backward in _CHUNK_METHODS.items():
-        _replace(stage, name, partial(_working, backward=backward))
+    for name, kind in _CHUNK_METHODS.items():
+        _replace(stage, name, partial(_working, kind))
 
 
 def _replace(owner: type[Any], name: str, around: Callable[..., Any]) -> None:
@@ -115,10 +132,14 @@ def _initialising(schedule: Any, *_: Any, **__: Any) -> Iterator[None]:
         yield
 
 
-def _working(stage: Any, number: int, *_: Any, backward: bool, **__: Any) -> Iterator[None]:
+def _working(
+    kind: Mapping[str, bool], stage: Any, number: int, *_: Any, loss: Any = None, full_backward: bool = True, **__: Any
+) -> Iterator[None]:
+    # Of a full backward pass the loss is seen where `backward` is called on it.
+    alone = loss if isinstance(loss, Tensor) and not full_backward and not stage.is_first else None
     with ExitStack() as working:
         for listener in _listeners.copy():
-            listener.begin_chunk(stage, number, working, backward=backward)
+            listener.begin_chunk(stage, number, working, kind=kind, loss=alone)
         yield
 
 
