@@ -181,7 +181,7 @@ def test_a_micro_batch_that_is_lost_doubled_or_scaled(factors: tuple[float, ...]
     parts = [random(32, 40, seed=10 + number) for number in range(len(factors))]
     baseline = np.sum(parts, axis=0)
     candidate = np.sum([part * np.float32(factor) for part, factor in zip(parts, factors, strict=True)], axis=0)
-    contributions = {number: summary_of(part) for number, part in enumerate(parts)}
+    contributions = {(number, 0): summary_of(part) for number, part in enumerate(parts)}
 
     found = look(baseline, candidate, micro_steps=len(factors), contributions=contributions)
 

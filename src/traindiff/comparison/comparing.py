@@ -18,6 +18,7 @@ from traindiff.comparison.alignment import (
 )
 from traindiff.comparison.boundaries import without_boundaries
 from traindiff.comparison.circumstances import circumstances, not_forced, other_dtypes, other_models
+from traindiff.comparison.clipping import clip_factor, clipping_findings, clipping_note, clips, with_stages
 from traindiff.comparison.derived import gradient_norms
 from traindiff.comparison.exact import (
     EXACT_KINDS,
@@ -27,6 +28,7 @@ from traindiff.comparison.exact import (
     settings_of,
 )
 from traindiff.comparison.judge import Judge, StepInput
+from traindiff.comparison.loss_scale import loss_scale, scale_factors, scale_note
 from traindiff.comparison.measure import Tolerance, parse_tolerance
 from traindiff.comparison.noise import Calibration, Replicas, StepNoise, calibrate
 from traindiff.comparison.one_run import BothRuns, run_facts
@@ -44,6 +46,7 @@ from traindiff.errors import ConfigError, Problem
 from traindiff.recording import Recording, open_recording
 from traindiff.site import ROOT
 from traindiff.steps import StepSelection, parse_steps
+from traindiff.summary import add
 
 Progress = Callable[[int], None]
 """Called with the number of each step after it was compared."""
@@ -126,6 +129,7 @@ class _Comparing:
         self._surroundings: Surroundings | None = None
         self._compared: list[int] = []
         self._uncovered: list[int] = []
+        self._notes: dict[str, None] = {}
         self._alone: tuple[list[int], list[int]] = ([], [])
         self._other_dtypes: dict[tuple[str, str], set[Key]] = {}
         self._settings_before: dict[tuple[str, str], tuple[float, Entry]] = {}
@@ -168,7 +172,7 @@ class _Comparing:
         sides = (self._sides[0].step(left), self._sides[1].step(right))
         if left.step not in self._selection:
             return
-        tables = join(sides)
+        tables = self._with_stages(join(sides))
         if left.missing != right.missing:  # of the same ranks of both runs, what they have is compared
             tables = (
                 self._sides[0].without_missing(tables[0], left), self._sides[1].without_missing(tables[1], right)
@@ -184,6 +188,10 @@ class _Comparing:
             if pair.baseline.dtype != pair.candidate.dtype:
                 dtypes = (pair.baseline.dtype, pair.candidate.dtype)
                 self._other_dtypes.setdefault(dtypes, set()).add(pair.baseline.key)
+        clipped = (clips(tables[0]), clips(tables[1]))
+        scales = (loss_scale(tables[0]), loss_scale(tables[1]))
+        findings += clipping_findings(*clipped, step=left.step)
+        self._notes.update(dict.fromkeys(filter(None, (clipping_note(*clipped), scale_note(*scales)))))
         findings += recomputation_findings(tables[0], tables[1], step=left.step)
         found = self._each.findings(tables, step=left.step)
         findings += [with_names(one, self._copies[one.evidence["run"] == "candidate"], self._rename) for one in found]
@@ -209,10 +217,17 @@ class _Comparing:
                 samples=max((int(e.summary["count"]) for k, e in tables[0].items() if k.phase == "batch"), default=1),
                 batches=(samples_of(tables[0]), samples_of(tables[1])),
                 noise=self._noise(left, sides[0]),
+                factors=(*scale_factors(*scales), *clip_factor(*clipped)),
             )
         )
         if agreed and self._judge.findings:
             self._surroundings = surroundings(self._judge.findings[0], pairs, aligned)
+
+    def _with_stages(
+        self, tables: tuple[dict[Key, Entry], dict[Key, Entry]]
+    ) -> tuple[dict[Key, Entry], dict[Key, Entry]]:
+        left, right = ("grad.stages" in side.recorded for side in self._sides)
+        return with_stages(tables[0], tables[1], asked=left), with_stages(tables[1], tables[0], asked=right)
 
     def _noise(self, step: RunStep, side: SideStep) -> StepNoise | None:
         if not self._calibration.names:
@@ -258,6 +273,7 @@ class _Comparing:
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
         notes += other_models((self._sides[0].model, self._sides[1].model), self._presence.known)
         notes += other_dtypes(self._other_dtypes)
+        notes += self._notes
         notes += not_forced([self._runs[1].rank_content(rank) for rank in self._runs[1].ranks])
         return [*notes, *circumstances(self._runs[0].run, self._runs[1].run)], incomplete
 
@@ -303,7 +319,7 @@ class _Comparing:
             if missing:
                 notes.append(f"Not recorded in the {name}, so not compared: {', '.join(missing)}.")
                 # Evaluation and micro-batches come on top; without a whole phase the rest is a part.
-                incomplete |= bool(missing.keys() - {"evaluation", "grad.micro"})
+                incomplete |= bool(missing.keys() - {"evaluation", "grad.micro", "grad.stages"})
         return notes, incomplete
 
     def _word(self, findings: Sequence[Finding], *, incomplete: bool) -> Word:
@@ -346,12 +362,17 @@ def _is_of_candidate(finding: Finding) -> bool:
     return finding.kind in ("extra", "recomputed") or finding.evidence.get("run") == "candidate"
 
 
-def _contributions(table: Mapping[Key, Entry]) -> dict[str, dict[int, Any]]:
-    """What each micro-batch brought to each gradient."""
-    found: dict[str, dict[int, Any]] = {}
+def _contributions(table: Mapping[Key, Entry]) -> dict[str, dict[tuple[int, int], Any]]:
+    """What each micro-batch brought to each gradient, by micro-step and rank; of copies on several ranks one."""
+    found: dict[str, dict[tuple[int, int], Any]] = {}
     for key, entry in table.items():
-        if key.phase == "grad" and key.stage == "micro" and key.call == 0:
-            found[key.path] = {part.micro_step: part.summary for part in entry.parts}
+        if key.phase != "grad" or key.stage != "micro" or key.call or entry.unobserved:
+            continue
+        terms = {(part.micro_step, part.term, part.shard): part for part in reversed(entry.parts)}
+        by_place: dict[tuple[int, int], list[Any]] = {}
+        for part in terms.values():
+            by_place.setdefault((part.micro_step, part.rank), []).append(part.summary)
+        found[key.path] = {place: add(parts) for place, parts in sorted(by_place.items())}
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -36,22 +36,25 @@ class Case:
     Attributes:
         baseline: The baseline's entry.
         candidate: The candidate's entry.
-        contributions: What each micro-batch of the candidate brought to this gradient, if recorded.
+        contributions: What each micro-batch of the candidate brought to this gradient, by micro-step and rank, if
+            recorded.
         micro_steps: How many micro-batches the candidate's step had.
         ranks: Over how many ranks the batch is divided, in the run that has more of them.
         difference: Relative L2 difference.
         floor: Its floor.
         previous: The baseline's summary in the step before, if it has one.
+        factors: Factors of which something is known, and what to say of them.
     """
 
     baseline: Entry
     candidate: Entry
-    contributions: Mapping[int, Any] = field(default_factory=dict)
+    contributions: Mapping[tuple[int, int], Any] = field(default_factory=dict)
     micro_steps: int = 1
     ranks: int = 1
     difference: float = 0.0
     floor: float = 0.0
     previous: Any = None
+    factors: Sequence[tuple[float, str]] = ()
 
 
 def diagnose(case: Case) -> Diagnosis:
@@ -143,12 +146,36 @@ def vanished(case: Case) -> Diagnosis | None:
 
 
 def lost_contribution(case: Case) -> Diagnosis | None:
-    """A gradient that is not the sum of what its micro-batches brought."""
-    if len(case.contributions) < 2:
+    """A gradient that is not the sum of what its micro-batches brought: of all ranks, or of one."""
+    by_step: dict[int, Any] = {}
+    for (micro_step, _), one in case.contributions.items():
+        by_step[micro_step] = by_step.get(micro_step, 0.0) + one["sketch"]
+    sketches = {place: one["sketch"] for place, one in case.contributions.items()}
+    if (found := _odd_terms(by_step, case.candidate)) is not None:
+        odd, left_over = found
+        said = _contributed([(f"micro-step {step}", factor) for step, factor in odd], len(by_step))
+        first, rank = odd[0][0], None
+    elif len(sketches) > len(by_step) and (found := _odd_terms(sketches, case.candidate)) is not None:
+        odd, left_over = found
+        (first, rank) = odd[0][0]
+        names = [(f"rank {place[1]} in micro-step {place[0]}", factor) for place, factor in odd]
+        said = _contributed(names, len(sketches))
+    else:
         return None
-    steps = list(case.contributions)
-    columns = np.stack([case.contributions[step]["sketch"] for step in steps], axis=1)
-    target = case.candidate.summary["sketch"]
+    evidence = {"micro_step": first, "factor": odd[0][1], "residual": left_over}
+    return Diagnosis(
+        kind="lost-contribution",
+        says=f"The optimizer's gradient {said}.",
+        evidence=evidence if rank is None else {**evidence, "rank": rank},
+    )
+
+
+def _odd_terms(sketches: Mapping[Any, Any], sum_of_them: Entry) -> tuple[list[tuple[Any, float]], float] | None:
+    """The terms that are not in a sum once, with how often they are, and what that does not explain; or None."""
+    if len(sketches) < 2:
+        return None
+    columns = np.stack(list(sketches.values()), axis=1)
+    target = sum_of_them.summary["sketch"]
     factors, *_ = np.linalg.lstsq(columns, target, rcond=None)
     size = float(np.linalg.norm(target))
     left_over = float(np.linalg.norm(columns @ factors - target)) / size if size else 0.0
@@ -156,14 +183,8 @@ def lost_contribution(case: Case) -> Diagnosis | None:
     if left_over > 1e-3 or abs(common) < 1e-12:
         return None
     relative = factors / common
-    odd = [(step, float(value)) for step, value in zip(steps, relative, strict=True) if abs(value - 1.0) > 0.05]
-    if not odd or len(odd) > len(steps) // 2:
-        return None
-    return Diagnosis(
-        kind="lost-contribution",
-        says=f"The optimizer's gradient {_contributed(odd, len(steps))}.",
-        evidence={"micro_step": odd[0][0], "factor": odd[0][1], "residual": left_over},
-    )
+    odd = [(term, float(value)) for term, value in zip(sketches, relative, strict=True) if abs(value - 1.0) > 0.05]
+    return (odd, left_over) if odd and len(odd) <= len(sketches) // 2 else None
 
 
 def permuted(case: Case) -> Diagnosis | None:
@@ -186,9 +207,10 @@ def scaled(case: Case) -> Diagnosis | None:
             says="The candidate's is the baseline's with the sign flipped.",
             evidence={"factor": s},
         )
+    meaning = factor_meaning(s, case.micro_steps, case.ranks, case.factors)
     return Diagnosis(
         kind="scale",
-        says=f"The candidate's is {factor_text(s)} x the baseline's{factor_meaning(s, case.micro_steps, case.ranks)}.",
+        says=f"The candidate's is {factor_text(s)} x the baseline's{meaning}.",
         evidence={"factor": s, "residual": left_over},
     )
 
@@ -278,24 +300,32 @@ TESTS: tuple[Callable[[Case], Diagnosis | None], ...] = (
 """In the order in which they are tried; each is independent of the others."""
 
 
-def _contributed(odd: Sequence[tuple[int, float]], micro_steps: int) -> str:
-    """What is odd about a gradient, from the factors with which some of its micro-batches are in it."""
-    lost = [step for step, factor in odd if abs(factor) < 0.02]
-    rest = micro_steps - len(odd)
+def _contributed(odd: Sequence[tuple[str, float]], num_terms: int) -> str:
+    """What is odd about a gradient, from the factors with which some of its terms are in it."""
+    lost = [name for name, factor in odd if abs(factor) < 0.02]
+    rest = num_terms - len(odd)
     others = f"the other {rest} once" if rest > 1 else "the other one once"
     if len(lost) == len(odd):
         sum_of = f"it is the sum of the other {rest}" if rest > 1 else "it is that of the other one"
-        return f"lacks what {micro_steps_text(lost)} of {micro_steps} contributed; {sum_of}"
-    held = [(step, factor) for step, factor in odd if step not in lost]
-    parts = [
-        f"holds what {micro_steps_text([step])} of {micro_steps} contributed {_times(value)}" for step, value in held
-    ]
-    lacks = [f"lacks what {micro_steps_text(lost)} contributed"] if lost else []
+        return f"lacks what {_listed(lost)} of {num_terms} contributed; {sum_of}"
+    held = [(name, factor) for name, factor in odd if name not in lost]
+    parts = [f"holds what {name} of {num_terms} contributed {_times(value)}" for name, value in held]
+    lacks = [f"lacks what {_listed(lost)} contributed"] if lost else []
     return f"{', '.join([*parts, *lacks])}; {others}"
 
 
+def _listed(names: Sequence[str]) -> str:
+    """`micro-step 0`, `micro-steps 0, 2 and 3`."""
+    if len(names) == 1:
+        return names[0]
+    word = "micro-step "
+    if all(name.startswith(word) for name in names):
+        return micro_steps_text([int(name.removeprefix(word)) for name in names])
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
 def micro_steps_text(steps: Sequence[int]) -> str:
-    """`micro-step 2`, `micro-steps 0, 1 and 3`."""
+    """`micro-step 0`, `micro-steps 0, 2 and 3`."""
     if len(steps) == 1:
         return f"micro-step {steps[0]}"
     return f"micro-steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"
@@ -314,14 +344,18 @@ def factor_text(value: float) -> str:
     )
 
 
-def factor_meaning(factor: float, micro_steps: int, ranks: int = 1) -> str:
-    """A reading of a factor that is a small whole number or one over it; empty for any other.
+def factor_meaning(factor: float, micro_steps: int, ranks: int = 1, known: Iterable[tuple[float, str]] = ()) -> str:
+    """A reading of a factor that is known, a small whole number or one over it; empty for any other.
 
     Args:
         factor: Candidate over baseline.
         micro_steps: Micro-batches in the candidate's step.
         ranks: Over how many ranks the batch is divided, in the run that has more of them.
+        known: Factors of which something is known, and what to say of them.
     """
+    for one, says in known:
+        if abs(factor / one - 1.0) < 0.01:
+            return f" ({says})"
     size = abs(factor)
     whole = Fraction(size).limit_denominator(64)
     if size == 0 or (whole.numerator != 1 and whole.denominator != 1) or abs(float(whole) / size - 1) > 0.01:

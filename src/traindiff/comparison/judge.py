@@ -46,13 +46,14 @@ class StepInput:
         samples: Elements in the baseline's batch.
         batches: The single samples of both runs' batches.
         noise: What replicas of the baseline differ by in this step; None without them.
+        factors: Factors of which something is known, and what to say of them.
     """
 
     step: int
     first: bool
     pairs: tuple[Pair, ...]
     found: tuple[Finding, ...]
-    contributions: Mapping[str, Mapping[int, Any]]
+    contributions: Mapping[str, Mapping[tuple[int, int], Any]]
     parameters: Mapping[str, Pair]
     micro_steps: int
     most_micro_steps: int
@@ -60,6 +61,7 @@ class StepInput:
     samples: int
     batches: tuple[Samples, Samples] = ({}, {})
     noise: StepNoise | None = None
+    factors: tuple[tuple[float, str], ...] = ()
 
 
 class Judge:
@@ -197,11 +199,13 @@ class _Step:
         gradients: list[Pair] = []
         for pair in self._given.pairs:
             key = pair.baseline.key
-            if key.phase == "grad" and not key.stage and key.slot == "grad":
+            judged_together = key.phase == "grad" and key.slot == "grad" and key.stage != "micro"
+            if gradients and not (judged_together and key.stage == gradients[0].baseline.key.stage):
+                found += self._gradients(gradients)
+                gradients = []
+            if judged_together:
                 gradients.append(pair)
                 continue
-            found += self._gradients(gradients)
-            gradients = []
             found.append(self._pair(pair))
         found += self._gradients(gradients)
         return [finding for finding in found if finding is not None]
@@ -313,7 +317,7 @@ class _Step:
         first = pairs[0]
         size, floor = abs(factor - 1.0), min(floors.values())
         finding = self._as_finding(first, size, floor, self._shape(first, size, floor))
-        meaning = factor_meaning(factor, self._given.micro_steps, self._given.ranks)
+        meaning = factor_meaning(factor, self._given.micro_steps, self._given.ranks, self._given.factors)
         says = f"All gradients are {factor_text(factor)} x the baseline's{meaning}."
         evidence = {**finding.evidence, "factor": factor, "parameters": len(pairs)}
         return replace(finding, kind="scale", says=says, evidence=evidence)
@@ -372,6 +376,7 @@ class _Step:
                 baseline=left, candidate=right, difference=size, floor=floor, micro_steps=self._given.micro_steps,
                 ranks=self._given.ranks, previous=self._judge.previous.get(left.key),
                 contributions=self._given.contributions.get(left.key.path, {}) if as_seen else {},
+                factors=self._given.factors,
             )
         )  # fmt: skip
 

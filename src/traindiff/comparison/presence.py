@@ -19,6 +19,12 @@ NO_GRADIENT = "no gradient"
 """How the reason of an unobserved gradient begins when there was none to observe."""
 
 
+_ASKED_FOR = {
+    "micro": "grad.micro", "reduced": "grad.stages", "unscaled": "grad.stages", "evaluation": "evaluation",
+}  # fmt: skip
+"""What a run is asked to record, by the stage that it has then."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Presence:
     """Collects what had no counterpart, and turns what is certainly a difference into findings.
@@ -26,7 +32,7 @@ class Presence:
     Attributes:
         known: Paths of modules and parameters of the two models, baseline's first.
         held: Paths of the parameters that the optimizers hold; empty where that is not known.
-        recorded: What each run was asked to record: phases, `grad.micro`, `evaluation`; empty where
+        recorded: What each run was asked to record: phases, `grad.micro`, `grad.stages`, `evaluation`; empty where
             that is not known.
         not_recorded: Of that, what one run was not asked for and the other has.
         unaligned: By side and site: sites without counterpart.
@@ -91,7 +97,7 @@ class Presence:
     def _not_recorded(self, entry: Entry, *, side: int) -> str:
         """What of the entry the other run was not asked to record; empty where it was."""
         key, recorded = entry.key, self.recorded[side]
-        what = {"micro": "grad.micro", "evaluation": "evaluation"}.get(key.stage, key.phase)
+        what = _ASKED_FOR.get(key.stage, key.phase)
         return what if recorded and what not in recorded and not (what == "param" and "update" in recorded) else ""
 
     def _exists_there(self, entry: Entry, *, side: int) -> bool:

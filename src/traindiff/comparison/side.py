@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from traindiff.comparison.alignment import Rename
+from traindiff.comparison.clipping import is_clip
 from traindiff.comparison.derived import Updates
 from traindiff.comparison.exact import Groups
+from traindiff.comparison.loss_scale import is_loss_scale
 from traindiff.comparison.pairing import RunStep
 from traindiff.comparison.presence import known_paths
 from traindiff.comparison.step_table import SAMPLE, Entry, Key, without_missing_samples
@@ -139,11 +141,12 @@ def in_order(table: Mapping[Key, Entry]) -> dict[Key, Entry]:
     """What is aligned site by site, in execution order.
 
     Settings are compared by parameter instead, a replayed optimizer is judged by itself, and single samples tell
-    how a batch differs.
+    how a batch differs. What clips gradients, and loss scales, are compared by what they do.
     """
     sites = (
         (key, entry)
         for key, entry in table.items()
-        if key.group is None and key.stage != SAMPLE and not (key.phase == "update" and key.stage)
+        if not (key.group or key.stage == SAMPLE or is_clip(key) or is_loss_scale(key))
+        and not (key.phase == "update" and key.stage)
     )
     return dict(sorted(sites, key=lambda item: item[1].order))

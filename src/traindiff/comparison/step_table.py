@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from traindiff.comparison.loss_scale import unscaled
 from traindiff.observation import PLACE, Observation
 from traindiff.shard import OPEN, Shard
 from traindiff.summary import add, empty, merge, scale
@@ -92,7 +93,7 @@ Part = tuple[Observation, int, Any]
 def step_table(parts: Iterable[Part]) -> dict[Key, Entry]:
     """Entries of one step by key, in execution order."""
     by_site: dict[Key, list[Part]] = {}
-    for part in parts:
+    for part in unscaled(parts):
         seen = part[0]
         key = Key(seen.phase, seen.stage, seen.path, seen.slot, seen.call, 0)
         by_site.setdefault(key, []).append(part)
@@ -198,7 +199,7 @@ def _whole(key: Key, parts: Sequence[Part]) -> Entry:
         apart=apart,
         batched=first.shard.batched,
         summed=summed,
-        unobserved=_misplaced_rows(boxes) if first.shard.batched else _uncovered(shape, boxes),
+        unobserved=_incomplete(key, shape, boxes),
     )
 
 
@@ -227,6 +228,13 @@ def _runs_of_rows(shard: Shard) -> Iterable[tuple[int, int]]:
         return [(shard.offset[0], shard.shape[0])]
     together, apart = shard.spacing
     return [(shard.offset[0] + number * apart, together) for number in range(shard.shape[0] // together)]
+
+
+def _incomplete(key: Key, shape: Sequence[int], shards: Mapping[Shard, Any]) -> str:
+    """Why the shards of a tensor are not all of it; empty where they are, and where a part is enough."""
+    if key.phase == "update":
+        return ""  # an optimizer is replayed on a range of each parameter
+    return _misplaced_rows(shards) if next(iter(shards)).batched else _uncovered(shape, shards)
 
 
 def _uncovered(shape: Sequence[int], shards: Iterable[Shard]) -> str:

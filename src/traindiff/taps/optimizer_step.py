@@ -172,7 +172,9 @@ class OptimizerTap:
             if chosen := [piece for piece in pieces if self._selects(piece.path)]:
                 yield parameter, chosen
 
-    def _gradient(self, parameter: Tensor, pieces: Sequence[Piece], *, stage: str, scaled: bool | None) -> None:
+    def _gradient(
+        self, parameter: Tensor, pieces: Sequence[Piece], *, stage: str = "", scaled: bool | None = None
+    ) -> None:
         if parameter.grad is not None:
             gradient = as_dense(parameter.grad)
             self._emit_pieces(gradient, pieces, phase="grad", slot="grad", stage=stage, scaled=scaled)
