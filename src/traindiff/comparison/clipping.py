@@ -93,7 +93,7 @@ def clipping_findings(baseline: list[Clip], candidate: list[Clip], *, step: int)
         return
     for left, right in zip(baseline, candidate, strict=True):
         if (left.effective or right.effective) and left.what != right.what:
-            says = f"The baseline clips {left.what}, the candidate {right.what}."
+            says = f"The baseline clips {left.what}, the candidate clips {right.what}."
             yield _finding(left, step=step, says=says, run="baseline")
 
 
@@ -101,7 +101,7 @@ def clipping_note(baseline: list[Clip], candidate: list[Clip]) -> str:
     """What to say of clipping without an effect that only one run does; empty where there is none."""
     for name, own, others in (("baseline", baseline, candidate), ("candidate", candidate, baseline)):
         if own and not others and not any(one.effective for one in own):
-            return f"Only the {name} clips {own[0].what}; in this it changed nothing."
+            return f"Only the {name} clips {own[0].what}; that changed nothing."
     return ""
 
 
@@ -114,7 +114,8 @@ def with_stages(table: Mapping[Key, Entry], other: Mapping[Key, Entry], *, asked
         asked: Whether the run was asked to record the stages; if not, gradients before clipping are not known.
     """
     has_scale, result = loss_scale(table) != 1.0, dict(table)
-    if not asked and (has_scale or clips(table)):
+    seen = [entry.order for key, entry in table.items() if key[:2] == ("grad", "")]
+    if not seen or (not asked and (has_scale or clips(table))):
         return result
     for key in other:
         if key.phase != "grad" or key.stage not in ("reduced", "unscaled") or key in table:
@@ -122,7 +123,7 @@ def with_stages(table: Mapping[Key, Entry], other: Mapping[Key, Entry], *, asked
         before = table.get(key._replace(stage="reduced")) if key.stage == "unscaled" and not has_scale else None
         held = before or table.get(key._replace(stage=""))
         if held is not None:
-            result[key] = replace(held, key=key)
+            result[key] = replace(held, key=key, order=min(seen) - 1)
     return result
 
 
