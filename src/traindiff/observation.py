@@ -22,6 +22,9 @@ ALL_GRADIENTS = "(all parameters)"
 LOSS_SCALE = "loss_scale"
 """Path, in the phase `loss`, of the scale by which a loss is multiplied before `backward`."""
 
+SAMPLE = "sample"
+"""Stage of one sample of a batch (phase `batch`); its `call` is its place in the micro-batch."""
+
 NOT_CALLED = "no output was observed"
 """How the reason begins for a module of which not even a call was seen."""
 
@@ -47,7 +50,7 @@ class Observation:
         phase: One of `traindiff.site.PHASES`.
         stage: Part of a phase: `micro` (gradient of one micro-batch), `before` (parameter before
             the step), `recomputed` (forward pass repeated by activation checkpointing),
-            `evaluation` (forward pass without gradients), `boundary` (handed from one stage of a pipeline to
+            `sample` (one sample of a batch), `evaluation` (forward pass without gradients), `boundary` (handed from one stage of a pipeline to
             the next), `after`, or empty.
         path: Canonical dotted path of the module or parameter.
         slot: Which tensor of it: `output[0]`, `grad`, `exp_avg`.

@@ -21,7 +21,7 @@ def test_the_table_has_a_head_and_one_row_per_observation(traindiff: Traindiff) 
     assert [line.rstrip() for line in result.stdout.splitlines()] == [
         "baseline",
         "recorded 2026-01-01T00:00:00+00:00 with torch 2.13.0, 1 rank; "
-        "observed batch, forward, loss, backward, grad, optimizer, update, param",
+        "observed batch, forward, loss, backward, grad, optimizer, update, param, samples, replay",
         "",
         "step  phase  site              tensor           norm       mean     min    max  zero  nan  inf",
         "0     loss   loss backward     float32 scalar   1.05       1.05    1.05   1.05     0    0    0",
@@ -35,7 +35,7 @@ def test_the_table_has_a_head_and_one_row_per_observation(traindiff: Traindiff) 
 def test_rows_that_are_not_shown_are_counted(traindiff: Traindiff) -> None:
     result = traindiff("show", "baseline", "--site", "fc.weight", "--top", "2")
 
-    assert "8 more observations; --site, --phase, --steps choose, --top shows more." in result.stdout
+    assert "20 more observations; --site, --phase, --steps choose, --top shows more." in result.stdout
 
 
 def test_nothing_that_matches_is_said(traindiff: Traindiff) -> None:

@@ -7,19 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.observation import Observation
+from traindiff.observation import SAMPLE, Observation
 from traindiff.recording import open_recording
 
 Row = tuple[Observation, np.void]
 
 
 def rows(directory: Path, **where: Any) -> list[Row]:
-    """All observations of rank 0 whose attributes have these values, in the order of the file."""
+    """All observations of rank 0 whose attributes have these values, in the order of the file; samples if asked for."""
     return [
         (seen, summary)
         for part in open_recording(str(directory)).steps(0)
         for seen, summary in zip(part.observations, part.summaries, strict=True)
-        if all(getattr(seen, name) == value for name, value in where.items())
+        if ("stage" in where or seen.stage != SAMPLE)
+        and all(getattr(seen, name) == value for name, value in where.items())
     ]
 
 

@@ -31,6 +31,7 @@ def show(
     site: Annotated[str, typer.Option(help="Glob over sites, e.g. 'transformer.h.3.*'.")] = "*",
     phase: Annotated[list[str] | None, typer.Option(help="Phase, e.g. grad. Repeatable.")] = None,
     steps: Annotated[str | None, typer.Option(help='Steps, e.g. "0-9,20,30-".')] = None,
+    samples: Annotated[bool, typer.Option("--samples", help="Also list the samples of each batch one by one.")] = False,
     top: Annotated[int, typer.Option(min=0, help="Rows of the table in the terminal.")] = 40,
     form: Annotated[Format, typer.Option("--format", "-f", help="Format of the output.")] = Format.TABLE,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
@@ -53,7 +54,7 @@ def show(
         fix = "Write --output FILE.parquet."
         raise ConfigError("show", [Problem(where="--format parquet", what="needs a file to write.", fix=fix)])
     found = open_recording(recording)
-    rows = table.rows(found, table.Filter(site=site, phases=phases, steps=selection))
+    rows = table.rows(found, table.Filter(site=site, phases=phases, steps=selection, samples=samples))
 
     if form is Format.PARQUET and output is not None:
         with output.open("wb") as binary:

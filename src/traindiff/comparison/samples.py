@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from traindiff.comparison.ranks import name_ranks
-from traindiff.comparison.step_table import SAMPLE, Entry, Key
+from traindiff.comparison.step_table import Entry, Key
+from traindiff.observation import SAMPLE
 
 _MOST = 8
 """Samples or ranks that are named one by one."""

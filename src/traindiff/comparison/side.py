@@ -13,7 +13,8 @@ from traindiff.comparison.exact import Groups
 from traindiff.comparison.loss_scale import is_loss_scale
 from traindiff.comparison.pairing import RunStep
 from traindiff.comparison.presence import known_paths
-from traindiff.comparison.step_table import SAMPLE, Entry, Key, without_missing_samples
+from traindiff.comparison.step_table import Entry, Key, without_missing_samples
+from traindiff.observation import SAMPLE
 from traindiff.recording import Recording
 from traindiff.steps import StepSelection, parse_steps
 

@@ -6,21 +6,18 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from traindiff.comparison.coverage import gap, not_placed
 from traindiff.comparison.loss_scale import unscaled
-from traindiff.observation import PLACE, Observation
+from traindiff.observation import PLACE, SAMPLE, Observation
 from traindiff.shard import OPEN, Shard
-from traindiff.summary import add, empty, merge, scale
+from traindiff.summary import add, distance, empty, merge, scale
 
 _AFTER_ALL = 1 << 60
 """Added to the order of scalars that the training logged: they follow from what it computed, and nothing from them."""
-
-SAMPLE = "sample"
-"""Stage of one sample of a batch (phase `batch`); the call is its place in the micro-batch."""
 
 _GROUP = re.compile(r"(.*)\.groups\[(\d+)\]")
 
@@ -178,12 +175,16 @@ def _whole(key: Key, parts: Sequence[Part]) -> Entry:
     summed = first.merge == "sum"
     summaries: list[Any] = []
     apart: tuple[tuple[int, ...], ...] = ()
+    unknown = ""
     for same in boxes.values():
+        if key.phase in ("forward", "backward", "loss"):
+            unknown = unknown or not_placed(same)
         if summed:
             terms = _without_copies(same)
             summaries.append(add([_unscaled(part) for part in terms]) if len(terms) > 1 else _unscaled(terms[0]))
             continue
-        summaries.append(_unscaled(same[0]))
+        judged = key.phase in ("forward", "backward")
+        summaries.append(_unscaled(_farthest(same) if judged else same[0]))
         for copies in _by_term(same) if key.path == "rng" else [same]:
             apart = apart or _apart(copies)
     summary = summaries[0] if len(summaries) == 1 else merge(summaries)
@@ -199,7 +200,8 @@ def _whole(key: Key, parts: Sequence[Part]) -> Entry:
         apart=apart,
         batched=first.shard.batched,
         summed=summed,
-        unobserved=_incomplete(key, shape, boxes),
+        # An optimizer is replayed on a range of each parameter.
+        unobserved="" if key.phase == "update" else unknown or gap(shape, boxes),
     )
 
 
@@ -209,40 +211,6 @@ def _without_copies(parts: Sequence[Part]) -> list[Part]:
     for seen, rank, _ in parts:
         holder.setdefault((seen.micro_step, seen.term), rank)
     return [part for part in parts if holder[part[0].micro_step, part[0].term] == part[1]]
-
-
-def _misplaced_rows(shards: Iterable[Shard]) -> str:
-    """Why the rows of ranks and micro-batches do not make a batch; empty where they do."""
-    rows = sorted({run for shard in shards for run in _runs_of_rows(shard) if run[1]})
-    ends = [0, *(first + count for first, count in rows)]
-    for (first, _), end in zip(rows, ends, strict=False):
-        if first != end:
-            what = "overlap" if first < end else "leave gaps"
-            return f"rows of several ranks {what}: their batches differ in size, so which sample is which is not known"
-    return ""
-
-
-def _runs_of_rows(shard: Shard) -> Iterable[tuple[int, int]]:
-    """First row and number of rows that lie one after the other."""
-    if shard.spacing is None:
-        return [(shard.offset[0], shard.shape[0])]
-    together, apart = shard.spacing
-    return [(shard.offset[0] + number * apart, together) for number in range(shard.shape[0] // together)]
-
-
-def _incomplete(key: Key, shape: Sequence[int], shards: Mapping[Shard, Any]) -> str:
-    """Why the shards of a tensor are not all of it; empty where they are, and where a part is enough."""
-    if key.phase == "update":
-        return ""  # an optimizer is replayed on a range of each parameter
-    return _misplaced_rows(shards) if next(iter(shards)).batched else _uncovered(shape, shards)
-
-
-def _uncovered(shape: Sequence[int], shards: Iterable[Shard]) -> str:
-    """Why the shards of a tensor do not make a whole; empty where they do."""
-    whole, held = prod(shape), sum(shard.size for shard in shards)
-    if held < whole:
-        return f"its shards leave {whole - held:,} of its {whole:,} elements out"
-    return f"its shards overlap in {held - whole:,} of its {whole:,} elements" if held > whole else ""
 
 
 def _unscaled(part: Part) -> Any:
@@ -267,6 +235,16 @@ def _apart(copies: Sequence[Part]) -> tuple[tuple[int, ...], ...]:
     if len(ranks) == 1:
         return ()
     return tuple(tuple(same) for same in sorted(ranks.values(), key=lambda same: (-len(same), same)))
+
+
+def _farthest(copies: Sequence[Part]) -> Part:
+    """Of copies that should be the same, the one that is farthest from what most ranks hold."""
+    groups = _apart(copies) if len(copies) > 1 else ()
+    if not groups:
+        return copies[0]
+    by_rank = {rank: (seen, rank, summary) for seen, rank, summary in copies}
+    most = by_rank[groups[0][0]][2]
+    return max((by_rank[same[0]] for same in groups[1:]), key=lambda part: float(distance(most, part[2])))
 
 
 def _per_micro_step(key: Key, entries: list[Entry]) -> list[Entry]:

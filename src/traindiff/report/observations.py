@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from traindiff.errors import ConfigError, Problem
-from traindiff.observation import Observation
+from traindiff.observation import SAMPLE, Observation
 from traindiff.recording import Recording
 from traindiff.site import PHASES, ROOT, matches
 from traindiff.steps import ALL_STEPS, StepSelection
@@ -33,14 +33,16 @@ class Filter:
         site: Glob over canonical paths, or over `path slot`.
         phases: Phases; empty for all.
         steps: Steps.
+        samples: Whether the single samples of a batch are.
     """
 
     site: str = "*"
     phases: tuple[str, ...] = ()
     steps: StepSelection = ALL_STEPS
+    samples: bool = False
 
     def __contains__(self, seen: object) -> bool:
-        if not isinstance(seen, Observation):
+        if not isinstance(seen, Observation) or (seen.stage == SAMPLE and not self.samples):
             return False
         named = matches(self.site, seen.path) or matches(self.site, f"{seen.path or ROOT} {seen.slot}")
         return named and seen.step in self.steps and (not self.phases or seen.phase in self.phases)

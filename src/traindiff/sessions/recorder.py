@@ -19,7 +19,7 @@ from traindiff.engines.pipeline import Pipeline, beside_pipeline, find_pipeline
 from traindiff.errors import ConfigError, Problem, UnsupportedTensorError
 from traindiff.kernels.store import SummaryStore
 from traindiff.kernels.torch_arrays import dtype_name, shape_of
-from traindiff.observation import Merge, Observation
+from traindiff.observation import SAMPLE, Merge, Observation
 from traindiff.place import Place
 from traindiff.recording import RecordingWriter
 from traindiff.replicas.replica import NAME as REPLICA
@@ -37,7 +37,6 @@ from traindiff.settings import RecordSettings
 from traindiff.shard import Shard
 from traindiff.taps._torch_compat import arrived, is_asynchronous
 from traindiff.taps.progress import Progress
-from traindiff.taps.samples import STAGE as SAMPLE
 
 
 class Recorder:

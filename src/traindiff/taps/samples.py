@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from traindiff.observation import SAMPLE
 from traindiff.taps.batch_axis import BatchAxis, batch_first
 from traindiff.taps.nested import tensors
 from traindiff.taps.sink import Sink
 
 MOST = 512
 """Samples of one input and micro-batch that are observed; of a larger batch none is."""
-
-STAGE = "sample"
-"""Stage of a sample, within the phase `batch`; its `call` is its place in the micro-batch."""
 
 
 class SamplesTap:
@@ -59,4 +57,4 @@ class SamplesTap:
             return
         with self._sink.together():
             for number, sample in enumerate(samples.detach()):
-                self._sink.emit(sample, phase="batch", path="", slot=slot, stage=STAGE, call=number)
+                self._sink.emit(sample, phase="batch", path="", slot=slot, stage=SAMPLE, call=number)
