@@ -41,6 +41,7 @@ from traindiff.comparison.side import Side, SideStep, in_order, join
 from traindiff.comparison.step_table import Entry, Key
 from traindiff.comparison.surroundings import Surroundings, surroundings, with_surroundings
 from traindiff.comparison.tying import copies_elsewhere, ties_of, with_names
+from traindiff.comparison.unplaced import without_unplaced
 from traindiff.comparison.verdict import Comparison, Finding, Word
 from traindiff.errors import ConfigError, Problem
 from traindiff.recording import Recording, open_recording
@@ -173,6 +174,7 @@ class _Comparing:
         if left.step not in self._selection:
             return
         tables = self._with_stages(join(sides))
+        tables = without_unplaced(tables[0], tables[1]), without_unplaced(tables[1], tables[0])
         if left.missing != right.missing:  # of the same ranks of both runs, what they have is compared
             tables = (
                 self._sides[0].without_missing(tables[0], left), self._sides[1].without_missing(tables[1], right)

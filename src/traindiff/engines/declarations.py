@@ -131,6 +131,7 @@ class Declarations:
         axes: set[tuple[int, ...]] = set()
         for one, axis in chosen:
             if axis.ranks in axes:
+                self._unused.pop(one, None)
                 continue
             axes.add(axis.ranks)
             if one.dim is not None:
