@@ -1,0 +1,75 @@
+"""Recording adds no collective: every process group counts as many with it as without it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import traindiff
+from tests.engines.training import LENGTH, VOCABULARY, Model
+from traindiff.sessions.ranks import run_on_ranks
+
+
+def in_ddp(model: Model) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def in_fsdp1(model: Model) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def in_fsdp2(model: Model) -> nn.Module:
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def in_tensor_parallel(model: Model) -> nn.Module:
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+ENGINES = {"ddp": in_ddp, "fsdp1": in_fsdp1, "fsdp2": in_fsdp2, "tensor parallel": in_tensor_parallel}
+
+
+def collectives_of(engine: str, path: str | None) -> int:
+    """How many collectives three steps take, whoever calls them: Python, autograd, or the engine's own threads."""
+    torch.manual_seed(0)
+    model = ENGINES[engine](Model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = sum(map(count, distributed.distributed_c10d._world.pg_map))
+    with nullcontext() if path is None else traindiff.record(path, model, optimizer, strict=True):
+        for step in range(3):
+            tokens = torch.full((2, LENGTH), step)
+            functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten() % VOCABULARY).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return sum(map(count, distributed.distributed_c10d._world.pg_map)) - before
+
+
+def count(group: distributed.ProcessGroup) -> int:
+    return int(group._get_sequence_number_for_group())
+
+
+def both(engine: str, path: str) -> list[int]:
+    plain = collectives_of(engine, None)
+    return [plain, collectives_of(engine, path)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_recording_adds_no_collective(engine: str, tmp_path: Path) -> None:
+    for plain, recorded in run_on_ranks(both, 2, engine, str(tmp_path / "run")):
+        assert plain >= 3
+        assert recorded == plain
