@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +49,10 @@ def rank_and_size() -> tuple[int, int]:
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
 
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
 def train(
     path: str | os.PathLike[str],
     prepare: Callable[[Model], nn.Module] = lambda model: model,
@@ -57,25 +62,33 @@ def train(
     shares: bool = True,
     before_step: Callable[[nn.Module], None] = lambda model: None,
     loss_scale: float = 1.0,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    finds_optimizer: bool = False,
+    no_sync: bool = False,
+    dtype: torch.dtype = torch.float32,
+    autocast: bool = False,
     **settings: Any,
 ) -> None:
     """Train and record. `shares` says whether each rank has a part of the batch, or all of it.
 
-    Other settings are those of `traindiff.record`.
+    `no_sync` reduces gradients after the last micro-batch only. Other settings are those of `traindiff.record`.
     """
     torch.manual_seed(0)
-    wrapped = prepare(Model())
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    wrapped = prepare(Model().to(dtype))
+    optimizer = make_optimizer(wrapped.parameters())
     rank, size = rank_and_size() if shares else (0, 1)
     data = torch.Generator().manual_seed(1)
-    with traindiff.record(path, wrapped, optimizer, strict=True, **settings):
+    with traindiff.record(path, wrapped, None if finds_optimizer else optimizer, strict=True, **settings):
         for _ in range(steps):
             tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=data)
-            for part in tokens.chunk(micro_batches):
+            for number, part in enumerate(tokens.chunk(micro_batches)):
                 mine = part.chunk(size)[rank]
-                logits = wrapped(mine[:, :-1])
-                loss = functional.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten())
-                (loss * (loss_scale / micro_batches)).backward()
+                is_last = number == micro_batches - 1
+                with wrapped.no_sync() if no_sync and not is_last else nullcontext():
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        logits = wrapped(mine[:, :-1])
+                        loss = functional.cross_entropy(logits.flatten(0, 1).float(), mine[:, 1:].flatten())
+                    (loss * (loss_scale / micro_batches)).backward()
             before_step(wrapped)
             optimizer.step()
             optimizer.zero_grad()

@@ -23,6 +23,7 @@ from traindiff.taps.backward_calls import tap_backward_calls
 from traindiff.taps.batch_axis import BatchAxis
 from traindiff.taps.compiled import trace_hooks
 from traindiff.taps.gradient_stages import GradientStagesTap
+from traindiff.taps.inner_optimizer import inner_optimizer
 from traindiff.taps.loss_scale import tap_loss_scale
 from traindiff.taps.model_state import ModelStateTap
 from traindiff.taps.module_outputs import ActivationTap
@@ -174,7 +175,9 @@ class Attachment:
         self._optimizers[name] = tap
         if "replay" not in self._observe:
             return tap.attach()
-        replay = OptimizerReplayTap(optimizer, name=name, held=tap.held, selects=self._selects, sink=self._sink)
+        replay = OptimizerReplayTap(
+            inner_optimizer(optimizer), name=name, held=tap.updated, selects=self._selects, sink=self._sink
+        )
         return replay.attach(around=tap.attach)
 
     def _selects(self, path: str) -> bool:

@@ -10,6 +10,7 @@ from weakref import WeakSet
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from traindiff.taps.inner_optimizer import inner_optimizer
 from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
 
 
@@ -29,7 +30,7 @@ def tap_optimizer_discovery(parameter_ids: Collection[int], found: Callable[[Opt
     def before_step(optimizer: Optimizer, *_: Any) -> None:
         if optimizer in known:
             return
-        known.add(optimizer)
+        known.update((optimizer, inner_optimizer(optimizer)))
         if any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):
             found(optimizer)
 

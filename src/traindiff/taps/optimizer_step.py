@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from traindiff.shard import Piece
 from traindiff.taps.compiled import tap_compiled_optimizer
+from traindiff.taps.inner_optimizer import inner_optimizer
 from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
 from traindiff.taps.nested import tensors
 from traindiff.taps.pieces import PiecesOf, emit_pieces
@@ -158,6 +159,12 @@ class OptimizerTap:
     def _end_compiled(self) -> None:
         self._unsettled = True
 
+    def updated(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
+        """What this rank updates itself, of what is held."""
+        inner = inner_optimizer(self.optimizer)
+        here = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+        return (held for held in self.held() if id(held[1]) in here)
+
     def held(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
         """Number of the group, parameter, and what it holds of which of the model's parameters."""
         for number, entry in enumerate(self.optimizer.param_groups):
@@ -190,7 +197,7 @@ class OptimizerTap:
                     self._numbers(value, path=f"{self.name}.groups[{number}]", slot=key)
 
     def _state(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
-        for key, value in self.optimizer.state.get(parameter, {}).items():
+        for key, value in inner_optimizer(self.optimizer).state.get(parameter, {}).items():
             if isinstance(value, (int, float)):
                 for piece in pieces:
                     self._numbers(value, path=piece.path, slot=key)
