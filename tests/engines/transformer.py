@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,25 +44,26 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(WIDTH)
         self.attention = Attention()
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.ffn_norm = nn.LayerNorm(WIDTH)
         self.feed_forward = FeedForward()
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        h_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        h_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
         return h_BTD + self.feed_forward(self.ffn_norm(h_BTD))
 
 
 class Transformer(nn.Module):
     """[batch, length] of tokens -> [batch, length, VOCABULARY]."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -86,10 +88,15 @@ def train(
     share: Callable[[], tuple[int, int]] = lambda: (0, 1),
     shards: Callable[[], Sequence[Any]] = tuple,
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     before_step: Callable[[nn.Module], None] = lambda model: None,
     **settings: Any,
 ) -> None:
-    """Train and record. `share` says which of how many parts of each batch this rank works on."""
+    """Train and record.
+
+    `share` says which of how many parts of each batch this rank works on, and `around` what is entered for a loss and
+    its backward pass.
+    """
     torch.manual_seed(0)
     wrapped = prepare(model().to(dtype))
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
@@ -100,7 +107,8 @@ def train(
         for _ in range(steps):
             tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=data)
             mine = tokens.chunk(size)[rank]
-            loss(wrapped(mine[:, :-1]), mine[:, 1:]).backward()
+            with around():
+                loss(wrapped(mine[:, :-1]), mine[:, 1:]).backward()
             before_step(wrapped)
             optimizer.step()
             optimizer.zero_grad()
