@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +24,11 @@ def in_ddp(model: Model) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-def fully_sharded(model: Model) -> nn.Module:
+def fully_sharded(model: Model, **settings: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ def train(
     no_sync: bool = False,
     dtype: torch.dtype = torch.float32,
     autocast: bool = False,
+    before_micro_batch: Mapping[int, Callable[[nn.Module], None]] = MappingProxyType({}),
     **settings: Any,
 ) -> None:
     """Train and record. `shares` says whether each rank has a part of the batch, or all of it.
@@ -84,6 +86,7 @@ def train(
             for number, part in enumerate(tokens.chunk(micro_batches)):
                 mine = part.chunk(size)[rank]
                 is_last = number == micro_batches - 1
+                before_micro_batch.get(number, lambda model: None)(wrapped)
                 with wrapped.no_sync() if no_sync and not is_last else nullcontext():
                     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                         logits = wrapped(mine[:, :-1])

@@ -30,7 +30,7 @@ from traindiff.taps.module_outputs import ActivationTap
 from traindiff.taps.optimizer_discovery import tap_optimizer_discovery
 from traindiff.taps.optimizer_replay import OptimizerReplayTap
 from traindiff.taps.optimizer_step import OptimizerTap
-from traindiff.taps.parameter_gradients import tap_parameter_gradients
+from traindiff.taps.parameter_gradients import tap_gathered_gradients, tap_parameter_gradients
 from traindiff.taps.pipeline_calls import tap_pipeline_calls
 from traindiff.taps.root_forward import RootForwardTap
 from traindiff.taps.samples import SamplesTap
@@ -147,6 +147,7 @@ class Attachment:
             undo.enter_context(SamplesTap(targets.roots, sink, batch_axis=batch_axis).attach())
         if "grad.micro" in observe:
             undo.enter_context(tap_parameter_gradients(targets.leaves, targets.pieces_of, self._selects, sink))
+            undo.enter_context(tap_gathered_gradients(targets.gathering, targets.first_name, self._selects, sink))
         if "grad" in observe:
             stages = GradientStagesTap(
                 self._optimizers, holds=lambda tensor: id(tensor) in targets.names, sink=sink,

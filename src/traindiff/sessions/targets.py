@@ -18,7 +18,8 @@ from traindiff.kernels.torch_arrays import shape_of
 from traindiff.sessions.named_parameters import named_parameters
 from traindiff.sessions.parts import Parts, roots_of
 from traindiff.shard import Piece
-from traindiff.site import ROOT, canonical_paths, matches, path_in_whole
+from traindiff.site import ROOT, canonical_path, canonical_paths, matches, path_in_whole
+from traindiff.taps._torch_compat import is_fully_sharded
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
 """One optimizer, several, several by name, or None to find them when they first step."""
@@ -77,6 +78,16 @@ class Targets:
             return pieces
         path = self.names.get(id(parameter))
         return None if path is None else (Piece(path=path),)
+
+    @property
+    def gathering(self) -> dict[str, nn.Module]:
+        """Modules that compute with parameters other than their own, which FSDP2 has gathered, by canonical path."""
+        modules = self.root.named_modules()
+        return {canonical_path(name): module for name, module in modules if is_fully_sharded(module)}
+
+    def first_name(self, path: str) -> str:
+        """The path under which a parameter is filed that has this one."""
+        return self.tied.get(path, path)
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from traindiff.shard import Piece
+from traindiff.site import canonical_path
 from traindiff.taps.pieces import PiecesOf, emit_pieces
 from traindiff.taps.sink import Sink
 from traindiff.taps.sparse_gradients import as_dense
@@ -36,6 +39,43 @@ def tap_parameter_gradients(
                 hook = sink.guarded("parameter_gradients", partial(_contribution, leaf, pieces_of, selects, sink))
                 undo.callback(leaf.register_hook(hook).remove)
         return undo.pop_all()
+
+
+def tap_gathered_gradients(
+    modules: Mapping[str, nn.Module], first_name: Callable[[str], str], selects: Callable[[str], bool], sink: Sink
+) -> ExitStack:
+    """The same for modules of FSDP2, which puts gathered parameters in the places of its own while they compute.
+
+    Args:
+        modules: Those that FSDP2 manages, by canonical path.
+        first_name: Gives the path under which a parameter is filed.
+        selects: Whether the parameter with this path is observed.
+        sink: Receives the observations.
+
+    Returns:
+        Close it to remove the tap.
+    """
+    hooked: dict[int, Tensor] = {}  # the tensors themselves, so that no other gets the id of one
+    undo = ExitStack()
+
+    def before_forward(prefix: str, module: nn.Module, *_: Any) -> None:
+        for name, parameter in module.named_parameters():
+            path = first_name(canonical_path(f"{prefix}.{name}" if prefix else name))
+            if id(parameter) in hooked or not parameter.requires_grad or not selects(path):
+                continue
+            hooked[id(parameter)] = parameter
+            hook = sink.guarded("parameter_gradients", partial(_contribution, parameter, _whole(path), selects, sink))
+            undo.callback(parameter.register_hook(hook).remove)
+
+    undo.callback(hooked.clear)
+    for prefix, module in modules.items():
+        hook = sink.guarded("parameter_gradients", partial(before_forward, prefix))
+        undo.callback(module.register_forward_pre_hook(hook).remove)  # behind the one that gathers
+    return undo
+
+
+def _whole(path: str) -> PiecesOf:
+    return lambda parameter, size=None: (Piece(path=path),)  # noqa: ARG005
 
 
 def _contribution(
