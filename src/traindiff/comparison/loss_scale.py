@@ -18,11 +18,10 @@ UNKNOWN = "it is multiplied by a loss scale that was not observed"
 def unscaled(parts: Iterable[Part]) -> Iterator[Part]:
     """The observations of a step, with the loss scale as a part of the factor of those that are scaled."""
     parts = list(parts)
-    scales = {
-        (rank, seen.micro_step): float(summary["sum"])
-        for seen, rank, summary in parts
-        if (seen.phase, seen.path) == ("loss", LOSS_SCALE) and not seen.unobserved
-    }
+    scales: dict[int, dict[int, float]] = {}
+    for seen, rank, summary in parts:
+        if (seen.phase, seen.path) == ("loss", LOSS_SCALE) and not seen.unobserved:
+            scales.setdefault(rank, {})[seen.micro_step] = float(summary["sum"])
     for seen, rank, summary in parts:
         if not seen.scaled or seen.unobserved:
             yield seen, rank, summary
@@ -32,10 +31,13 @@ def unscaled(parts: Iterable[Part]) -> Iterator[Part]:
             yield replace(seen, unobserved=UNKNOWN), rank, summary
 
 
-def _scale_at(scales: Mapping[tuple[int, int], float], rank: int, micro_step: int) -> float | None:
+def _scale_at(scales: Mapping[int, Mapping[int, float]], rank: int, micro_step: int) -> float | None:
     """The scale of a rank's micro-step, or the latest before it: it changes between steps only."""
-    before = [place for place in scales if place[0] == rank and place[1] <= micro_step]
-    return scales[max(before)] if before else next(iter(scales.values()), None)
+    own = scales.get(rank, {})
+    before = [number for number in own if number <= micro_step]
+    if before:
+        return own[max(before)]
+    return next((scale for other in scales.values() for scale in other.values()), None)
 
 
 def is_loss_scale(key: Key) -> bool:

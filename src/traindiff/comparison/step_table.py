@@ -90,13 +90,24 @@ Part = tuple[Observation, int, Any]
 def step_table(parts: Iterable[Part]) -> dict[Key, Entry]:
     """Entries of one step by key, in execution order."""
     by_site: dict[Key, list[Part]] = {}
-    for part in unscaled(parts):
+    for part in _relative(unscaled(parts)):
         seen = part[0]
         key = Key(seen.phase, seen.stage, seen.path, seen.slot, seen.call, 0)
         by_site.setdefault(key, []).append(part)
     entries = [entry for key, same in by_site.items() for entry in _merged(key, same)]
     entries.sort(key=lambda entry: entry.order)
     return {entry.key: entry for entry in entries}
+
+
+def _relative(parts: Iterable[Part]) -> list[Part]:
+    """The parts with summaries relative to the global loss."""
+    found = list(parts)
+    scaled = [row for row, (seen, _, _) in enumerate(found) if seen.factor != 1.0 and not seen.unobserved]
+    if scaled:
+        factors = np.array([found[row][0].factor for row in scaled])
+        for row, summary in zip(scaled, scale([found[row][2] for row in scaled], 1.0 / factors), strict=True):
+            found[row] = (*found[row][:2], summary)
+    return found
 
 
 def without_missing_samples(
@@ -181,10 +192,10 @@ def _whole(key: Key, parts: Sequence[Part]) -> Entry:
             unknown = unknown or not_placed(same)
         if summed:
             terms = _without_copies(same)
-            summaries.append(add([_unscaled(part) for part in terms]) if len(terms) > 1 else _unscaled(terms[0]))
+            summaries.append(add([one for _, _, one in terms]) if len(terms) > 1 else terms[0][2])
             continue
         judged = key.phase in ("forward", "backward")
-        summaries.append(_unscaled(_farthest(same) if judged else same[0]))
+        summaries.append((_farthest(same) if judged else same[0])[2])
         for copies in _by_term(same) if key.path == "rng" else [same]:
             apart = apart or _apart(copies)
     summary = summaries[0] if len(summaries) == 1 else merge(summaries)
@@ -213,12 +224,6 @@ def _without_copies(parts: Sequence[Part]) -> list[Part]:
     return [part for part in parts if holder[part[0].micro_step, part[0].term] == part[1]]
 
 
-def _unscaled(part: Part) -> Any:
-    """A summary relative to the global loss."""
-    seen, _, summary = part
-    return summary if seen.factor == 1.0 else scale(summary, 1.0 / seen.factor)
-
-
 def _by_term(parts: Sequence[Part]) -> list[list[Part]]:
     """What ranks hold that work on the same samples."""
     found: dict[int, list[Part]] = {}
@@ -229,6 +234,8 @@ def _by_term(parts: Sequence[Part]) -> list[list[Part]]:
 
 def _apart(copies: Sequence[Part]) -> tuple[tuple[int, ...], ...]:
     """Ranks that hold the same, the largest group first, where not all of them do."""
+    if len(copies) == 1:
+        return ()
     ranks: dict[int, list[int]] = {}
     for _, rank, summary in copies:
         ranks.setdefault(int(summary["fingerprint"]), []).append(rank)
@@ -273,10 +280,7 @@ def _entry(
         dtype=first.dtype,
         shape=shape,
         summary=summary,
-        parts=tuple(
-            Held(seen.micro_step, rank, seen.shard, one if unobserved else _unscaled((seen, rank, one)), seen.term)
-            for seen, rank, one in parts
-        ),
+        parts=tuple(Held(seen.micro_step, rank, seen.shard, one, seen.term) for seen, rank, one in parts),
         unobserved=unobserved,
         **about,
     )

@@ -83,6 +83,7 @@ class Recording:
     def __init__(self, path: str) -> None:
         self.path = path
         self._fs, self._root = file_system(path)
+        self._contents: dict[int, dict[str, Any]] = {}
         self.run = self._read_run()
         found = {
             int(match[1])
@@ -104,15 +105,22 @@ class Recording:
         return tuple(rank for rank in expected if rank not in self.ranks)
 
     def rank_content(self, rank: int) -> dict[str, Any]:
-        """Content of `rank.json`; empty where the run was killed before it was written.
+        """Content of `rank.json` when it was first asked for; empty where the run was killed before it was written.
 
         Raises:
             CorruptRecordingError: The file is damaged.
         """
-        where = self._file(rank, "rank.json")
-        if not self._fs.exists(where):
-            return {}
-        return manifest.load(self._fs.cat_file(where), where=where)
+        if rank not in self._contents:
+            where = self._file(rank, "rank.json")
+            there = self._fs.exists(where)
+            content = manifest.load(self._fs.cat_file(where), where=where) if there else {}
+            # What ranks say alike, as most do of modules and parameters, is kept once.
+            before = next(reversed(self._contents.values()), {})
+            self._contents[rank] = {
+                name: before[name] if name in before and before[name] == value else value
+                for name, value in content.items()
+            }
+        return self._contents[rank]
 
     def status(self, rank: int) -> RankStatus:
         """How the rank's stream ends, from its seals and the length of its data."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -89,14 +92,10 @@ def to_batch(
 
 
 def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Stored]:
-    """The inverse of `to_batch`."""
-    about = {field.name: batch.column(field.name).to_pylist() for field in (*_ABOUT, *_SHARD)}
-    shards = [
-        Shard(shape=tuple(shape), global_shape=tuple(whole), offset=tuple(offset), spacing=tuple(spacing) or None)
-        for shape, whole, offset, spacing in zip(*(about.pop(field.name) for field in _SHARD), strict=True)
-    ]
-    rows = zip(*about.values(), shards, strict=True)
-    names = (*about, "shard")
+    """The inverse of `to_batch`. Equal texts and shards of a batch are one object each."""
+    about = [_values(batch.column(field.name)) for field in _ABOUT]
+    names = (*(field.name for field in _ABOUT), "shard")
+    rows = zip(*about, _shards(batch), strict=True)
     observations = [Observation(**dict(zip(names, row, strict=True))) for row in rows]
 
     summaries = np.empty(batch.num_rows, dtype=SUMMARY)
@@ -110,3 +109,33 @@ def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Sto
         files={row: name for row, name in enumerate(batch.column("tensors").to_pylist()) if name},
     )
     return observations, summaries, stored
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """The values of a column. Texts repeat from row to row, step to step and rank to rank; each is kept once."""
+    if not pa.types.is_string(column.type):
+        values: list[Any] = column.to_numpy(zero_copy_only=False).tolist()
+        return values
+    encoded = column.dictionary_encode()
+    texts = [sys.intern(text) for text in encoded.dictionary.to_pylist()]
+    return [texts[number] for number in encoded.indices.to_numpy().tolist()]
+
+
+def _shards(batch: pa.RecordBatch) -> list[Shard]:
+    """The shard of each row."""
+    known: dict[tuple[bytes, ...], Shard] = {}
+    found = []
+    for key in zip(*(_slices(batch.column(one.name)) for one in _SHARD), strict=True):
+        shard = known.get(key)
+        if shard is None:
+            shape, whole, offset, spacing = (tuple(np.frombuffer(part, dtype=np.int64).tolist()) for part in key)
+            shard = known[key] = Shard(shape=shape, global_shape=whole, offset=offset, spacing=spacing or None)
+        found.append(shard)
+    return found
+
+
+def _slices(column: pa.ListArray) -> list[bytes]:
+    """The bytes of each row's list of numbers."""
+    ends = (column.offsets.to_numpy() * 8).tolist()
+    content = column.values.to_numpy().tobytes()
+    return [content[first:end] for first, end in pairwise(ends)]
