@@ -113,12 +113,17 @@ def in_ddp_and_tp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, process_group=mesh.get_group("dp"))
 
 
+def core_by_name() -> list[Any]:
+    """What the graph tells as well, declared by the name of an axis that parameters know."""
+    return [traindiff.shard("*.core", dim=1, axis="tp")]
+
+
 def half_of_the_batch() -> tuple[int, int]:
     return torch.distributed.get_rank() // 2, 2
 
 
 def train_in_two_dimensions(path: str) -> None:
-    train(path, in_two_dimensions, share=half_of_the_batch)
+    train(path, in_two_dimensions, share=half_of_the_batch, shards=core_by_name)
 
 
 def train_in_ddp_and_tp(path: str) -> None:
@@ -131,7 +136,7 @@ def with_local_logits(model: nn.Module) -> nn.Module:
 
 
 def train_with_loss_parallel(path: str) -> None:
-    train(path, with_local_logits, around=loss_parallel)
+    train(path, with_local_logits, around=loss_parallel, shards=core_by_name)
 
 
 def train_bfloat16(path: str, prepare: Any = lambda model: model) -> None:

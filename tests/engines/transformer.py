@@ -18,14 +18,22 @@ BATCH, LENGTH, VOCABULARY, WIDTH, HEADS = 4, 8, 20, 16, 4
 # Shape suffixes: B samples, T positions, D width, H heads, K width of a head, V vocabulary.
 
 
+class Core(nn.Module):
+    """Attention on the heads of this rank."""
+
+    def forward(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.core = Core()
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q_BHTK, k_BHTK, v_BHTK = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
-        mixed_BHTK = functional.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+        mixed_BHTK = self.core(q_BHTK, k_BHTK, v_BHTK)
         return self.wo(mixed_BHTK.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTD: Tensor) -> Tensor:

@@ -1,19 +1,22 @@
 """Where a plain tensor lies that was computed from the local tensors of DTensors: the graph of autograd tells.
 
-`parallelize_module` has modules hand on local tensors. The node that made one of a DTensor knows its placements, and
-whatever is computed from it element by element lies at the same place. So nothing is guessed, and no rank is asked.
+`parallelize_module` has modules hand on local tensors. The node that made one of a DTensor knows its placements;
+whatever is computed from it element by element lies at the same place, and views are followed. So nothing is
+guessed, and no rank is asked.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from traindiff.engines.distributed_tensor import placed
-from traindiff.place import Places
-from traindiff.taps._torch_compat import result_shape
+from traindiff.engines.reshaping import permuted, viewed
+from traindiff.place import Place, Places
+from traindiff.taps._torch_compat import result_shape, saved_dims
 
 _LOCAL = "_ToTorchTensorBackward"
 """Node of `DTensor.to_local`. It has `dtensor_spec`, the layout of the DTensor, and `grad_placements`."""
@@ -21,9 +24,14 @@ _LOCAL = "_ToTorchTensorBackward"
 _ELEMENT_BY_ELEMENT = re.compile(
     "(?:Abs|Add|Alias|Clamp|Clone|Div|Dropout|Elu|Erf|Exp|FusedRmsNorm|Gelu|Hardsigmoid|Hardswish|Hardtanh|LeakyRelu|Log"
     "|LogSoftmax|MaskedFill|Mul|NativeDropout|NativeLayerNorm|Neg|Pow|Relu|Rsub|Rsqrt|Sigmoid|Silu|Softmax|Softplus"
-    "|Sqrt|Square|Sub|Tanh|Threshold|ToCopy|UnsafeView|View|Where)Backward[0-9]?"
+    "|Sqrt|Square|Sub|Tanh|Threshold|ToCopy|Where|ScaledDotProduct[A-Za-z]*)Backward[0-9]?"
 )
-"""Nodes of operations that give each element its place again, where the shape stays the same."""
+"""Nodes of operations that give each element its place again: that of the operands of the result's shape.
+
+Attention has queries, keys and values, and its result lies where the queries do.
+"""
+
+_VIEW = re.compile("(?:ReshapeAlias|UnsafeView|View)Backward[0-9]?")
 
 _DEEPEST = 64
 _KEY = "traindiff.places"
@@ -45,11 +53,12 @@ def _of_node(node: Any, depth: int) -> Places | None:
     name = type(node).__name__
     if name == _LOCAL:
         return _of_local(node)
-    if not _ELEMENT_BY_ELEMENT.fullmatch(name):
-        return None
     known: Places | None = node.metadata.get(_KEY)
     if known is None:
-        known = _of_operands(node, depth - 1)
+        if _ELEMENT_BY_ELEMENT.fullmatch(name):
+            known = _of_operands(node, depth - 1)
+        elif moved := _moved(node, name):
+            known = _after(_of_node(node.next_functions[0][0], depth - 1), moved)
         if known is not None:
             node.metadata[_KEY] = known  # the walk from the next module's output ends here
     return known
@@ -82,3 +91,32 @@ def _of_operands(node: Any, depth: int) -> Places | None:
         return None  # what becomes of terms depends on the operation
     # Beside a part, another operand can only be the same part; beside a copy, it may be anything.
     return None if value.is_whole and len(known) < len(operands) else known[0]
+
+
+def _moved(node: Any, name: str) -> Callable[[Place], Place | None] | None:
+    """What a node that only moves elements makes of the place of its operand; None for any other node."""
+    if _VIEW.fullmatch(name):
+        shape = result_shape(node, 0)
+        return lambda place: viewed(place, shape)
+    if name == "TransposeBackward0":
+        return lambda place: permuted(place, _transposed(len(place.shape), *saved_dims(node)))
+    if name == "PermuteBackward0":
+        return lambda place: permuted(place, [dim % len(place.shape) for dim in saved_dims(node)])
+    if name == "ViewAsRealBackward0":
+        return lambda place: Place(shape=(*place.shape, 2), ranges=(*place.ranges, ((0, 2),)), term=place.term)
+    if name == "ViewAsComplexBackward0":
+        return lambda place: Place(shape=place.shape[:-1], ranges=place.ranges[:-1], term=place.term)
+    return None
+
+
+def _after(places: Places | None, moved: Callable[[Place], Place | None]) -> Places | None:
+    if places is None:
+        return None
+    value, gradient = moved(places.value), moved(places.gradient)
+    return None if value is None or gradient is None else Places(value=value, gradient=gradient)
+
+
+def _transposed(count: int, first: int, second: int) -> list[int]:
+    order = list(range(count))
+    order[first], order[second] = order[second], order[first]
+    return order

@@ -177,6 +177,12 @@ def result_shape(node: Any, number: int) -> tuple[int, ...]:
     return tuple(node._input_metadata[number].shape)
 
 
+def saved_dims(node: Any) -> tuple[int, ...]:
+    """Dims that a node of a transposition or permutation exchanges; negative ones are kept as unsigned numbers."""
+    dims = (node._saved_dim0, node._saved_dim1) if hasattr(node, "_saved_dim0") else node._saved_dims
+    return tuple(dim - (1 << 64) if dim >= 1 << 63 else dim for dim in dims)
+
+
 def is_asynchronous(tensor: torch.Tensor) -> bool:
     """Whether the tensor is the result of a collective which may still be running. There is no public class."""
     module = sys.modules.get("torch.distributed._functional_collectives")

@@ -1,0 +1,86 @@
+"""Where a part of a tensor lies after its dims were split, merged, or put in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+
+from traindiff.place import Place, Ranges
+
+MOST_RANGES = 256
+"""Ranges of a merged axis: each is a summary of its own, which 256 samples of a micro-batch may have."""
+
+_Group = tuple[Sequence[int], Sequence[int]]
+"""Axes before, and what they become."""
+
+
+def permuted(place: Place, order: Sequence[int]) -> Place:
+    """The place of a tensor whose axes are put in another order."""
+    return Place(
+        shape=tuple(place.shape[dim] for dim in order), ranges=tuple(place.ranges[dim] for dim in order),
+        term=place.term,
+    )  # fmt: skip
+
+
+def viewed(place: Place, shape: Sequence[int]) -> Place | None:
+    """The place of a local tensor after `view(shape)`; None where it is no product of ranges any more."""
+    whole: list[int] = []
+    ranges: list[Ranges] = []
+    for before, after in _groups(place.local_shape, shape):
+        found = _one_group(place, before, [shape[dim] for dim in after])
+        if found is None:
+            return None
+        whole += found[0]
+        ranges += found[1]
+    return Place(shape=tuple(whole), ranges=tuple(ranges), term=place.term)
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[_Group]:
+    """The fewest axes that become the fewest axes of as many elements, from left to right."""
+    left, right = 0, 0
+    while left < len(before) or right < len(after):
+        first, second = [left] if left < len(before) else [], [right] if right < len(after) else []
+        while (a := prod(before[i] for i in first)) != (b := prod(after[i] for i in second)):
+            grown, length = (first, len(before)) if a < b else (second, len(after))
+            following = (left, right)[grown is second] + len(grown)
+            if following >= length:
+                break
+            grown.append(following)
+        yield first, second
+        left, right = left + len(first), right + len(second)
+
+
+def _one_group(place: Place, before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[Ranges]] | None:
+    shape, ranges = [place.shape[dim] for dim in before], [place.ranges[dim] for dim in before]
+    if all(one == ((0, length),) for one, length in zip(ranges, shape, strict=True)):
+        return list(after), [((0, length),) for length in after]
+    if len(before) == 1 and after and (first := _split(shape[0], ranges[0], prod(after[1:]))) is not None:
+        return [first[0], *after[1:]], [first[1], *(((0, length),) for length in after[1:])]
+    if len(after) == 1 and (merged := _merged(shape, ranges)) is not None:
+        return [prod(shape)], [merged]
+    return None
+
+
+def _split(length: int, ranges: Ranges, inner: int) -> tuple[int, Ranges] | None:
+    """An axis of which blocks of `inner` become an axis of their own."""
+    if not inner or any(number % inner for number in (length, *sum(ranges, ()))):
+        return None
+    return length // inner, tuple((first // inner, count // inner) for first, count in ranges)
+
+
+def _merged(shape: Sequence[int], ranges: Sequence[Ranges]) -> Ranges | None:
+    """Several axes as one."""
+    cut = [dim for dim, one in enumerate(ranges) if one != ((0, shape[dim]),)]
+    inner = prod(shape[cut[-1] + 1 :])
+    outer = [[index for first, count in one for index in range(first, first + count)] for one in ranges[: cut[-1]]]
+    if prod(map(len, outer)) * len(ranges[cut[-1]]) > MOST_RANGES:
+        return None
+    found: list[tuple[int, int]] = []
+    for indices in product(*outer):
+        start = 0
+        for index, length in zip(indices, shape, strict=False):
+            start = start * length + index
+        start *= shape[cut[-1]]
+        found += [((start + first) * inner, count * inner) for first, count in ranges[cut[-1]]]
+    return tuple(found)
