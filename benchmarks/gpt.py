@@ -53,13 +53,13 @@ class Training:
         torch.manual_seed(0)
         self.model = GPT(layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self._call: Callable[[Tensor], Tensor] = torch.compile(self.model) if compiled else self.model
+        self.call: Callable[[Tensor], Tensor] = torch.compile(self.model) if compiled else self.model
         self._generator = torch.Generator().manual_seed(1)
 
     def step(self) -> None:
         """One step of the optimizer."""
         tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=self._generator)
-        logits = self._call(tokens[:, :-1])
+        logits = self.call(tokens[:, :-1])
         functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

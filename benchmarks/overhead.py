@@ -25,6 +25,7 @@ import torch
 from gpt import Training
 from kernel_speed import ELEMENTS, measure, of_one_call
 from machine import machine
+from ranks import HEAD, on_ranks
 
 import traindiff
 from traindiff.sessions.doctor.timing import Ratio, interleaved
@@ -158,7 +159,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="rounds per row")
     parser.add_argument("--only", default="", help="rows whose name contains this; nothing is written then")
+    parser.add_argument("--ranks", type=int, default=0, help="measure on so many ranks, and on one; writes nothing")
     options = parser.parse_args()
+    if options.ranks:
+        print("\n".join(HEAD), flush=True)
+        for row in ROWS[:3]:
+            for world_size in (1, options.ranks):
+                print(on_ranks(row.name, row.settings, world_size=world_size, rounds=options.rounds), flush=True)
+        return
     rows = [row for row in ROWS if options.only in row.name]
     try:
         import transformers
