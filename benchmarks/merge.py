@@ -255,11 +255,11 @@ def _row(name: str, num_ranks: int, num_steps: int, directory: Path) -> str:
     for side in sides:
         shutil.rmtree(side)
     print(f"wrote {num_ranks} ranks, {num_steps} steps in {wrote:.0f} s: {found}", file=sys.stderr)
-    per = float(found["seconds"]) / num_steps / (observations + observations / num_ranks)
+    per = float(found["cpu_seconds"]) / num_steps / (observations + observations / num_ranks)
     used = (int(found["peak_bytes"]) - int(found["empty_bytes"])) / 1e6
     return (
         f"| {name} | {num_ranks} | {num_steps} | {observations * num_steps:,} | {size / 1e6:,.0f} MB | "
-        f"{float(found['seconds']):.2f} s | {per * 1e6:.1f} us | {used:,.0f} MB |"
+        f"{float(found['cpu_seconds']):.1f} s | {float(found['seconds']):.1f} s | {per * 1e6:.1f} us | {used:,.0f} MB |"
     )
 
 
@@ -271,8 +271,8 @@ def main() -> None:
     parser.add_argument("--directory", help="where recordings are written for a while; default: the temporary one")
     arguments = parser.parse_args()
     print(f"{machine()}\n")
-    print("| | ranks | steps | observations | on disk | compare | each | memory above imports |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| | ranks | steps | observations | on disk | CPU time | elapsed | CPU time each | peak memory |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         for num_ranks in arguments.ranks:
             print(_row("ranks", num_ranks, 1, Path(name)), flush=True)

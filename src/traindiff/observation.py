@@ -50,12 +50,12 @@ class Observation:
         phase: One of `traindiff.site.PHASES`.
         stage: Part of a phase: `micro` (gradient of one micro-batch), `before` (parameter before
             the step), `recomputed` (forward pass repeated by activation checkpointing),
-            `sample` (one sample of a batch), `evaluation` (forward pass without gradients), `boundary` (handed from one stage of a pipeline to
-            the next), `after`, or empty.
+            `sample` (one sample of a batch), `evaluation` (forward pass without gradients), `boundary`
+            (handed from one stage of a pipeline to the next), `after`, or empty.
         path: Canonical dotted path of the module or parameter.
         slot: Which tensor of it: `output[0]`, `grad`, `exp_avg`.
         call: How often this module had been called before in this micro-step.
-        order: Position in execution order within the step.
+        order: Position in execution order within the step; see `PLACE`.
         dtype: Name of the dtype as torch spells it without its prefix, e.g. `bfloat16`.
         shard: Which elements of the global tensor, with the batch axis in front.
         merge: How it merges with the other observations of its site in the step.

@@ -148,6 +148,9 @@ class _Comparing:
                 self._sides[side].step(alone)  # the next step begins where this one ended
                 if alone.finished and alone.step in self._selection:
                     self._alone[side].append(alone.step)
+            for one in (left, right):
+                if one is not None:
+                    one.release()
         notes, incomplete = self._limits()
         findings, representation = self._judge.findings, ()
         if findings and self._surroundings:
@@ -248,7 +251,8 @@ class _Comparing:
             if change not in self._settings_reported:
                 self._settings_reported.add(change)
                 fresh.append(one_step_late(finding, self._settings_before))
-        self._settings_before = settings_of(tables[0], groups[0])
+        settings = settings_of(tables[0], groups[0])
+        self._settings_before = {what: (value, replace(entry, parts=())) for what, (value, entry) in settings.items()}
         return fresh
 
     def _limits(self) -> tuple[list[str], bool]:

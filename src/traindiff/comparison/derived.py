@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from traindiff.comparison.alignment import Pair
@@ -41,7 +42,7 @@ class Updates:
         """Entries of phase `update`, and the parameters as this step found them, by path."""
         for key, entry in table.items():
             if key.phase == "param" and key.stage == "before" and key.slot == "value":
-                self._parameters[key.path] = entry
+                self._parameters[key.path] = replace(entry, parts=())  # which would keep the whole step in memory
                 self._ended.pop(key.path, None)
         before = dict(self._parameters)
         found: list[Entry] = []
@@ -51,7 +52,7 @@ class Updates:
             old = before.get(key.path)
             if old is not None and old.shape == entry.shape and self._ended.get(key.path, step - 1) == step - 1:
                 found.append(_update(key, old, entry))
-            self._parameters[key.path] = entry
+            self._parameters[key.path] = replace(entry, parts=())
             self._ended[key.path] = step
         return found, before
 

@@ -28,6 +28,10 @@ class RunStep:
     finished: bool = True
     missing: tuple[int, ...] = ()
 
+    def release(self) -> None:
+        """Let go of the entries, so that no two steps are in memory when the next one is read."""
+        self.table.clear()
+
 
 def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunStep]:
     """Steps of a recording in the order in which they were taken.
@@ -50,13 +54,14 @@ def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunS
         if shown:
             shows_calls.add(lead.optimizer)
         missing = tuple(sorted({*range(recording.world_size)} - {head.rank for head in here}))
+        ranks = [head.rank for head in here]
+        here.clear()
         yield RunStep(optimizer=lead.optimizer, step=lead.step, table=table, finished=finished, missing=missing)
-        for head in here:
-            following = next(streams[head.rank], None)
-            if following is None:
-                del heads[head.rank]
-            else:
-                heads[head.rank] = following
+        del lead, table
+        for rank in ranks:
+            del heads[rank]  # before the next one is read
+            if (following := next(streams[rank], None)) is not None:
+                heads[rank] = following
 
 
 def _parts(steps: list[StepObservations], copies: Copies) -> Iterator[Part]:

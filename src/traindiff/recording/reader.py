@@ -5,15 +5,16 @@ from __future__ import annotations
 import posixpath
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from traindiff.errors import CorruptRecordingError, NotARecordingError
+from traindiff.errors import CorruptRecordingError, MixedRecordingError, NotARecordingError
 from traindiff.observation import Observation
 from traindiff.recording import manifest, tensor_files
 from traindiff.recording.location import file_system
@@ -22,6 +23,7 @@ from traindiff.summary import Summaries
 
 _SEAL = re.compile(rb"(\d+) (\d+) ([0-9a-f]{8})")
 _CUT_SEAL = re.compile(rb"\d*|\d+ \d*|\d+ \d+ [0-9a-f]{0,8}")
+_SCHEMA_MESSAGE = SCHEMA.serialize().to_pybytes()
 _END_OF_STREAM_BYTES = 8  # the shortest of all messages
 
 
@@ -62,6 +64,15 @@ class RankStatus:
     rank: int
     ending: Literal["closed", "unclosed", "truncated"]
     says: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packed:
+    """A step as it is on disk: it ends where the next one begins, which need not be unpacked to see that."""
+
+    optimizer: str
+    step: int
+    messages: list[bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +120,13 @@ class Recording:
 
         Raises:
             CorruptRecordingError: The file is damaged.
+            MixedRecordingError: It is of another run.
         """
         if rank not in self._contents:
             where = self._file(rank, "rank.json")
             there = self._fs.exists(where)
             content = manifest.load(self._fs.cat_file(where), where=where) if there else {}
+            self._check_run(content, rank)
             # What ranks say alike, as most do of modules and parameters, is kept once.
             before = next(reversed(self._contents.values()), {})
             self._contents[rank] = {
@@ -121,6 +134,18 @@ class Recording:
                 for name, value in content.items()
             }
         return self._contents[rank]
+
+    def _check_run(self, content: Mapping[str, Any], rank: int) -> None:
+        said = {"number of ranks": (content.get("world_size"), self.world_size)}
+        meshes = [one.get("mesh") or {} for one in (content, self.run)]
+        if not any("pipeline" in mesh for mesh in meshes):  # a rank may have ended before it knew
+            said |= {name: (meshes[0][name], meshes[1][name]) for name in meshes[0].keys() & meshes[1].keys()}
+        for name, (of_rank, of_run) in said.items():
+            if of_rank is not None and of_rank != of_run:
+                raise MixedRecordingError(
+                    f"{self.path} holds ranks of different runs: {name.replace('_', ' ')} is {of_run} in run.json and "
+                    f"{of_rank} in rank {rank}'s. Record again, with overwrite=True or into another directory."
+                )
 
     def status(self, rank: int) -> RankStatus:
         """How the rank's stream ends, from its seals and the length of its data."""
@@ -144,16 +169,17 @@ class Recording:
             CorruptRecordingError: The bytes are not those that were written. A stream that is
                 merely cut off ends at its last whole step.
         """
-        held: dict[str, StepObservations] = {}
+        held: dict[str, _Packed] = {}
         for part in self._messages(rank):
             before = held.get(part.optimizer)
             if before and before.step == part.step:
-                held[part.optimizer] = before.joined(part)
+                before.messages.extend(part.messages)
                 continue
             if before:
-                yield held.pop(part.optimizer)
+                yield self._decode(held.pop(part.optimizer), rank)
             held[part.optimizer] = part
-        yield from held.values()
+        for last in held.values():
+            yield self._decode(last, rank)
 
     def tensors(self, step: StepObservations, row: int) -> dict[str, NDArray[np.generic]]:
         """What was kept of an observation in a file of its own; empty where nothing was.
@@ -173,7 +199,7 @@ class Recording:
             raise CorruptRecordingError(f"{where} is missing, although the recording names it.")
         return tensor_files.load(self._fs.cat_file(where), where=where)
 
-    def _messages(self, rank: int) -> Iterator[StepObservations]:
+    def _messages(self, rank: int) -> Iterator[_Packed]:
         where = self._file(rank, "observations.arrows")
         seals, _ = self._seals(rank)
         if not self._fs.exists(where):
@@ -198,19 +224,20 @@ class Recording:
                 if number == 0:
                     self._check_schema(message, where)
                 elif sealed.length > _END_OF_STREAM_BYTES:
-                    yield self._decode(message, rank)
+                    yield _packed(message)
 
-    def _decode(self, message: bytes, rank: int) -> StepObservations:
-        batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
-        observations, summaries, stored = from_batch(batch)
-        return StepObservations(
-            rank=rank,
-            optimizer=observations[0].optimizer,
-            step=observations[0].step,
-            observations=observations,
-            summaries=summaries,
-            stored=stored,
-        )
+    def _decode(self, packed: _Packed, rank: int) -> StepObservations:
+        steps = []
+        for message in packed.messages:
+            batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
+            observations, summaries, stored = from_batch(batch)
+            steps.append(
+                StepObservations(
+                    rank=rank, optimizer=packed.optimizer, step=packed.step, observations=observations,
+                    summaries=summaries, stored=stored,
+                )
+            )  # fmt: skip
+        return reduce(StepObservations.joined, steps)
 
     def _check_schema(self, message: bytes, where: str) -> None:
         found = pa.ipc.read_schema(pa.py_buffer(message))
@@ -257,6 +284,16 @@ class Recording:
 
     def _file(self, rank: int, name: str) -> str:
         return posixpath.join(self._root, f"rank-{rank:05d}", name)
+
+
+def _packed(message: bytes) -> _Packed:
+    """A message, of which only the two columns are read that say which step it is of."""
+    options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in ("step", "optimizer")])
+    with pa.ipc.open_stream(pa.BufferReader(_SCHEMA_MESSAGE + message), options=options) as stream:
+        batch = stream.read_next_batch()
+    return _Packed(
+        step=batch.column("step")[0].as_py(), optimizer=batch.column("optimizer")[0].as_py(), messages=[message]
+    )
 
 
 def _damaged_seal(where: str, line: int) -> CorruptRecordingError:
