@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Literal
 
 import numpy as np
@@ -169,17 +169,7 @@ class Recording:
             CorruptRecordingError: The bytes are not those that were written. A stream that is
                 merely cut off ends at its last whole step.
         """
-        held: dict[str, _Packed] = {}
-        for part in self._messages(rank):
-            before = held.get(part.optimizer)
-            if before and before.step == part.step:
-                before.messages.extend(part.messages)
-                continue
-            if before:
-                yield self._decode(held.pop(part.optimizer), rank)
-            held[part.optimizer] = part
-        for last in held.values():
-            yield self._decode(last, rank)
+        yield from map(partial(self._decode, rank=rank), self._packed_steps(rank))
 
     def tensors(self, step: StepObservations, row: int) -> dict[str, NDArray[np.generic]]:
         """What was kept of an observation in a file of its own; empty where nothing was.
@@ -198,6 +188,21 @@ class Recording:
         if not self._fs.exists(where):
             raise CorruptRecordingError(f"{where} is missing, although the recording names it.")
         return tensor_files.load(self._fs.cat_file(where), where=where)
+
+    def _packed_steps(self, rank: int) -> Iterator[_Packed]:
+        """The rank's steps as they are on disk. No name here still refers to one when it is given away."""
+        held: dict[str, _Packed] = {}
+        for part in self._messages(rank):
+            if part.optimizer in held and held[part.optimizer].step == part.step:
+                held[part.optimizer].messages.extend(part.messages)
+                continue
+            if part.optimizer in held:
+                yield held.pop(part.optimizer)
+            held[part.optimizer] = part
+        if held:
+            del part
+        while held:
+            yield held.pop(next(iter(held)))
 
     def _messages(self, rank: int) -> Iterator[_Packed]:
         where = self._file(rank, "observations.arrows")
