@@ -5,6 +5,7 @@
   + RecordingError           a recording cannot be used
     - NotARecordingError     nothing there, or something else
     - CorruptRecordingError  the bytes are not those that were written
+    - MixedRecordingError    its ranks are of different runs
     - FormatVersionError     written by a newer traindiff
   + TapError                 a tap was attached or removed in the wrong order
   + UnsupportedTensorError   no kernel can summarise this tensor
@@ -40,6 +41,10 @@ class NotARecordingError(RecordingError):
 
 class CorruptRecordingError(RecordingError):
     """The recording's bytes are not the ones that were written."""
+
+
+class MixedRecordingError(RecordingError):
+    """The directory holds ranks of different runs."""
 
 
 class FormatVersionError(RecordingError):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.recording.samples import RUN, step, write
+from traindiff.errors import MixedRecordingError
 from traindiff.recording import RecordingWriter, open_recording
 
 
@@ -37,3 +41,42 @@ def test_directories_of_ranks_beyond_the_world_are_ignored(tmp_path: Path) -> No
     (tmp_path / "run/rank-1").mkdir()
 
     assert open_recording(str(tmp_path / "run")).ranks == (0,)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"world_size": 4, "mesh": None}, "number of ranks is 2 in run.json and 4 in rank 1's"),
+        (
+            {"world_size": 2, "mesh": {"engine": "fully_shard", "data_parallel": 2}},
+            "engine is DistributedDataParallel in run.json and fully_shard in rank 1's",
+        ),
+        (
+            {"world_size": 2, "mesh": {"engine": "DistributedDataParallel", "data_parallel": 1, "model_parallel": 2}},
+            "data parallel is 2 in run.json and 1 in rank 1's",
+        ),
+    ],
+)
+def test_ranks_of_different_runs_are_refused(content: dict[str, Any], says: str, tmp_path: Path) -> None:
+    run = {**RUN, "world_size": 2, "mesh": {"engine": "DistributedDataParallel", "data_parallel": 2}}
+    for rank in range(2):
+        writer = RecordingWriter(str(tmp_path / "run"), run=run, rank=rank, world_size=2)
+        writer.write_rank(content if rank else {"world_size": 2, "mesh": run["mesh"]})
+        writer.close()
+    recording = open_recording(str(tmp_path / "run"))
+
+    with pytest.raises(MixedRecordingError) as raised:
+        recording.rank_content(1)
+
+    assert says in str(raised.value)
+    assert "overwrite=True" in str(raised.value)
+
+
+def test_a_rank_may_end_before_it_knows_of_its_pipeline(tmp_path: Path) -> None:
+    run = {**RUN, "world_size": 2, "mesh": {"engine": "by hand", "data_parallel": 1, "pipeline": 2}}
+    for rank in range(2):
+        writer = RecordingWriter(str(tmp_path / "run"), run=run, rank=rank, world_size=2)
+        writer.write_rank({"world_size": 2, "mesh": {"engine": "by hand", "data_parallel": 2}})
+        writer.close()
+
+    assert open_recording(str(tmp_path / "run")).rank_content(1)["world_size"] == 2

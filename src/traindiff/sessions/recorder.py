@@ -293,7 +293,8 @@ class Recorder:
         if self._files is not None and self._attachment is not None:
             not_forced = {} if self._forced is None else {"not_forced": self._forced.left}
             pipeline = {} if self._pipeline is None else {"pipeline": self._pipeline.to_json()}
-            self._files.write_rank({**self._attachment.describe(), **not_forced, **pipeline, "pid": os.getpid()})
+            run = {"world_size": self._run["world_size"], "mesh": self._layout.to_json(), "pid": os.getpid()}
+            self._files.write_rank({**self._attachment.describe(), **not_forced, **pipeline, **run})
 
     def _log(self, name: str, value: float | Tensor, merge: Merge, weight: float | None) -> None:
         if self._attachment is not None:
