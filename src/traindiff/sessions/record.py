@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any, Never
 
@@ -18,7 +18,7 @@ from traindiff.settings import check_names, record_settings, recording_path
 
 def record(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizers = None,
     *,
     observe: str | Iterable[str] | None = None,
@@ -50,7 +50,8 @@ def record(
 
     Args:
         path: Directory to write: a local path or any fsspec URL.
-        model: The root module that the training loop calls, wrapped (DDP, `torch.compile`) or not.
+        model: The root module that the training loop calls, wrapped (DDP, `torch.compile`) or not; of a pipeline,
+            the module of this rank's stage, or a list of them where it has several.
         optimizer: Whose calls are the steps: one, several, or several by name. With several, each
             counts its own steps, and the first also those of forward and backward passes. None
             finds the optimizers that hold parameters of `model` when they first step.
