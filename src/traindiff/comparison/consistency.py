@@ -36,7 +36,7 @@ class RunFacts:
     """What does not change during a run.
 
     Attributes:
-        complete: Whether all parameters of one optimizer in one process were recorded, whole.
+        complete: Whether all parameters of one optimizer were recorded, on all ranks.
         modules: Class name of each module by path.
         tied: Path of a parameter by each of its further names.
     """
@@ -69,12 +69,18 @@ class Gradients:
 
     Attributes:
         squares: Sum of squares by path.
+        copied: Those of which several ranks hold copies.
+        divided: Those of which several ranks hold a part each.
+        ranks: How many ranks hold any.
         dimensions: Number of axes by path.
         contributed: Norm of what backward gave before anything was done to it; None where it is not known.
         tolerance: Relative error that a norm of them may have.
     """
 
     squares: Mapping[str, float]
+    copied: frozenset[str]
+    divided: frozenset[str]
+    ranks: int
     dimensions: Mapping[str, int]
     contributed: float | None
     tolerance: float
@@ -92,14 +98,18 @@ class Gradients:
         entries = {path: entry for path, entry in entries.items() if not entry.unobserved}
         if not facts.complete or unknown or not entries:
             return None
-        if any(nonfinite_count(entry.summary) or not entry.exact for entry in entries.values()):
+        if any(nonfinite_count(entry.summary) or not entry.exact or entry.apart for entry in entries.values()):
             return None
+        shards = {path: {part.shard for part in entry.parts} for path, entry in entries.items()}
         u = max(UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in entries.values())
         count = sum(int(entry.summary["count"]) for entry in entries.values())
         micro = [table.get(Key("grad", "micro", path, "grad", 0, 0)) for path in entries]
         known = all(one is not None and one.exact and not one.unobserved for one in micro)
         return cls(
             squares={path: float(entry.summary["sum_of_squares"]) for path, entry in entries.items()},
+            copied=frozenset(path for path, entry in entries.items() if len(shards[path]) == 1 < len(entry.parts)),
+            divided=frozenset(path for path, held in shards.items() if len(held) > 1),
+            ranks=len({part.rank for entry in entries.values() for part in entry.parts}),
             dimensions={path: len(entry.shape) for path, entry in entries.items()},
             contributed=math.sqrt(sum(float(norm(e.summary)) ** 2 for e in micro if e is not None)) if known else None,
             # Short dtypes round the norm of each tensor, and of all of them; float32 may add up in any order.
@@ -125,10 +135,11 @@ def norm_findings(
                 f"the reported gradient norm {reported:.6g} leaves out {what}: all gradients that the optimizer saw "
                 f"have the norm {actual:.6g}, and without these {reported:.6g}."
             )
-        elif missing < 0.0 and (what := _set_of(gradients, -missing)):
+        elif missing < 0.0 and (found := _counted_often(gradients, -missing)):
+            what, times = found
             says = (
-                f"the reported gradient norm {reported:.6g} counts {what} twice: the gradients that the optimizer saw "
-                f"have the norm {actual:.6g}."
+                f"the reported gradient norm {reported:.6g} counts {what} {times}: the gradients that the optimizer "
+                f"saw have the norm {actual:.6g}."
             )
         elif round(scale) >= 1 and abs(scale - round(scale)) <= 4.0 * tolerance:
             what = f"{2 ** round(scale)} x"
@@ -212,11 +223,13 @@ def tied_findings(table: Mapping[Key, Entry], facts: RunFacts, *, step: int) -> 
 
 
 def _logged(table: Mapping[Key, Entry], names: re.Pattern[str]) -> Iterable[tuple[Entry, float]]:
-    """Scalars that the training logged once in the step under one of these names."""
+    """Scalars that the training logged once in the step, and the same on all ranks, under one of these names."""
     for key, entry in table.items():
         if key.phase == "loss" and key.slot == "logged" and key.call == 0 and names.fullmatch(key.path):
             value = float(entry.summary["sum"])
-            if len(entry.parts) <= 1 and not entry.unobserved and math.isfinite(value):
+            once = len({part.micro_step for part in entry.parts}) <= 1
+            alike = len({float(part.summary["sum"]) for part in entry.parts}) <= 1  # on all ranks that reported it
+            if once and alike and not entry.unobserved and math.isfinite(value):
                 yield entry, value
 
 
@@ -230,6 +243,14 @@ def _set_of(gradients: Gradients, share: float) -> str:
         if 10.0 * near < part and abs(part - share) <= near and len(paths) < len(gradients.squares):
             found.setdefault(paths, words)
     return next(iter(found.values())) if len(found) == 1 else ""
+
+
+def _counted_often(gradients: Gradients, excess: float) -> tuple[str, str] | None:
+    """The parameters that account for so many more squares than there are, and how often they are counted."""
+    for times in sorted({2, gradients.ranks} - {1}):
+        if what := _set_of(gradients, excess / (times - 1)):
+            return what, "twice" if times == 2 else f"{times} times"
+    return None
 
 
 def _sets(gradients: Gradients) -> Iterable[tuple[str, frozenset[str]]]:
@@ -247,6 +268,8 @@ def _sets(gradients: Gradients) -> Iterable[tuple[str, frozenset[str]]]:
     ):
         alike = [path for path, axes in gradients.dimensions.items() if (axes > 1) == (least > 1)]
         yield words, frozenset(alike)
+    yield "all parameters of which ranks hold copies", gradients.copied
+    yield "all parameters that are divided over ranks", gradients.divided
     yield from ((f"all of {name}", frozenset(paths)) for name, paths in by_name.items() if len(paths) > 1)
 
 

@@ -144,7 +144,7 @@ class Judge:
             # What the training reports cannot be forced: it may follow from what was found before it.
             found = [finding for finding in found if finding.slot != LOGGED]
         for finding in found:
-            site = (_key(finding), finding.kind if finding.kind == "hyper-parameter" else "")
+            site = (_key(finding), finding.kind if finding.kind in ("hyper-parameter", "reported-norm") else "")
             held = self._found.get(site)
             steps = held.evidence["steps"] + 1 if held else 1
             self._found[site] = replace(held or finding, evidence={**(held or finding).evidence, "steps": steps})

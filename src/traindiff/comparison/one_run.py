@@ -25,15 +25,14 @@ RUNS = ("baseline", "candidate")
 
 
 def run_facts(recording: Recording, rename: Rename = str) -> RunFacts:
-    """What does not change during a run. Of a run in several processes, no rank is known to hold everything."""
+    """What does not change during a run."""
     contents = [recording.rank_content(rank) for rank in recording.ranks]
-    content = contents[0] if len(contents) == 1 else {}
-    everything = recording.run["settings"].get("select", ["*"]) == ["*"]
-    one_optimizer = len(content.get("optimizers", ())) == 1
+    everything = recording.run["settings"].get("select", ["*"]) == ["*"] and not recording.missing_ranks
+    one_optimizer = all(len(content.get("optimizers", ())) == 1 for content in contents)
     return RunFacts(
-        complete=everything and one_optimizer and recording.run.get("world_size", 1) == 1,
-        modules={rename(path): name for path, name in content.get("modules", {}).items()},
-        tied={rename(other): rename(path) for other, path in content.get("tied", {}).items()},
+        complete=everything and one_optimizer and bool(contents),
+        modules={rename(path): name for one in contents for path, name in one.get("modules", {}).items()},
+        tied={rename(other): rename(path) for one in contents for other, path in one.get("tied", {}).items()},
     )
 
 
