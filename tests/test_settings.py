@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from traindiff.declared_shard import shard
 from traindiff.errors import ConfigError
 from traindiff.settings import OBSERVABLE, RecordSettings, record_settings
 from traindiff.site import PHASES
 
 PLAIN: dict[str, Any] = {
     "observe": None, "select": "*", "detail": "summary", "steps": None, "ranks": None, "every": 1,
-    "batch_axis": None, "evaluation": False, "strict": False, "replica": None,
+    "batch_axis": None, "evaluation": False, "strict": False, "replica": None, "sample_order": "blocks", "shards": (),
 }  # fmt: skip
 
 
@@ -28,7 +29,7 @@ def problems_of(**changes: Any) -> str:
 
 
 def test_all_phases_are_observed_unless_some_are_named() -> None:
-    assert settings().observe == {*PHASES, "replay"}
+    assert settings().observe == {*PHASES, "replay", "samples"}
     assert settings(observe="loss").observe == {"loss"}
     assert settings(observe=("grad", "grad.micro")).observe == {"grad", "grad.micro"}
     assert settings(observe=(phase for phase in ["grad"])).observe == {"grad"}
@@ -63,11 +64,15 @@ def test_a_step_is_recorded_if_both_steps_and_every_say_so(changes: dict[str, An
 
 
 def test_settings_are_written_as_json_in_one_order() -> None:
-    chosen = settings(observe=["param", "batch"], steps="0-3", ranks=[0], batch_axis={"a": None}, every=2)
+    shards = [shard("*.core", dim=1, axis="tp")]
+    chosen = settings(
+        observe=["param", "batch"], steps="0-3", ranks=[0], batch_axis={"a": None}, every=2, shards=shards
+    )
 
     assert json.loads(json.dumps(chosen.to_json())) == {
         "observe": ["batch", "param"], "select": ["*"], "detail": ["summary"], "steps": "0-3", "ranks": [0],
         "every": 2, "batch_axis": {"a": None}, "evaluation": False, "replica": None,
+        "sample_order": "blocks", "shards": ['shard("*.core", dim=1, axis="tp")'],
     }  # fmt: skip
 
 
@@ -80,11 +85,13 @@ def test_every_problem_is_listed_at_once_with_near_misses() -> None:
         "  record(observe=...)\n"
         '    "gradient" is not something to observe.\n'
         '    Did you mean "grad"? '
-        "Known: backward, batch, forward, grad, grad.micro, grad.stages, loss, optimizer, param, replay, update.\n"
+        "Known: backward, batch, forward, grad, grad.micro, grad.stages, loss, optimizer, param, replay, "
+        "samples, update.\n"
         "\n"
         "  record(observe=...)\n"
         '    "weights" is not something to observe.\n'
-        "    Known: backward, batch, forward, grad, grad.micro, grad.stages, loss, optimizer, param, replay, update.\n"
+        "    Known: backward, batch, forward, grad, grad.micro, grad.stages, loss, optimizer, param, replay, "
+        "samples, update.\n"
         "\n"
         "  record(detail=...)\n"
         '    "sumary" is not a detail.\n'
