@@ -19,6 +19,9 @@ Merge = Literal["shard", "sum", "mean"]
 ALL_GRADIENTS = "(all parameters)"
 """Path of what is done to the gradients of several parameters together."""
 
+MASTER = "master"
+"""Slot, in the phase `param`, of the weights that an optimizer steps on, where the model computes with others."""
+
 LOSS_SCALE = "loss_scale"
 """Path, in the phase `loss`, of the scale by which a loss is multiplied before `backward`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -26,6 +26,10 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameter_groups(model), lr=1e-2)
+
+
+def torch_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameter_groups(model), lr=1e-2)
 
 
 def import_deepspeed() -> Any:
@@ -71,8 +75,9 @@ def train_engine(
     *,
     given: str = "engine's",
     root: str = "engine",
-    steps: int = 3,
-    before_step: Callable[[Any], None] = lambda engine: None,
+    loss_factor: float = 1.0,
+    after_making: Callable[[Any], None] = lambda engine: None,
+    observe: Sequence[str] | None = None,
     **settings: Any,
 ) -> list[list[float]]:
     """Train, and record to `path` unless that is None.
@@ -82,8 +87,9 @@ def train_engine(
         stage: Of ZeRO.
         given: Which optimizer is given to `record`: the engine's, the one inside it, or none.
         root: Which module: the engine, or what it wraps.
-        steps: Steps of the optimizer.
-        before_step: Called before each of them.
+        loss_factor: What the loss is multiplied by.
+        after_making: Called with the engine.
+        observe: What is recorded.
         settings: Of `make_engine`.
 
     Returns:
@@ -92,35 +98,33 @@ def train_engine(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed uses names of collectives that torch renames
         engine = make_engine(stage, **settings)
+        after_making(engine)
         optimizer = {"engine's": engine.optimizer, "inner": engine.basic_optimizer, "none": None}[given]
         model = engine if root == "engine" else engine.module
-        record = nullcontext() if path is None else traindiff.record(path, model, optimizer, strict=True)
+        record = (
+            nullcontext() if path is None else traindiff.record(path, model, optimizer, strict=True, observe=observe)
+        )
         losses = []
         with record:
-            for tokens in global_batches(steps):
-                losses += [step_engine(engine, part, before_step) for part in tokens.chunk(micro_batches_of(engine))]
+            for tokens in global_batches():
+                parts = tokens.chunk(engine.gradient_accumulation_steps())
+                losses += [step_engine(engine, part, loss_factor) for part in parts]
         state = [value for held in engine.basic_optimizer.state.values() for value in held.values()]
         return [losses, [float(value.double().sum()) for value in state if isinstance(value, torch.Tensor)]]
 
 
-def global_batches(steps: int) -> Iterator[torch.Tensor]:
+def global_batches() -> Iterator[torch.Tensor]:
     data = torch.Generator().manual_seed(1)
-    for _ in range(steps):
+    for _ in range(3):
         yield torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=data)
 
 
-def micro_batches_of(engine: Any) -> int:
-    return int(engine.gradient_accumulation_steps())
-
-
-def step_engine(engine: Any, part: torch.Tensor, before_step: Callable[[Any], None]) -> float:
+def step_engine(engine: Any, part: torch.Tensor, loss_factor: float) -> float:
     """Give the engine this rank's part of a micro-batch."""
     mine = part.chunk(distributed.get_world_size())[distributed.get_rank()]
     logits = engine(mine[:, :-1])
-    loss = functional.cross_entropy(logits.flatten(0, 1).float(), mine[:, 1:].flatten())
+    loss = functional.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten()) * loss_factor
     engine.backward(loss)
-    if engine.is_gradient_accumulation_boundary():
-        before_step(engine)
     engine.step()
     return float(loss)
 
@@ -131,16 +135,17 @@ def train_plain(
     micro_batches: int = 1,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = torch_adamw,
     dtype: torch.dtype = torch.float32,
+    loss_factor: float = 1.0,
 ) -> None:
     """The same training in one process, without an engine."""
     torch.manual_seed(0)
     model = Model().to(dtype)
     torch_optimizer = optimizer(model)
     with traindiff.record(path, model, torch_optimizer, strict=True):
-        for tokens in global_batches(3):
+        for tokens in global_batches():
             for part in tokens.chunk(micro_batches):
                 logits = model(part[:, :-1])
-                loss = functional.cross_entropy(logits.flatten(0, 1).float(), part[:, 1:].flatten())
+                loss = functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) * loss_factor
                 (loss / micro_batches).backward()
             torch_optimizer.step()
             torch_optimizer.zero_grad()

@@ -20,6 +20,7 @@ from traindiff.comparison.boundaries import without_boundaries
 from traindiff.comparison.circumstances import circumstances, not_forced, other_dtypes, other_models
 from traindiff.comparison.clipping import clip_factor, clipping_findings, clipping_note, clips, with_stages
 from traindiff.comparison.derived import gradient_norms
+from traindiff.comparison.engine_settings import coefficient_error, explained
 from traindiff.comparison.exact import (
     EXACT_KINDS,
     check_hyper_parameters,
@@ -126,7 +127,8 @@ class _Comparing:
         by_path = {recording.path: recording for recording in noise}
         self._replicas = Replicas([by_path[path] for path in self._calibration.names])
         self._forced = bool(runs[1].run.get("forced_by"))
-        self._judge = Judge(tolerance, self._calibration, forced=self._forced)
+        coefficients = coefficient_error(run.rank_content(rank) for run in runs for rank in run.ranks)
+        self._judge = Judge(tolerance, self._calibration, forced=self._forced, coefficients=coefficients)
         self._surroundings: Surroundings | None = None
         self._compared: list[int] = []
         self._uncovered: list[int] = []
@@ -155,6 +157,7 @@ class _Comparing:
         findings, representation = self._judge.findings, ()
         if findings and self._surroundings:
             findings = (with_surroundings(findings[0], self._surroundings), *findings[1:])
+        findings = (*(explained(one, self._runs[0].run, self._runs[1].run) for one in findings[:1]), *findings[1:])
         if not self._forced and self._judge.only_representation_differs:
             findings, representation = (), findings
             notes.insert(0, representation_note(representation))

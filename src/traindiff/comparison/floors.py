@@ -65,6 +65,7 @@ class Floors:
         precision: Largest rounding of a dtype that has been observed on the way of the data.
         flow: Largest relative difference on the way of the data.
         settings_differ: Whether the optimizers are set differently, so that states and updates must differ.
+        coefficients: Relative error of an optimizer's own coefficients, such as 1 - beta.
     """
 
     parameters: float = 0.0
@@ -74,6 +75,7 @@ class Floors:
     precision: float = 0.0
     flow: float = 0.0
     settings_differ: bool = False
+    coefficients: float = 0.0
 
     def activation(self, path: str, dtypes: Iterable[str]) -> float:
         """Floor of an output of a module, or of the gradient of one."""
@@ -129,7 +131,7 @@ class Floors:
         if self.settings_differ:
             return math.inf
         local = max((rounding(dtype) for dtype in dtypes), default=0.0)
-        return max(local, self.precision, GAIN * self.gradients.get(path, 0.0))
+        return max(local, self.precision, self.coefficients, GAIN * self.gradients.get(path, 0.0))
 
     def update(self, path: str, dtype: str, *, adaptive: bool, storage: float) -> float:
         """Floor of a parameter's update.
@@ -167,7 +169,13 @@ class Floors:
         """
         units = [UNIT_ROUNDOFF.get(dtype, 0.0) for dtype in dtypes]
         incoming = max(left_over, self.flow, self.parameters, self.gradients.get(path, 0.0))
-        return max(self.precision, *map(rounding, dtypes), GAIN * incoming, 2.0 * max(units) * (1.0 + storage))
+        return max(
+            self.precision,
+            self.coefficients,
+            *map(rounding, dtypes),
+            GAIN * incoming,
+            2.0 * max(units) * (1.0 + storage),
+        )
 
     def scalar(self, terms: int) -> float:
         """Floor of a number that was reduced from many: `sqrt(N) * u`, or what its terms bring in."""

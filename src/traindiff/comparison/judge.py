@@ -71,6 +71,7 @@ class Judge:
         tolerance: Used in place of floors where the user set one.
         calibration: What replicas say about noise in general.
         forced: Whether the candidate was given the baseline's tensors after each operation.
+        coefficients: Relative error that the optimizers' own coefficients may have.
 
     Attributes:
         findings: Everything found so far, in execution order: each site once, with the number of
@@ -82,13 +83,20 @@ class Judge:
         turned: Where a choice that rounding may turn picked another number of rows.
     """
 
-    def __init__(self, tolerance: Tolerance | None, calibration: Calibration, *, forced: bool = False) -> None:
+    def __init__(
+        self,
+        tolerance: Tolerance | None,
+        calibration: Calibration,
+        *,
+        forced: bool = False,
+        coefficients: float = 0.0,
+    ) -> None:
         self._tolerance = tolerance
         self._calibration = calibration
         self._forced = forced
         self._found: dict[tuple[Key, str], Finding] = {}
         self.previous: dict[Key, Any] = {}
-        self._run = RunFloors()
+        self._run = RunFloors(coefficients=coefficients)
         self.differences: dict[Key, SiteDifference] = {}
         self.all_equal = True
         self.nan_in_both: list[str] = []

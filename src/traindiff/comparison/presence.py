@@ -10,7 +10,7 @@ from traindiff.comparison.alignment import Aligned, Pair
 from traindiff.comparison.ranks import only_rank
 from traindiff.comparison.step_table import Entry
 from traindiff.comparison.verdict import Finding, Unaligned
-from traindiff.observation import NOT_CALLED
+from traindiff.observation import MASTER, NOT_CALLED
 
 SKIPPED = "skipped"
 """Slot of the mark of a step that a loss scaler left out."""
@@ -84,6 +84,8 @@ class Presence:
             self.not_recorded[1 - side].setdefault(what, None)
         elif entry.key.phase == "optimizer" and entry.key.slot == SKIPPED:
             yield _skipped(entry, side=side, step=step)
+        elif entry.key.slot == MASTER:
+            return  # the other run steps on what its model computes with
         elif 1 - side not in self.lack_stages and self._exists_there(entry, side=1 - side):
             yield from self._absent(entry, side=1 - side, step=step)
         else:

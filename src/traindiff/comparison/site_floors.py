@@ -28,6 +28,7 @@ class RunFloors:
         gradients: Largest relative difference of each parameter's gradients so far in the run.
         adaptive: Parameters whose optimizer keeps a moment that it divides by.
         settings_differ: Whether the optimizers are set differently.
+        coefficients: Relative error that the optimizers' own coefficients may have.
         parted: Whether anything has exceeded its measured floor: then inputs no longer agree within
             noise, and what follows from that is no further divergence.
         permuted: Parameters that started with the same values in another order.
@@ -39,6 +40,7 @@ class RunFloors:
     gradients: dict[str, float] = field(default_factory=dict)
     adaptive: set[str] = field(default_factory=set)
     settings_differ: bool = False
+    coefficients: float = 0.0
     parted: bool = False
     permuted: set[str] = field(default_factory=set)
     learning_differs: bool = False
@@ -90,7 +92,9 @@ class SiteFloors:
         self._gradient_apart = self._gradient_size = 0.0  # of all gradients together
         self._seen: dict[str, Entry] = {}  # the baseline's gradients, by parameter
         self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
-        self._alone = Floors(settings_differ=run.settings_differ)  # as if all inputs agreed
+        self._alone = Floors(
+            settings_differ=run.settings_differ, coefficients=run.coefficients
+        )  # as if all inputs agreed
         self._floors = self._alone if forced else _at_the_beginning(parameters, run)
 
     @property
@@ -298,4 +302,5 @@ def _at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> Floors:
         own=relative,
         gradients=run.gradients,
         settings_differ=run.settings_differ,
+        coefficients=run.coefficients,
     )

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.engines.deepspeed_optimizer import EngineOptimizer
+from traindiff.engines.deepspeed_engine import decouples_weight_decay, loss_scale_of
+from traindiff.engines.deepspeed_optimizer import EngineOptimizer, HeldTensor
+from traindiff.engines.replaced_method import around
+from traindiff.observation import ALL_GRADIENTS, LOSS_SCALE, MASTER
 from traindiff.shard import Piece
+from traindiff.taps.optimizer_replay import CAPACITY_BYTES, OptimizerReplayTap
 from traindiff.taps.optimizer_step import SKIPPED, OptimizerTap
 from traindiff.taps.sink import Sink
-
-MASTER = "master"
-"""Slot of the weights that the optimizer steps on, where the model computes with another dtype."""
 
 LEFT_OUT = "the step was left out, and DeepSpeed had dropped its gradients before that"
 
@@ -53,6 +55,7 @@ class EngineOptimizerTap(OptimizerTap):
         )  # fmt: skip
         self._engine = optimizer
         self._stepped = False
+        self._unscaled: set[int] = set()  # ids of tensors whose gradients were recorded before they were clipped
 
     def attach(self) -> ExitStack:
         """Follow the optimizer's steps. Close the result to remove the tap."""
@@ -60,17 +63,42 @@ class EngineOptimizerTap(OptimizerTap):
         with ExitStack() as undo:
             for inner in self._engine.inner:
                 undo.callback(inner.register_step_pre_hook(guarded(self._before_part)).remove)
-            begin, end = guarded(self.before_step), guarded(self._after)
-            undo.enter_context(_around_step(self._engine.outer, begin, [end, self._end_step]))
+            outer, after = self._engine.outer, guarded(self._after)
+            if hasattr(outer, "scale_if_loss"):
+                undo.enter_context(around(outer, "scale_if_loss", after=guarded(self._scaled)))
+            if hasattr(outer, "unscale_and_clip_grads"):
+                undo.enter_context(around(outer, "unscale_and_clip_grads", before=guarded(self._before_unscaling)))
+            undo.enter_context(
+                around(outer, "step", before=guarded(self.before_step), after=partial(self._after_call, after))
+            )
             return undo.pop_all()
+
+    def replays(self) -> list[OptimizerReplayTap]:
+        """Taps that replay what the optimizers inside do: one per tensor, as each is stepped by a call of its own."""
+        capacity_bytes = CAPACITY_BYTES // max(1, len(self._engine.held))
+        return [
+            OptimizerReplayTap(
+                inner, name=self.name, held=partial(self._present, inner, held), selects=self._selects,
+                sink=self._sink, capacity_bytes=capacity_bytes,
+            )
+            for inner in self._engine.inner
+            for held in self._engine.held
+        ]  # fmt: skip
+
+    def _present(self, inner: Optimizer, held: HeldTensor) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
+        """A tensor and its group, if the call that is about to be made of an optimizer inside steps it."""
+        for number, group in enumerate(inner.param_groups):
+            if any(one is held.tensor for one in group["params"]):
+                yield number, held.tensor, held.pieces
 
     def groups(self) -> list[list[str]]:
         """Canonical paths of the parameters in each group, also of those of which this rank holds nothing."""
         return [list(group) for group in self._engine.groups]
 
-    def before_step(self, *_: Any) -> None:
+    def before_step(self, *_: Any, **__: Any) -> None:
         """Record hyper-parameters; gradients are not there yet."""
         self._stepped = False
+        self._unscaled.clear()
         if self._sink.progress.observing and "optimizer" in self._observe:
             self._hyper_parameters()
 
@@ -85,16 +113,56 @@ class EngineOptimizerTap(OptimizerTap):
             if "param" in self._observe:
                 self._parameters()
 
+    def _scaled(self, loss: Any) -> None:
+        """Record the scale by which the engine has just multiplied a loss, if it did."""
+        scale, progress = loss_scale_of(self._engine.outer), self._sink.progress
+        if scale == 1.0 or not isinstance(loss, Tensor):
+            return
+        progress.loss_scaled = True
+        if progress.observing:
+            number = torch.tensor(scale, dtype=torch.float64, device="cpu")
+            call = progress.next_call(LOSS_SCALE, "")
+            self._sink.emit(number, phase="loss", path=LOSS_SCALE, slot="value", call=call, merge="mean")
+
+    def _before_unscaling(self, *_: Any, **__: Any) -> None:
+        """Record gradients before the engine multiplies them by what unscales and clips them."""
+        changes = self._engine.clipping > 0.0 or loss_scale_of(self._engine.outer) != 1.0
+        if not changes or "grad.stages" not in self._observe or not self._sink.progress.observing:
+            return
+        with self._sink.together():
+            for tensor, pieces in self._selected():
+                if tensor.grad is not None and id(tensor) not in self._unscaled:
+                    self._unscaled.add(id(tensor))
+                    self._gradient(tensor, pieces, stage="reduced", scaled=None)
+
     def _before_part(self, inner: Optimizer, *_: Any) -> None:
         """Record the gradients that a call of the optimizer inside is given."""
-        self._stepped = True
+        first, self._stepped = not self._stepped, True
         if not self._sink.progress.observing or "grad" not in self._observe:
             return
+        if first and self._engine.clipping > 0.0:
+            self._clipping()
         present = {id(one) for group in inner.param_groups for one in group["params"]}
         with self._sink.together():
             for tensor, pieces in self._selected():
                 if id(tensor) in present:
-                    self._gradient(tensor, pieces)
+                    self._gradient(tensor, pieces, stage="", scaled=None)
+
+    def _clipping(self) -> None:
+        """Record the norm of all gradients that the engine has found, and to which norm it clips them."""
+        norm = self._engine.outer._global_grad_norm
+        for slot, value in (("norm", norm), ("max_norm", self._engine.clipping)):
+            number = (
+                value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
+            )
+            self._sink.emit(
+                number.reshape(()), phase="grad", stage="clipped", path=ALL_GRADIENTS, slot=slot, merge="mean",
+                optimizer=self.name,
+            )  # fmt: skip
+
+    def _after_call(self, after: Callable[[], None], _: Any) -> None:
+        after()
+        self._end_step()
 
     def _after(self) -> None:
         if self._stepped:
@@ -130,39 +198,9 @@ class EngineOptimizerTap(OptimizerTap):
 
     def _hyper_parameters(self) -> None:
         super()._hyper_parameters()
-        decoupled = getattr(self.optimizer, "adam_w_mode", None)  # of DeepSpeed's own Adam, for all groups
+        decoupled = decouples_weight_decay(self.optimizer)
         for number, group in enumerate(self.optimizer.param_groups):
             path = f"{self.name}.groups[{number}]"
             self._numbers(self._engine.clipping, path=path, slot="gradient_clipping")
             if decoupled is not None and "decoupled_weight_decay" not in group:
                 self._numbers(int(decoupled), path=path, slot="decoupled_weight_decay")
-
-
-def _around_step(outer: Any, begin: Callable[[], None], end: Sequence[Callable[[], None]]) -> ExitStack:
-    """Call functions before and after every `outer.step`; `end` not where it raised. Close the result to stop it.
-
-    There is no hook for it, so the method of this one object is replaced, and put back.
-    """
-    original = outer.step
-    replaced = outer.__dict__.get("step")
-
-    @wraps(original)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        begin()
-        result = original(*args, **kwargs)
-        for function in end:
-            function()
-        return result
-
-    def put_back() -> None:
-        if outer.__dict__.get("step") is not step:
-            return  # somebody else has replaced it since
-        if replaced is None:
-            del outer.step
-        else:
-            outer.step = replaced
-
-    outer.step = step
-    undo = ExitStack()
-    undo.callback(put_back)
-    return undo

@@ -168,7 +168,10 @@ class Attachment:
                 on_end=self._end_step,
             )  # fmt: skip
             self._optimizers[name] = engine_tap
-            return engine_tap.attach()
+            attach = engine_tap.attach
+            for one in engine_tap.replays() if "replay" in self._observe else ():
+                attach = partial(one.attach, around=attach)
+            return attach()
         tap = OptimizerTap(
             optimizer, name=name, pieces_of=self._targets.pieces_of, selects=self._selects, observe=self._observe,
             sink=self._sink, on_end=self._end_step,

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from traindiff.engines.deepspeed_engine import engine_settings
 from traindiff.engines.layout import is_before_unscaling
 from traindiff.engines.pipeline import Pipeline, beside_pipeline, find_pipeline
 from traindiff.errors import ConfigError, Problem, UnsupportedTensorError
@@ -88,6 +89,7 @@ class Recorder:
         self._run = {
             "world_size": world_size,
             "mesh": targets.layout.to_json(),
+            "engine": engine_settings(targets.root),
             "settings": settings.to_json(),
             "forced_by": forced and forced.path,
             "recipe": recipe,

@@ -1,4 +1,4 @@
-"""Follow calls that clip gradients: `torch.nn.utils.clip_grad_*` and the method of FSDP1."""
+"""Follow calls that clip gradients: `torch.nn.utils.clip_grad_*`, the method of FSDP1 and what DeepSpeed calls."""
 
 from __future__ import annotations
 
@@ -79,6 +79,9 @@ def _install() -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         _replace(fsdp.FullyShardedDataParallel, "clip_grad_norm_", _of_fsdp)
+    deepspeed = sys.modules.get("deepspeed.runtime.engine")
+    if deepspeed is not None:
+        _replace(deepspeed, "clip_grad_norm_", _norm)  # its own, without ZeRO in float32
 
 
 def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:

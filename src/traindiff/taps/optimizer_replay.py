@@ -117,10 +117,13 @@ class OptimizerReplayTap:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self._not_replayed("not replayed: the step is captured in a CUDA graph")
             return
+        parameters = list(self._parameters(has_closure=has_closure(*call)))
+        if not parameters:
+            return
         self._replayed += 1
         self._latest = self._step
         try:
-            self._hold(has_closure=has_closure(*call))
+            self._hold(parameters, has_closure=has_closure(*call))
         except BaseException:
             self._held.clear()
             raise
@@ -142,9 +145,8 @@ class OptimizerReplayTap:
     def _is_due(self) -> bool:
         return self._sink.progress.observing and (self._replayed < FIRST or self._step >= self._latest + EVERY)
 
-    def _hold(self, *, has_closure: bool) -> None:
-        parameters = list(self._parameters(has_closure=has_closure))
-        first, room, full = self._turn % max(1, len(parameters)), self._capacity, False
+    def _hold(self, parameters: Sequence[tuple[Piece, Tensor, Rule]], *, has_closure: bool) -> None:
+        first, room, full = self._turn % len(parameters), self._capacity, False
         for place in [*range(first, len(parameters)), *range(first)]:
             piece, parameter, rule = parameters[place]
             path, size = piece.path, parameter.numel() if piece.shard is None else piece.shard.size
