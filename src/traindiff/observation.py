@@ -51,10 +51,11 @@ class Observation:
         micro_step: Calls of `backward` in this step before this observation belongs to the next.
         optimizer: Name of the optimizer that counts `step`.
         phase: One of `traindiff.site.PHASES`.
-        stage: Part of a phase: `micro` (gradient of one micro-batch), `before` (parameter before
-            the step), `recomputed` (forward pass repeated by activation checkpointing),
-            `sample` (one sample of a batch), `evaluation` (forward pass without gradients), `boundary`
-            (handed from one stage of a pipeline to the next), `after`, or empty.
+        stage: Part of a phase: `micro` (gradient of one micro-batch), `reduced`, `unscaled` and `clipped`
+            (gradients between the backward pass and the optimizer), `before` (parameter before the step),
+            `recomputed` (forward pass repeated by activation checkpointing), `sample` (one sample of a
+            batch), `evaluation` (forward pass without gradients), `boundary` (handed from one stage of a
+            pipeline to the next), `after`, or empty.
         path: Canonical dotted path of the module or parameter.
         slot: Which tensor of it: `output[0]`, `grad`, `exp_avg`.
         call: How often this module had been called before in this micro-step.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -65,6 +66,65 @@ def test_it_is_equivalent_to_one_process(
     whole = open_recording(str(reference)).rank_content(0)["parameters"]
     for rank in run.ranks:
         assert run.rank_content(rank)["parameters"] == whole
+
+
+def hybrid(model: Model) -> nn.Module:
+    """Two ranks divide the parameters, and two pairs of ranks hold copies."""
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+        device_id=torch.device("cpu"),
+    )
+
+
+def test_parameters_that_are_divided_and_copied_are_equivalent(reference: Path, tmp_path: Path) -> None:
+    run_on_ranks(train_everything, 4, str(tmp_path / "run"), hybrid)
+
+    comparison = traindiff.compare(reference, tmp_path / "run")
+
+    assert comparison.verdict == "equivalent", str(comparison)
+    assert not any(comparison.unaligned)
+
+
+def train_variants(directory: str) -> None:
+    """What belongs to no matrix of settings."""
+    for flat in (True, False):
+        prepare = partial(sharded, strategy="SHARD_GRAD_OP", use_orig_params=not flat)
+        train(f"{directory}/selected-{flat}", prepare, select="blocks.1.*", finds_optimizer=True)
+        train(f"{directory}/tied-{flat}", partial(whole_in_one, use_orig_params=not flat), make=Tied)
+        train(f"{directory}/every-{flat}", prepare, every=2, before_step=evaluate)
+
+
+def whole_in_one(model: Model, *, use_orig_params: bool) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+
+
+class Tied(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+def evaluate(model: nn.Module) -> None:
+    """After it, parameters may be gathered when the next step begins."""
+    with torch.no_grad():
+        model(torch.zeros(2, 6, dtype=torch.long))
+
+
+def test_selections_tied_weights_and_evaluation(tmp_path: Path) -> None:
+    run_on_ranks(train_variants, 2, str(tmp_path))
+    train(tmp_path / "selected", select="blocks.1.*")
+    train(tmp_path / "tied", make=Tied)
+    train(tmp_path / "every", every=2, before_step=evaluate)
+
+    for name in ("selected", "tied", "every"):
+        for flat in (True, False):
+            comparison = traindiff.compare(tmp_path / name, tmp_path / f"{name}-{flat}")
+            assert comparison.verdict == "equivalent", f"{name}-{flat}: {comparison}"
+            assert not any(comparison.unaligned)
 
 
 def test_the_optimizer_is_replayed_on_what_each_rank_holds(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def train(
     no_sync: bool = False,
     dtype: torch.dtype = torch.float32,
     autocast: bool = False,
+    make: Callable[[], Model] = Model,
     before_micro_batch: Mapping[int, Callable[[nn.Module], None]] = MappingProxyType({}),
     **settings: Any,
 ) -> None:
@@ -76,7 +77,7 @@ def train(
     `no_sync` reduces gradients after the last micro-batch only. Other settings are those of `traindiff.record`.
     """
     torch.manual_seed(0)
-    wrapped = prepare(Model().to(dtype))
+    wrapped = prepare(make().to(dtype))
     optimizer = make_optimizer(wrapped.parameters())
     rank, size = rank_and_size() if shares else (0, 1)
     data = torch.Generator().manual_seed(1)

@@ -11,7 +11,7 @@ from torch import distributed, nn
 from traindiff.engines.deepspeed_engine import find_engine
 from traindiff.engines.distributed_tensor import is_distributed, mesh_of
 from traindiff.engines.mesh_axes import MeshAxis
-from traindiff.taps._torch_compat import data_mesh_of, is_fully_sharded, localized_layout
+from traindiff.taps._torch_compat import data_mesh_of, is_fully_sharded, localized_layout, replicating_group
 
 BY_HAND = "by hand"
 """Engine of models that say nothing of why there are several ranks."""
@@ -105,7 +105,11 @@ def _ranks_and_engine(model: nn.Module) -> tuple[list[int], str]:
         name = type(module).__qualname__
         if name in ("DistributedDataParallel", "FullyShardedDataParallel"):
             group: Any = module.process_group
-            return distributed.get_process_group_ranks(group), name
+            ranks, copies = distributed.get_process_group_ranks(group), replicating_group(module)
+            if copies is None:
+                return ranks, name
+            own = distributed.get_rank()
+            return [copy + rank - own for copy in distributed.get_process_group_ranks(copies) for rank in ranks], name
         if is_fully_sharded(module) and (mesh := data_mesh_of(module)) is not None:
             return mesh.mesh.flatten().tolist(), "fully_shard"
     return list(range(distributed.get_world_size())), BY_HAND

@@ -123,7 +123,14 @@ class UlpReplica:
             for parameter in group["params"]:
                 path, gradient = self._names.get(id(parameter)), parameter.grad
                 if path is not None and gradient is not None and is_rounded(gradient):
-                    gradient.detach().copy_(randomly_rounded(gradient, self._key(sink, "grad", path)))
+                    held = _local(gradient.detach())
+                    held.copy_(randomly_rounded(held, self._key(sink, "grad", path)))
+
+
+def _local(tensor: Any) -> Tensor:
+    """What this rank holds of a DTensor, as a view; any other tensor itself."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 class _Rounded(torch.autograd.Function):

@@ -158,6 +158,14 @@ def is_fully_sharded(module: Any) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def replicating_group(module: Any) -> Any:
+    """The ranks that hold copies of this rank's part of a module of FSDP1 (HYBRID_SHARD); None where none do.
+
+    There is no public way to ask; `process_group` is that of the ranks that divide the parameters.
+    """
+    return getattr(module, "_inter_node_pg", None)
+
+
 def root_mesh(mesh: Any) -> Any:
     """The mesh of which this one has some of the axes. There is no public way to ask."""
     find = getattr(mesh, "_get_root_mesh", None)  # since torch 2.7
