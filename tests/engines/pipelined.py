@@ -107,6 +107,15 @@ def make_model(dtype: torch.dtype, *, traced: bool = False, tied: bool = False) 
     return model
 
 
+def make_optimizer(parts: Sequence[nn.Module], *, grouped: bool) -> torch.optim.Optimizer:
+    """`grouped` says whether the embedding, which only the first stage has, is a group of its own."""
+    named = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+    embedding = [parameter for name, parameter in named.items() if grouped and name == "embed.weight"]
+    rest = [parameter for parameter in named.values() if all(parameter is not one for one in embedding)]
+    groups = [{"params": embedding, "lr": 3e-3}] if embedding else []
+    return torch.optim.AdamW([*groups, {"params": rest}], lr=1e-2)
+
+
 def batches(steps: int, size: int) -> list[tuple[Tensor, Tensor]]:
     data = torch.Generator().manual_seed(1)
     tokens = [torch.randint(VOCABULARY, (size, LENGTH + 1), generator=data) for _ in range(steps)]
@@ -121,10 +130,11 @@ def train_whole(
     size: int = BATCH,
     observe: Sequence[str] | None = None,
     tied: bool = False,
+    grouped: bool = False,
 ) -> None:
     """One process, the whole model, the whole batch."""
     model = make_model(dtype, tied=tied)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = make_optimizer([model], grouped=grouped)
     with traindiff.record(path, model, optimizer, strict=True, observe=observe):
         for tokens, labels in batches(steps, size):
             mean_loss(model(tokens), labels).backward()
@@ -145,6 +155,7 @@ def train_pipelined(
     observe: Sequence[str] | None = None,
     tied: bool = False,
     reduce_tied: bool = True,
+    grouped: bool = False,
     wrap: str = "",
     spoil: Spoil | None = None,
     before_step: Callable[[nn.Module], None] | None = None,
@@ -187,7 +198,7 @@ def train_pipelined(
     if spoil:
         for stage in stages:
             spoil(runs, stage)
-    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-2)
+    optimizer = make_optimizer(parts, grouped=grouped)
     untied = [p for part in parts for name, p in part.named_parameters() if name in ("embed.weight", "head.weight")]
     peers = distributed.new_group([0, world_size - 1]) if tied else None
     sums = []

@@ -30,6 +30,7 @@ CORRECT: dict[int, Trainings] = {
         "gradients that are not scaled": {"scale_grads": False},
         "tied": {"tied": True, "observe": WITH_MICRO},
         "traced": {"schedule": "traced"},
+        "a group that one stage lacks": {"grouped": True},
     },
     4: {
         "gpipe": {"dtype": torch.bfloat16},
@@ -53,7 +54,9 @@ def train_several(directory: str, trainings: Trainings) -> dict[str, list[float]
 def reference(path: Path, settings: dict[str, Any]) -> Path:
     """One process that trains the same."""
     if not path.exists():
-        train_whole(path, **{name: settings[name] for name in ("dtype", "observe", "tied") if name in settings})
+        train_whole(
+            path, **{name: settings[name] for name in ("dtype", "observe", "tied", "grouped") if name in settings}
+        )
     return path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from traindiff.comparison.stage_groups import group_numbers, group_paths
 from traindiff.comparison.step_table import Entry, Key, Part, step_table
 from traindiff.comparison.tying import NO_COPIES, Copies, under_one_name
 from traindiff.recording import Recording, StepObservations
@@ -40,6 +41,8 @@ def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunS
         recording: The run.
         copies: Parameters that are filed under other names, by rank.
     """
+    own = group_paths(group_numbers(recording))
+    names = {rank: {**own.get(rank, {}), **copies.get(rank, {})} for rank in {*own, *copies}}
     streams = {rank: recording.steps(rank) for rank in recording.ranks}
     heads = {rank: head for rank, stream in streams.items() if (head := next(stream, None)) is not None}
     # Settings of the optimizer are there whenever it was called; without them, what earlier steps had tells.
@@ -48,7 +51,7 @@ def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunS
     while heads:
         lead = heads[min(heads)]
         here = [head for head in heads.values() if (head.optimizer, head.step) == (lead.optimizer, lead.step)]
-        table = step_table(_parts(here, copies))
+        table = step_table(_parts(here, names))
         shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
         finished = shown or not (called or lead.optimizer in shows_calls)
         if shown:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from traindiff.comparison.alignment import Rename
 from traindiff.comparison.clipping import is_clip
@@ -13,6 +12,7 @@ from traindiff.comparison.exact import Groups
 from traindiff.comparison.loss_scale import is_loss_scale
 from traindiff.comparison.pairing import RunStep
 from traindiff.comparison.presence import known_paths
+from traindiff.comparison.stage_groups import group_numbers
 from traindiff.comparison.step_table import Entry, Key, without_missing_samples
 from traindiff.observation import SAMPLE
 from traindiff.recording import Recording
@@ -58,7 +58,7 @@ class Side:
         contents = [recording.rank_content(rank) for rank in recording.ranks]
         self.paths = known_paths(contents)
         self.model = next((content["model"] for content in contents if "model" in content), "unknown")
-        self.groups: Groups = _groups(contents, rename)
+        self.groups: Groups = _groups(recording, rename)
         self._pipelines = {tuple(content["pipeline"]["ranks"]) for content in contents if "pipeline" in content}
 
     def step(self, step: RunStep) -> SideStep:
@@ -107,16 +107,21 @@ class Side:
         return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
 
 
-def _groups(contents: Iterable[Mapping[str, Any]], rename: Rename) -> Groups:
+def _groups(recording: Recording, rename: Rename) -> Groups:
     """Parameters of each group, of all ranks: those of a pipeline have some each."""
-    found: dict[str, list[list[str]]] = {}
-    for content in contents:
-        for optimizer in content.get("optimizers", []):
-            groups = found.setdefault(optimizer["name"], [])
-            groups += [[] for _ in range(len(optimizer["groups"]) - len(groups))]
-            for held, paths in zip(groups, optimizer["groups"], strict=False):
-                held += [rename(path) for path in paths]
-    return {name: [list(dict.fromkeys(paths)) for paths in groups] for name, groups in found.items()}
+    numbers = group_numbers(recording)
+    found: dict[str, dict[int, list[str]]] = {}
+    for rank in recording.ranks:
+        for optimizer in recording.rank_content(rank).get("optimizers", []):
+            name = optimizer["name"]
+            groups = found.setdefault(name, {})
+            for number, paths in enumerate(optimizer["groups"]):
+                number_in_whole = numbers.get(rank, {}).get((name, number), number)
+                groups.setdefault(number_in_whole, []).extend(rename(path) for path in paths)
+    return {
+        name: [list(dict.fromkeys(groups.get(number, ()))) for number in range(max(groups, default=-1) + 1)]
+        for name, groups in found.items()
+    }
 
 
 def join(sides: tuple[SideStep, SideStep]) -> tuple[dict[Key, Entry], dict[Key, Entry]]:
