@@ -69,7 +69,8 @@ class Model(nn.Module):
         first = 0 if self.restarting else first_position(length)
         x_BTD = self.embed(tokens_BT) + self.positions(torch.arange(first, first + length))
         x_BTD = x_BTD + self.attention(self.norm(x_BTD))
-        return self.head(x_BTD + self.feed_forward(x_BTD))
+        y_ND = self.feed_forward(x_BTD.flatten(0, 1))  # N: tokens of all samples
+        return self.head(x_BTD + y_ND.unflatten(0, (-1, length)))
 
 
 def shards() -> Sequence[Any]:

@@ -153,32 +153,32 @@ def split(tensor: Tensor, where: Progress, declared: dict[str, int | None] | Non
 def test_the_batch_is_as_long_as_axis_0_of_the_first_input_with_axes() -> None:
     inputs = [torch.tensor(1.0), torch.ones(4, 6), torch.ones(3)]
 
-    assert BatchAxis({}).of_batch(inputs) == Batch(size=4, lengths=frozenset({4, 24}))
+    assert BatchAxis({}).of_batch(tensor.shape for tensor in inputs) == Batch(size=4, lengths=frozenset({4, 24}))
 
 
 def test_inputs_without_axes_are_no_batch() -> None:
     assert BatchAxis({}).of_batch([]) is None
-    assert BatchAxis({}).of_batch([torch.tensor(1.0)]) is None
-    assert BatchAxis({"*": 1}).of_batch([torch.ones(3)]) is None
-    assert BatchAxis({"(root)": None}).of_batch([torch.ones(3, 4)]) is None
+    assert BatchAxis({}).of_batch([torch.tensor(1.0).shape]) is None
+    assert BatchAxis({"*": 1}).of_batch([torch.ones(3).shape]) is None
+    assert BatchAxis({"(root)": None}).of_batch([torch.ones(3, 4).shape]) is None
 
 
 def test_a_declared_axis_of_the_root_gives_the_batch() -> None:
     expected = Batch(size=4, lengths=frozenset({4, 28}))
 
-    assert BatchAxis({"*": 1}).of_batch([torch.ones(7, 4)]) == expected
-    assert BatchAxis({"(root)": -1}).of_batch([torch.ones(7, 4)]) == expected
+    assert BatchAxis({"*": 1}).of_batch([torch.ones(7, 4).shape]) == expected
+    assert BatchAxis({"(root)": -1}).of_batch([torch.ones(7, 4).shape]) == expected
 
 
 def test_a_batch_of_sequences_flattened_to_tokens_is_recognised() -> None:
-    where = Progress(batch=BatchAxis({}).of_batch([torch.ones(4, 6, dtype=torch.int64)]))
+    where = Progress(batch=BatchAxis({}).of_batch([torch.ones(4, 6, dtype=torch.int64).shape]))
 
     assert split(torch.ones(24, 5), where) == (0, Shard.of_batch((24, 5), first=0))
     assert split(torch.ones(24, 5), where) == (0, Shard.of_batch((24, 5), first=24))
 
 
 def test_with_one_sample_a_position_table_is_not_taken_for_its_tokens() -> None:
-    where = Progress(batch=BatchAxis({}).of_batch([torch.ones(1, 6, dtype=torch.int64)]))
+    where = Progress(batch=BatchAxis({}).of_batch([torch.ones(1, 6, dtype=torch.int64).shape]))
 
     assert split(torch.ones(6, 5), where) == (0, Shard.whole((6, 5)))
     assert split(torch.ones(1, 5), where) == (0, Shard.of_batch((1, 5), first=0))
@@ -186,7 +186,7 @@ def test_with_one_sample_a_position_table_is_not_taken_for_its_tokens() -> None:
 
 @pytest.mark.parametrize("shape", [(6, 5), (5, 4), (), (8,), (0,)])
 def test_a_tensor_of_another_length_is_whole(shape: tuple[int, ...]) -> None:
-    where = Progress(batch=BatchAxis({}).of_batch([torch.ones(4, 6)]))
+    where = Progress(batch=BatchAxis({}).of_batch([torch.ones(4, 6).shape]))
 
     assert split(torch.ones(shape), where) == (0, Shard.whole(shape))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from math import prod
 
 from torch import Tensor, distributed, nn
 
 from traindiff.declared_shard import DeclaredShard
 from traindiff.engines.mesh_axes import MeshAxis, axis_of
+from traindiff.engines.reshaping import viewed
 from traindiff.errors import ConfigError, Problem
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.place import Place, Places
@@ -97,7 +99,8 @@ class Declarations:
     def places_of(self, tensor: Tensor, path: str, slot: str) -> Places | None:
         """Where an activation, or an input of the model, and its gradient lie; None where nothing is said of it.
 
-        Where the inputs of the model are declared, what begins with the same dims is divided like them.
+        Where the inputs of the model are declared, what begins with the same dims is divided like them, also where
+        these were merged into one.
         """
         if not self._all:
             return None
@@ -111,19 +114,25 @@ class Declarations:
         ]
         if is_input and chosen:
             self._input_shape = shape
-        if not chosen:
-            chosen = [one for one in self._all if self._divides_alike(one[0], shape)]
-        place = self._place(shape, chosen) if chosen else ""
+        place = self._place(shape, chosen) if chosen else self._like_inputs(shape)
         if not isinstance(place, Place):
             return None
         # Of terms of a sum, each has the gradient of the sum.
         return Places(value=place, gradient=replace(place, term=None))
 
-    def _divides_alike(self, one: DeclaredShard, shape: tuple[int, ...]) -> bool:
-        if one.dim is None or not matches(one.pattern, "") or not self._input_shape:
-            return False
-        first = one.dim % len(self._input_shape) + 1
-        return shape[:first] == self._input_shape[:first]
+    def _like_inputs(self, shape: tuple[int, ...]) -> Place | None:
+        """The place of what begins with the same dims as the inputs, or with one dim that has merged them."""
+        dims = len(self._input_shape)
+        declared = [one for one in self._all if matches(one[0].pattern, "") and one[0].dim is not None]
+        if not dims or not declared:
+            return None
+        first = max((one.dim or 0) % dims for one, _ in declared) + 1
+        begins = self._input_shape[:first]
+        merged = shape[:1] == (prod(begins),)
+        if shape[:first] != begins and not merged:
+            return None
+        place = self._place(shape if shape[:first] == begins else (*begins, *shape[1:]), declared)
+        return viewed(place, shape) if isinstance(place, Place) else None
 
     def _place(self, shape: tuple[int, ...], chosen: Sequence[Declared]) -> Place | str:
         """The place of a local tensor of a shape, or why a declaration does not fit it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -50,12 +50,12 @@ class BatchAxis:
         self._unused = dict.fromkeys(self._declared)
         self._asked = False
 
-    def of_batch(self, inputs: Iterable[Tensor]) -> Batch | None:
-        """The batch that the root module received; None when it has no tensor with axes."""
+    def of_batch(self, inputs: Iterable[Sequence[int]]) -> Batch | None:
+        """The batch that the root module received, by the shapes of its inputs; None when none of them has axes."""
         axis = self._declared_axis("", "input", default=0)
         if axis is None:
             return None
-        axes = (list(shape_of(tensor)) for tensor in inputs)
+        axes = map(list, inputs)
         shapes = [[shape.pop(axis), *shape] for shape in axes if -len(shape) <= axis < len(shape)]
         if not shapes:
             return None

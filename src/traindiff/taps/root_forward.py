@@ -82,7 +82,9 @@ class RootForwardTap:
         if not evaluating and not progress.forward_done and progress.batch is None:
             with progress.before_all_chunks():
                 self._before_step()
-        forward = progress.forward(self._batch_axis.of_batch(t for _, t in inputs), evaluating=evaluating)
+        forward = progress.forward(
+            self._batch_axis.of_batch(self._shape(*one) for one in inputs), evaluating=evaluating
+        )
         forward.__enter__()
         self._running.append(forward)
         if self._observes:
@@ -109,13 +111,18 @@ class RootForwardTap:
         for slot, tensor in inputs:
             site = ("batch", stage, slot, str(call))
             places = self._places(tensor, "", slot)
-            shape = places.value.shape if places else shape_of(tensor)
+            shape = self._shape(slot, tensor)
             axis, shard = self._batch_axis.split(shape, path="", slot=slot, site=site, progress=progress)
             place = places.value.batch_first(axis) if places else None
             rows = batch_first(tensor, axis)
             self._sink.emit(rows, phase="batch", path="", slot=slot, stage=stage, call=call, shard=shard, place=place)
         if not progress.evaluating:
             self._random_state(call=call, stage="before")
+
+    def _shape(self, slot: str, tensor: Tensor) -> tuple[int, ...]:
+        """Shape of an input; where ranks hold parts of it, of all of it."""
+        places = self._places(tensor, "", slot)
+        return places.value.shape if places else shape_of(tensor)
 
     def _random_state_after(self) -> None:
         self._random_state(call=self._sink.progress.next_call("", "rng after"), stage="after")
