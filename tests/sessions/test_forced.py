@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +281,17 @@ def test_batches_and_other_steps_are_never_touched(values: ForcedValues) -> None
 
     assert torch.equal(tensor, torch.full((2, 3), 7.0))
     assert values.left == {}
+
+
+def test_what_a_loss_scale_is_in_is_not_forced_to_what_it_is_not_in(tmp_path: Path) -> None:
+    path = run(mlp(), tmp_path / "baseline", detail="tensors")
+    recording = traindiff.open_recording(path)
+    seen = next(one for step in recording.steps(0) for one in step.observations if one.phase == "backward")
+    values, tensor = ForcedValues(recording), torch.zeros(seen.shard.shape)
+
+    values.overwrite(tensor, replace(seen, scaled=True))
+
+    assert not tensor.any()
+    assert values.left == {f"{seen.path} {seen.slot}": "a loss scale is in it in one of the runs only"}
+    values.overwrite(tensor, seen)
+    assert tensor.any()

@@ -120,6 +120,8 @@ class ForcedValues:
         parts = self._parts.get(_site(seen))
         if not parts:
             return None, "the recording has no such observation"
+        if any(part.within.observations[part.row].scaled != seen.scaled for part in parts):
+            return None, "a loss scale is in it in one of the runs only"
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             return None, "its elements share memory"
         found = self._assembled(parts, seen)
