@@ -210,7 +210,7 @@ def test_activations_that_are_sent_in_a_shorter_dtype(faulty: Path) -> None:
     assert (first.kind, first.step, first.phase, first.path, first.rank) == (
         "boundary", 0, "forward", "blocks.2.norm", 1,
     ), str(comparison)  # fmt: skip
-    assert "Stage 1 (rank 1) received something else than stage 0 (rank 0) sent" in first.says
+    assert "In the candidate, stage 1 (rank 1) received something else than stage 0 (rank 0) sent" in first.says
     assert "as rounding to bfloat16 would make it" in first.says
 
 
@@ -229,7 +229,7 @@ def test_gradients_that_arrive_as_something_else(faulty: Path) -> None:
     assert (first.kind, first.step, first.phase, first.path, first.rank) == (
         "boundary", 0, "backward", "blocks.1", 0,
     ), str(comparison)  # fmt: skip
-    assert "Stage 0 (rank 0) received something else than the gradient that stage 1 (rank 1) sent" in first.says
+    assert "In the candidate, stage 0 (rank 0) received something else than the gradient that stage 1 (rank 1) sent" in first.says
 
 
 def test_a_tied_gradient_that_is_not_added_up_over_its_stages(faulty: Path) -> None:

@@ -359,8 +359,9 @@ def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
 
 
 def _lost_stages(side: Side) -> str:
-    """What of a pipeline the ranks have that left no recording."""
-    stages = sorted({stage for rank in side.recording.missing_ranks for stage in side.stages_of(rank)})
+    """What of a pipeline only ranks have that left no recording."""
+    here = {stage for rank in side.recording.ranks for stage in side.stages_of(rank)}
+    stages = sorted({stage for rank in side.recording.missing_ranks for stage in side.stages_of(rank)} - here)
     if not stages:
         return ""
     return f" Not recorded, so not compared: stage {', '.join(map(str, stages))} of the pipeline."

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from traindiff.comparison.agreement import KIND as DISAGREEMENT
 from traindiff.comparison.agreement import agreement_findings
 from traindiff.comparison.alignment import Rename
+from traindiff.comparison.boundaries import KIND as BOUNDARY
 from traindiff.comparison.boundaries import boundary_findings
 from traindiff.comparison.consistency import RunFacts, consistency_findings
 from traindiff.comparison.replay import not_replayed, replay_findings
@@ -20,6 +21,9 @@ LENIENT = 2.0
 
 COINCIDENCES = frozenset({"reported-norm"})
 """Kinds that rest on two numbers being equal: by chance they may be, once."""
+
+OF_RANKS = frozenset({DISAGREEMENT, BOUNDARY})
+"""Kinds that begin with what is wrong on which rank."""
 
 RUNS = ("baseline", "candidate")
 
@@ -93,7 +97,7 @@ class BothRuns:
                     self.shared.setdefault(one.kind, f"In both runs: {one.says}")
                 else:
                     evidence = {**one.evidence, "run": name}
-                    says = one.says[:1].lower() + one.says[1:] if one.kind == DISAGREEMENT else one.says
+                    says = one.says[:1].lower() + one.says[1:] if one.kind in OF_RANKS else one.says
                     found.append(replace(one, says=f"In the {name}, {says}", evidence=evidence))
         return found
 
