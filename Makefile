@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 LIGHT := .venv-no-torch
 
-.PHONY: help demo test lint format unit no-torch bench faults clean
+.PHONY: help demo test test-deepspeed lint format unit no-torch bench faults clean
 
 help:
 	@echo "make demo      train a small GPT three times, record it, name the first divergence"
 	@echo "make test      lint, types, every test, and the analysis half without torch"
+	@echo "make test-deepspeed   all tests under DeepSpeed; compiles its optimizers (minutes)"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    ruff format"
 	@echo "make bench     measure what recording costs (minutes)"
@@ -17,7 +18,7 @@ help:
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,deepspeed,dev]'
 	touch $@
 
 $(LIGHT)/ready: pyproject.toml constraints.txt
@@ -40,7 +41,10 @@ format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 
 unit: $(VENV)/ready
-	$(BIN)/pytest -n 2 --ignore tests/no_torch
+	$(BIN)/pytest -n 2 --ignore tests/no_torch -m "not deepspeed"
+
+test-deepspeed: $(VENV)/ready
+	$(BIN)/pytest -n 2 tests/engines/test_deepspeed*.py
 
 no-torch: $(LIGHT)/ready
 	! $(LIGHT)/bin/python -c "import torch" 2>/dev/null

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed, nn
 from torch.nn import functional
 
 import traindiff
 from tests.engines.training import BATCH, LENGTH, VOCABULARY, Model
+
+NEEDS_DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="deepspeed is not installed (pip install 'traindiff[deepspeed]', or: make test-deepspeed)",
+)
+
+PARTITION_ALL = {"stage3_param_persistence_threshold": 0}
+"""Without it, ZeRO stage 3 keeps all parameters of so small a model gathered."""
 
 WEIGHT_DECAYS = ({"weight_decay": 0.1}, {"weight_decay": 0.0})
 
@@ -111,6 +122,25 @@ def train_engine(
                 losses += [step_engine(engine, part, loss_factor) for part in parts]
         state = [value for held in engine.basic_optimizer.state.values() for value in held.values()]
         return [losses, [float(value.double().sum()) for value in state if isinstance(value, torch.Tensor)]]
+
+
+def trained(path: str | None, stage: int, settings: dict[str, Any]) -> list[list[float]]:
+    """`train_engine`, with its settings as one argument."""
+    return train_engine(path, stage, **settings)
+
+
+def trained_and_counted(path: str | None, stage: int, settings: dict[str, Any]) -> list[Any]:
+    """What `train_engine` returns, and the collectives that it called."""
+    with counted_collectives() as called:
+        numbers = train_engine(path, stage, **settings)
+    return [numbers, called]
+
+
+def compared(baseline: Path, candidate: Path) -> traindiff.Comparison:
+    """Two recordings compared, of which neither has anything that the other has not."""
+    comparison = traindiff.compare(baseline, candidate)
+    assert not any(comparison.unaligned), str(comparison)
+    return comparison
 
 
 def global_batches() -> Iterator[torch.Tensor]:
