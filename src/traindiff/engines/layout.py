@@ -53,6 +53,25 @@ class Layout:
             return found
         return self.flat.pieces_of(parameter, size)
 
+    def ranges_of(self, parameter: Tensor, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """The same pieces, with the range of elements that this rank holds of a DTensor, or of a declared shard.
+
+        Args:
+            parameter: What an optimizer holds.
+            pieces: What that has of which parameters.
+        """
+        if len(pieces) != 1 or pieces[0].shard is not None:
+            return pieces
+        distributed_one, path = is_distributed(parameter), pieces[0].path
+        place = place_of(parameter) if distributed_one else self.place_of_parameter(parameter, path=path, phase="param")
+        if place is None:
+            return pieces
+        boxes = list(place.boxes())
+        if place.term is not None or len(boxes) != 1:
+            return pieces if distributed_one else ()
+        shard = Shard(shape=boxes[0].shape, global_shape=place.shape, offset=boxes[0].offset)
+        return (Piece(path=path, shard=shard),) if shard.size else ()
+
     def local_parts(
         self, tensor: Tensor, shard: Shard, merge: Merge, *, phase: str, place: Place | None
     ) -> Iterator[LocalPart]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from traindiff.engines.deepspeed_optimizer import EngineOptimizer
@@ -18,6 +19,7 @@ from traindiff.replicas.compiled import notice_compiled
 from traindiff.replicas.replica import Replica
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
+from traindiff.shard import Piece
 from traindiff.site import matches
 from traindiff.taps.backward_calls import tap_backward_calls
 from traindiff.taps.batch_axis import BatchAxis
@@ -180,9 +182,17 @@ class Attachment:
         if "replay" not in self._observe:
             return tap.attach()
         replay = OptimizerReplayTap(
-            inner_optimizer(optimizer), name=name, held=tap.updated, selects=self._selects, sink=self._sink
+            inner_optimizer(optimizer),
+            name=name,
+            held=partial(self._updated, tap),
+            selects=self._selects,
+            sink=self._sink,
         )
         return replay.attach(around=tap.attach)
+
+    def _updated(self, tap: OptimizerTap) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
+        for number, parameter, pieces in tap.updated():
+            yield number, parameter, self._targets.layout.ranges_of(parameter, pieces)
 
     def _selects(self, path: str) -> bool:
         if path in self._targets.paths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,7 +115,8 @@ def hold(
 
 def obstacle(parameter: Tensor, piece: Piece) -> str:
     """Why what an optimizer holds of a parameter cannot be replayed; empty if it can."""
-    if type(parameter.data) is not Tensor:
+    known = type(parameter.data) is Tensor or (piece.shard is not None and hasattr(parameter, "placements"))
+    if not known:
         return f"the parameter is a {type(parameter.data).__name__}"
     if not parameter.is_floating_point():
         return f"the parameter is {str(parameter.dtype).removeprefix('torch.')}"
@@ -122,6 +124,9 @@ def obstacle(parameter: Tensor, piece: Piece) -> str:
         return f"there is no float64 on {parameter.device.type}"
     if parameter.grad is not None and parameter.grad.layout != torch.strided:
         return f"the gradient is {str(parameter.grad.layout).removeprefix('torch.')}"
+    placements = [getattr(one, "placements", None) for one in (parameter, parameter.grad) if one is not None]
+    if placements[0] != placements[-1]:
+        return "the gradient is divided otherwise over ranks"
     if piece.shard is not None and not piece.shard.contiguous:
         return "this rank holds a part of it that is no range of its elements"
     return ""
@@ -132,8 +137,10 @@ def _copy(tensor: Tensor, part: slice) -> Tensor:
 
 
 def _part(tensor: Tensor, part: slice) -> Tensor:
-    """Elements as they are now, flat."""
-    return tensor.detach().reshape(-1)[part]
+    """Elements as they are now, flat; of a DTensor this rank's."""
+    held: Any = tensor.detach()
+    local: Tensor = held.to_local() if hasattr(held, "to_local") else held
+    return local.reshape(-1)[part]
 
 
 def _left_with(optimizer: Optimizer, name: str) -> Tensor | None:
