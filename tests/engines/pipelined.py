@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
     SplitPoint,
     pipeline,
 )
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,8 +86,11 @@ WRAPS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
     "": lambda part, mesh: part,
     "ddp": lambda part, mesh: DistributedDataParallel(part, process_group=mesh.get_group()),
     "fsdp": lambda part, mesh: fully_shard(part, mesh=mesh),
+    "tensor parallel": lambda part, mesh: parallelize_module(
+        part, mesh, {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    ),
 }
-"""What else divides the batch."""
+"""What else divides the batch, or the model."""
 
 SEVERAL_STAGES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
@@ -142,6 +146,15 @@ def train_whole(
             optimizer.zero_grad()
 
 
+def places(rank: int, num_ranks: int, pipelines: int, wrap: str) -> tuple[DeviceMesh, int, int, int]:
+    """The mesh, which pipeline a rank is in, its place in that, and how many pipelines share the batch."""
+    if wrap == "tensor parallel":  # innermost, and the batch is the same
+        mesh = init_device_mesh("cpu", (num_ranks, pipelines), mesh_dim_names=("stages", "data"))
+        return mesh, rank % pipelines, rank // pipelines, 1
+    mesh = init_device_mesh("cpu", (pipelines, num_ranks), mesh_dim_names=("data", "stages"))
+    return mesh, rank // num_ranks, rank % num_ranks, pipelines
+
+
 def train_pipelined(
     path: str | os.PathLike[str],
     schedule: str = "gpipe",
@@ -168,8 +181,7 @@ def train_pipelined(
     """
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     num_ranks = world_size // pipelines
-    mesh = init_device_mesh("cpu", (pipelines, num_ranks), mesh_dim_names=("data", "stages"))
-    mine, place = divmod(rank, num_ranks)
+    mesh, mine, place, shares = places(rank, num_ranks, pipelines, wrap)
     each = 2 if schedule in SEVERAL_STAGES else 1
     numbers = [place + number * num_ranks for number in range(each)]
     device = torch.device("cpu")
@@ -208,7 +220,7 @@ def train_pipelined(
         else nullcontext()
     ):
         for tokens, labels in batches(steps, size):
-            tokens, labels = tokens.chunk(pipelines)[mine], labels.chunk(pipelines)[mine]
+            tokens, labels = (one.chunk(shares)[mine % shares] for one in (tokens, labels))
             inputs = (tokens,) if numbers[0] == 0 else ()
             runs.step(*inputs, target=labels)
             if pipelines > 1 and not wrap:

@@ -38,6 +38,7 @@ CORRECT: dict[int, Trainings] = {
         "two pipelines": {"pipelines": 2},
         "two pipelines in DDP": {"pipelines": 2, "wrap": "ddp", "schedule": "1f1b"},
         "two pipelines in FSDP2": {"pipelines": 2, "wrap": "fsdp"},
+        "tensor parallel": {"pipelines": 2, "wrap": "tensor parallel"},
     },
 }
 
@@ -229,7 +230,7 @@ def test_gradients_that_arrive_as_something_else(faulty: Path) -> None:
     assert (first.kind, first.step, first.phase, first.path, first.rank) == (
         "boundary", 0, "backward", "blocks.1", 0,
     ), str(comparison)  # fmt: skip
-    assert "In the candidate, stage 0 (rank 0) received something else than the gradient that stage 1 (rank 1) sent" in first.says
+    assert "stage 0 (rank 0) received something else than the gradient that stage 1 (rank 1) sent" in first.says
 
 
 def test_a_tied_gradient_that_is_not_added_up_over_its_stages(faulty: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, distributed, nn
@@ -15,6 +15,7 @@ from traindiff.engines.deepspeed_parameters import is_partitioned, kept_part
 from traindiff.engines.distributed_tensor import is_distributed, local_tensor, place_of, placed
 from traindiff.engines.flat_parameters import FlatParameters, find_flat_parameters
 from traindiff.engines.local_parts import LocalPart, parts_at
+from traindiff.engines.pipeline import Pipeline, beside_pipeline
 from traindiff.engines.provenance import places_of
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.observation import Merge
@@ -142,6 +143,15 @@ def find_layout(model: nn.Module, *, shards: Sequence[DeclaredShard] = (), modul
         model, model_axes=declarations.axes(of_samples=False), sample_axes=declarations.axes(of_samples=True)
     )
     return Layout(data=data, flat=find_flat_parameters(model), declarations=declarations)
+
+
+def in_pipeline(layout: Layout, model: nn.Module, pipeline: Pipeline) -> Layout:
+    """The layout, where ranks turn out to have stages of a pipeline."""
+    declared = layout.declarations
+    data = beside_pipeline(
+        model, pipeline, model_axes=declared.axes(of_samples=False), sample_axes=declared.axes(of_samples=True)
+    )
+    return replace(layout, data=data)
 
 
 def places_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> dict[str, Place]:

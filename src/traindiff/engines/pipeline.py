@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import distributed
+from torch import distributed, nn
 
-from traindiff.engines.data_parallel import BY_HAND, DataParallel, without
+from traindiff.engines.data_parallel import BY_HAND, DataParallel, find_data_parallel
+from traindiff.engines.mesh_axes import MeshAxis
 from traindiff.taps._torch_compat import num_chunks_of
 
 
@@ -75,14 +76,13 @@ class PipelineParallel(DataParallel):
     @property
     def factor(self) -> float:
         """See `DataParallel.factor`; the schedule's own division comes on top."""
-        return self.size * self.pipeline.factor
+        return self.num_terms * self.pipeline.factor
 
     def to_json(self) -> dict[str, Any]:
         """For `run.json`."""
         pipeline = self.pipeline
         return {
-            "data_parallel": self.size,
-            "engine": self.engine,
+            **(DataParallel.to_json(self) or {}),
             "pipeline": pipeline.num_stages,
             "schedule": pipeline.schedule,
             "micro_batches": pipeline.num_chunks,
@@ -90,15 +90,30 @@ class PipelineParallel(DataParallel):
         }
 
 
-def beside_pipeline(data: DataParallel, pipeline: Pipeline) -> PipelineParallel:
+def beside_pipeline(
+    model: nn.Module,
+    pipeline: Pipeline,
+    *,
+    model_axes: Sequence[MeshAxis] = (),
+    sample_axes: Sequence[MeshAxis] = (),
+) -> PipelineParallel:
     """How the batch is divided over ranks of which some share it as stages of one pipeline.
 
-    Engines that divide it know that themselves. By hand, the ranks that are not of this pipeline are taken as
-    those of further ones with the same stages, laid out in a mesh with two axes.
+    Args:
+        model: What this rank has of the model.
+        pipeline: The pipeline that it is in.
+        model_axes: See `find_data_parallel`.
+        sample_axes: See `find_data_parallel`.
     """
-    if data.engine != BY_HAND:
-        return PipelineParallel(rank=data.rank, size=data.size, engine=data.engine, alike=data.alike, pipeline=pipeline)
     ranks = sorted(set(pipeline.ranks))
-    size = distributed.get_world_size() // len(ranks)
-    engine = "pipeline" if size == 1 else BY_HAND
-    return PipelineParallel(rank=without(distributed.get_rank(), ranks), size=size, engine=engine, pipeline=pipeline)
+    stages = MeshAxis(ranks=tuple(ranks), index=ranks.index(distributed.get_rank()))
+    data = find_data_parallel(model, model_axes=[*model_axes, stages], sample_axes=sample_axes)
+    return PipelineParallel(
+        rank=data.rank,
+        size=data.size,
+        engine="pipeline" if data.engine == BY_HAND and data.size == 1 else data.engine,
+        alike=max(1, data.alike // len(ranks)),  # ranks with other stages have other tensors
+        part=data.part,
+        parts=data.parts,
+        pipeline=pipeline,
+    )

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from traindiff.engines.deepspeed_optimizer import EngineOptimizer
@@ -51,7 +51,7 @@ class Attachment:
             before was not recorded.
         on_step: Called with an optimizer's name when a step of it has ended and was observed.
         on_discovery: Called when an optimizer was found that was not given.
-        on_schedule: Called with a pipeline's schedule, and its stages on this rank, before it runs a batch.
+        on_schedule: Called with the root, a pipeline's schedule, and its stages on this rank, before it runs a batch.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Attachment:
         before_every_step: bool,
         on_step: Callable[[str], None],
         on_discovery: Callable[[], None],
-        on_schedule: Callable[[Any, list[Any]], None],
+        on_schedule: Callable[[nn.Module, Any, list[Any]], None],
     ) -> None:
         self._targets = targets
         self._select = settings.select
@@ -127,7 +127,10 @@ class Attachment:
         )  # fmt: skip
         undo.enter_context(
             tap_pipeline_calls(
-                sink, targets.root.modules(), observe_loss="loss" in observe, on_schedule=self._on_schedule
+                sink,
+                targets.root.modules(),
+                observe_loss="loss" in observe,
+                on_schedule=partial(self._on_schedule, targets.root),
             )
         )
         undo.enter_context(tap_backward_calls(sink, targets.names, observe_loss="loss" in observe))

@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from traindiff.engines.deepspeed_engine import engine_settings
-from traindiff.engines.layout import is_before_unscaling
-from traindiff.engines.pipeline import Pipeline, beside_pipeline, find_pipeline
+from traindiff.engines.layout import in_pipeline, is_before_unscaling
+from traindiff.engines.pipeline import Pipeline, find_pipeline
 from traindiff.errors import ConfigError, Problem, UnsupportedTensorError
 from traindiff.kernels.store import SummaryStore
 from traindiff.kernels.torch_arrays import dtype_name, shape_of
@@ -262,14 +262,14 @@ class Recorder:
         """See `traindiff.taps.sink.Sink`."""
         return self._containment.altering(tap, hook)
 
-    def _follow_pipeline(self, schedule: Any, stages: list[Any]) -> None:
+    def _follow_pipeline(self, model: nn.Module, schedule: Any, stages: list[Any]) -> None:
         """A pipeline's schedule is about to run a batch: only now is it known how the batch is divided."""
         pipeline = find_pipeline(schedule, stages)
         if self._pipeline == pipeline:
             return
         self._pipeline = pipeline
-        data = beside_pipeline(self._layout.data, pipeline)
-        self._layout = replace(self._layout, data=data)
+        self._layout = in_pipeline(self._layout, model, pipeline)
+        data = self._layout.data
         self.progress.data_rank, self.progress.data_size = data.rank, data.size
         if self._files is not None:
             self._files.write_run({**self._run, "mesh": self._layout.to_json()})
