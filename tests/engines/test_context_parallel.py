@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import traindiff
-from tests.engines.test_tensor_parallel import assert_equivalent
+from tests.engines.equivalence import assert_equivalent
 from tests.engines.transformer import BATCH, HEADS, LENGTH, VOCABULARY, WIDTH, FeedForward, cross_entropy, world_size
 from traindiff.sessions.ranks import run_on_ranks
 

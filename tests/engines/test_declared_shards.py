@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import traindiff
 from tests.engines.by_hand import Model, divided
-from tests.engines.test_tensor_parallel import assert_equivalent
+from tests.engines.equivalence import assert_equivalent
 from tests.engines.transformer import train
 from traindiff.errors import ConfigError, TraindiffWarning
 from traindiff.sessions.ranks import run_on_ranks

@@ -7,94 +7,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
-from torch.distributed import _functional_collectives as functional_collectives
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
     loss_parallel,
-    parallelize_module,
 )
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import traindiff
-from tests.engines.transformer import Transformer, train, world_size
-from tests.taps.reading import rows
+from tests.engines.equivalence import assert_equivalent
+from tests.engines.tensor_parallel import (
+    reduce_norms,
+    sequence_parallel,
+    tp_mesh,
+    with_copies,
+    with_plain_norms,
+    with_sequence_parallelism,
+    without_sequence,
+)
+from tests.engines.transformer import HEADS, WIDTH, Attention, Transformer, train
 from traindiff.sessions.ranks import run_on_ranks
-
-
-def tp_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (world_size(),), mesh_dim_names=("tp",))
-
-
-def sequence_parallel(
-    model: nn.Module, mesh: DeviceMesh, *, head: Any = None, norm: Any = SequenceParallel
-) -> nn.Module:
-    """As torchtitan does: between attention and MLP, ranks have parts of the sequence."""
-    norms = {} if norm is None else {"attention_norm": norm(), "ffn_norm": norm()}
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            **({} if norm is None else {"norm": norm()}),
-            "head": head or ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        },
-    )
-    for block in model.blocks:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                **norms,
-                "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-                "attention.wq": ColwiseParallel(),
-                "attention.wk": ColwiseParallel(),
-                "attention.wv": ColwiseParallel(),
-                "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-                "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-                "feed_forward.up": ColwiseParallel(),
-                "feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
-            },
-        )
-    return model
-
-
-def without_sequence(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Norms and residual stream are copies on all ranks."""
-    parallelize_module(
-        model,
-        mesh,
-        {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())},
-    )
-    for block in model.blocks:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attention.wq": ColwiseParallel(),
-                "attention.wk": ColwiseParallel(),
-                "attention.wv": ColwiseParallel(),
-                "attention.wo": RowwiseParallel(),
-                "feed_forward.up": ColwiseParallel(),
-                "feed_forward.down": RowwiseParallel(),
-            },
-        )
-    return model
-
-
-def with_sequence_parallelism(model: nn.Module) -> nn.Module:
-    return sequence_parallel(model, tp_mesh())
-
-
-def with_copies(model: nn.Module) -> nn.Module:
-    return without_sequence(model, tp_mesh())
 
 
 def in_two_dimensions(model: nn.Module) -> nn.Module:
@@ -143,87 +80,52 @@ def train_bfloat16(path: str, prepare: Any = lambda model: model) -> None:
     train(path, prepare, dtype=torch.bfloat16)
 
 
-def with_plain_norms(model: nn.Module) -> nn.Module:
-    """Norms work on parts of the sequence with plain parameters, of whose gradients every rank has a term."""
-    return sequence_parallel(model, tp_mesh(), norm=None)
-
-
-def reduce_norms(model: nn.Module, forgotten: str = "") -> None:
-    for name, parameter in model.named_parameters():
-        if "norm" in name and name != forgotten:
-            distributed.all_reduce(parameter.grad)
-
-
-def forget_one(model: nn.Module) -> None:
-    reduce_norms(model, "blocks.1.ffn_norm.weight")
-
-
 def train_with_plain_norms(path: str) -> None:
     train(path, with_plain_norms, before_step=reduce_norms)
 
 
-def train_forgetting_one(path: str) -> None:
-    train(path, with_plain_norms, before_step=forget_one)
+class Rotary(Attention):
+    """Rotary embeddings by complex numbers, and two queries for each key, as in Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wk, self.wv = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q, k, v = (w(x_BTD).unflatten(2, (-1, WIDTH // HEADS)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = rotated(q), repeated(rotated(k)), repeated(v)
+        mixed = self.core(*(heads.transpose(1, 2) for heads in (q, k, v)))
+        return self.wo(mixed.transpose(1, 2).contiguous().view(*x_BTD.shape[:2], -1))
 
 
-def clip(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad *= 0.5
+def rotated(x_BTHK: Tensor) -> Tensor:
+    angles = torch.arange(x_BTHK.shape[1])[:, None, None] * torch.tensor([1.0, 0.1])
+    pairs = torch.view_as_complex(x_BTHK.float().reshape(*x_BTHK.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.polar(torch.ones(()), angles)).flatten(3).type_as(x_BTHK)
 
 
-def clip_only_parts_elsewhere(model: nn.Module) -> None:
-    """Beyond rank 0, what ranks hold copies of is not clipped."""
-    for name, parameter in model.named_parameters():
-        if "norm" not in name or distributed.get_rank() == 0:
-            parameter.grad *= 0.5
+def repeated(x_BTHK: Tensor) -> Tensor:
+    return x_BTHK[:, :, :, None, :].expand(-1, -1, -1, 2, -1).flatten(2, 3)
 
 
-def train_clipped(path: str) -> None:
-    train(path, before_step=clip)
+class Llama(Transformer):
+    """With 21 words, which ranks divide unevenly, and layers that are computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(21, WIDTH), nn.Linear(WIDTH, 21, bias=False)
+        for block in self.blocks:
+            block.attention = Rotary()
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.embed(tokens_BT)
+        for block in self.blocks:
+            x_BTD = checkpoint(block, x_BTD, use_reentrant=False)
+        return self.head(self.norm(x_BTD))
 
 
-def train_clipping_only_parts(path: str) -> None:
-    train(path, with_copies, before_step=clip_only_parts_elsewhere)
-
-
-def with_dropout() -> nn.Module:
-    return Transformer(dropout=0.25)
-
-
-def draw_on_rank_1(model: nn.Module) -> None:
-    if distributed.is_initialized() and distributed.get_rank() == 1:
-        torch.rand(1)
-
-
-def train_with_dropout(path: str, prepare: Any = lambda model: model) -> None:
-    train(path, prepare, model=with_dropout)
-
-
-def train_drawing_on_rank_1(path: str) -> None:
-    train(path, with_copies, model=with_dropout, before_step=draw_on_rank_1)
-
-
-def waits(path: str) -> list[Any]:
-    """What becomes of asynchronous collectives while they are observed, on one of two ranks."""
-    torch.manual_seed(0)
-    model = with_copies(Transformer())
-    found: list[Any] = []
-
-    def look(module: nn.Module, args: Any, output: Tensor) -> None:
-        found.append([type(output).__name__, getattr(output, "completed", None)])
-
-    with traindiff.record(path, model, strict=True):
-        model.blocks[0].feed_forward.down.register_forward_hook(look)
-        late = all_reduce_later()
-        traindiff.inspect("overwritten", late)
-        late.elem.add_(1.0)
-        traindiff.inspect("unused", all_reduce_later())
-        model(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
-    return found
-
-
-def all_reduce_later() -> Tensor:
-    return functional_collectives.all_reduce(torch.ones(3), "sum", distributed.group.WORLD)
+def train_llama(path: str, prepare: Any = lambda model: model) -> None:
+    train(path, prepare, model=Llama)
 
 
 @pytest.fixture(scope="module")
@@ -233,17 +135,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def assert_equivalent(baseline: Path, candidate: Path) -> None:
-    comparison = traindiff.compare(baseline, candidate)
-    assert comparison.verdict == "equivalent", str(comparison)
-    assert not any(comparison.unaligned)
-    everything = traindiff.compare(baseline, baseline).differences
-    compared = {(row.phase, row.path, row.slot) for row in comparison.differences}
-    assert {(row.phase, row.path, row.slot) for row in everything} == compared
-
-
-@pytest.mark.parametrize("prepare", [with_sequence_parallelism, with_copies])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("prepare", "ranks"), [(with_sequence_parallelism, 2), (with_copies, 2), (with_sequence_parallelism, 4)]
+)
 def test_tensor_parallelism_is_equivalent_to_one_process(prepare, ranks: int, reference: Path, tmp_path: Path) -> None:
     run_on_ranks(train, ranks, str(tmp_path / "run"), prepare)
 
@@ -275,48 +169,8 @@ def test_tensor_parallelism_in_bfloat16_is_equivalent_to_one_process(tmp_path: P
     assert_equivalent(tmp_path / "reference", tmp_path / "run")
 
 
-def test_a_norm_whose_gradient_is_not_reduced_under_sequence_parallelism(reference: Path, tmp_path: Path) -> None:
-    run_on_ranks(train_forgetting_one, 2, str(tmp_path / "run"))
+def test_rotary_embeddings_shared_keys_and_recomputation_are_equivalent_to_one_process(tmp_path: Path) -> None:
+    train_llama(str(tmp_path / "reference"))
+    run_on_ranks(train_llama, 2, str(tmp_path / "run"), with_sequence_parallelism)
 
-    comparison = traindiff.compare(reference, tmp_path / "run")
-    first = comparison.first_divergence
-    assert first is not None
-    assert (first.kind, first.step, first.phase, first.path) == (
-        "ranks-disagree", 0, "grad", "blocks.1.ffn_norm.weight",
-    ), str(comparison)  # fmt: skip
-
-
-def test_copies_that_are_clipped_on_rank_0_only(tmp_path: Path) -> None:
-    train_clipped(str(tmp_path / "reference"))
-    run_on_ranks(train_clipping_only_parts, 2, str(tmp_path / "run"))
-
-    comparison = traindiff.compare(tmp_path / "reference", tmp_path / "run")
-    first = comparison.first_divergence
-    assert first is not None
-    assert (first.kind, first.step, first.phase, first.path) == (
-        "ranks-disagree", 0, "grad", "blocks.0.attention_norm.weight",
-    ), str(comparison)  # fmt: skip
-
-
-def test_random_state_that_is_used_on_one_rank_only(tmp_path: Path) -> None:
-    train_with_dropout(str(tmp_path / "reference"))
-    run_on_ranks(train_with_dropout, 2, str(tmp_path / "legal"), with_copies)
-    run_on_ranks(train_drawing_on_rank_1, 2, str(tmp_path / "run"))
-
-    assert_equivalent(tmp_path / "reference", tmp_path / "legal")
-    comparison = traindiff.compare(tmp_path / "reference", tmp_path / "run")
-    first = comparison.first_divergence
-    assert first is not None
-    assert (first.step, first.phase, first.path) == (1, "batch", "rng"), str(comparison)
-    assert "rank 1" in first.says
-
-
-def test_a_collective_is_not_waited_for_in_order_to_be_observed(tmp_path: Path) -> None:
-    found, _ = run_on_ranks(waits, 2, str(tmp_path / "run"))
-
-    assert found == [["AsyncCollectiveTensor", False]]
-    (seen,) = [seen for seen, _ in rows(tmp_path / "run", path="overwritten")]
-    assert seen.unobserved == "it was written to before anybody waited for the collective that computes it"
-    ((seen, summary),) = rows(tmp_path / "run", path="unused")
-    assert not seen.unobserved
-    assert summary["sum"] == 6.0
+    assert_equivalent(tmp_path / "reference", tmp_path / "run")
