@@ -57,9 +57,6 @@ class Declarations:
         self._asked = False
         self._input_shape: tuple[int, ...] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self._all)
-
     @property
     def unused(self) -> tuple[str, ...]:
         """What is to be said of declarations that nothing has obeyed so far; empty as long as there was no tensor."""

@@ -75,7 +75,7 @@ def run_recipe(
         chosen = {**training.record, **settings}
         check_names(chosen.keys() - STANDARD_SETTINGS.keys(), known=STANDARD_SETTINGS.keys())
         checked = record_settings(**{**STANDARD_SETTINGS, **chosen})
-        targets = find_targets(training.model, training.optimizer, select=checked.select)
+        targets = find_targets(training.model, training.optimizer, select=checked.select, shards=checked.shards)
         if forced_by is not None or precision is not None:
             _refuse_compiled(targets, where=where, asked_by=asked_by)
         forced = None if forced_by is None else _forced_values(forced_by, checked.replica)
