@@ -1,0 +1,53 @@
+"""One step of each run is in memory at a time: what a comparison holds does not grow with the number of steps."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.comparison.runs import record
+from traindiff.comparison import compare
+from traindiff.recording import Recording, StepObservations, open_recording
+
+
+def test_a_step_is_let_go_of_before_the_next_is_unpacked(tmp_path: Path) -> None:
+    steps = open_recording(str(record(tmp_path / "run"))).steps(0)
+    seen = next(steps)
+    summaries = weakref.ref(seen.summaries)
+
+    del seen
+
+    assert summaries() is None
+
+
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps of ranks are in memory, each time that one is unpacked."""
+    held: list[Any] = []
+    counts: list[int] = []
+    unpack = Recording._decode
+
+    def decode(self: Recording, *args: Any, **kwargs: Any) -> StepObservations:
+        step = unpack(self, *args, **kwargs)
+        held.append(weakref.ref(step.summaries))
+        gc.collect()
+        counts.append(sum(one() is not None for one in held))
+        return step
+
+    monkeypatch.setattr(Recording, "_decode", decode)
+    return counts
+
+
+def test_what_a_comparison_holds_does_not_grow_with_the_number_of_steps(tmp_path: Path, unpacked: list[int]) -> None:
+    for rank in range(2):
+        record(tmp_path / "candidate", rank=rank, run={"world_size": 2}, steps=8)
+
+    assert compare(record(tmp_path / "baseline", steps=8), tmp_path / "candidate").verdict == "identical"
+
+    assert len(unpacked) == 3 * 8
+    # Of the step before, and of the first one, what was observed on one rank only may be needed further on.
+    assert max(unpacked) == max(unpacked[:12]) <= 3 + 2 * 2
