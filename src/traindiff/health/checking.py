@@ -65,6 +65,7 @@ def check(
             times[what] = times.get(what, 0) + 1
         if progress:
             progress(step.step)
+        step.release()
     findings = tuple(
         replace(one, says=one.says[:1].upper() + one.says[1:], evidence={**one.evidence, "steps": times[what]})
         for what, one in found.items()
