@@ -48,6 +48,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "1, offloaded": (1, OFFLOADED),
     "2, offloaded": (2, OFFLOADED),
     "3, offloaded": (3, {**OFFLOADED, "zero": {**PARTITION_ALL, **OFFLOADED["zero"]}}),
+    "0, DeepSpeed's own Adam": (0, OWN_ADAMW),
     "1, DeepSpeed's own Adam": (1, OWN_ADAMW),
     "3, DeepSpeed's own Adam": (3, {**OWN_ADAMW, "zero": PARTITION_ALL}),
     "2, DeepSpeed's own Adam, offloaded": (2, {**OWN_ADAMW, "zero": OFFLOADED["zero"]}),

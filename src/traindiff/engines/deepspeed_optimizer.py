@@ -68,7 +68,10 @@ def find_optimizers(
     found: dict[str, Optimizer | EngineOptimizer] = {}
     for name, one in optimizers.items():
         wrapper = outer if outer is not None and getattr(outer, "optimizer", None) is one else one
-        found[name] = _opened(wrapper, _Names(name, names)) if is_engine_optimizer(wrapper) else wrapper
+        if is_engine_optimizer(wrapper):
+            found[name] = _opened(wrapper, _Names(name, names))
+        else:
+            found[name] = _bare(wrapper, _Names(name, names)) if _is_fused_adam(wrapper) else wrapper
     return found
 
 
@@ -77,6 +80,12 @@ def is_engine_optimizer(optimizer: object) -> bool:
     return isinstance(getattr(optimizer, "optimizer", None), Optimizer) and any(
         hasattr(optimizer, name) for name in _MASTERS
     )
+
+
+def _is_fused_adam(optimizer: object) -> bool:
+    """Whether it is DeepSpeed's FusedAdam, whose state does not say of each parameter how many steps it has taken."""
+    kind = type(optimizer)
+    return kind.__name__ == "FusedAdam" and kind.__module__.startswith("deepspeed.")
 
 
 class _Names:
@@ -122,6 +131,13 @@ def _opened(outer: Any, names: _Names) -> EngineOptimizer:
         held=tuple(held),
         clipping=float(getattr(outer, "clip_grad", 0.0) or 0.0),
     )
+
+
+def _bare(optimizer: Optimizer, names: _Names) -> EngineOptimizer:
+    """An optimizer of DeepSpeed's that steps on the model's own parameters."""
+    own = [group["params"] for group in optimizer.param_groups]
+    held, groups = _whole(own, own, names)
+    return EngineOptimizer(outer=optimizer, inner=(optimizer,), groups=tuple(groups), held=tuple(held), clipping=0.0)
 
 
 _Opened = tuple[list[HeldTensor], list[dict[str, nn.Parameter]]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -54,6 +54,8 @@ class EngineOptimizerTap(OptimizerTap):
             on_end=on_end,
         )  # fmt: skip
         self._engine = optimizer
+        # FusedAdam (in 0.19.6) counts the steps of a group in the state of its last parameter alone, and uses that.
+        self._counts_by_group = type(self.optimizer).__name__ == "FusedAdam"
         self._stepped = False
         self._unscaled: set[int] = set()  # ids of tensors whose gradients were recorded before they were clipped
 
@@ -186,6 +188,17 @@ class EngineOptimizerTap(OptimizerTap):
         """Number of the group, what the optimizer inside steps on, and which of the model's parameters that holds."""
         for held in self._engine.held:
             yield held.group, held.tensor, held.pieces
+
+    def _state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        found: list[Mapping[str, Any]] = [one.state[parameter] for one in self._engine.inner if parameter in one.state]
+        if not found or not self._counts_by_group:
+            return found[0] if found else {}
+        groups = [held.group for held in self._engine.held if held.tensor is parameter]
+        same = (held.tensor for held in self._engine.held if held.group in groups)
+        return {
+            **found[0],
+            "step": max(self.optimizer.state[one]["step"] for one in same if one in self.optimizer.state),
+        }
 
     def _parameters(self) -> None:
         parameters = {path: one for group in self._engine.groups for path, one in group.items()}

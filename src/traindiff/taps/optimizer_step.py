@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -197,7 +197,7 @@ class OptimizerTap:
                     self._numbers(value, path=f"{self.name}.groups[{number}]", slot=key)
 
     def _state(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
-        for key, value in inner_optimizer(self.optimizer).state.get(parameter, {}).items():
+        for key, value in self._state_of(parameter).items():
             if isinstance(value, (int, float)):
                 for piece in pieces:
                     self._numbers(value, path=piece.path, slot=key)
@@ -208,6 +208,10 @@ class OptimizerTap:
                     continue
                 for piece in pieces:  # e.g. a count of steps
                     self._emit(tensor, phase="optimizer", path=piece.path, slot=slot)
+
+    def _state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = inner_optimizer(self.optimizer).state.get(parameter, {})
+        return state
 
     def _numbers(self, value: Any, *, path: str, slot: str) -> None:
         if isinstance(value, Tensor):
