@@ -82,6 +82,10 @@ def run(loop: TrainingLoop, steps: int = LAST_STEP + 1) -> list[StepNumbers]:
     return [loop.run_step(step) for step in range(steps)]
 
 
+OBSERVED = [name for name in OBSERVABLE if name != "grad.stages"]
+"""Everything, but of gradients only each contribution and what the optimizer sees."""
+
+
 def weights(loop: TrainingLoop) -> Iterator[Tensor]:
     return (parameter.detach() for parameter in loop.model.parameters())
 
@@ -95,12 +99,14 @@ def record(settings: DemoSettings, path: Path, *, fault: Fault | None, steps: in
     loop = new_loop(settings)
     with (
         fault.inject(loop) if fault else nullcontext(),
-        traindiff.record(path / "run", loop.model, loop.optimizer, observe=OBSERVABLE, strict=True),
+        traindiff.record(path / "run", loop.model, loop.optimizer, observe=OBSERVED, strict=True),
     ):
         run(loop, steps)
     found: Seen = {}
     for step in traindiff.open_recording(str(path / "run")).steps(0):
         for seen, summary in zip(step.observations, step.summaries, strict=True):
+            if seen.stage == "clipped":
+                continue  # the norm of all gradients
             site = (seen.step, seen.phase, seen.stage, seen.path, seen.slot)
             found[site, seen.micro_step, seen.call] = (int(summary["fingerprint"]), seen.unobserved)
     return found

@@ -347,8 +347,8 @@ FAULTS: dict[str, Fault] = {
         change=lambda recipe: recipe.but(zero_grad=_never_zero), step=1, phase="grad", path="wte.weight",
     ),
     "not-clipped": Fault(
-        change=lambda recipe: recipe.but(clip=None), step=0, phase="grad", path="wte.weight", kind="scale",
-        base={"clip": 0.05},
+        change=lambda recipe: recipe.but(clip=None), step=0, phase="grad", path="(all parameters)", kind="clipping",
+        says="The baseline clips gradients to a norm of 0.05; the candidate does not clip", base={"clip": 0.05},
     ),
     # -- tying, initialisation, checkpoints
     "tied-head-detached": Fault(
