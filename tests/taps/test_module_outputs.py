@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -290,3 +291,48 @@ def test_wrapped_and_plain_models_have_the_same_sites(tmp_path: Path) -> None:
         for name in ("wrapped", "plain")
     )
     assert actual == expected
+
+
+class PartlyUsed(nn.Module):
+    """One function of two outputs, of which only one is used, and a parameter for which it gives no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 6)
+        self.halves = Halves()
+        self.down = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        used, _ = self.halves(self.up(x))
+        return self.down(used)
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unmoved = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        used, unused = x.split(3, dim=1)
+        return WithoutGradient.apply(used, self.unmoved), unused
+
+
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
+        return x * parameter
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+@pytest.mark.parametrize("options", [{}, {"replica": "ulp:1"}, {"observe": ["forward", "backward", "grad.micro"]}])
+def test_a_gradient_that_autograd_passes_on_as_none_is_passed_over(options: dict[str, Any], tmp_path: Path) -> None:
+    record_one_step(tmp_path / "run", PartlyUsed(), next(batches()), **options)
+
+    backward = sites(rows(tmp_path / "run", phase="backward"))
+
+    assert ("halves", "output[0]") in backward
+    assert ("up", "output[0]") in backward
+    assert ("halves", "output[1]") not in backward

@@ -109,7 +109,7 @@ class UlpReplica:
         self._versions[rounded] = 0 if rounded.is_inference() else rounded._version
         return rounded
 
-    def _contribution(self, sink: Sink, path: str, gradient: Tensor) -> Tensor | None:
+    def _contribution(self, sink: Sink, path: str, gradient: Tensor | None) -> Tensor | None:
         return _rounded_gradient(self._key(sink, "grad.micro", path), gradient)
 
     def _gradients(self, sink: Sink, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -141,13 +141,14 @@ class _Rounded(torch.autograd.Function):
         return randomly_rounded(tensor, key)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.set_materialize_grads(False)  # where there is no gradient, none is made of zeros
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:  # noqa: ARG004
         return gradient, None
 
 
-def _rounded_gradient(key: int, gradient: Tensor) -> Tensor | None:
-    return randomly_rounded(gradient, key) if is_rounded(gradient) else None
+def _rounded_gradient(key: int, gradient: Tensor | None) -> Tensor | None:
+    """The gradient, rounded; None if it is not, or autograd has none to hand on."""
+    return randomly_rounded(gradient, key) if gradient is not None and is_rounded(gradient) else None

@@ -269,7 +269,9 @@ class _Gradient:
     stage: str = ""
     times: int = 0
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return  # autograd passes the node, for another of its outputs
         progress = self.sink.progress
         if progress.chunk is not None and (progress.step, progress.micro_step) != (self.step, self.micro_step):
             return  # on a leaf, which another micro-batch has, too

@@ -79,10 +79,10 @@ def _whole(path: str) -> PiecesOf:
 
 
 def _contribution(
-    leaf: Tensor, pieces_of: PiecesOf, selects: Callable[[str], bool], sink: Sink, gradient: Tensor
+    leaf: Tensor, pieces_of: PiecesOf, selects: Callable[[str], bool], sink: Sink, gradient: Tensor | None
 ) -> None:
-    if not sink.progress.observing:
-        return
+    if gradient is None or not sink.progress.observing:
+        return  # a function of the user's may give None
     gradient = as_dense(gradient)
     for piece in pieces_of(leaf, gradient.numel()) or ():
         if selects(piece.path):
