@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 if TYPE_CHECKING:
     from traindiff.kernels.gpu.rows import DeviceRows

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from traindiff.kernels import summarise
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 ELEMENTS = 1 << 26
 ROUNDS = 5

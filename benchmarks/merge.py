@@ -25,7 +25,7 @@ from machine import machine
 
 from traindiff.observation import Observation
 from traindiff.recording import RecordingWriter
-from traindiff.shard import BUCKETS, OPEN, Shard
+from traindiff.shards import BUCKETS, OPEN, Shard
 from traindiff.summary import SUMMARY, Summaries, empty, scale
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 32, 4096, 11008, 32000

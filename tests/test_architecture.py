@@ -22,7 +22,7 @@ VOCABULARY = frozenset(
         "place",
         "replica_setting",
         "settings",
-        "shard",
+        "shards",
         "site",
         "steps",
         "summary",

@@ -17,7 +17,7 @@ from tests.kernels.rounding import assert_equal_up_to_rounding
 from tests.kernels.tensors import arrays, from_bits
 from traindiff import summary
 from traindiff.kernels import summarise
-from traindiff.shard import OPEN, Shard
+from traindiff.shards import OPEN, Shard
 from traindiff.summary import SUMMARY, empty, merge
 
 pytestmark = pytest.mark.usefixtures("kernel")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tests.kernels.rounding import SUMMARY_NAMES, assert_equal_up_to_rounding
 from traindiff import summary
 from traindiff.kernels.reference import summarise_array
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.summary import SUMMARY, add, empty, merge, scale
 
 FLOAT64_TINY = float(np.finfo(np.float64).smallest_normal)

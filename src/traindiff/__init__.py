@@ -15,7 +15,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import traindiff.shard  # noqa: F401  first: loading a submodule later would put it in place of the function of that name
 from traindiff._version import __version__
 from traindiff.declared_shard import shard
 from traindiff.errors import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 Merge = Literal["shard", "sum", "mean"]
 """How the observations of one site in one step become one.

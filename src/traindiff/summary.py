@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from traindiff.shard import BUCKETS
+from traindiff.shards import BUCKETS
 
 SKETCH_SIZE = 64
 """Buckets of the sketch: standard deviation of log2(estimate / truth) is about 0.126."""

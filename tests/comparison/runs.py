@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from traindiff.kernels.reference import summarise_array
 from traindiff.observation import Observation
 from traindiff.recording import RecordingWriter
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.site import PHASES
 from traindiff.summary import empty
 

@@ -10,7 +10,7 @@ from traindiff.comparison.boundaries import boundary_findings, without_boundarie
 from traindiff.comparison.stage_groups import group_numbers, group_paths
 from traindiff.comparison.step_table import Part, step_table
 from traindiff.observation import BOUNDARY, PLACE, Observation
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 ROWS = 4
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.comparison.runs import random, summary_of
 from tests.comparison.test_step_table import only, part
-from traindiff.shard import OPEN, Shard
+from traindiff.shards import OPEN, Shard
 
 VALUES = random(4, 6, seed=0)
 

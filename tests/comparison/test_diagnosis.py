@@ -113,7 +113,7 @@ def test_a_position_of_an_activation() -> None:
 
 
 def _localised_activation(baseline: Array, candidate: Array) -> Diagnosis:
-    from traindiff.shard import Shard
+    from traindiff.shards import Shard
 
     shard = Shard.of_batch(baseline.shape, first=0)
     key = Key("forward", "", "fc", "output[0]", 0, 0)

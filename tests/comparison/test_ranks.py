@@ -12,7 +12,7 @@ from tests.comparison.test_step_table import only, part, random
 from traindiff.comparison.alignment import Pair
 from traindiff.comparison.ranks import differing_ranks, name_ranks, only_rank
 from traindiff.comparison.step_table import Entry
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 ROWS, COLUMNS = 64, 6
 PARAMETER = ("param", "", "fc.weight", "value")

@@ -11,7 +11,7 @@ import pytest
 from tests.comparison.runs import Array, Seen, Step, observed, random, record, summary_of
 from traindiff.comparison import compare
 from traindiff.comparison.step_table import Entry, Part, step_table
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.summary import norm
 
 SITE = ("forward", "", "fc", "output[0]")

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.kernels.tensors import Case, cases, from_bits
 from traindiff.kernels import summarise
 from traindiff.kernels.hashing import LANE_WEIGHTS, block_weights, fold
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 pytestmark = pytest.mark.usefixtures("kernel")
 

@@ -14,7 +14,7 @@ from tests.kernels import oracle
 from tests.kernels.rounding import assert_equal_up_to_rounding
 from tests.kernels.tensors import Case, arrays, cases, from_bits
 from traindiff.kernels import summarise
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.summary import empty
 
 pytestmark = pytest.mark.usefixtures("kernel")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from traindiff import summary
 from traindiff.kernels import summarise
 from traindiff.kernels.hashing import BLOCK, block_signs, block_weights
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.summary import SKETCH_SIZE
 
 PAIRS, SIZE = 1500, 2048

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from traindiff.errors import UnsupportedTensorError
 from traindiff.kernels import summarise
 from traindiff.kernels.torch_arrays import shape_of
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 pytestmark = pytest.mark.usefixtures("kernel")
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from traindiff.observation import Observation
 from traindiff.recording import Recording, RecordingWriter, StepObservations, open_recording
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.summary import SUMMARY, Summaries
 
 RUN: dict[str, Any] = {

@@ -13,7 +13,7 @@ from tests.recording.samples import RUN, content, observation, read, step, summa
 from traindiff.observation import Observation
 from traindiff.recording import RecordingWriter, open_recording
 from traindiff.recording.schema import SCHEMA, from_batch, to_batch
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.summary import SUMMARY
 
 lengths = st.lists(st.integers(-1, 2**40), max_size=4).map(tuple)

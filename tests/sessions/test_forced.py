@@ -19,7 +19,7 @@ from traindiff.observation import Observation
 from traindiff.sessions.forced import ForcedValues
 from traindiff.sessions.recipe import Recipe
 from traindiff.sessions.running import run_recipe
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 
 @pytest.fixture(autouse=True, scope="module")

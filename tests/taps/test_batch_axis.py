@@ -18,7 +18,7 @@ from tests.taps.models import mlp
 from tests.taps.reading import Row, row, rows
 from tests.taps.trainings import batches
 from traindiff.errors import TraindiffWarning
-from traindiff.shard import OPEN, Shard
+from traindiff.shards import OPEN, Shard
 from traindiff.summary import SUMMARY, distance, merge, norm
 from traindiff.taps.batch import Batch
 from traindiff.taps.batch_axis import BatchAxis

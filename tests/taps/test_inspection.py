@@ -14,7 +14,7 @@ from tests.taps.models import mlp
 from tests.taps.reading import row, rows
 from tests.taps.trainings import batches
 from traindiff.kernels import summarise
-from traindiff.shard import OPEN, Shard
+from traindiff.shards import OPEN, Shard
 from traindiff.taps import inspection
 
 

@@ -14,7 +14,7 @@ from tests.taps.models import mlp
 from tests.taps.reading import row, rows
 from tests.taps.trainings import TRAININGS, batches
 from traindiff.kernels import summarise
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 
 def record(path: Path, count: int, **options: Any) -> None:

@@ -15,7 +15,7 @@ from tests.taps.models import CONTAINERS, Checkpointed, Returning, WithTable, ml
 from tests.taps.reading import row, rows, sites, unobserved
 from tests.taps.trainings import TRAININGS, batches
 from traindiff.kernels import summarise
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 
 def fingerprint(tensor: Tensor) -> int:

@@ -17,7 +17,7 @@ import traindiff
 from tests.taps.models import mlp
 from tests.taps.reading import row, rows, unobserved
 from tests.taps.trainings import TRAININGS, batches
-from traindiff.shard import Piece
+from traindiff.shards import Piece
 from traindiff.taps.optimizer_replay import RANGE, OptimizerReplayTap
 from traindiff.taps.update_formulas import Before, Units
 from traindiff.taps.update_rules import moments_of, rule_name, rule_of, step_of

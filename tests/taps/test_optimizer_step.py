@@ -15,7 +15,7 @@ from tests.taps.reading import row, rows, sites, unobserved
 from tests.taps.trainings import TRAININGS, batches
 from traindiff.kernels import summarise
 from traindiff.recording import open_recording
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.summary import add
 from traindiff.taps import sparse_gradients
 

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from traindiff.observation import Observation
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.site import ROOT
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from traindiff.comparison.floors import UNIT_ROUNDOFF
 from traindiff.comparison.step_table import Entry
-from traindiff.shard import OPEN, Shard
+from traindiff.shards import OPEN, Shard
 from traindiff.summary import distance, finite_count, nonfinite_count, norm
 
 
@@ -252,7 +252,7 @@ def localised(case: Case) -> Diagnosis | None:
 
 
 def _bucket(entry: Entry, axis: str, bucket: int) -> str:
-    """The rows or columns of a bucket, as `traindiff.shard.Grid` divides them."""
+    """The rows or columns of a bucket, as `traindiff.shards.Grid` divides them."""
     activation = entry.key.phase in ("batch", "forward", "backward")
     shape = (OPEN, *entry.shape[1:]) if activation else entry.shape
     grid = Shard.whole(shape).grid

@@ -13,7 +13,7 @@ from traindiff.comparison.alignment import Pair
 from traindiff.comparison.diagnosis import best_fit
 from traindiff.comparison.floors import Floors
 from traindiff.comparison.step_table import Key
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.summary import norm
 
 NOISE_SIZE = 8.0

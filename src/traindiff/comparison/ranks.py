@@ -11,7 +11,7 @@ import numpy as np
 from traindiff.comparison.alignment import Pair
 from traindiff.comparison.measure import difference
 from traindiff.comparison.step_table import Entry, Held
-from traindiff.shard import BUCKETS, Shard
+from traindiff.shards import BUCKETS, Shard
 
 CLEAR = 0.05
 """A part differs where its difference is at least this share of the largest one's: the others are that much quieter."""

@@ -13,7 +13,7 @@ import numpy as np
 from traindiff.comparison.coverage import gap, not_placed
 from traindiff.comparison.loss_scale import unscaled
 from traindiff.observation import PLACE, SAMPLE, Observation
-from traindiff.shard import OPEN, Shard
+from traindiff.shards import OPEN, Shard
 from traindiff.summary import add, distance, empty, merge, scale
 
 _AFTER_ALL = 1 << 60

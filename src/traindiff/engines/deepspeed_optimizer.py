@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from traindiff.engines.deepspeed_engine import find_engine
 from traindiff.engines.deepspeed_parameters import kept_range, partition_size
-from traindiff.shard import Piece, Shard
+from traindiff.shards import Piece, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

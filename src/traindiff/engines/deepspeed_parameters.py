@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, distributed
 
 from traindiff.errors import UnsupportedTensorError
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 
 def is_partitioned(tensor: Tensor) -> bool:

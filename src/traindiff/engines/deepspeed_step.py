@@ -15,7 +15,7 @@ from traindiff.engines.deepspeed_engine import decouples_weight_decay, loss_scal
 from traindiff.engines.deepspeed_optimizer import EngineOptimizer, HeldTensor
 from traindiff.engines.replaced_method import around
 from traindiff.observation import ALL_GRADIENTS, LOSS_SCALE, MASTER
-from traindiff.shard import Piece
+from traindiff.shards import Piece
 from traindiff.taps.optimizer_replay import CAPACITY_BYTES, OptimizerReplayTap
 from traindiff.taps.optimizer_step import SKIPPED, OptimizerTap
 from traindiff.taps.sink import Sink

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from traindiff.shard import Piece, Shard
+from traindiff.shards import Piece, Shard
 from traindiff.site import canonical_path
 
 

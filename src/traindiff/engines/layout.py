@@ -20,7 +20,7 @@ from traindiff.engines.provenance import places_of
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.observation import Merge
 from traindiff.place import Place, Places
-from traindiff.shard import Piece, Shard
+from traindiff.shards import Piece, Shard
 from traindiff.taps._torch_compat import localized_layout
 
 

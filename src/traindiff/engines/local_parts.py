@@ -9,7 +9,7 @@ from torch import Tensor
 
 from traindiff.observation import Merge
 from traindiff.place import Place
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from traindiff.shard import Shard
+    from traindiff.shards import Shard
 
 
 def summarise(tensor: Tensor, shard: Shard) -> np.void:

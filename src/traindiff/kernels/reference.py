@@ -16,7 +16,7 @@ from traindiff.kernels.hashing import (
     fold,
     multiset_hash,
 )
-from traindiff.shard import BUCKETS, Shard
+from traindiff.shards import BUCKETS, Shard
 from traindiff.summary import SKETCH_SIZE, empty
 
 _CHUNK = 512 * BLOCK

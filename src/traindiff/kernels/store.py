@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from traindiff.kernels.gpu.rows import DeviceRows
     from traindiff.kernels.gpu.ticket import Ticket
-    from traindiff.shard import Shard
+    from traindiff.shards import Shard
 
 
 class Deferred:

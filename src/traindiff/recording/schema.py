@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from traindiff.observation import Observation
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.summary import SUMMARY, Summaries
 
 _ABOUT: tuple[pa.Field, ...] = (

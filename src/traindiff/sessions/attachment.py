@@ -19,7 +19,7 @@ from traindiff.replicas.compiled import notice_compiled
 from traindiff.replicas.replica import Replica
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
-from traindiff.shard import Piece
+from traindiff.shards import Piece
 from traindiff.site import matches
 from traindiff.taps.backward_calls import tap_backward_calls
 from traindiff.taps.batch_axis import BatchAxis

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from traindiff.observation import Observation
 from traindiff.recording import Recording, StepObservations
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 FORCED_PHASES = frozenset({"forward", "backward", "grad", "optimizer", "param"})
 """Phases whose tensors are overwritten. Batch and random state are given to both runs alike."""

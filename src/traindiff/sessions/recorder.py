@@ -35,7 +35,7 @@ from traindiff.sessions.in_flight import InFlight
 from traindiff.sessions.pending import Pending
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.taps._torch_compat import arrived, is_asynchronous
 from traindiff.taps.progress import Progress
 

@@ -17,7 +17,7 @@ from traindiff.errors import ConfigError, Problem, TraindiffWarning
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.sessions.named_parameters import named_parameters
 from traindiff.sessions.parts import Parts, roots_of
-from traindiff.shard import Piece
+from traindiff.shards import Piece
 from traindiff.site import ROOT, canonical_path, canonical_paths, matches, path_in_whole
 from traindiff.taps._torch_compat import is_fully_sharded
 

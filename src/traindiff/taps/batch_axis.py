@@ -9,7 +9,7 @@ from math import prod
 from torch import Tensor, nn
 
 from traindiff.kernels.torch_arrays import shape_of
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.site import ROOT, matches
 from traindiff.taps.batch import Batch
 from traindiff.taps.progress import Progress

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.shard import Piece, Shard
+from traindiff.shards import Piece, Shard
 from traindiff.taps.update_formulas import Before, Rule, Units
 from traindiff.taps.update_rules import moments_of, step_of
 

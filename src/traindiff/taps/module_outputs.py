@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.observation import BOUNDARY, Merge
 from traindiff.place import Place, Places
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.site import path_in_whole
 from traindiff.taps._torch_compat import from_compiled_code, inside_backward
 from traindiff.taps.batch_axis import BatchAxis, batch_first

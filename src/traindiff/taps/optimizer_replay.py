@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.shard import Piece
+from traindiff.shards import Piece
 from traindiff.taps.compiled import tap_compiled_optimizer
 from traindiff.taps.held_range import HeldRange, hold, obstacle
 from traindiff.taps.optimizer_step import has_closure

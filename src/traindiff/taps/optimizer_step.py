@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.shard import Piece
+from traindiff.shards import Piece
 from traindiff.taps.compiled import tap_compiled_optimizer
 from traindiff.taps.inner_optimizer import inner_optimizer
 from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from traindiff.shard import Piece
+from traindiff.shards import Piece
 from traindiff.site import canonical_path
 from traindiff.taps.pieces import PiecesOf, emit_pieces
 from traindiff.taps.sink import Sink

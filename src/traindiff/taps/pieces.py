@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from traindiff.shard import Piece, Shard
+from traindiff.shards import Piece, Shard
 from traindiff.taps.sink import Sink
 
 

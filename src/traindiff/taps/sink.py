@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from traindiff.observation import Merge
     from traindiff.place import Place
-    from traindiff.shard import Shard
+    from traindiff.shards import Shard
     from traindiff.taps.progress import Progress
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.kernels.rounding import assert_equal_up_to_rounding
 from traindiff.kernels import reference, torch_arrays
 from traindiff.kernels.gpu.rows import DeviceRows
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 
 def expected_summary(tensor: torch.Tensor, shard: Shard) -> Any:

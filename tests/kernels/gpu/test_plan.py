@@ -7,7 +7,7 @@ import pytest
 
 from traindiff.kernels.gpu.layout import ADD_FLOATS, ADD_INTEGERS, MAXIMUM, MINIMUM, WORDS, first_word, merging
 from traindiff.kernels.gpu.plan import MOST_PARTS, plan
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 
 def test_a_small_tensor_is_one_program_that_needs_no_merging() -> None:

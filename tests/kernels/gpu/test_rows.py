@@ -14,7 +14,7 @@ from traindiff import summary
 from traindiff.kernels.gpu import launch, reading
 from traindiff.kernels.gpu.layout import WORDS
 from traindiff.kernels.gpu.rows import DeviceRows
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 
 def numbers(*shapes: tuple[int, ...], device: torch.device, seed: int = 0) -> list[torch.Tensor]:

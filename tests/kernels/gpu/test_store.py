@@ -13,7 +13,7 @@ import traindiff
 from traindiff.kernels import summarise
 from traindiff.kernels.store import Deferred, SummaryStore, resolved
 from traindiff.sessions import recorder
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 
 @pytest.fixture

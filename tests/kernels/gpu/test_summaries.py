@@ -15,7 +15,7 @@ from tests.kernels.rounding import assert_equal_up_to_rounding
 from tests.kernels.tensors import Case, cases, from_bits
 from traindiff import summary
 from traindiff.kernels.gpu.dtypes import DTYPES
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 NAMES = sorted(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 HASHED = tuple(name for name in NAMES if name not in ("uint16", "uint32"))  # those that the strategies know

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.recording.samples import RUN, observation, step, summaries
 from traindiff.recording import RecordingWriter
 from traindiff.recording.manifest import FORMAT_VERSION
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 
 def make(path: Path) -> None:

@@ -18,7 +18,7 @@ from traindiff.kernels.cpu.dtypes import DTYPES, Dtype, FloatDtype, IntegerDtype
 from traindiff.kernels.cpu.profiles import place_function, profiles_function
 from traindiff.kernels.cpu.state import COUNTS, FIELDS, SIZE
 from traindiff.kernels.hashing import BLOCK
-from traindiff.shard import BUCKETS
+from traindiff.shards import BUCKETS
 from traindiff.summary import SKETCH_SIZE, SUMMARY
 
 CHUNK = 32 * BLOCK

@@ -7,7 +7,7 @@ from llvmlite import ir
 from traindiff.kernels.cpu.code import F64, I64, LANES, POINTER, Code, Value, Variable, element_of, vector
 from traindiff.kernels.cpu.dtypes import FloatDtype, magnitude
 from traindiff.kernels.cpu.state import FIELDS, VECTOR_F64
-from traindiff.shard import BUCKETS
+from traindiff.shards import BUCKETS
 
 _SIGNATURE = ir.FunctionType(ir.VoidType(), [POINTER, I64, I64, POINTER, I64, I64, I64])
 _PLACE = ("row_in_bucket", "row_bucket", "column_bucket", "left")

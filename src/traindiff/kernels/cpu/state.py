@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from traindiff.kernels.cpu.code import F32, F64, I64, LANES, Code, Value, vector
-from traindiff.shard import BUCKETS
+from traindiff.shards import BUCKETS
 from traindiff.summary import SKETCH_SIZE
 
 COUNTS = ("nan", "positive_infinity", "negative_infinity", "zero", "negative", "subnormal")

@@ -14,7 +14,7 @@ from traindiff.kernels.cpu.dtypes import DTYPES
 from traindiff.kernels.cpu.module import add, frame
 from traindiff.kernels.cpu.runs import run_length, runs
 from traindiff.kernels.cpu.state import SIZE
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 from traindiff.summary import SUMMARY
 
 NAMES = {getattr(torch, name): name for name in DTYPES}

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from traindiff.kernels.cpu.runs import Runs, runs
-from traindiff.shard import BUCKETS, Shard
+from traindiff.shards import BUCKETS, Shard
 
 ELEMENTS_PER_PART = 8192
 """A program does about as many elements: a tensor that is not larger needs no merging."""

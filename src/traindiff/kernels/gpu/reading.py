@@ -8,7 +8,7 @@ from traindiff.errors import UnsupportedTensorError
 from traindiff.kernels.gpu.dtypes import DTYPES
 from traindiff.kernels.gpu.launch import INTERPRETED
 from traindiff.kernels.gpu.plan import Planned, plan
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 
 def reads(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from traindiff.kernels.gpu.streams import StreamOrder
 from traindiff.kernels.gpu.table import Table, make_table, to_device
 from traindiff.kernels.gpu.ticket import HostBuffer, Ticket
 from traindiff.kernels.hashing import BLOCK, LANE_WEIGHTS
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 _TABLES_KEPT = 16
 

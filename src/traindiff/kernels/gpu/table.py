@@ -13,7 +13,7 @@ from traindiff.kernels.gpu.dtypes import DTYPES, Dtype
 from traindiff.kernels.gpu.launch import TABLE_HEAD
 from traindiff.kernels.gpu.plan import Piece
 from traindiff.kernels.gpu.reading import address, in_order, pieces
-from traindiff.shard import Shard
+from traindiff.shards import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
