@@ -28,6 +28,12 @@ LOSS_SCALE = "loss_scale"
 SAMPLE = "sample"
 """Stage of one sample of a batch (phase `batch`); its `call` is its place in the micro-batch."""
 
+ITSELF = "traindiff"
+"""Path, in the phase `batch`, of what traindiff could not do; the slot says which part of it."""
+
+TAP_FAILED = "the {tap} tap failed"
+"""How the reason begins where a tap, which is the slot then, observes nothing more."""
+
 NOT_CALLED = "no output was observed"
 """How the reason begins for a module of which not even a call was seen."""
 

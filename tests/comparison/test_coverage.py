@@ -46,7 +46,7 @@ def test_different_values_at_one_place_are_unknown_unless_they_are_known_as_copi
     terms = [part(first, shard=shard, term=1), part(second, rank=1, shard=shard, term=2)]
     copies = [part(first, shard=shard), part(second, rank=1, shard=shard)]
 
-    assert "declare it with record(shards=" in only(terms).unobserved
+    assert "declare its batch axis with record(batch_axis=" in only(terms).unobserved
     assert not only(copies).unobserved
     assert only(copies).apart == ((0,), (1,))
     assert only(copies).summary == summary_of(second, shard)  # what is judged is what most ranks do not hold

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -130,6 +132,38 @@ def test_a_fault_that_comes_late_keeps_what_was_seen_before(tmp_path: Path, monk
     whole, kept = rows(tmp_path / "whole", phase="forward"), rows(tmp_path / "run", phase="forward")
     assert list(map(key, kept)) == list(map(key, whole[:19]))
     assert row(tmp_path / "run", path="traindiff")[0].step == whole[19][0].step
+
+
+def test_what_a_tap_did_not_see_is_unknown_and_neither_absent_nor_healthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "whole")
+    for tap, (target, _) in FAULTS.items():
+        with monkeypatch.context() as patch, pytest.warns(traindiff.TraindiffWarning):
+            patch.setattr(target, fails_the_second_time(target))
+            train(tmp_path / tap)
+
+        comparison = traindiff.compare(tmp_path / "whole", tmp_path / tap)
+        verdict = traindiff.check(tmp_path / tap)
+
+        assert comparison.verdict == "incomplete", str(comparison)
+        assert verdict.verdict == "incomplete"
+        step = row(tmp_path / tap, path="traindiff")[0].step
+        says = f"the {tap} tap failed: BrokenError: on purpose. What it would have seen from step {step} on is unknown."
+        assert comparison.notes[0] == f"candidate: on rank 0, {says}"
+        assert verdict.notes[0] == f"On rank 0, {says}"
+
+
+def fails_the_second_time(target: str) -> Callable[..., Any]:
+    module, _, name = target.rpartition(".")
+    original = getattr(resolve_name(module), name)
+    calls: list[None] = []
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return broken() if len(calls) == 2 else original(*args, **kwargs)
+
+    return function
 
 
 def test_a_kernel_that_fails_disables_every_tap_that_uses_it_and_the_training_goes_on(

@@ -28,6 +28,7 @@ from traindiff.comparison.exact import (
     one_step_late,
     settings_of,
 )
+from traindiff.comparison.failed_taps import FailedTaps, without_lost
 from traindiff.comparison.judge import Judge, StepInput
 from traindiff.comparison.loss_scale import loss_scale, scale_factors, scale_note
 from traindiff.comparison.measure import Tolerance, parse_tolerance
@@ -129,6 +130,7 @@ class _Comparing:
         self._forced = bool(runs[1].run.get("forced_by"))
         coefficients = coefficient_error(run.rank_content(rank) for run in runs for rank in run.ranks)
         self._judge = Judge(tolerance, self._calibration, forced=self._forced, coefficients=coefficients)
+        self._failed = (FailedTaps(), FailedTaps())
         self._surroundings: Surroundings | None = None
         self._compared: list[int] = []
         self._uncovered: list[int] = []
@@ -176,10 +178,14 @@ class _Comparing:
         )
 
     def _step(self, left: RunStep, right: RunStep) -> None:
+        for failed, step in zip(self._failed, (left, right), strict=True):
+            failed.see(step.table, step=step.step)
         sides = (self._sides[0].step(left), self._sides[1].step(right))
         if left.step not in self._selection:
             return
         tables = self._with_stages(join(sides))
+        lost = (*self._failed[0].lost, *self._failed[1].lost)
+        tables = without_lost(tables[0], lost), without_lost(tables[1], lost)
         tables = without_unplaced(tables[0], tables[1]), without_unplaced(tables[1], tables[0])
         if left.missing != right.missing:  # of the same ranks of both runs, what they have is compared
             tables = (
@@ -266,7 +272,7 @@ class _Comparing:
             for rank in run.ranks
             if (status := run.status(rank)).says
         ]
-        parts = (self._missing_ranks(), self._missing_steps(), self._not_compared())
+        parts = (self._failures(), self._missing_ranks(), self._missing_steps(), self._not_compared())
         notes += [note for found, _ in parts for note in found]
         notes = [*self._calibration.notes(uncovered=self._uncovered), *notes]
         incomplete = any(missing for _, missing in parts) or any(self._presence.unaligned)
@@ -285,6 +291,14 @@ class _Comparing:
         notes += self._notes
         notes += not_forced([self._runs[1].rank_content(rank) for rank in self._runs[1].ranks])
         return [*notes, *circumstances(self._runs[0].run, self._runs[1].run)], incomplete
+
+    def _failures(self) -> tuple[list[str], bool]:
+        notes = [
+            f"{name}: {says[0].lower()}{says[1:]}"
+            for name, failed in zip(("baseline", "candidate"), self._failed, strict=True)
+            for says in failed.notes()
+        ]
+        return notes, bool(notes)
 
     def _missing_ranks(self) -> tuple[list[str], bool]:
         notes = [

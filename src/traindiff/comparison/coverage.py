@@ -40,8 +40,9 @@ def not_placed(parts: Sequence[tuple[Observation, int, Any]]) -> str:
     if first.phase == "loss":
         return "ranks that work on the same samples hold different values of it"
     return (
-        "ranks hold different values of it, and which part of the whole these are is not known: declare it with "
-        f'record(shards=[traindiff.shard("{first.path or ROOT}", dim=..., axis=...)])'
+        "ranks hold different values of it, and which part of the whole these are is not known: declare its "
+        f'batch axis with record(batch_axis={{"{first.path or ROOT}": ...}}) or, where ranks divide the model, which '
+        f'part each has with record(shards=[traindiff.shard("{first.path or ROOT}", dim=..., axis=...)])'
     )
 
 

@@ -11,6 +11,7 @@ from traindiff.comparison.ranks import only_rank
 from traindiff.comparison.step_table import Entry
 from traindiff.comparison.verdict import Finding, Unaligned
 from traindiff.observation import MASTER, NOT_CALLED
+from traindiff.site import ROOT, label
 
 SKIPPED = "skipped"
 """Slot of the mark of a step that a loss scaler left out."""
@@ -138,7 +139,7 @@ class Presence:
     def _skip(self, entry: Entry | None) -> None:
         if entry is not None:
             key = entry.key
-            self.unobserved.setdefault(f"{key.phase} {key.path} {key.slot}", entry.unobserved)
+            self.unobserved.setdefault(f"{key.phase} {label(key.path, key.slot)}", entry.unobserved)
 
     def _add(self, side: int, entry: Entry, step: int, why: str = "") -> None:
         key = entry.key
@@ -177,5 +178,5 @@ def _batch_axis_hint(pair: Pair) -> str:
     left, right = list(pair.baseline.shape), list(pair.candidate.shape)
     return (
         f"its shape is {left} in the baseline and {right} in the candidate: a batch axis that was not "
-        f'recognised, or wrongly; declare it with record(batch_axis={{"{pair.baseline.key.path}": 0 or None}})'
+        f'recognised, or wrongly; declare it with record(batch_axis={{"{pair.baseline.key.path or ROOT}": 0 or None}})'
     )

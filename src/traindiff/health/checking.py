@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from traindiff.comparison import Finding
+from traindiff.comparison.failed_taps import FailedTaps, without_lost
 from traindiff.comparison.one_run import OneRun, run_facts
 from traindiff.comparison.pairing import run_steps
 from traindiff.comparison.ranks import name_ranks
@@ -52,14 +53,17 @@ def check(
     checked: list[int] = []
     missing: dict[int, int] = {}  # by rank: the first step that it did not record
     reasons: dict[str, None] = {}
+    failed = FailedTaps()
     for step in run_steps(run):
         if step.step not in selection or not step.finished:
             continue
         checked.append(step.step)
         for rank in step.missing:
             missing.setdefault(rank, step.step)
-        reasons.update(dict.fromkeys(not_replayed(step.table)))
-        for finding in judge.findings(step.table, step=step.step):
+        failed.see(step.table, step=step.step)
+        table = without_lost(step.table, failed.lost)
+        reasons.update(dict.fromkeys(not_replayed(table)))
+        for finding in judge.findings(table, step=step.step):
             what = (finding.kind, finding.phase, finding.stage, finding.path, finding.slot)
             found.setdefault(what, finding)
             times[what] = times.get(what, 0) + 1
@@ -70,7 +74,7 @@ def check(
         replace(one, says=one.says[:1].upper() + one.says[1:], evidence={**one.evidence, "steps": times[what]})
         for what, one in found.items()
     )
-    gaps = _missing(run, missing)
+    gaps = [*failed.notes(), *_missing(run, missing)]
     if not checked:
         gaps.append(f"{run.path} has no finished step among those asked for.")
     return Verdict(

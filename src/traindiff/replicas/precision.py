@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
+from traindiff.observation import ITSELF
 from traindiff.replicas.conversion import Conversion
 from traindiff.replicas.dispatch import Dispatching
 from traindiff.replicas.nominal import NominalDtypes, current_autocast
@@ -192,7 +193,7 @@ class PrecisionReplica:
             reason = (
                 f"{operator} cannot compute in {str(self._dtype).removeprefix('torch.')}, and did in a shorter dtype"
             )
-            self._sink.unobserved(reason, phase="batch", path="traindiff", slot=operator)
+            self._sink.unobserved(reason, phase="batch", path=ITSELF, slot=operator)
 
 
 def _usual_dtype(root: nn.Module) -> torch.dtype:
