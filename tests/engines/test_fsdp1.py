@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import traindiff
+from tests.engines.equivalence import assert_equivalent
 from tests.engines.training import Block, Model, train
 from traindiff.comparison.pairing import run_steps
 from traindiff.comparison.replay import replayed
@@ -66,6 +67,28 @@ def test_it_is_equivalent_to_one_process(
     whole = open_recording(str(reference)).rank_content(0)["parameters"]
     for rank in run.ranks:
         assert run.rank_content(rank)["parameters"] == whole
+
+
+class WithGain(Model):
+    """Has a parameter of one element, beside which a count of steps has as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.gain
+
+
+def train_with_gain(path: str, prepare=lambda model: model) -> None:
+    train(path, prepare, make=WithGain)
+
+
+def test_a_parameter_of_one_element_and_its_count_of_steps_are_told_apart(tmp_path: Path) -> None:
+    train_with_gain(str(tmp_path / "one"))
+    run_on_ranks(train_with_gain, 2, str(tmp_path / "run"), sharded)
+
+    assert_equivalent(tmp_path / "one", tmp_path / "run")
 
 
 def hybrid(model: Model) -> nn.Module:

@@ -203,10 +203,11 @@ class OptimizerTap:
                     self._numbers(value, path=piece.path, slot=key)
                 continue
             for slot, tensor in [(key, value)] if isinstance(value, Tensor) else tensors(value, key):
-                if tensor.numel() == parameter.numel():
+                is_number = not tensor.dim() and parameter.dim()  # e.g. a count of steps, beside a piece of one element
+                if tensor.numel() == parameter.numel() and not is_number:
                     self._emit_pieces(tensor, pieces, phase="optimizer", slot=slot)
                     continue
-                for piece in pieces:  # e.g. a count of steps
+                for piece in pieces:
                     self._emit(tensor, phase="optimizer", path=piece.path, slot=slot)
 
     def _state_of(self, parameter: Tensor) -> Mapping[str, Any]:
