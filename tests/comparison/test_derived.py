@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,19 @@ def test_an_update_is_the_parameter_after_minus_before() -> None:
     assert [entry.key.phase for entry in found] == ["update"]
     assert norm(found[0].summary) == pytest.approx(np.linalg.norm(after - before), rel=0.4)
     assert norm(parameters["w"].summary) == pytest.approx(np.linalg.norm(before))
+
+
+def test_of_a_parameter_that_was_recorded_in_part_no_update_is_known() -> None:
+    updates = Updates()
+    whole = table_of(0, parameter(random(9, seed=0)))
+    part = {key: replace(entry, unobserved="a rank is missing") for key, entry in whole.items()}
+
+    assert not updates.derive(whole, step=0)[0]  # type: ignore[arg-type]
+    assert not updates.derive(part, step=1)[0]  # type: ignore[arg-type]
+    found, before = updates.derive(whole, step=2)  # type: ignore[arg-type]
+
+    assert not found
+    assert not before
 
 
 def test_the_next_update_starts_where_the_last_step_ended() -> None:

@@ -44,13 +44,19 @@ class Updates:
             if key.phase == "param" and key.stage == "before" and key.slot == "value":
                 self._parameters[key.path] = replace(entry, parts=())  # which would keep the whole step in memory
                 self._ended.pop(key.path, None)
-        before = dict(self._parameters)
+        # What some ranks have not recorded is unknown, and so is what becomes of it.
+        before = {path: entry for path, entry in self._parameters.items() if not entry.unobserved}
         found: list[Entry] = []
         for key, entry in table.items():
             if key.phase != "param" or key.stage or key.slot != "value":
                 continue
             old = before.get(key.path)
-            if old is not None and old.shape == entry.shape and self._ended.get(key.path, step - 1) == step - 1:
+            if (
+                old is not None
+                and not entry.unobserved
+                and old.shape == entry.shape
+                and self._ended.get(key.path, step - 1) == step - 1
+            ):
                 found.append(_update(key, old, entry))
             self._parameters[key.path] = replace(entry, parts=())
             self._ended[key.path] = step
