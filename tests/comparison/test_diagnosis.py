@@ -58,6 +58,17 @@ def test_only_telling_factors_are_read(factor: float, meaning: str) -> None:
     assert factor_meaning(factor, 1) == meaning
 
 
+@pytest.mark.parametrize(
+    ("factor", "meaning"),
+    [
+        (2.0, " (= world size 2 and its 2 micro-batches: summed over one of them, not averaged?)"),
+        (0.5, " (= 1/2, one over the world size and over its micro-batches: divided once too often?)"),
+    ],
+)
+def test_a_factor_that_is_both_is_said_to_be_both(factor: float, meaning: str) -> None:
+    assert factor_meaning(factor, 2, 2) == meaning
+
+
 def test_a_flipped_sign() -> None:
     assert look(X, -X).kind == "sign"
 

@@ -360,6 +360,10 @@ def factor_meaning(factor: float, micro_steps: int, ranks: int = 1, known: Itera
     whole = Fraction(size).limit_denominator(64)
     if size == 0 or (whole.numerator != 1 and whole.denominator != 1) or abs(float(whole) / size - 1) > 0.01:
         return ""
+    if ranks == micro_steps > 1 and whole in (ranks, Fraction(1, ranks)):
+        if whole == ranks:
+            return f" (= world size {ranks} and its {ranks} micro-batches: summed over one of them, not averaged?)"
+        return f" (= 1/{ranks}, one over the world size and over its micro-batches: divided once too often?)"
     if whole == ranks and ranks > 1:
         return f" (= world size {ranks}: summed over ranks instead of averaged?)"
     if whole == Fraction(1, ranks) and ranks > 1:
