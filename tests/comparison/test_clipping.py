@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import traindiff
+from tests.comparison.runs import Seen, Step, record
 from tests.comparison.test_loss_scale import EVERYTHING, train
 
 
@@ -50,6 +52,25 @@ def test_other_limits_are_named(tmp_path: Path) -> None:
     assert first.says == (
         "The baseline clips gradients to a norm of 0.1, the candidate clips gradients to a norm of 0.05."
     )
+
+
+@pytest.mark.parametrize(("clips_there", "other"), [(False, "the baseline does not clip"), (True, "")])
+def test_clipping_on_one_rank_only_is_said_to_be_there_only(clips_there: bool, other: str, tmp_path: Path) -> None:
+    def clip(step: int, sites: Step) -> None:
+        for slot, value in (("norm", 0.5), ("max_norm", 0.1)):
+            sites["grad", "clipped", "(all parameters)", slot] = Seen(values=np.array(value))
+
+    plain = record(tmp_path / "plain", clip if clips_there else lambda step, sites: None)
+    for rank in range(2):
+        edit = clip if rank == 0 else lambda step, sites: None
+        record(tmp_path / "run", edit, rank=rank, run={"world_size": 2})
+
+    first = traindiff.compare(plain, tmp_path / "run").first_divergence
+
+    assert first is not None
+    assert first.kind == "clipping"
+    assert "the candidate clips gradients to a norm of 0.1 on rank 0 only" in first.says.lower()
+    assert other in first.says
 
 
 def test_clipping_that_changes_nothing_is_a_note(tmp_path: Path) -> None:

@@ -141,6 +141,25 @@ def test_a_rank_that_ends_earlier_is_named(tmp_path: Path) -> None:
     assert verdict.notes == ("Rank 1 did not record step 2, which others did.",)
 
 
+def test_a_rank_that_begins_later_than_others_keeps_the_order_of_steps(tmp_path: Path) -> None:
+    for rank, steps in enumerate((range(1, 3), range(3))):
+        record(tmp_path / "run", rank=rank, run={"world_size": 2}, steps=steps)
+
+    verdict = traindiff.check(tmp_path / "run")
+
+    assert verdict.steps == (0, 1, 2)
+    assert verdict.notes == ("Rank 0 did not record step 0, which others did.",)
+
+
+def test_a_rank_that_was_not_to_be_recorded_is_said_to_be_left_out(tmp_path: Path) -> None:
+    record(tmp_path / "run", run={"world_size": 2}, recorded={"ranks": [0]})
+
+    verdict = traindiff.check(tmp_path / "run")
+
+    assert verdict.verdict == "incomplete"
+    assert verdict.notes == ("The run was asked not to record rank 1, so copies there are not checked.",)
+
+
 def test_without_a_finished_step_nothing_is_said_to_be_healthy(tmp_path: Path) -> None:
     record(tmp_path / "run")
 

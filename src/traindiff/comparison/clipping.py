@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from traindiff.comparison.loss_scale import loss_scale
+from traindiff.comparison.ranks import name_ranks
 from traindiff.comparison.step_table import Entry, Key
 from traindiff.comparison.verdict import Finding
 from traindiff.observation import ALL_GRADIENTS
@@ -28,12 +29,14 @@ class Clip:
         limit: The largest norm, or the largest magnitude of an element.
         norm: The norm that it found; None where elements are clipped.
         effective: Whether it changed the gradients.
+        only: The ranks that called it, where others did not.
     """
 
     entry: Entry
     limit: float
     norm: float | None
     effective: bool
+    only: tuple[int, ...] = ()
 
     @property
     def coefficient(self) -> float:
@@ -43,10 +46,11 @@ class Clip:
     @property
     def what(self) -> str:
         """What it does, in words that follow "clips"."""
+        where = f" on {name_ranks(self.only, capital=False)} only" if self.only else ""
         return (
-            f"elements of gradients to {self.limit:g}"
+            f"elements of gradients to {self.limit:g}{where}"
             if self.norm is None
-            else f"gradients to a norm of {self.limit:g}"
+            else f"gradients to a norm of {self.limit:g}{where}"
         )
 
 
@@ -58,6 +62,7 @@ def is_clip(key: Key) -> bool:
 def clips(table: Mapping[Key, Entry]) -> list[Clip]:
     """The calls of a step that clip gradients, in the order of execution."""
     found = []
+    held = {part.rank for key, entry in table.items() if key[:2] == ("grad", "") for part in entry.parts}
     for key, entry in table.items():
         if not is_clip(key) or key.slot not in ("max_norm", "max_value") or entry.unobserved:
             continue
@@ -66,7 +71,9 @@ def clips(table: Mapping[Key, Entry]) -> list[Clip]:
         if key.slot == "max_norm" and norm is None:
             continue
         effective = _reaches(table, limit) if norm is None else limit / (norm + 1e-6) < 1.0 - EFFECT
-        found.append(Clip(entry=entry, limit=limit, norm=norm, effective=effective))
+        ranks = {part.rank for part in entry.parts}
+        only = tuple(sorted(ranks)) if ranks < held else ()
+        found.append(Clip(entry=entry, limit=limit, norm=norm, effective=effective, only=only))
     return found
 
 
@@ -87,7 +94,9 @@ def clipping_findings(baseline: list[Clip], candidate: list[Clip], *, step: int)
             first = acting[0]
             says = f"The {name} clips {first.what}; the {other} does not clip."
             if first.norm is not None:
-                says += f" Their norm was {first.norm:.4g}, so all of them were multiplied by {first.coefficient:.4g}."
+                where = " there" if first.only else ""
+                says += f" Their norm was {first.norm:.4g}, so all of them{where} were multiplied by "
+                says += f"{first.coefficient:.4g}."
             yield _finding(first, step=step, says=says, run=name)
     if len(baseline) != len(candidate):
         return

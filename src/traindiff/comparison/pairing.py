@@ -49,7 +49,9 @@ def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunS
     called = "optimizer" in recording.run["settings"].get("observe", ())
     shows_calls: set[str] = set()
     while heads:
-        lead = heads[min(heads)]
+        first = heads[min(heads)]
+        # The rank may have begun later than others.
+        lead = min((head for head in heads.values() if head.optimizer == first.optimizer), key=lambda head: head.step)
         here = [head for head in heads.values() if (head.optimizer, head.step) == (lead.optimizer, lead.step)]
         table = step_table(_parts(here, names))
         shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
@@ -60,7 +62,7 @@ def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunS
         ranks = [head.rank for head in here]
         here.clear()
         yield RunStep(optimizer=lead.optimizer, step=lead.step, table=table, finished=finished, missing=missing)
-        del lead, table
+        del first, lead, table
         for rank in ranks:
             del heads[rank]  # before the next one is read
             if (following := next(streams[rank], None)) is not None:

@@ -100,9 +100,11 @@ def _missing(run: Recording, missing: dict[int, int]) -> list[str]:
             "left no recordings, so their copies are"
         )  # fmt: skip
         notes.append(f"{name_ranks(run.missing_ranks)} {left} not checked.")
+    if left_out := [rank for rank in missing if rank not in run.missing_ranks and rank not in run.ranks]:
+        notes.append(
+            f"The run was asked not to record {name_ranks(left_out, capital=False)}, so copies there are not checked."
+        )
     notes += [
-        f"Rank {rank} did not record step {first}, which others did."
-        for rank, first in missing.items()
-        if rank not in run.missing_ranks
+        f"Rank {rank} did not record step {missing[rank]}, which others did." for rank in missing if rank in run.ranks
     ]
     return notes
