@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.comparison.conftest import Compared
-from tests.comparison.runs import Step, at, random, summary_of
+from tests.comparison.runs import Seen, Step, at, random, summary_of
 from traindiff.comparison.floors import ADAPTIVE_GAIN, GAIN, UNIT_ROUNDOFF, Floors, rounding
 
 FC = ("forward", "", "fc", "output[0]")
@@ -168,3 +168,24 @@ def test_tolerances_do_not_excuse_another_batch(compared: Compared) -> None:
 
 def test_a_gradient_is_as_uncertain_as_its_dtype_where_activations_were_not_recorded() -> None:
     assert Floors().gradient(1.0, dtype="float32") == pytest.approx(1.5 * 32 * 2.0**-24)
+
+
+@pytest.mark.parametrize(("divisor", "verdict"), [("square_avg", "equivalent"), (None, "diverged")])
+def test_a_momentum_of_what_was_divided_is_judged_like_an_update(
+    divisor: str | None, verdict: str, compared: Compared
+) -> None:
+    state = ("optimizer", "", "head.weight", "momentum_buffer")
+
+    def with_divisor(step: int, sites: Step) -> None:
+        momentum = sites.pop(state)
+        if divisor:
+            sites[(*state[:3], divisor)] = Seen(values=np.square(momentum.values))
+        sites[state] = momentum
+
+    def noisy(step: int, sites: Step) -> None:
+        with_divisor(step, sites)
+        for site, size in (("grad", "", "head.weight", "grad"), 1e-6), (state, 3e-5):
+            noise = random(*sites[site].values.shape, seed=step)
+            sites[site].values = sites[site].values * (1 + np.float32(size) * noise)
+
+    assert compared(noisy, baseline_edit=with_divisor).verdict == verdict

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,21 @@ LINEAR_STATE = frozenset({"momentum_buffer", "step"})
 
 FIRST_MOMENTS = frozenset({"exp_avg", *LINEAR_STATE})
 """State slots that are linear in the gradient; others hold squares of it."""
+
+
+def is_quotient(key: Key, adaptive: Collection[str]) -> bool:
+    """Whether this is something that an optimizer has divided by a moment: an update, or a state that adds up updates.
+
+    Args:
+        key: Of the site.
+        adaptive: Parameters whose optimizer keeps a moment that it divides by.
+    """
+    if key.path not in adaptive:
+        return False
+    # RMSprop's momentum is over what was divided, and so is what Adadelta accumulates.
+    return key.phase in ("update", "param") or (
+        key.phase == "optimizer" and key.slot in ("momentum_buffer", "acc_delta")
+    )
 
 
 def adaptive_parameters(keys: Iterable[Key]) -> set[str]:

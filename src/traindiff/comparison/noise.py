@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from traindiff.comparison.alignment import Pair, align
-from traindiff.comparison.derived import adaptive_parameters, gradient_norms
+from traindiff.comparison.derived import adaptive_parameters, gradient_norms, is_quotient
 from traindiff.comparison.exact import check_batch, check_hyper_parameters, check_initial_parameter, check_random_state
 from traindiff.comparison.floors import UNIT_ROUNDOFF
 from traindiff.comparison.gradients import summed_rows, terms_by_module
@@ -247,7 +247,7 @@ def _hold_out(
     adaptive = adaptive_parameters(distances)
     terms = terms_by_module(found[0][2] for found in distances.values())
     for key, found in distances.items():
-        if key.phase in ("update", "param") and key.path in adaptive:
+        if is_quotient(key, adaptive):
             continue  # signs of small gradients: they rarely flip, and by their whole size if they do
         for index, apart, pair in found:
             others = [other for number, other, _ in found if number != index]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from traindiff.comparison.alignment import Pair
-from traindiff.comparison.derived import FIRST_MOMENTS, LINEAR_STATE
+from traindiff.comparison.derived import FIRST_MOMENTS, LINEAR_STATE, is_quotient
 from traindiff.comparison.floors import GAIN, UNIT_ROUNDOFF, Floors, rounding
 from traindiff.comparison.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
 from traindiff.comparison.measure import difference, equal_bits
@@ -245,7 +245,7 @@ class SiteFloors:
         """
         key = pair.baseline.key
         few = int(finite_count(pair.baseline.summary)) < FEW
-        return few or (key.phase in ("update", "param") and key.path in self._run.adaptive)
+        return few or is_quotient(key, self._run.adaptive)
 
     def _derived(self, pair: Pair, floors: Floors) -> float:
         key = pair.baseline.key
@@ -260,8 +260,9 @@ class SiteFloors:
         if key.phase == "optimizer":
             if key.slot not in LINEAR_STATE:
                 self._run.adaptive.add(key.path)
-            return floors.state(key.path, dtypes)
-        if key.phase == "update":
+            if not is_quotient(key, self._run.adaptive):
+                return floors.state(key.path, dtypes)
+        if key.phase in ("optimizer", "update"):
             adaptive = key.path in self._run.adaptive
             floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair))
             return max(floor, self._turned(pair) if adaptive and not self._forced else 0.0)
