@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tests.comparison.test_step_table import only, part, random
 from traindiff.comparison.alignment import Pair
+from traindiff.comparison.exact import check_initial_parameter
 from traindiff.comparison.ranks import differing_ranks, name_ranks, only_rank
 from traindiff.comparison.step_table import Entry
 from traindiff.shards import Shard
@@ -47,6 +48,18 @@ def values() -> NDArray[np.float32]:
 
 
 QUARTERS = {rank: (16 * rank, 16 * rank + 16) for rank in range(4)}
+
+
+def test_a_parameter_that_starts_otherwise_on_one_rank_only_is_put_down_to_it(values: NDArray[np.float32]) -> None:
+    wrong = values.copy()
+    wrong[20, 3] += 1.0
+    pair = Pair(baseline=sharded(values, {0: (0, ROWS)}), candidate=sharded(wrong, QUARTERS))
+
+    finding = check_initial_parameter(pair, step=0)
+
+    assert finding is not None
+    assert finding.says.startswith("fc.weight starts with other values")
+    assert finding.says.endswith("Only what rank 1 holds differs.")
 
 
 def test_runs_that_are_cut_alike_are_compared_part_by_part(values: NDArray[np.float32]) -> None:

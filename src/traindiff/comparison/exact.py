@@ -10,6 +10,7 @@ from typing import Any
 from traindiff.comparison.alignment import Pair
 from traindiff.comparison.floors import UNIT_ROUNDOFF
 from traindiff.comparison.measure import difference, equal_bits
+from traindiff.comparison.ranks import differing_ranks, name_ranks
 from traindiff.comparison.samples import Samples, says_of_samples
 from traindiff.comparison.step_table import Entry, Key
 from traindiff.comparison.verdict import Finding
@@ -76,6 +77,8 @@ def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
         says = f"{path} starts with the same values in another order (a converted checkpoint, permuted?)."
     else:
         says = f"{path} starts with other values: another seed, initialisation or checkpoint?"
+    if ranks := differing_ranks(pair, 0.0):
+        says += f" Only what {name_ranks(ranks, capital=False)} holds differs."
     return exact_finding(pair, step=step, kind="initial-parameter", says=says, evidence={"permuted": permuted})
 
 
