@@ -20,6 +20,7 @@ from traindiff.comparison.boundaries import without_boundaries
 from traindiff.comparison.circumstances import circumstances, not_forced, other_dtypes, other_models
 from traindiff.comparison.clipping import clip_factor, clipping_findings, clipping_note, clips, with_stages
 from traindiff.comparison.derived import gradient_norms
+from traindiff.comparison.each_ranks_own import with_each_ranks_own
 from traindiff.comparison.engine_settings import coefficient_error, explained
 from traindiff.comparison.exact import (
     EXACT_KINDS,
@@ -47,7 +48,7 @@ from traindiff.comparison.unplaced import without_unplaced
 from traindiff.comparison.verdict import Comparison, Finding, Word
 from traindiff.errors import ConfigError, Problem
 from traindiff.recording import Recording, open_recording
-from traindiff.site import ROOT
+from traindiff.site import ROOT, label
 from traindiff.steps import StepSelection, parse_steps
 from traindiff.summary import add
 
@@ -159,6 +160,10 @@ class _Comparing:
         findings, representation = self._judge.findings, ()
         if findings and self._surroundings:
             findings = (with_surroundings(findings[0], self._surroundings), *findings[1:])
+        sizes = (self._sides[0].data_parallel, self._sides[1].data_parallel)
+        divided = sizes.index(max(sizes))
+        modules = run_facts(self._runs[divided], self._rename if divided else str).modules
+        findings = (*(with_each_ranks_own(one, modules, sizes) for one in findings[:1]), *findings[1:])
         findings = (*(explained(one, self._runs[0].run, self._runs[1].run) for one in findings[:1]), *findings[1:])
         if not self._forced and self._judge.only_representation_differs:
             findings, representation = (), findings
@@ -277,7 +282,7 @@ class _Comparing:
         notes = [*self._calibration.notes(uncovered=self._uncovered), *notes]
         incomplete = any(missing for _, missing in parts) or any(self._presence.unaligned)
         notes += [*self._each.shared.values(), *self._each.unknown.values()]
-        notes += [f"{one.path} {one.slot}: {one.why}." for one in self._presence.sides()[0] if one.why][:3]
+        notes += [f"{label(one.path, one.slot)}: {one.why}." for one in self._presence.sides()[0] if one.why][:3]
         if self._judge.turned:
             notes.append(
                 f"A choice of rows (of a router, of a mask) that rounding may turn was made otherwise, first at "

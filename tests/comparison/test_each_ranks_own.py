@@ -1,0 +1,33 @@
+"""What each rank rightly computes for itself is said beside the difference that it makes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.comparison.conftest import Compared
+from tests.comparison.runs import CONTENT, at
+
+FC = ("forward", "", "fc", "output[0]")
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        ("BatchNorm2d", "BatchNorm2d takes the statistics of each rank's own samples; SyncBatchNorm takes those of"),
+        ("Dropout", "Dropout draws other numbers where the batch is divided over ranks: compare with it turned off."),
+        ("Linear", ""),
+    ],
+)
+@pytest.mark.parametrize("divided", [2, 1])
+def test_it_is_said_where_only_one_run_divides_the_batch(
+    module: str, says: str, divided: int, compared: Compared
+) -> None:
+    run = {"mesh": {"data_parallel": divided, "engine": "DistributedDataParallel"}}
+    content = {**CONTENT, "modules": {**CONTENT["modules"], "fc": module}}
+
+    first = compared(at(FC, lambda values: values + np.float32(0.1)), run=run, content=content).first_divergence
+
+    assert first is not None
+    assert first.path == "fc"
+    assert (says in first.says) if divided == 2 else ("rank" not in first.says)
