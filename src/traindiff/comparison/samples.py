@@ -59,7 +59,18 @@ def says_of_samples(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> 
     elif missing:
         lost = next(one for one in baseline if one.fingerprint in missing)
         parts.append(f"{missing.total()} of the baseline's {len(baseline)} samples are missing, first {_where(lost)}")
-    return f"holds other samples: {', and '.join(parts)}."
+    return f"holds other samples: {', and '.join(parts)}.{_only_on(baseline, candidate)}"
+
+
+def _only_on(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
+    """The ranks that have other samples in their places, where others have the baseline's."""
+    if len(baseline) != len(candidate):
+        return ""
+    pairs = zip(baseline, candidate, strict=True)
+    apart = {right.rank for left, right in pairs if left.fingerprint != right.fingerprint}
+    if not apart < {one.rank for one in candidate}:
+        return ""
+    return f" Only what {name_ranks(sorted(apart), capital=False)} holds differs."
 
 
 def _order(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
