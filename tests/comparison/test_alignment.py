@@ -248,3 +248,19 @@ def test_execution_order_is_the_baselines(tmp_path: Path) -> None:
 
     assert comparison.first_divergence is not None
     assert comparison.first_divergence.path == "fc"
+
+
+def test_a_gradient_that_is_missing_on_one_rank_is_missing_there(tmp_path: Path) -> None:
+    def lost(step: int, sites: Step) -> None:
+        sites["grad", "", "head.weight", "grad"].about["unobserved"] = "no gradient: none"
+
+    record(tmp_path / "one")
+    for rank in range(3):
+        edit = lost if rank == 1 else lambda step, sites: None
+        record(tmp_path / "run", edit, rank=rank, run={"world_size": 3})
+
+    first = compare(tmp_path / "one", tmp_path / "run").first_divergence
+
+    assert first is not None
+    assert first.says == "In the candidate, head.weight gets no gradient on rank 1; in the baseline it does."
+    assert first.rank == 1

@@ -119,6 +119,7 @@ class _Comparing:
             known=(left.paths, _renamed(right.paths, rename)),
             held=(left.held, right.held),
             recorded=(left.recorded, right.recorded),
+            ranks=(len(runs[0].ranks), len(runs[1].ranks)),
         )
         self._copies = (
             copies_elsewhere(runs[0], ties_of(runs[1], rename)),

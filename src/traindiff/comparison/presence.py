@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from traindiff.comparison.alignment import Aligned, Pair
-from traindiff.comparison.ranks import only_rank
+from traindiff.comparison.ranks import name_ranks, only_rank
 from traindiff.comparison.step_table import Entry
 from traindiff.comparison.verdict import Finding, Unaligned
 from traindiff.observation import MASTER, NOT_CALLED
@@ -38,6 +38,7 @@ class Presence:
         not_recorded: Of that, what one run was not asked for and the other has.
         unaligned: By side and site: sites without counterpart.
         unobserved: Sites that a run could not observe, with the reason.
+        ranks: How many ranks each run has recorded.
         lack_stages: Sides of which ranks with stages of a pipeline are missing: what they lack may be theirs.
     """
 
@@ -49,6 +50,7 @@ class Presence:
         default_factory=lambda: ({}, {})
     )
     unobserved: dict[str, str] = field(default_factory=dict)
+    ranks: tuple[int, int] = (1, 1)
     lack_stages: set[int] = field(default_factory=set)
     _reported: set[tuple[str, str]] = field(default_factory=set)
 
@@ -63,7 +65,8 @@ class Presence:
             elif left.unobserved and right.unobserved:
                 self._skip(left if not left.unobserved.startswith(NO_GRADIENT) else None)
             elif (left.unobserved or right.unobserved).startswith(NO_GRADIENT):
-                findings += self._absent(left, side=1 if right.unobserved else 0, step=step)
+                side = 1 if right.unobserved else 0
+                findings += self._absent(left, side=side, step=step, lacking=(left, right)[side])
             else:
                 self._skip(left if left.unobserved else right)
         for side, entries in enumerate((aligned.only_baseline, aligned.only_candidate)):
@@ -114,8 +117,15 @@ class Presence:
             return False
         return key.phase in ("forward", "grad", "optimizer") and key.path in self.known[side]
 
-    def _absent(self, entry: Entry, *, side: int, step: int) -> Iterator[Finding]:
-        """A finding for what the run `side` lacks; once per path, later ones follow from it."""
+    def _absent(self, entry: Entry, *, side: int, step: int, lacking: Entry | None = None) -> Iterator[Finding]:
+        """A finding for what the run `side` lacks; once per path, later ones follow from it.
+
+        Args:
+            entry: What the other run has.
+            side: The run that lacks it.
+            step: Number of the step.
+            lacking: What tells that it lacks it, if anything: its parts are the ranks that do.
+        """
         key = entry.key
         if (str(side), key.path) in self._reported:
             return
@@ -128,9 +138,11 @@ class Presence:
         elif self.held[side] and key.path not in self.held[side]:
             says = f"The {run}'s optimizer does not hold {key.path}; the {other}'s does."
         else:
-            says = f"In the {run}, {key.path} gets no gradient; in the {other} it does."
+            ranks = sorted({part.rank for part in lacking.parts}) if lacking is not None else []
+            where = f" on {name_ranks(ranks, capital=False)}" if 0 < len(ranks) < self.ranks[side] else ""
+            says = f"In the {run}, {key.path} gets no gradient{where}; in the {other} it does."
         yield Finding(
-            step=step, micro_step=None, rank=only_rank(entry), phase=key.phase, stage=key.stage,
+            step=step, micro_step=None, rank=only_rank(lacking or entry), phase=key.phase, stage=key.stage,
             path=key.path, slot=key.slot, call=key.call, order=entry.order,
             kind="missing" if side else "extra", difference=float("inf"),
             floor=0.0, says=says, evidence={},

@@ -61,7 +61,7 @@ class Entry:
         summary: The merged summary, relative to the global loss.
         exact: Whether fingerprints, counts and norms are of the tensor itself (not of a sum of
             partial observations, of which only the linear parts are known).
-        parts: What it was merged from, ordered by micro-step, then by rank.
+        parts: What it was merged from, ordered by micro-step, then by rank; without numbers, those that have none.
         unobserved: Why there are no numbers.
         factor: What the engine multiplied the tensor by; `summary` is divided by it, its fingerprints are not.
         apart: Ranks by fingerprint where copies of one shard on several ranks differ; empty where they agree.
@@ -153,7 +153,8 @@ def _merged(key: Key, parts: list[Part]) -> list[Entry]:
     first = parts[0][0]
     missing = next((seen.unobserved for seen, _, _ in parts if seen.unobserved), "")
     if missing:
-        return [_entry(key, parts, summary=empty(), shape=(), unobserved=missing)]
+        lacking = [part for part in parts if part[0].unobserved]
+        return [_entry(key, lacking, summary=empty(), shape=(), unobserved=missing)]
     if first.merge == "mean":
         terms = _without_copies(parts)
         weights = np.array([seen.weight for seen, _, _ in terms])
