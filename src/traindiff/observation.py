@@ -34,6 +34,9 @@ ITSELF = "traindiff"
 TAP_FAILED = "the {tap} tap failed"
 """How the reason begins where a tap, which is the slot then, observes nothing more."""
 
+NO_REPLICA = "this is no full replica"
+"""How the reason begins where a training was not perturbed as it should have been."""
+
 NOT_CALLED = "no output was observed"
 """How the reason begins for a module of which not even a call was seen."""
 

@@ -415,3 +415,15 @@ def test_channels_in_another_order_are_another_representation(measured: Measured
     assert found.verdict == "equivalent", str(found)
     assert found.representation[0].kind == "initial-parameter"
     assert "starts with the same values in another order" in found.notes[0]
+
+
+def test_a_replica_that_is_none_in_full_calibrates_nothing(measured: Measured) -> None:
+    def failed(step: int, sites: Step) -> None:
+        scaled(HEAD, 1e-4)(step, sites)
+        reason = "this is no full replica: MemoryError: on purpose"
+        sites["batch", "", "traindiff", "replica"] = Seen(values=np.zeros(1), about={"unobserved": reason})
+
+    comparison = measured(same, scaled(HEAD, 1e-4), failed)
+
+    assert not comparison.calibrated
+    assert any("this is no full replica: MemoryError: on purpose. Floors that are" in note for note in comparison.notes)

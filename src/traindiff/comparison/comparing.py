@@ -173,7 +173,7 @@ class _Comparing:
             baseline=self._runs[0].path,
             candidate=self._runs[1].path,
             verdict=self._word(findings, incomplete=incomplete),
-            calibrated=bool(self._calibration.names) and not self._uncovered,
+            calibrated=bool(self._calibration.names) and not (self._uncovered or self._calibration.partial),
             noise=self._calibration.to_json(),
             findings=findings,
             representation=representation,

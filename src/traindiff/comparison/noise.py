@@ -24,6 +24,7 @@ from traindiff.comparison.side import Side, SideStep, in_order, join
 from traindiff.comparison.step_table import Entry, Key
 from traindiff.comparison.verdict import Finding
 from traindiff.errors import ConfigError, Problem
+from traindiff.observation import ITSELF, NO_REPLICA
 from traindiff.recording import Recording
 from traindiff.site import PHASES
 from traindiff.steps import StepSelection
@@ -66,6 +67,7 @@ class Calibration:
         own: Largest relative difference of a repeated run from the baseline, with its place; None
             where no run was simply repeated.
         covered: Optimizer and number of the steps that at least one replica has.
+        partial: By path of a noise recording: why it is no full replica.
     """
 
     names: list[str] = field(default_factory=list)
@@ -74,6 +76,14 @@ class Calibration:
     constants: dict[str, float] = field(default_factory=dict)
     own: tuple[float, str] | None = None
     covered: set[tuple[str, int]] = field(default_factory=set)
+    partial: dict[str, str] = field(default_factory=dict)
+
+    def note_partial(self, path: str, step: SideStep) -> None:
+        """Note if a noise recording says that its training was not perturbed as it should have been."""
+        said = (entry.unobserved for key, entry in step.table.items() if key.path == ITSELF)
+        for reason in said:
+            if reason.startswith(NO_REPLICA):
+                self.partial.setdefault(path, reason)
 
     def constant(self, phase: str) -> float:
         """Constant of a phase."""
@@ -117,6 +127,10 @@ class Calibration:
                 "All of them are repeated runs: they show what varies on this machine, not what another "
                 'implementation may differ by. record(replica="ulp:1") does.'
             )
+        notes += [
+            f"{path}: {reason}. Floors that are measured with it may be too low."
+            for path, reason in self.partial.items()
+        ]
         if uncovered:
             steps = f"step {uncovered[0]}" if len(uncovered) == 1 else f"{len(uncovered)} steps from {uncovered[0]} on"
             notes.append(f"No replica has {steps}; floors there follow from rounding.")
@@ -183,6 +197,7 @@ def calibrate(baseline: Recording, recordings: Sequence[Recording], selection: S
                 continue
             _refuse_another_training(replicas.sides[index], (side, step, own, pairs), run_step.step, first=number == 0)
             result.covered.add((run_step.optimizer, run_step.step))
+            result.note_partial(recordings[index].path, own)
             aligned[index] += len(pairs)
             for pair in pairs:
                 key = pair.baseline.key

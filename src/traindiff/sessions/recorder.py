@@ -20,7 +20,7 @@ from traindiff.engines.pipeline import Pipeline, find_pipeline
 from traindiff.errors import ConfigError, Problem, UnsupportedTensorError
 from traindiff.kernels.store import SummaryStore
 from traindiff.kernels.torch_arrays import dtype_name, shape_of
-from traindiff.observation import ITSELF, SAMPLE, TAP_FAILED, Merge, Observation
+from traindiff.observation import ITSELF, NO_REPLICA, SAMPLE, TAP_FAILED, Merge, Observation
 from traindiff.place import Place
 from traindiff.recording import RecordingWriter
 from traindiff.replicas.replica import NAME as REPLICA
@@ -317,7 +317,7 @@ class Recorder:
             self.progress.observing = False
             self._pending.clear()
         else:
-            what = "this is no full replica" if tap.startswith(REPLICA) else TAP_FAILED.format(tap=tap)
+            what = NO_REPLICA if tap.startswith(REPLICA) else TAP_FAILED.format(tap=tap)
             self.unobserved(f"{what}: {says}", phase="batch", path=ITSELF, slot=tap)
 
 
