@@ -63,6 +63,17 @@ def test_batches_on_two_ranks_merge_in_whatever_order_they_come() -> None:
     assert [held.rank for held in only(parts).parts] == [0, 1]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_of_buffers_that_differ_between_ranks_the_odd_one_is_judged(dtype: str) -> None:
+    """No rule says that they agree: a batch normalisation has each rank's own statistics."""
+    values = (10 * random(4, seed=0)).astype(dtype)
+    site = ("param", "", "counter", "buffer")
+    entry = only([part(values + (rank == 1), rank=rank, site=site) for rank in range(3)])
+
+    assert entry.apart == ((0, 2), (1,))
+    assert entry.summary == summary_of(values + 1)
+
+
 def test_sums_add_up_and_their_bits_are_unknown() -> None:
     terms = [random(3, 4, seed=seed) for seed in range(3)]
     entry = only([part(term, micro_step=step, merge="sum") for step, term in enumerate(terms)])

@@ -195,7 +195,7 @@ def _whole(key: Key, parts: Sequence[Part]) -> Entry:
             terms = _without_copies(same)
             summaries.append(add([one for _, _, one in terms]) if len(terms) > 1 else terms[0][2])
             continue
-        judged = key.phase in ("forward", "backward")
+        judged = key.phase in ("forward", "backward") or key.slot == "buffer"  # other copies are findings themselves
         summaries.append((_farthest(same) if judged else same[0])[2])
         for copies in _by_term(same) if key.path == "rng" else [same]:
             apart = apart or _apart(copies)
