@@ -84,14 +84,8 @@ def also_at(comparison: Comparison) -> str:
     if not more:
         return ""
     named = ", ".join(more[:2]) + (", ..." if len(more) > 2 else ".")
-    what = (
-        ("group" if len(more) == 1 else "groups")
-        if ".groups[" in more[0]
-        else "parameters"
-        if len(more) > 1
-        else "parameter"
-    )
-    return f"The same holds for {len(more)} more {what}: {named}"
+    what = "group" if ".groups[" in more[0] else "parameter"
+    return f"The same holds for {len(more)} more {what}{'s' if len(more) > 1 else ''}: {named}"
 
 
 def representation_note(found: Sequence[Finding]) -> str:
