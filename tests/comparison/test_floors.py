@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.comparison.conftest import Compared
-from tests.comparison.runs import Seen, Step, at, random, summary_of
+from tests.comparison.runs import Edit, Seen, Step, at, random, summary_of
 from traindiff.comparison.floors import ADAPTIVE_GAIN, GAIN, UNIT_ROUNDOFF, Floors, rounding
 
 FC = ("forward", "", "fc", "output[0]")
@@ -189,3 +189,19 @@ def test_a_momentum_of_what_was_divided_is_judged_like_an_update(
             sites[site].values = sites[site].values * (1 + np.float32(size) * noise)
 
     assert compared(noisy, baseline_edit=with_divisor).verdict == verdict
+
+
+@pytest.mark.parametrize(("error", "verdict"), [(1e-6, "equivalent"), (1e-4, "diverged")])
+def test_a_running_average_that_shrinks_has_the_error_of_what_it_was(
+    error: float, verdict: str, compared: Compared
+) -> None:
+    """Gradients that change sign cancel in it; their rounding does not."""
+
+    def averaged(apart: float) -> Edit:
+        def edit(step: int, sites: Step) -> None:
+            average = [1.0, 1e-3, 1e-3][step] + apart * (step == 1)
+            sites["optimizer", "", "fc.bias", "momentum_buffer"].values = np.full(8, average, dtype=np.float32)
+
+        return edit
+
+    assert compared(averaged(error), baseline_edit=averaged(0.0)).verdict == verdict

@@ -12,7 +12,7 @@ from traindiff.comparison.floors import GAIN, UNIT_ROUNDOFF, Floors, rounding
 from traindiff.comparison.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
 from traindiff.comparison.measure import difference, equal_bits
 from traindiff.comparison.noise import FEW, SAFETY, Calibration, StepNoise, basis
-from traindiff.comparison.step_table import Entry
+from traindiff.comparison.step_table import Entry, Key
 from traindiff.summary import distance, finite_count, norm
 
 ESTIMATED_NORM = 0.5
@@ -29,6 +29,7 @@ class RunFloors:
         adaptive: Parameters whose optimizer keeps a moment that it divides by.
         settings_differ: Whether the optimizers are set differently.
         coefficients: Relative error that the optimizers' own coefficients may have.
+        states: Norm of each running average of an optimizer after the latest step.
         parted: Whether anything has exceeded its measured floor: then inputs no longer agree within
             noise, and what follows from that is no further divergence.
         permuted: Parameters that started with the same values in another order.
@@ -41,6 +42,7 @@ class RunFloors:
     adaptive: set[str] = field(default_factory=set)
     settings_differ: bool = False
     coefficients: float = 0.0
+    states: dict[Key, float] = field(default_factory=dict)
     parted: bool = False
     permuted: set[str] = field(default_factory=set)
     learning_differs: bool = False
@@ -166,6 +168,7 @@ class SiteFloors:
             self._run.parted |= size > measured
         if key.phase == "optimizer":
             floors.saw_state(key.path, size)
+            self._run.states[key] = float(norm(pair.baseline.summary))
         elif key.phase == "grad" and key.slot == "grad":
             floors.saw_gradient(key.path, size)
             self._seen[key.path] = pair.baseline
@@ -261,12 +264,17 @@ class SiteFloors:
             if key.slot not in LINEAR_STATE:
                 self._run.adaptive.add(key.path)
             if not is_quotient(key, self._run.adaptive):
-                return floors.state(key.path, dtypes)
+                return floors.state(key.path, dtypes) * self._shrunk(pair)
         if key.phase in ("optimizer", "update"):
             adaptive = key.path in self._run.adaptive
             floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair))
             return max(floor, self._turned(pair) if adaptive and not self._forced else 0.0)
         return floors.activation(key.path.rpartition(".")[0], dtypes)  # a buffer
+
+    def _shrunk(self, pair: Pair) -> float:
+        """How much smaller a running average is than before the step: its error was relative to what it then was."""
+        size = float(norm(pair.baseline.summary))
+        return max(1.0, self._run.states.get(pair.baseline.key, 0.0) / size) if size else 1.0
 
     def _turned(self, pair: Pair) -> float:
         """Floor of an adaptive update in which every element whose gradient is noise goes the other way."""
