@@ -11,7 +11,7 @@ from traindiff.demo.loop import DemoSettings, TrainingLoop
 from traindiff.demo.model import ModelSize, build_model
 from traindiff.demo.training import train
 from traindiff.errors import ConfigError
-from traindiff.settings import OBSERVABLE
+from traindiff.settings import OBSERVABLE, OBSERVED_BY_DEFAULT
 
 
 def test_the_loss_falls() -> None:
@@ -158,4 +158,22 @@ def test_micro_batches_must_divide_the_batch(tiny: DemoSettings, micro_batches: 
         f"  micro_batches = {micro_batches}\n"
         "    does not divide the 6 samples of a batch into equal parts.\n"
         "    Use a divisor of 6."
+    )
+
+
+@pytest.mark.parametrize("observe", [OBSERVABLE, (*OBSERVED_BY_DEFAULT, "grad.micro")])
+def test_the_lost_micro_batch_is_named_as_the_readme_shows_it(
+    observe: tuple[str, ...], tiny: DemoSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = traindiff.record
+    monkeypatch.setattr(traindiff, "record", lambda *args, **kw: record(*args, **{**kw, "observe": observe}))
+    train(tmp_path / "baseline", settings=tiny, steps=3, micro_batches=3)
+    train(tmp_path / "faulty", settings=tiny, steps=3, micro_batches=3, fault="lost-gradient")
+
+    first = traindiff.compare(tmp_path / "baseline", tmp_path / "faulty").first_divergence
+
+    assert first is not None
+    assert (first.kind, first.step, first.micro_step, first.phase) == ("lost-contribution", 2, 2, "grad")
+    assert first.says == (
+        "The optimizer's gradient lacks what micro-step 2 of 3 contributed; it is the sum of the other 2."
     )

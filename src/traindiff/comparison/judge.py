@@ -378,12 +378,12 @@ class _Step:
         if left.shape != right.shape:
             says = f"The shape is {list(left.shape)} in the baseline and {list(right.shape)} in the candidate."
             return Diagnosis(kind="shape", says=says)
-        as_seen = left.key.phase == "grad" and not left.key.stage
+        summed = left.key.phase == "grad" and left.key.stage in ("", "reduced", "unscaled")
         return diagnose(
             Case(
                 baseline=left, candidate=right, difference=size, floor=floor, micro_steps=self._given.micro_steps,
                 ranks=self._given.ranks, previous=self._judge.previous.get(left.key),
-                contributions=self._given.contributions.get(left.key.path, {}) if as_seen else {},
+                contributions=self._given.contributions.get(left.key.path, {}) if summed else {},
                 factors=self._given.factors,
             )
         )  # fmt: skip

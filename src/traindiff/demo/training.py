@@ -10,7 +10,7 @@ import traindiff
 from traindiff.demo.faults import find_fault
 from traindiff.demo.loop import DemoSettings, StepNumbers, TrainingLoop
 from traindiff.errors import ConfigError, Problem
-from traindiff.settings import OBSERVABLE
+from traindiff.settings import OBSERVED_BY_DEFAULT
 
 
 def train(
@@ -63,7 +63,7 @@ def train(
         if path is not None:
             run = undo.enter_context(
                 traindiff.record(
-                    path, loop.model, loop.optimizer, observe=OBSERVABLE, overwrite=overwrite,
+                    path, loop.model, loop.optimizer, observe=(*OBSERVED_BY_DEFAULT, "grad.micro"), overwrite=overwrite,
                     # One vector per position: with one sample, as many as there are bytes in the batch.
                     batch_axis={"transformer.wpe": None},
                 )
