@@ -325,11 +325,12 @@ FURTHER_FAULTS: dict[str, Fault] = {
     ),
     "clipped-by-value": Fault(
         change=lambda recipe: recipe.but(clip=None, after_backward=_clip_by_value), step=0, phase="grad",
-        path="wte.weight", base={"clip": 0.05},
+        path="(all parameters)", kind="clipping", says="The baseline clips gradients to a norm of 0.05",
+        base={"clip": 0.05},
     ),
     "clipped-to-the-norm-of-a-part": Fault(
         change=lambda recipe: recipe.but(clip=None, after_backward=_clip_to_norm_of_matrices), step=0, phase="grad",
-        path="wte.weight", kind="scale", base={"clip": 0.05},
+        path="(all parameters)", base={"clip": 0.05},
     ),
     "epsilon-inside-the-root": Fault(
         change=_adamw_of(_EpsilonInside), step=0, phase="update", path="wte.weight",
