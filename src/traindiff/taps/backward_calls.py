@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from traindiff.taps._torch_compat import inside_backward, run_as_it_is
 from traindiff.taps.graph_leaves import may_reach
+from traindiff.taps.listeners import Listeners
 from traindiff.taps.sink import Sink
-
-_patched: dict[str, Callable[..., None]] = {}
 
 
 def tap_backward_calls(sink: Sink, parameter_ids: Collection[int], *, observe_loss: bool) -> ExitStack:
@@ -32,13 +31,7 @@ def tap_backward_calls(sink: Sink, parameter_ids: Collection[int], *, observe_lo
     Returns:
         Close it to remove the tap.
     """
-    entry = _Listener(sink, parameter_ids, observe_loss=observe_loss)
-    _listeners.append(entry)
-    if len(_listeners) == 1:
-        _install()
-    undo = ExitStack()
-    undo.callback(_remove, entry)
-    return undo
+    return _listeners.attach(_Listener(sink, parameter_ids, observe_loss=observe_loss))
 
 
 class _Listener:
@@ -72,9 +65,6 @@ class _Listener:
                 self.sink.emit(root.reshape(()), phase="loss", path="loss", slot="backward", call=call, merge="sum")
 
 
-_listeners: list[_Listener] = []
-
-
 def _install() -> None:
     original = torch.autograd.backward
 
@@ -93,13 +83,7 @@ def _install() -> None:
 
     run_as_it_is(backward, callees=False)
     run_as_it_is(inside_backward, callees=True)
-    _patched["backward"] = original
-    torch.autograd.backward = backward
+    _listeners.replace(torch.autograd, "backward", backward)
 
 
-def _remove(entry: _Listener) -> None:
-    if entry not in _listeners:
-        return
-    _listeners.remove(entry)
-    if not _listeners:
-        torch.autograd.backward = _patched.pop("backward")
+_listeners: Listeners[_Listener] = Listeners(_install)

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from traindiff.taps._torch_compat import run_as_it_is
+from traindiff.taps.listeners import Listeners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +42,6 @@ class ClippingListener:
     after: Callable[[Clipping, Tensor | None], None]
 
 
-_listeners: list[ClippingListener] = []
-_patched: list[tuple[Any, str, Any]] = []
 _depth = [0]
 
 
@@ -57,12 +56,7 @@ def tap_clipping(listener: ClippingListener) -> ExitStack:
     Returns:
         Close it to remove the tap.
     """
-    _listeners.append(listener)
-    if len(_listeners) == 1:
-        _install()
-    undo = ExitStack()
-    undo.callback(_remove, listener)
-    return undo
+    return _listeners.attach(listener)
 
 
 def _install() -> None:
@@ -99,63 +93,47 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
     run_as_it_is(function, callees=False)
     run_as_it_is(replacement, callees=False)
-    _patched.append((owner, name, original))
-    setattr(owner, name, function)
+    _listeners.replace(owner, name, function)
 
 
-def _remove(listener: ClippingListener) -> None:
-    if listener not in _listeners:
-        return
-    _listeners.remove(listener)
-    if not _listeners:
-        while _patched:
-            owner, name, original = _patched.pop()
-            setattr(owner, name, original)
+_listeners: Listeners[ClippingListener] = Listeners(_install)
 
 
 def _with_norm(
     original: Callable[..., Any], parameters: Any, max_norm: Any, total_norm: Tensor, *rest: Any, **named: Any
 ) -> Any:
     clipping = Clipping(parameters=_listed(parameters), limit=max_norm)
-    _before(clipping)
-    result = original(clipping.parameters, max_norm, total_norm, *rest, **named)
-    _after(clipping, total_norm)
-    return result
+    call = partial(original, clipping.parameters, max_norm, total_norm, *rest, **named)
+    return _followed(clipping, call, norm_of=lambda _: total_norm)
 
 
 def _norm(original: Callable[..., Any], parameters: Any, max_norm: Any, *rest: Any, **named: Any) -> Any:
     clipping = Clipping(parameters=_listed(parameters), limit=max_norm)
-    _before(clipping)
-    result = original(clipping.parameters, max_norm, *rest, **named)
-    _after(clipping, result)
-    return result
+    return _followed(clipping, partial(original, clipping.parameters, max_norm, *rest, **named))
 
 
 def _of_fsdp(original: Callable[..., Any], module: Any, max_norm: Any, *rest: Any, **named: Any) -> Any:
     clipping = Clipping(parameters=list(module.parameters()), limit=max_norm)
-    _before(clipping)
-    result = original(module, max_norm, *rest, **named)
-    _after(clipping, result)
-    return result
+    return _followed(clipping, partial(original, module, max_norm, *rest, **named))
 
 
 def _value(original: Callable[..., Any], parameters: Any, clip_value: float, *rest: Any, **named: Any) -> Any:
     clipping = Clipping(parameters=_listed(parameters), limit=clip_value)
-    _before(clipping)
-    result = original(clipping.parameters, clip_value, *rest, **named)
-    _after(clipping, None)
-    return result
+    call = partial(original, clipping.parameters, clip_value, *rest, **named)
+    return _followed(clipping, call, norm_of=lambda _: None)
 
 
 def _listed(parameters: Any) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may be a generator
 
 
-def _before(clipping: Clipping) -> None:
-    for listener in _listeners.copy():
+def _followed(
+    clipping: Clipping, call: Callable[[], Any], *, norm_of: Callable[[Any], Tensor | None] = lambda result: result
+) -> Any:
+    """What a call that clips returns; `norm_of` gives the norm that it found, of its result."""
+    for listener in _listeners:
         listener.before(clipping)
-
-
-def _after(clipping: Clipping, norm: Tensor | None) -> None:
-    for listener in _listeners.copy():
-        listener.after(clipping, norm)
+    result = call()
+    for listener in _listeners:
+        listener.after(clipping, norm_of(result))
+    return result

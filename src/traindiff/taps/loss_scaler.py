@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from traindiff.taps._torch_compat import run_as_it_is, scale_of
+from traindiff.taps.listeners import Listeners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +35,6 @@ class ScalerListener:
     scaled: Callable[[Any, Tensor], None] | None = None
 
 
-_listeners: list[ScalerListener] = []
-_patched: dict[tuple[type, str], Callable[..., Any]] = {}
 _running: set[tuple[int, str]] = set()
 
 
@@ -49,30 +48,17 @@ def tap_loss_scaler(listener: ScalerListener) -> ExitStack:
     Returns:
         Close it to remove the tap.
     """
-    _listeners.append(listener)
-    if len(_listeners) == 1:
-        _install()
-    undo = ExitStack()
-    undo.callback(_remove, listener)
-    return undo
+    return _listeners.attach(listener)
 
 
 def _install() -> None:
     for kind in _kinds(GradScaler):
         for name, replacement in (("scale", _scale), ("unscale_", _unscale), ("step", _step)):
             if name in vars(kind):
-                _patched[kind, name] = original = vars(kind)[name]
-                setattr(kind, name, _once(name, original, replacement))
+                _listeners.replace(kind, name, _once(name, vars(kind)[name], replacement))
 
 
-def _remove(listener: ScalerListener) -> None:
-    if listener not in _listeners:
-        return
-    _listeners.remove(listener)
-    if not _listeners:
-        while _patched:
-            (kind, name), original = _patched.popitem()
-            setattr(kind, name, original)
+_listeners: Listeners[ScalerListener] = Listeners(_install)
 
 
 def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
@@ -103,18 +89,18 @@ def _once(name: str, original: Callable[..., Any], replacement: Callable[..., An
 def _scale(original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
     scaled = original(scaler, outputs)
     if scaler.is_enabled() and (scale := scale_of(scaler)) is not None:
-        for listener in _listeners.copy():
+        for listener in _listeners:
             if listener.scaled is not None:
                 listener.scaled(scaled, scale)
     return scaled
 
 
 def _unscale(original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer) -> None:
-    for listener in _listeners.copy():
+    for listener in _listeners:
         if listener.before_unscaling is not None and scaler.is_enabled():
             listener.before_unscaling(optimizer)
     original(scaler, optimizer)
-    for listener in _listeners.copy():
+    for listener in _listeners:
         if listener.after_unscaling is not None and scaler.is_enabled():
             listener.after_unscaling(optimizer)
 
@@ -122,11 +108,11 @@ def _unscale(original: Callable[..., Any], scaler: GradScaler, optimizer: Optimi
 def _step(
     original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
 ) -> float | None:
-    for listener in _listeners.copy():
+    for listener in _listeners:
         if listener.before is not None:
             listener.before(optimizer)
     result: float | None = original(scaler, optimizer, *args, **kwargs)
-    for listener in _listeners.copy():
+    for listener in _listeners:
         if listener.after is not None:
             listener.after(optimizer)
     return result

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from traindiff.taps._torch_compat import num_chunks_of, pipeline_classes, runs_backward, stages_of
 from traindiff.taps.chunk import Chunk
+from traindiff.taps.listeners import Listeners
 from traindiff.taps.sink import Sink
 
 _CHUNK_METHODS = {
@@ -19,8 +20,6 @@ _CHUNK_METHODS = {
     "backward_weight_one_chunk": {"backward": True, "again": True},
 }
 """What a schedule calls for each micro-batch, and what that is; see `Chunk`."""
-
-_patched: list[tuple[type[Any], str, Callable[..., Any]]] = []
 
 
 def tap_pipeline_calls(
@@ -45,16 +44,9 @@ def tap_pipeline_calls(
     Returns:
         Close it to remove the tap.
     """
-    undo = ExitStack()
-    classes = pipeline_classes()
-    if classes is None:
-        return undo
-    listener = _Listener(sink, modules, on_schedule, observe_loss=observe_loss)
-    _listeners.append(listener)
-    if len(_listeners) == 1:
-        _install(*classes)
-    undo.callback(_remove, listener)
-    return undo
+    if pipeline_classes() is None:
+        return ExitStack()
+    return _listeners.attach(_Listener(sink, modules, on_schedule, observe_loss=observe_loss))
 
 
 class _Listener:
@@ -100,14 +92,17 @@ class _Listener:
         return any(id(module) in self._ours for module in stage.submod.modules())
 
 
-_listeners: list[_Listener] = []
-
-
-def _install(stage: type[Any], *schedules: type[Any]) -> None:
+def _install() -> None:
+    classes = pipeline_classes()
+    assert classes is not None  # or nobody would have been attached
+    stage, *schedules = classes
     for schedule, name in zip(schedules, ("_initialize_stage", "_initialize_stages"), strict=True):
         _replace(schedule, name, _initialising)
     for name, kind in _CHUNK_METHODS.items():
         _replace(stage, name, partial(_working, kind))
+
+
+_listeners: Listeners[_Listener] = Listeners(_install)
 
 
 def _replace(owner: type[Any], name: str, around: Callable[..., Any]) -> None:
@@ -121,13 +116,12 @@ def _replace(owner: type[Any], name: str, around: Callable[..., Any]) -> None:
         with context(self, *args, **kwargs):
             return original(self, *args, **kwargs)
 
-    _patched.append((owner, name, original))
-    setattr(owner, name, method)
+    _listeners.replace(owner, name, method)
 
 
 def _initialising(schedule: Any, *_: Any, **__: Any) -> Iterator[None]:
     with ExitStack() as hidden:
-        for listener in _listeners.copy():
+        for listener in _listeners:
             listener.begin_schedule(schedule, hidden)
         yield
 
@@ -138,15 +132,6 @@ def _working(
     # Of a full backward pass the loss is seen where `backward` is called on it.
     alone = loss if isinstance(loss, Tensor) and not full_backward and not stage.is_first else None
     with ExitStack() as working:
-        for listener in _listeners.copy():
+        for listener in _listeners:
             listener.begin_chunk(stage, number, working, kind=kind, loss=alone)
         yield
-
-
-def _remove(listener: _Listener) -> None:
-    if listener not in _listeners:
-        return
-    _listeners.remove(listener)
-    while _patched and not _listeners:
-        owner, name, original = _patched.pop()
-        setattr(owner, name, original)
