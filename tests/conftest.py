@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.made_up import Compared, Edit
+    from traindiff.comparison import Comparison
 
 try:
     from hypothesis import settings
@@ -30,3 +36,21 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
         elif kernels._cpu_kernel() is None:
             pytest.skip("llvmlite is not installed")
         yield request.param
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> Compared:
+    """Compare the made-up run with an edited one; `baseline_edit` edits the other one too."""
+    from tests.made_up import record
+    from traindiff.comparison import compare
+
+    def run(edit: Edit = lambda step, sites: None, *, baseline_edit: Edit | None = None, **options: Any) -> Comparison:
+        settings = {
+            name: options.pop(name) for name in ("steps", "content", "close", "run", "recorded") if name in options
+        }
+        number = len(list(tmp_path.iterdir()))
+        baseline = record(tmp_path / f"baseline-{number}", baseline_edit or (lambda step, sites: None))
+        candidate = record(tmp_path / f"candidate-{number}", edit, **settings)
+        return compare(baseline, candidate, **options)
+
+    return run

@@ -21,6 +21,7 @@ VOCABULARY = frozenset(
         "observation",
         "place",
         "replica_setting",
+        "rounding",
         "settings",
         "shards",
         "site",
@@ -36,12 +37,19 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "taps": frozenset({"kernels", "vocabulary"}),
     "replicas": frozenset({"taps", "vocabulary"}),
     "recording": frozenset({"vocabulary"}),
-    "comparison": frozenset({"recording", "vocabulary"}),
-    "health": frozenset({"comparison", "recording", "vocabulary"}),
-    "report": frozenset({"health", "comparison", "recording", "vocabulary"}),
+    "findings": frozenset({"vocabulary"}),
+    "merging": frozenset({"findings", "recording", "vocabulary"}),
+    "alignment": frozenset({"merging", "findings", "recording", "vocabulary"}),
+    "floors": frozenset({"alignment", "merging", "findings", "recording", "vocabulary"}),
+    "rules": frozenset({"merging", "findings", "recording", "vocabulary"}),
+    "comparison": frozenset({"floors", "rules", "alignment", "merging", "findings", "recording", "vocabulary"}),
+    "health": frozenset({"rules", "merging", "findings", "recording", "vocabulary"}),
+    "report": frozenset({"health", "comparison", "findings", "recording", "vocabulary"}),
     "engines": frozenset({"taps", "kernels", "vocabulary"}),
     "interop": frozenset({"recording", "vocabulary"}),
-    "sessions": frozenset({"engines", "replicas", "taps", "kernels", "recording", "comparison", "vocabulary"}),
+    "sessions": frozenset(
+        {"engines", "replicas", "taps", "kernels", "recording", "comparison", "floors", "merging", "vocabulary"}
+    ),
     "demo": frozenset({"sessions", "taps", "recording", "comparison", "report", "vocabulary"}),
     "cli": frozenset(
         {"demo", "sessions", "engines", "interop", "report", "health", "comparison", "recording", "vocabulary"}
@@ -50,7 +58,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 }
 """The layers, and what each may import beside itself. The public module, `traindiff`, imports any of them lazily."""
 
-WITHOUT_TORCH = ("vocabulary", "recording", "comparison", "health", "report")
+WITHOUT_TORCH = (
+    "vocabulary", "recording", "findings", "merging", "alignment", "floors", "rules", "comparison", "health", "report",
+)  # fmt: skip
 
 
 def layer_of(module: str) -> str:
@@ -103,11 +113,7 @@ def test_the_analysis_half_never_imports_torch(path: Path) -> None:
 PACKAGES = [
     "traindiff",
     *(f"traindiff.{name}" for name in sorted(VOCABULARY)),
-    *(
-        f"traindiff.{name}"
-        for name in ("recording", "comparison", "report", "cli")
-        if (SOURCE / name / "__init__.py").exists()
-    ),
+    *(f"traindiff.{name}" for name in (*WITHOUT_TORCH[1:], "cli") if (SOURCE / name / "__init__.py").exists()),
     "traindiff.kernels",
     "traindiff.taps.inspection",
 ]

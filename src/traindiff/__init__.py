@@ -31,7 +31,8 @@ from traindiff.errors import (
 )
 
 if TYPE_CHECKING:
-    from traindiff.comparison import Comparison, Finding, Verification, compare
+    from traindiff.comparison import Comparison, Verification, compare
+    from traindiff.findings import Finding
     from traindiff.health import Verdict, check
     from traindiff.recording import Recording, open_recording
     from traindiff.sessions.recipe import Recipe, Training

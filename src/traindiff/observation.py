@@ -40,6 +40,15 @@ NO_REPLICA = "this is no full replica"
 NOT_CALLED = "no output was observed"
 """How the reason begins for a module of which not even a call was seen."""
 
+NO_GRADIENT = "no gradient"
+"""How the reason begins where an optimizer stepped and there was no gradient to observe."""
+
+SKIPPED = "skipped"
+"""Slot, in the phase `optimizer`, of the mark of a step that a loss scaler left out."""
+
+RECOMPUTED = "recomputed"
+"""Stage of what activation checkpointing computes a second time."""
+
 BOUNDARY = "boundary"
 """Stage of what one stage of a pipeline hands to the next: no site of the whole model."""
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.cli.conftest import Traindiff
-from tests.comparison.runs import at, record
+from tests.made_up import at, record
 
 
 def drifting(path: Path) -> str:

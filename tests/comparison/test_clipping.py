@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import traindiff
-from tests.comparison.runs import Seen, Step, record
-from tests.comparison.test_loss_scale import EVERYTHING, train
+from tests.made_up import Seen, Step, record
+from tests.merging.test_loss_scale import EVERYTHING, train
 
 
 def test_clipping_by_default_is_the_first_divergence(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.comparison.conftest import Compared
-from tests.comparison.runs import Array, Edit, Step, at, plain_step, random, summary_of
-from traindiff.comparison.diagnosis import Case, Diagnosis, best_fit, diagnose, factor_meaning
-from traindiff.comparison.step_table import Entry, Key
+from tests.made_up import Array, Compared, Edit, Step, at, plain_step, random, summary_of
+from traindiff.comparison.diagnosis import Case, Diagnosis, diagnose, factor_meaning
+from traindiff.merging.distance import best_fit
+from traindiff.merging.step_table import Entry, Key
 from traindiff.summary import add, distance, norm
 
 

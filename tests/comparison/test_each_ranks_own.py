@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.comparison.conftest import Compared
-from tests.comparison.runs import CONTENT, at
+from tests.made_up import CONTENT, Compared, at
 
 FC = ("forward", "", "fc", "output[0]")
 

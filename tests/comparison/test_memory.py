@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.comparison.runs import record
+from tests.made_up import record
 from traindiff.comparison import compare
 from traindiff.recording import Recording, StepObservations, open_recording
 

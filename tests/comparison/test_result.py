@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.comparison.conftest import Compared
-from tests.comparison.runs import Step, at, record
+from tests.made_up import Compared, Step, at, record
 from traindiff.comparison import Comparison, compare
 
 FC = ("forward", "", "fc", "output[0]")
@@ -143,6 +142,6 @@ def test_every_word_has_a_meaning_and_an_exit_code(word: str) -> None:
 
 def test_the_package_can_be_called_like_its_function(tmp_path: Path) -> None:
     import traindiff
-    import traindiff.comparison.floors
+    import traindiff.comparison.verdict
 
     assert traindiff.compare(record(tmp_path / "b"), record(tmp_path / "c")).verdict == "identical"

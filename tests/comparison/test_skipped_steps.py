@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.comparison.conftest import Compared
-from tests.comparison.runs import Seen, Step
+from tests.made_up import Compared, Seen, Step
 
 
 def _skipping(step: int, sites: Step) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.comparison.conftest import Compared
-from tests.comparison.runs import CONTENT, Seen, Step, at, random, record
+from tests.made_up import CONTENT, Compared, Seen, Step, at, random, record
 from traindiff.comparison import compare
 
 HEAD = ("forward", "", "head", "output[0]")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.comparison.conftest import Compared
-from tests.comparison.runs import Array, Edit, Seen, Step, at
+from tests.made_up import Array, Compared, Edit, Seen, Step, at
 
 FC = ("forward", "", "fc", "output[0]")
 INDICES = ("forward", "", "fc", "output[1]")

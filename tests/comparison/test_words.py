@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.comparison.conftest import Compared
-from tests.comparison.runs import CONTENT, Seen, Step, at, record
+from tests.made_up import CONTENT, Compared, Seen, Step, at, record
 from traindiff.comparison import compare
 from traindiff.errors import ConfigError, NotARecordingError
 

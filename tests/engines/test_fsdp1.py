@@ -15,9 +15,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import traindiff
 from tests.engines.equivalence import assert_equivalent
 from tests.engines.training import Block, Model, train
-from traindiff.comparison.pairing import run_steps
-from traindiff.comparison.replay import replayed
+from traindiff.merging.run_steps import run_steps
 from traindiff.recording import open_recording
+from traindiff.rules.replay import replayed
 from traindiff.sessions.ranks import run_on_ranks
 
 EVERYTHING = ("batch", "forward", "loss", "backward", "grad", "optimizer", "update", "param", "replay", "grad.micro")

@@ -14,9 +14,9 @@ import traindiff
 from tests.engines.test_data_parallel import fully_sharded
 from tests.engines.test_fsdp1 import sharded
 from tests.engines.training import Model, adamw, train
-from traindiff.comparison.pairing import run_steps
-from traindiff.comparison.replay import replayed
+from traindiff.merging.run_steps import run_steps
 from traindiff.recording import open_recording
+from traindiff.rules.replay import replayed
 from traindiff.sessions.ranks import run_on_ranks
 
 ENGINES: dict[str, Callable[[Model], nn.Module]] = {

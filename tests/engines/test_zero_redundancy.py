@@ -13,9 +13,9 @@ from torch import nn
 import traindiff
 from tests.engines.test_data_parallel import in_ddp
 from tests.engines.training import Model, train
-from traindiff.comparison.pairing import run_steps
-from traindiff.comparison.replay import replayed
+from traindiff.merging.run_steps import run_steps
 from traindiff.recording import open_recording
+from traindiff.rules.replay import replayed
 from traindiff.sessions.ranks import run_on_ranks
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import traindiff
-from tests.comparison.runs import Edit, Seen, Step, at, record
+from tests.made_up import Edit, Seen, Step, at, record
 
 
 def on_ranks(path: Path, world_size: int, edits: Mapping[int, Edit], *, steps: int = 3) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from tests.comparison.runs import Seen, Step, at, record
+from tests.made_up import Seen, Step, at, record
 from traindiff.comparison import Comparison, compare
 from traindiff.report.terminal import print_comparison
 

@@ -73,7 +73,7 @@ def test_what_rounding_allows_is_never_exceeded_by_torch(
     kind: type[Optimizer], options: dict[str, Any], how: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     if kind is SGD and how == {"fused": True} and dtype == torch.bfloat16:
-        pytest.skip("torch 2.13 on the CPU does not update; tests/comparison/test_replay.py")
+        pytest.skip("torch 2.13 on the CPU does not update; tests/rules/test_replay.py")
     torch.manual_seed(0)
     model = mlp().to(dtype)
     optimizer = optimizer_of(kind, model.parameters(), **{**options, **how})

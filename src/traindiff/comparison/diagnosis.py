@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.comparison.floors import UNIT_ROUNDOFF
-from traindiff.comparison.step_table import Entry
+from traindiff.findings.sentences import micro_steps_text
+from traindiff.merging.distance import best_fit
+from traindiff.merging.step_table import Entry
+from traindiff.rounding import UNIT_ROUNDOFF
 from traindiff.shards import OPEN, Shard
 from traindiff.summary import distance, finite_count, nonfinite_count, norm
 
@@ -79,17 +81,6 @@ def late(case: Case) -> Diagnosis | None:
         says="The candidate's is what the baseline has in the step before: one step late?",
         evidence={"difference_from_the_step_before": apart},
     )
-
-
-def best_fit(baseline: Entry, candidate: Entry) -> tuple[float, float]:
-    """The s that minimises `||candidate - s * baseline||`, and what that leaves of the candidate."""
-    b, c = baseline.summary["sketch"], candidate.summary["sketch"]
-    power = float(b @ b)
-    if power == 0.0:
-        return 0.0, 1.0
-    s = float(b @ c) / power
-    size = float(np.sqrt(c @ c))
-    return s, float(np.sqrt(np.square(c - s * b).sum())) / size if size else 0.0
 
 
 def nonfinite(case: Case) -> Diagnosis | None:
@@ -322,13 +313,6 @@ def _listed(names: Sequence[str]) -> str:
     if all(name.startswith(word) for name in names):
         return micro_steps_text([int(name.removeprefix(word)) for name in names])
     return f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def micro_steps_text(steps: Sequence[int]) -> str:
-    """`micro-step 0`, `micro-steps 0, 2 and 3`."""
-    if len(steps) == 1:
-        return f"micro-step {steps[0]}"
-    return f"micro-steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"
 
 
 def _times(value: float) -> str:

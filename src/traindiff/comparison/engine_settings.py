@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from traindiff.comparison.clipping import KIND as CLIPPING
-from traindiff.comparison.floors import UNIT_ROUNDOFF
-from traindiff.comparison.verdict import Finding
+from traindiff.findings.finding import Finding
+from traindiff.rounding import UNIT_ROUNDOFF
 
 FLOAT32_COEFFICIENTS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
 """Optimizers that compute 1 - beta from a beta in float32: for 0.999 that is 1.3e-5 too small."""

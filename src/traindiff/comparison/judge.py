@@ -7,18 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from traindiff.comparison import exact
-from traindiff.comparison.alignment import Pair
-from traindiff.comparison.derived import GRADIENT_NORM
-from traindiff.comparison.diagnosis import Case, Diagnosis, best_fit, diagnose, factor_meaning, factor_text
-from traindiff.comparison.gradients import common_factor
-from traindiff.comparison.measure import Tolerance, difference, equal_bits, rescaled
-from traindiff.comparison.noise import Calibration, StepNoise
-from traindiff.comparison.ranks import differing_ranks, name_ranks, only_rank
-from traindiff.comparison.samples import Samples
-from traindiff.comparison.site_floors import RunFloors, SiteFloors
-from traindiff.comparison.step_table import Key
-from traindiff.comparison.verdict import Finding, SiteDifference
+from traindiff.alignment import exact
+from traindiff.alignment.gradient_norms import GRADIENT_NORM
+from traindiff.alignment.ranks import differing_ranks
+from traindiff.comparison.diagnosis import Case, Diagnosis, diagnose, factor_meaning, factor_text
+from traindiff.comparison.verdict import SiteDifference
+from traindiff.findings.finding import Finding
+from traindiff.findings.sentences import ranks_text
+from traindiff.floors.calibration import Calibration
+from traindiff.floors.gradients import common_factor
+from traindiff.floors.replicas import StepNoise
+from traindiff.floors.site_floors import RunFloors, SiteFloors
+from traindiff.floors.tolerance import Tolerance
+from traindiff.merging.distance import Pair, best_fit, difference, equal_bits, rescaled
+from traindiff.merging.finding_at import finding_at
+from traindiff.merging.samples import Samples
+from traindiff.merging.step_table import Key, only_rank
 from traindiff.summary import norm
 
 LOGGED = "logged"
@@ -356,15 +360,13 @@ class _Step:
         return lower if lower < min(floor, abs(s - 1.0)) else floor
 
     def _as_finding(self, pair: Pair, size: float, floor: float, shape: Diagnosis) -> Finding:
-        key = pair.baseline.key
         only = 0 if self._given.micro_steps == 1 else None
         apart = differing_ranks(pair, floor)
         rank = only_rank(pair.candidate) if len(apart) != 1 else apart[0]
-        aside = f" Only what {name_ranks(apart, capital=False)} holds differs." if apart else ""
-        return Finding(
-            step=self._given.step, micro_step=shape.evidence.get("micro_step", only), rank=rank, phase=key.phase,
-            stage=key.stage, path=key.path, slot=key.slot, call=key.call, order=pair.baseline.order,
-            kind=shape.kind, difference=size, floor=floor, says=shape.says + aside,
+        aside = f" Only what {ranks_text(apart, capital=False)} holds differs." if apart else ""
+        return finding_at(
+            pair.baseline, step=self._given.step, kind=shape.kind, says=shape.says + aside, difference=size,
+            floor=floor, rank=rank, micro_step=shape.evidence.get("micro_step", only),
             evidence={
                 **shape.evidence,
                 "dtype": pair.baseline.dtype,

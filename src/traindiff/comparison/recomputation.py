@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from traindiff.comparison.alignment import Pair
-from traindiff.comparison.floors import rounding
-from traindiff.comparison.measure import difference
-from traindiff.comparison.step_table import Entry, Key
-from traindiff.comparison.verdict import Finding
-
-STAGE = "recomputed"
-
-
-def without_recomputed(table: Mapping[Key, Entry]) -> dict[Key, Entry]:
-    """The table without what was computed twice; whether it was is no difference between two runs."""
-    return {key: entry for key, entry in table.items() if key.stage != STAGE}
+from traindiff.findings.finding import Finding
+from traindiff.merging.distance import Pair, difference
+from traindiff.merging.finding_at import finding_at
+from traindiff.merging.step_table import Entry, Key
+from traindiff.observation import RECOMPUTED
+from traindiff.rounding import rounding
 
 
 def changed_when_recomputed(table: Mapping[Key, Entry]) -> Iterator[Pair]:
@@ -28,7 +23,7 @@ def changed_when_recomputed(table: Mapping[Key, Entry]) -> Iterator[Pair]:
     calls = Counter((key.path, key.slot) for key in table if key.phase == "forward" and not key.stage)
     for key, entry in table.items():
         first = table.get(key._replace(stage=""))
-        if key.stage != STAGE or first is None or calls[key.path, key.slot] != 1:
+        if key.stage != RECOMPUTED or first is None or calls[key.path, key.slot] != 1:
             continue
         pair = Pair(baseline=first, candidate=entry)
         size = difference(pair)
@@ -52,10 +47,9 @@ def recomputation_findings(
             "another dropout mask, or an operation that is not deterministic?"
         )
         found.append(
-            Finding(
-                step=step, micro_step=None, rank=None, phase=key.phase, stage=key.stage, path=key.path, slot=key.slot,
-                call=key.call, order=pair.candidate.order, kind="recomputed",
-                difference=float("inf") if size is None else size, floor=rounding(pair.candidate.dtype), says=says,
+            finding_at(
+                pair.candidate, step=step, kind="recomputed", says=says,
+                difference=math.inf if size is None else size, floor=rounding(pair.candidate.dtype),
             )
         )  # fmt: skip
     return found

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from traindiff.comparison.groups import grouped
+from traindiff.findings.groups import grouped
+from traindiff.findings.sentences import also_text, before_text, size_text, steps_text, where_text
 from traindiff.site import label
 
 if TYPE_CHECKING:
-    from traindiff.comparison.verdict import Comparison, Finding
+    from traindiff.comparison.verdict import Comparison
+    from traindiff.findings.finding import Finding
 
 MEANINGS = {
     "identical": "every recorded tensor has the same bits",
@@ -28,12 +28,12 @@ def text(comparison: Comparison) -> str:
     own = own_noise(comparison)
     lines = [*([own, ""] if own else []), verdict(comparison)]
     if (first := comparison.first_divergence) is not None:
-        lines += ["", f"First divergence: {place(first)}", f"  {first.says}"]
+        lines += ["", f"First divergence: {where_text(first)}", f"  {first.says}"]
         lines += [f"  {line}" for line in (size_text(first), before_text(first)) if line]
         lines += [f"  {also}" for also in [also_at(comparison)] if also]
         if further := len(grouped(comparison.findings)) - 1:
             lines.append(f"  ({further} further finding{'s' if further > 1 else ''}.)")
-    rest = limits(comparison)
+    rest = note_lines(comparison)
     return "\n".join([*lines, *([""] if rest else []), *rest])
 
 
@@ -43,7 +43,7 @@ def verdict(comparison: Comparison) -> str:
     if word == "incomplete" and not comparison.steps:
         return f"{word}: nothing could be compared"
     calibration = "" if comparison.calibrated or word == "identical" else " (uncalibrated)"
-    return f"{word}{calibration}: {MEANINGS[word]}, over {steps(comparison.steps)}"
+    return f"{word}{calibration}: {MEANINGS[word]}, over {steps_text(comparison.steps)}"
 
 
 def own_noise(comparison: Comparison) -> str:
@@ -59,33 +59,10 @@ def own_noise(comparison: Comparison) -> str:
     return f"Your baseline's own noise is {size:.2g} at most: run again, it differs by that in {where}."
 
 
-def place(finding: Finding) -> str:
-    """Step, phase and site of a finding."""
-    micro = "" if finding.micro_step is None else f", micro-step {finding.micro_step}"
-    return f"step {finding.step}{micro}, {phase(finding.phase, finding.stage)}, {finding.site}"
-
-
-def phase(name: str, stage: str) -> str:
-    """A phase with its stage."""
-    return f"{name} ({stage})" if stage else name
-
-
-def size_text(finding: Finding) -> str:
-    """The size of a finding against its floor; empty where it has none."""
-    if not math.isfinite(finding.difference) or not finding.floor:
-        return ""
-    return f"relative L2 difference {finding.difference:.3g} = {finding.ratio:.3g} x its floor of {finding.floor:.3g}"
-
-
 def also_at(comparison: Comparison) -> str:
     """Where else the first finding was made in the same step; empty where it was not."""
     groups = grouped(comparison.findings)
-    _, *more = groups[0].paths if groups else ("",)
-    if not more:
-        return ""
-    named = ", ".join(more[:2]) + (", ..." if len(more) > 2 else ".")
-    what = "group" if ".groups[" in more[0] else "parameter"
-    return f"The same holds for {len(more)} more {what}{'s' if len(more) > 1 else ''}: {named}"
+    return also_text(groups[0].paths) if groups else ""
 
 
 def representation_note(found: Sequence[Finding]) -> str:
@@ -93,18 +70,12 @@ def representation_note(found: Sequence[Finding]) -> str:
     first = found[0]
     more = f" and at {len(found) - 1} more sites" if len(found) > 1 else ""
     return (
-        f"The representation differs, not the computation: {place(first)}{more}, while no loss, gradient or update "
-        f"does. {first.says}"
+        f"The representation differs, not the computation: {where_text(first)}{more}, while no loss, gradient or "
+        f"update does. {first.says}"
     )
 
 
-def before_text(finding: Finding) -> str:
-    """How far inputs agree; empty where the order of execution does not tell."""
-    after = finding.evidence.get("after")
-    return f"Everything before it agrees, up to {after}." if after else ""
-
-
-def limits(comparison: Comparison) -> list[str]:
+def note_lines(comparison: Comparison) -> list[str]:
     """What was not compared, and other notes, one line each."""
     lines = []
     for side, missing in zip(("baseline", "candidate"), comparison.unaligned, strict=True):
@@ -115,13 +86,3 @@ def limits(comparison: Comparison) -> list[str]:
     if all(comparison.unaligned):
         lines.append("If these are the same sites under other names: --rename PATTERN=REPLACEMENT.")
     return [*lines, *comparison.notes]
-
-
-def steps(numbers: Sequence[int]) -> str:
-    """`10 steps (0 to 9)`."""
-    if not numbers:
-        return "no step"
-    if len(numbers) == 1:
-        return f"step {numbers[0]}"
-    gaps = any(later != earlier + 1 for earlier, later in pairwise(numbers))
-    return f"{len(numbers)} steps ({numbers[0]} to {numbers[-1]}{', with gaps' if gaps else ''})"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from traindiff.comparison.alignment import Aligned, Pair
-from traindiff.comparison.step_table import Entry
-from traindiff.comparison.verdict import Finding
+from traindiff.alignment.pairs import Aligned
+from traindiff.findings.finding import Finding
+from traindiff.merging.distance import Pair
+from traindiff.merging.step_table import Entry
 from traindiff.site import label
 
 FLOW = ("batch", "forward", "loss", "backward")

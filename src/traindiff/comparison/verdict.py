@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from traindiff.alignment.presence import Unaligned
 from traindiff.comparison.sentences import text
-from traindiff.site import ROOT, label
+from traindiff.findings.finding import Finding, _ratio
 
 Word = Literal["identical", "equivalent", "diverged", "misaligned", "incomplete"]
 
@@ -17,72 +17,6 @@ EXIT_CODES: Mapping[Word, int] = {"identical": 0, "equivalent": 0, "diverged": 1
 
 SCHEMA_NAME = "traindiff-comparison"
 SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One judged difference.
-
-    Attributes:
-        step: Step in which it is.
-        micro_step: Micro-step, where the recordings tell it.
-        rank: Rank, where it is on one only.
-        phase: Phase of the observation.
-        stage: Stage within the phase; empty for the plain one.
-        path: Canonical path; empty for the root.
-        slot: Which tensor there.
-        call: Which call of the module in the micro-step.
-        order: Position in the baseline's execution order.
-        kind: What the difference looks like, in a word (docs/findings.md lists them).
-        difference: Relative L2 difference; inf where it has no size (exact comparisons, NaN).
-        floor: The largest relative difference that would not have been a finding.
-        says: What differs and what it looks like, in one or two sentences.
-        evidence: The numbers behind `says`.
-    """
-
-    step: int
-    micro_step: int | None
-    rank: int | None
-    phase: str
-    stage: str
-    path: str
-    slot: str
-    call: int
-    order: int
-    kind: str
-    difference: float
-    floor: float
-    says: str
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def ratio(self) -> float:
-        """Difference over floor; inf for differences without a size."""
-        return _ratio(self.difference, self.floor)
-
-    @property
-    def site(self) -> str:
-        """The site as people read it."""
-        return label(self.path, self.slot)
-
-    def to_json(self) -> dict[str, Any]:
-        """The finding in the schema of `--json`; sizes that are not finite become null."""
-        return {
-            "step": self.step,
-            "micro_step": self.micro_step,
-            "rank": self.rank,
-            "phase": self.phase,
-            "stage": self.stage,
-            "site": self.path or ROOT,
-            "slot": self.slot,
-            "call": self.call,
-            "kind": self.kind,
-            "ratio": _finite(self.ratio),
-            "difference": _finite(self.difference),
-            "floor": _finite(self.floor),
-            "says": self.says,
-            "evidence": {name: _finite(value) for name, value in self.evidence.items()},
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,18 +39,6 @@ class SiteDifference:
     def ratio(self) -> float:
         """Difference over floor; inf for differences without a size."""
         return _ratio(self.difference, self.floor)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unaligned:
-    """A site that only one of the runs has, or whose observations could not be brought together."""
-
-    phase: str
-    path: str
-    slot: str
-    first_step: int
-    steps: int
-    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,15 +102,3 @@ class Comparison:
 
     def __str__(self) -> str:
         return text(self)
-
-
-def _ratio(difference: float, floor: float) -> float:
-    if difference == 0.0:
-        return 0.0
-    if math.isinf(floor):
-        return 0.0
-    return difference / floor if floor else math.inf
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from traindiff.comparison import sentences
-from traindiff.comparison.verdict import EXIT_CODES, Comparison, Finding, Word
+from traindiff.comparison.verdict import EXIT_CODES, Comparison, Word
+from traindiff.findings.finding import Finding
+from traindiff.findings.sentences import where_text
 
 SCHEMA_NAME = "traindiff-verification"
 SCHEMA_VERSION = 1
@@ -104,7 +106,7 @@ class Verification:
         lines = [sentences.text(self.comparison), *([self.pin_note] if self.pin_note else [])]
         for one in self.pinned:
             lines += ["", pinned_heading(one)]
-            lines += [f"  {sentences.place(found)}: {found.says}" for found in one.comparison.findings]
+            lines += [f"  {where_text(found)}: {found.says}" for found in one.comparison.findings]
             lines += pinned_limits(self, one)
         return "\n".join([*lines, "", cost(self)])
 

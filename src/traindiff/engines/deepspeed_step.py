@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from traindiff.engines.deepspeed_engine import decouples_weight_decay, loss_scale_of
 from traindiff.engines.deepspeed_optimizer import EngineOptimizer, HeldTensor
 from traindiff.engines.replaced_method import around
-from traindiff.observation import ALL_GRADIENTS, LOSS_SCALE, MASTER
+from traindiff.observation import ALL_GRADIENTS, LOSS_SCALE, MASTER, SKIPPED
 from traindiff.shards import Piece
 from traindiff.taps.optimizer_replay import CAPACITY_BYTES, OptimizerReplayTap
-from traindiff.taps.optimizer_step import SKIPPED, OptimizerTap
+from traindiff.taps.optimizer_step import OptimizerTap
 from traindiff.taps.sink import Sink
 
 LEFT_OUT = "the step was left out, and DeepSpeed had dropped its gradients before that"

@@ -6,15 +6,15 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from traindiff.comparison import Finding
-from traindiff.comparison.failed_taps import FailedTaps, without_lost
-from traindiff.comparison.one_run import OneRun, run_facts
-from traindiff.comparison.pairing import run_steps
-from traindiff.comparison.ranks import name_ranks
-from traindiff.comparison.replay import not_replayed
 from traindiff.errors import ConfigError
+from traindiff.findings import Finding
+from traindiff.findings.sentences import ranks_text
 from traindiff.health.verdict import Verdict
+from traindiff.merging.failed_taps import FailedTaps, without_lost
+from traindiff.merging.run_steps import run_steps
 from traindiff.recording import Recording, open_recording
+from traindiff.rules import RULES, run_facts
+from traindiff.rules.run_judge import RunJudge
 from traindiff.steps import StepSelection, parse_steps
 
 
@@ -47,12 +47,11 @@ def check(
     if not isinstance(selection, StepSelection):
         raise ConfigError("check(...)", [selection], consequence="nothing was checked")
     run = open_recording(os.fspath(recording))
-    judge = OneRun(run_facts(run))
+    judge = RunJudge(RULES, run_facts(run))
     found: dict[tuple[str, ...], Finding] = {}
     times: dict[tuple[str, ...], int] = {}
     checked: list[int] = []
     missing: dict[int, int] = {}  # by rank: the first step that it did not record
-    reasons: dict[str, None] = {}
     failed = FailedTaps()
     for step in run_steps(run):
         if step.step not in selection or not step.finished:
@@ -62,17 +61,16 @@ def check(
             missing.setdefault(rank, step.step)
         failed.see(step.table, step=step.step)
         table = without_lost(step.table, failed.lost)
-        reasons.update(dict.fromkeys(not_replayed(table)))
-        for finding in judge.findings(table, step=step.step):
+        for finding in judge.step(table, step=step.step):
             what = (finding.kind, finding.phase, finding.stage, finding.path, finding.slot)
             found.setdefault(what, finding)
             times[what] = times.get(what, 0) + 1
         if progress:
             progress(step.step)
         step.release()
-    findings = tuple(
-        replace(one, says=one.says[:1].upper() + one.says[1:], evidence={**one.evidence, "steps": times[what]})
-        for what, one in found.items()
+    findings = (
+        *(replace(one, evidence={**one.evidence, "steps": times[what]}) for what, one in found.items()),
+        *judge.end(),
     )
     gaps = [*failed.notes(), *_missing(run, missing)]
     if not checked:
@@ -83,7 +81,7 @@ def check(
         findings=findings,
         steps=tuple(dict.fromkeys(checked)),
         ranks=tuple(run.ranks),
-        notes=(*gaps, *_endings(run), *(f"An optimizer is {reason}, so it is not checked." for reason in reasons)),
+        notes=(*gaps, *_endings(run), *(f"{reason}, so it is not checked." for reason in judge.unknown)),
     )
 
 
@@ -99,10 +97,10 @@ def _missing(run: Recording, missing: dict[int, int]) -> list[str]:
         left = "left no recording, so its copies are" if len(run.missing_ranks) == 1 else (
             "left no recordings, so their copies are"
         )  # fmt: skip
-        notes.append(f"{name_ranks(run.missing_ranks)} {left} not checked.")
+        notes.append(f"{ranks_text(run.missing_ranks)} {left} not checked.")
     if left_out := [rank for rank in missing if rank not in run.missing_ranks and rank not in run.ranks]:
         notes.append(
-            f"The run was asked not to record {name_ranks(left_out, capital=False)}, so copies there are not checked."
+            f"The run was asked not to record {ranks_text(left_out, capital=False)}, so copies there are not checked."
         )
     notes += [
         f"Rank {rank} did not record step {missing[rank]}, which others did." for rank in missing if rank in run.ranks

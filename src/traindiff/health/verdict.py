@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from traindiff.comparison import Finding, sentences
-from traindiff.comparison.groups import grouped
+from traindiff.findings import Finding
+from traindiff.findings.groups import grouped
+from traindiff.findings.sentences import also_text, steps_text, where_text
 
 Word = Literal["healthy", "unhealthy", "incomplete"]
 
@@ -69,12 +70,11 @@ class Verdict:
             return f"{self.verdict}: nothing could be checked"
         count = len(self.ranks)
         where = f" on {count} ranks" if count > 1 else ""
-        return f"{self.verdict}: {MEANINGS[self.verdict]}, over {sentences.steps(self.steps)}{where}"
+        return f"{self.verdict}: {MEANINGS[self.verdict]}, over {steps_text(self.steps)}{where}"
 
     def __str__(self) -> str:
         lines = [self.sentence()]
         for group in grouped(self.findings):
-            more = len(group.paths) - 1
-            also = f" The same holds for {more} more parameter{'s' if more > 1 else ''}." if more else ""
-            lines += ["", sentences.place(group.first), f"  {group.first.says}{also}"]
+            says = " ".join(filter(None, (group.first.says, also_text(group.paths))))
+            lines += ["", where_text(group.first), f"  {says}"]
         return "\n".join([*lines, *([""] if self.notes else []), *self.notes])

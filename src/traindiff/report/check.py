@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from traindiff.comparison import sentences
-from traindiff.comparison.groups import grouped
+from traindiff.findings.groups import grouped
+from traindiff.findings.sentences import also_text, phase_text, where_text
 from traindiff.health import Verdict
 from traindiff.report.terminal import columns
 
@@ -28,18 +28,18 @@ def print_check(console: Console, verdict: Verdict, *, top: int) -> None:
         first, *further = groups
         console.print()
         console.print(
-            Text.assemble(("First finding: ", "bold"), (sentences.place(first.first), "bold cyan")), soft_wrap=True
+            Text.assemble(("First finding: ", "bold"), (where_text(first.first), "bold cyan")), soft_wrap=True
         )
         console.print(Text(f"  {first.first.says}"), soft_wrap=True)
-        if more := len(first.paths) - 1:
-            console.print(Text(f"  The same holds for {more} more site{'s' if more > 1 else ''}."), soft_wrap=True)
+        if also := also_text(first.paths):
+            console.print(Text(f"  {also}"), soft_wrap=True)
         if top and further:
             shown = "" if len(further) <= top else f", the first {top}"
             console.print(Text(f"\nFurther findings: {len(further)}{shown}", style="bold"))
             table = columns(left=("step", "phase", "site", "what"), right=())
             for group in further[:top]:
                 one = group.first
-                table.add_row(*map(Text, (str(one.step), sentences.phase(one.phase, one.stage), group.site, one.says)))
+                table.add_row(*map(Text, (str(one.step), phase_text(one.phase, one.stage), group.site, one.says)))
             console.print(table)
     for number, line in enumerate(verdict.notes):
         console.print(("" if number else "\n") + line, markup=False, highlight=False, soft_wrap=True)

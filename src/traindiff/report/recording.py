@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from traindiff.comparison import sentences
+from traindiff.findings.sentences import phase_text
 from traindiff.recording import Recording
 from traindiff.report.observations import Row
 from traindiff.report.terminal import columns
@@ -56,7 +56,7 @@ def print_rows(console: Console, rows: Iterable[Row], *, rest: Iterable[Row]) ->
 
 
 def _phase(row: Row) -> str:
-    return sentences.phase(row["phase"], row["stage"])
+    return phase_text(row["phase"], row["stage"])
 
 
 def _site(row: Row) -> str:

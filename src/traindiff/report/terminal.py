@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from traindiff.comparison import Comparison, SiteDifference, sentences
-from traindiff.comparison.groups import Group, grouped
+from traindiff.findings.groups import Group, grouped
+from traindiff.findings.sentences import before_text, phase_text, size_text, where_text
 from traindiff.site import label
 
 _STYLES = {
@@ -39,7 +40,7 @@ def print_comparison(console: Console, comparison: Comparison, *, top: int) -> N
         _print_findings(console, further, top=top)
     if top and any(row.difference > 0 for row in comparison.differences):
         _print_differences(console, comparison.differences, top=top)
-    for number, line in enumerate(sentences.limits(comparison)):
+    for number, line in enumerate(sentences.note_lines(comparison)):
         console.print(("" if number else "\n") + line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -51,11 +52,11 @@ def print_verdict(console: Console, comparison: Comparison) -> None:
     if first is None:
         return
     console.print()
-    console.print(Text.assemble(("First divergence: ", "bold"), (sentences.place(first), "bold cyan")), soft_wrap=True)
+    console.print(Text.assemble(("First divergence: ", "bold"), (where_text(first), "bold cyan")), soft_wrap=True)
     console.print(Text(f"  {first.says}"), soft_wrap=True)
-    if size := sentences.size_text(first):
+    if size := size_text(first):
         console.print(Text(f"  {size}", style="dim"), soft_wrap=True)
-    if before := sentences.before_text(first):
+    if before := before_text(first):
         console.print(Text(f"  {before}", style="dim"), soft_wrap=True)
     if also := sentences.also_at(comparison):
         console.print(Text(f"  {also}"), soft_wrap=True)
@@ -69,7 +70,7 @@ def _print_findings(console: Console, groups: Sequence[Group], *, top: int) -> N
     table = columns(left=("step", "phase", "site", "what"), right=())
     for group in groups[:top]:
         first = group.first
-        phase = sentences.phase(first.phase, first.stage)
+        phase = phase_text(first.phase, first.stage)
         table.add_row(*map(Text, (str(first.step), phase, group.site, first.says)))
     console.print(table)
 
@@ -83,7 +84,7 @@ def _print_differences(console: Console, differences: Sequence[SiteDifference], 
     table = columns(left=("phase", "site"), right=("at step", "difference", "floor", "x floor"))
     for row in shown:
         site = label(row.path, row.slot) + (f" call {row.call}" if row.call else "")
-        cells = (sentences.phase(row.phase, row.stage), site, str(row.step))
+        cells = (phase_text(row.phase, row.stage), site, str(row.step))
         sizes = (_digits(row.difference), _digits(row.floor), _digits(row.ratio))
         table.add_row(*map(Text, (*cells, *sizes)), style="red" if row.ratio > 1 else None)
     console.print(table)

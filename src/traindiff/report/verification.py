@@ -5,8 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from traindiff.comparison import Pinned, Verification, sentences
+from traindiff.comparison import Pinned, Verification
 from traindiff.comparison.verification import cost, pinned_heading, pinned_limits
+from traindiff.findings.sentences import phase_text
 from traindiff.report.terminal import columns, print_comparison
 
 
@@ -38,7 +39,7 @@ def _print_pinned(console: Console, pinned: Pinned, *, top: int) -> None:
         return
     table = columns(left=("phase", "site", "what"), right=("x floor",))
     for one in found[:top]:
-        phase = sentences.phase(one.phase, one.stage)
+        phase = phase_text(one.phase, one.stage)
         table.add_row(*map(Text, (phase, one.site, one.says, f"{one.ratio:.3g}")))
     console.print(table)
     if len(found) > top:

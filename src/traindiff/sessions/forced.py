@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from traindiff.observation import Observation
+from traindiff.observation import RECOMPUTED, Observation
 from traindiff.recording import Recording, StepObservations
 from traindiff.shards import Shard
 
@@ -23,8 +23,7 @@ FORCED_PHASES = frozenset({"forward", "backward", "grad", "optimizer", "param"})
 _EACH_MICRO_STEP = frozenset({"forward", "backward"})
 """Phases observed in each micro-step. The others are observed in the last one, whichever that is in a run."""
 
-_RECOMPUTED = "recomputed"
-_FORCED_STAGES = frozenset({"", "before", _RECOMPUTED})
+_FORCED_STAGES = frozenset({"", "before", RECOMPUTED})
 
 Perturbation = Callable[[Tensor, str], Tensor]
 """Rounds a tensor at random; its second argument names the observation."""
@@ -178,7 +177,7 @@ class ForcedValues:
 
 
 def _site(seen: Observation) -> _Site:
-    stage = "" if seen.stage == _RECOMPUTED else seen.stage
+    stage = "" if seen.stage == RECOMPUTED else seen.stage
     return _Site(seen.step, seen.phase, stage, seen.path, seen.slot, seen.call, seen.optimizer)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from traindiff.comparison import Comparison, Pinned, Verification, compare
-from traindiff.comparison.alignment import parse_renames
-from traindiff.comparison.measure import parse_tolerance
 from traindiff.errors import ConfigError, Problem
+from traindiff.floors.tolerance import parse_tolerance
+from traindiff.merging.renames import parse_renames
 from traindiff.replica_setting import parse_replica
 from traindiff.sessions.pinning import forced_step, pin_down, precisions
 from traindiff.sessions.recipe import Recipe, name_of, prepared, undisturbed_random_state

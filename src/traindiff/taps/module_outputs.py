@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from traindiff.kernels.torch_arrays import shape_of
-from traindiff.observation import BOUNDARY, Merge
+from traindiff.observation import BOUNDARY, RECOMPUTED, Merge
 from traindiff.place import Place, Places
 from traindiff.shards import Shard
 from traindiff.site import path_in_whole
@@ -173,7 +173,7 @@ class ActivationTap:
         progress = self._sink.progress
         if not progress.observing or (progress.evaluating and not self._evaluation):
             return None
-        return "evaluation" if progress.evaluating else "recomputed" if inside_backward() else ""
+        return "evaluation" if progress.evaluating else RECOMPUTED if inside_backward() else ""
 
     def _tensor(self, tensor: Tensor, *, path: str, slot: str, stage: str, call: int) -> _Gradient:
         """Record an output; returns what will record its gradient."""

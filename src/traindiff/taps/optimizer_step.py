@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
+from traindiff.observation import SKIPPED
 from traindiff.shards import Piece
 from traindiff.taps.compiled import tap_compiled_optimizer
 from traindiff.taps.inner_optimizer import inner_optimizer
@@ -23,10 +24,6 @@ from traindiff.taps.sparse_gradients import as_dense
 
 IMPLEMENTATION_CHOICES = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Entries of a parameter group that choose how the same update is computed, not which."""
-
-
-SKIPPED = "skipped"
-"""Slot, at the optimizer's name, that marks a step which a loss scaler left out."""
 
 
 class OptimizerTap:

@@ -1,0 +1,148 @@
+"""The exact class: what must be equal to the bit for two runs to be asked the same question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from traindiff.alignment.ranks import differing_ranks
+from traindiff.alignment.samples import says_of_samples
+from traindiff.findings.finding import Finding
+from traindiff.findings.sentences import ranks_text
+from traindiff.merging.distance import Pair, difference, equal_bits
+from traindiff.merging.finding_at import finding_at
+from traindiff.merging.samples import Samples
+from traindiff.merging.step_table import Entry, Key
+from traindiff.rounding import UNIT_ROUNDOFF
+from traindiff.site import label
+from traindiff.summary import finite_count
+
+EXACT_KINDS = frozenset({"batch", "random-state", "hyper-parameter", "initial-parameter"})
+"""Kinds of finding that mean "these runs were not asked to compute the same thing"."""
+
+
+def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}, {})) -> Finding | None:
+    """Compare an input of the root. The same numbers in another precision are the same batch.
+
+    Args:
+        pair: The input.
+        step: Number of the step.
+        samples: What both runs have recorded of single samples.
+    """
+    if equal_bits(pair) or _same_in_another_dtype(pair):
+        return None
+    left, right = pair.baseline, pair.candidate
+    where = label(left.key.path, left.key.slot)
+    permuted = _is_permuted(pair)
+    single = (one.get(left.key.slot, ()) for one in samples) if left.dtype == right.dtype else ((), ())
+    if detail := says_of_samples(*single):
+        says = f"The batch differs: {where} {detail}"
+    elif left.shape != right.shape:
+        shapes = f"{list(left.shape)} in the baseline, {list(right.shape)} in the candidate"
+        says = f"The batch differs: {where} has shape {shapes}."
+    elif left.dtype != right.dtype:
+        says = f"The batch differs: {where} is {left.dtype} in the baseline, {right.dtype} in the candidate."
+    elif permuted:
+        says = f"The batch differs: {where} holds the same values in another order."
+    else:
+        says = f"The batch differs: {where} holds other values."
+    return finding_at(pair.baseline, step=step, kind="batch", says=says, evidence={"permuted": permuted})
+
+
+def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
+    """Compare a parameter as the first recorded step found it; another precision is not another value."""
+    if equal_bits(pair) or _same_in_another_dtype(pair):
+        return None
+    left, right = pair.baseline, pair.candidate
+    path, permuted = left.key.path, False
+    if left.shape != right.shape:
+        says = (
+            f"{path} has shape {list(left.shape)} in the baseline and {list(right.shape)} in the candidate: "
+            "another model, or another layout of the same one?"
+        )
+    elif permuted := _is_permuted(pair):
+        says = f"{path} starts with the same values in another order (a converted checkpoint, permuted?)."
+    else:
+        says = f"{path} starts with other values: another seed, initialisation or checkpoint?"
+    if ranks := differing_ranks(pair, 0.0):
+        says += f" Only what {ranks_text(ranks, capital=False)} holds differs."
+    return finding_at(pair.baseline, step=step, kind="initial-parameter", says=says, evidence={"permuted": permuted})
+
+
+def permuted_paths(pairs: Iterable[Pair]) -> set[str]:
+    """Parameters and buffers that may be in another order in the candidate, going by what the first step found.
+
+    Those that hold the same values in another order; and where there are any, those that hold one value only, as
+    norms and their statistics do at first: any order of it is the same.
+    """
+    beginning = [pair for pair in pairs if pair.baseline.key[:2] == ("param", "before")]
+    permuted = {pair.baseline.key.path for pair in beginning if not equal_bits(pair) and _is_permuted(pair)}
+    constant = {pair.baseline.key.path for pair in beginning if _is_constant(pair.baseline)}
+    return permuted | constant if permuted else set()
+
+
+def _is_constant(entry: Entry) -> bool:
+    several = len(entry.shape) > 0 and int(finite_count(entry.summary)) > 1
+    return several and float(entry.summary["minimum"]) == float(entry.summary["maximum"])
+
+
+def _is_permuted(pair: Pair) -> bool:
+    left, right = pair.baseline, pair.candidate
+    same = left.dtype == right.dtype and left.shape == right.shape
+    return bool(same and left.summary["multiset"] == right.summary["multiset"])
+
+
+def _same_in_another_dtype(pair: Pair) -> bool:
+    """Whether two tensors of different dtypes hold the same numbers, as far as both can hold them."""
+    left, right = pair.baseline, pair.candidate
+    if left.dtype == right.dtype or left.shape != right.shape or not (left.exact and right.exact):
+        return False
+    size, units = difference(pair), [UNIT_ROUNDOFF.get(one.dtype) for one in (left, right)]
+    if units[0] is None and units[1] is None:  # whole numbers; below 2^31 their bits do not depend on the width
+        return bool(left.summary["fingerprint"] == right.summary["fingerprint"])
+    # The sketch's estimate of a distance is good to a factor of 1.5 in all but one case in 10,000.
+    return size is not None and size <= 1.5 * max(unit or 0.0 for unit in units)
+
+
+def check_random_state(
+    baseline: Mapping[Key, Entry], candidate: Mapping[Key, Entry], *, step: int
+) -> Iterator[Finding]:
+    """Compare the state of random generators from which a forward pass draws, and how many passes do."""
+    drawn = _drawn(baseline) | _drawn(candidate)
+    for key, entry in baseline.items():
+        other = candidate.get(key)
+        if key.path != "rng" or key.stage != "before" or key.slot not in drawn:
+            continue
+        if other is not None and not equal_bits(Pair(baseline=entry, candidate=other)):
+            says = (
+                f"torch's {key.slot} random state differs before the forward pass, which draws from it: "
+                "masks and samples cannot be the same."
+            )
+            pair = Pair(baseline=entry, candidate=other)
+            yield finding_at(pair.baseline, step=step, kind="random-state", says=says)
+            return
+    for slot in sorted(_drawn(baseline) & _drawn(candidate)):
+        passes = [
+            [entry for key, entry in table.items() if key.path == "rng" and key.stage == "before" and key.slot == slot]
+            for table in (baseline, candidate)
+        ]
+        if all(passes) and len(passes[0]) != len(passes[1]):
+            says = (
+                f"{len(passes[1])} forward passes of the candidate draw from torch's {slot} generator in a step, and "
+                f"{len(passes[0])} of the baseline: split like this, masks and samples cannot be the same. "
+                "Compare without dropout, or with masks that depend on the sample."
+            )
+            pair = Pair(baseline=passes[0][0], candidate=passes[1][0])
+            yield finding_at(pair.baseline, step=step, kind="random-state", says=says)
+            return
+
+
+def _drawn(table: Mapping[Key, Entry]) -> set[str]:
+    """Generators whose state a forward pass changed."""
+    return {
+        key.slot
+        for key, entry in table.items()
+        if key.path == "rng"
+        and key.stage == "before"
+        and (after := table.get(key._replace(stage="after"))) is not None
+        and after.summary["fingerprint"] != entry.summary["fingerprint"]
+    }

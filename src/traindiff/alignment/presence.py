@@ -1,0 +1,192 @@
+"""What one run has and the other has not: a difference to report, or something not observed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from traindiff.alignment.pairs import Aligned
+from traindiff.findings.finding import Finding
+from traindiff.findings.sentences import ranks_text
+from traindiff.merging.distance import Pair
+from traindiff.merging.finding_at import finding_at
+from traindiff.merging.step_table import Entry, only_rank
+from traindiff.observation import MASTER, NO_GRADIENT, NOT_CALLED, SKIPPED
+from traindiff.site import ROOT, label
+
+_ASKED_FOR = {
+    "micro": "grad.micro", "reduced": "grad.stages", "unscaled": "grad.stages", "evaluation": "evaluation",
+}  # fmt: skip
+"""What a run is asked to record, by the stage that it has then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unaligned:
+    """A site that only one of the runs has, or whose observations could not be brought together."""
+
+    phase: str
+    path: str
+    slot: str
+    first_step: int
+    steps: int
+    why: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Presence:
+    """Collects what had no counterpart, and turns what is certainly a difference into findings.
+
+    Attributes:
+        known: Paths of modules and parameters of the two models, baseline's first.
+        held: Paths of the parameters that the optimizers hold; empty where that is not known.
+        recorded: What each run was asked to record: phases, `grad.micro`, `grad.stages`, `evaluation`; empty where
+            that is not known.
+        not_recorded: Of that, what one run was not asked for and the other has.
+        unaligned: By side and site: sites without counterpart.
+        unobserved: Sites that a run could not observe, with the reason.
+        ranks: How many ranks each run has recorded.
+        lack_stages: Sides of which ranks with stages of a pipeline are missing: what they lack may be theirs.
+    """
+
+    known: tuple[frozenset[str], frozenset[str]]
+    held: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    recorded: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    not_recorded: tuple[dict[str, None], dict[str, None]] = field(default_factory=lambda: ({}, {}))
+    unaligned: tuple[dict[tuple[str, str, str], Unaligned], dict[tuple[str, str, str], Unaligned]] = field(
+        default_factory=lambda: ({}, {})
+    )
+    unobserved: dict[str, str] = field(default_factory=dict)
+    ranks: tuple[int, int] = (1, 1)
+    lack_stages: set[int] = field(default_factory=set)
+    _reported: set[tuple[str, str]] = field(default_factory=set)
+
+    def judge(self, aligned: Aligned, *, step: int) -> tuple[list[Pair], list[Finding]]:
+        """The pairs that can be measured, and findings for the entries that have no counterpart."""
+        findings: list[Finding] = []
+        pairs: list[Pair] = []
+        for pair in aligned.pairs:
+            left, right = pair.baseline, pair.candidate
+            if not (left.unobserved or right.unobserved):
+                pairs.append(pair)
+            elif left.unobserved and right.unobserved:
+                self._skip(left if not left.unobserved.startswith(NO_GRADIENT) else None)
+            elif (left.unobserved or right.unobserved).startswith(NO_GRADIENT):
+                side = 1 if right.unobserved else 0
+                findings += self._absent(left, side=side, step=step, lacking=(left, right)[side])
+            else:
+                self._skip(left if left.unobserved else right)
+        for side, entries in enumerate((aligned.only_baseline, aligned.only_candidate)):
+            for entry in entries:
+                findings += self._alone(entry, side=side, step=step)
+        for pair in aligned.unmerged:
+            self._add(0, pair.baseline, step, why=_batch_axis_hint(pair))
+        return pairs, findings
+
+    def _alone(self, entry: Entry, *, side: int, step: int) -> Iterator[Finding]:
+        """Findings for an entry that only the run `side` has."""
+        if entry.unobserved.startswith(NOT_CALLED):
+            return  # the other run saw no call of it either, and could have
+        if entry.key.path == "rng":
+            return  # how many passes draw from it is compared by itself
+        if entry.unobserved:
+            self._skip(entry if not entry.unobserved.startswith(NO_GRADIENT) else None)
+        elif what := self._not_recorded(entry, side=1 - side):
+            self.not_recorded[1 - side].setdefault(what, None)
+        elif entry.key.phase == "optimizer" and entry.key.slot == SKIPPED:
+            yield _skipped(entry, side=side, step=step)
+        elif entry.key.slot == MASTER:
+            return  # the other run steps on what its model computes with
+        elif 1 - side not in self.lack_stages and self._exists_there(entry, side=1 - side):
+            yield from self._absent(entry, side=1 - side, step=step)
+        else:
+            self._add(side, entry, step)
+
+    def sides(self) -> tuple[tuple[Unaligned, ...], tuple[Unaligned, ...]]:
+        """What is unaligned, per side."""
+        left, right = self.unaligned
+        return tuple(left.values()), tuple(right.values())
+
+    def _not_recorded(self, entry: Entry, *, side: int) -> str:
+        """What of the entry the other run was not asked to record; empty where it was."""
+        key, recorded = entry.key, self.recorded[side]
+        what = _ASKED_FOR.get(key.stage, key.phase)
+        return what if recorded and what not in recorded and not (what == "param" and "update" in recorded) else ""
+
+    def _exists_there(self, entry: Entry, *, side: int) -> bool:
+        """Whether the other model has the module or parameter, so that what is missing was not done.
+
+        Optimizers may keep different state for the same update, so state counts only where a whole
+        parameter is left out.
+        """
+        key = entry.key
+        if key.stage or (key.phase == "optimizer" and key.path in self.held[side]):
+            return False
+        return key.phase in ("forward", "grad", "optimizer") and key.path in self.known[side]
+
+    def _absent(self, entry: Entry, *, side: int, step: int, lacking: Entry | None = None) -> Iterator[Finding]:
+        """A finding for what the run `side` lacks; once per path, later ones follow from it.
+
+        Args:
+            entry: What the other run has.
+            side: The run that lacks it.
+            step: Number of the step.
+            lacking: What tells that it lacks it, if anything: its parts are the ranks that do.
+        """
+        key = entry.key
+        if (str(side), key.path) in self._reported:
+            return
+        self._reported.add((str(side), key.path))
+        run, other = (("baseline", "candidate"), ("candidate", "baseline"))[side]
+        if key.phase == "forward" and key.call:
+            says = f"The {other} calls {key.path} {key.call + 1} times in one micro-step, the {run} fewer."
+        elif key.phase == "forward":
+            says = f"The {run} does not call {key.path}; the {other} does."
+        elif self.held[side] and key.path not in self.held[side]:
+            says = f"The {run}'s optimizer does not hold {key.path}; the {other}'s does."
+        else:
+            ranks = sorted({part.rank for part in lacking.parts}) if lacking is not None else []
+            where = f" on {ranks_text(ranks, capital=False)}" if 0 < len(ranks) < self.ranks[side] else ""
+            says = f"In the {run}, {key.path} gets no gradient{where}; in the {other} it does."
+        kind = "missing" if side else "extra"
+        yield finding_at(entry, step=step, kind=kind, says=says, rank=only_rank(lacking or entry))
+
+    def _skip(self, entry: Entry | None) -> None:
+        if entry is not None:
+            key = entry.key
+            self.unobserved.setdefault(f"{key.phase} {label(key.path, key.slot)}", entry.unobserved)
+
+    def _add(self, side: int, entry: Entry, step: int, why: str = "") -> None:
+        key = entry.key
+        site = (key.phase, key.path, key.slot)
+        held = self.unaligned[side].get(site)
+        self.unaligned[side][site] = (
+            replace(held, steps=held.steps + 1)
+            if held
+            else Unaligned(phase=key.phase, path=key.path, slot=key.slot, first_step=step, steps=1, why=why)
+        )
+
+
+def known_paths(contents: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """Canonical paths of modules and parameters in the `rank.json` files of a run."""
+    return frozenset(
+        path for content in contents for part in ("modules", "parameters") for path in content.get(part, {})
+    )
+
+
+def _skipped(entry: Entry, *, side: int, step: int) -> Finding:
+    """A finding for a step that a loss scaler left out in the run `side` only."""
+    key, run = entry.key, ("baseline", "candidate")[side]
+    says = (
+        f"The {run}'s loss scaler leaves out this step of {key.path}, because a gradient is not finite; the other "
+        "run takes it."
+    )
+    return finding_at(entry, step=step, kind="skipped", says=says, rank=only_rank(entry), evidence={"run": run})
+
+
+def _batch_axis_hint(pair: Pair) -> str:
+    left, right = list(pair.baseline.shape), list(pair.candidate.shape)
+    return (
+        f"its shape is {left} in the baseline and {right} in the candidate: a batch axis that was not "
+        f'recognised, or wrongly; declare it with record(batch_axis={{"{pair.baseline.key.path or ROOT}": 0 or None}})'
+    )

@@ -1,0 +1,183 @@
+"""Two recordings, step by step, with what both have brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from traindiff.alignment.gradient_stages import with_gradient_stages
+from traindiff.alignment.pairs import Aligned, align
+from traindiff.alignment.presence import Presence
+from traindiff.alignment.side import Side, SideStep, join, sites_in_order
+from traindiff.alignment.step_pairs import step_pairs
+from traindiff.alignment.unplaced import without_unplaced
+from traindiff.errors import ConfigError, Problem
+from traindiff.findings import Finding
+from traindiff.merging.distance import Pair
+from traindiff.merging.failed_taps import FailedTaps, without_lost
+from traindiff.merging.renames import Rename, Renaming
+from traindiff.merging.run_steps import RunStep, run_steps
+from traindiff.merging.step_table import Entry, Key
+from traindiff.merging.tying import copies_elsewhere, ties_of
+from traindiff.recording import Recording
+from traindiff.site import ROOT
+from traindiff.steps import StepSelection
+
+RUNS = ("baseline", "candidate")
+"""The two sides, always in this order; tuples of two follow it."""
+
+Tables = tuple[dict[Key, Entry], dict[Key, Entry]]
+"""One step of both runs, under the baseline's names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignedStep:
+    """One step that both runs have.
+
+    Attributes:
+        step: Its number.
+        first: Whether it is the first that is compared.
+        baseline: The baseline's, as it was recorded.
+        sides: What each run has of it.
+        tables: The same, as far as it can be compared.
+        aligned: What both have, and what only one has.
+        pairs: Of what both have, what can be measured.
+        findings: What one run lacks that it should have.
+    """
+
+    step: int
+    first: bool
+    baseline: RunStep
+    sides: tuple[SideStep, SideStep]
+    tables: Tables
+    aligned: Aligned
+    pairs: list[Pair]
+    findings: list[Finding]
+
+    @property
+    def parameters(self) -> dict[str, Pair]:
+        """By path: the parameters as the step found them, on both sides."""
+        baseline, candidate = (side.before for side in self.sides)
+        return {
+            path: Pair(baseline=entry, candidate=candidate[path])
+            for path, entry in baseline.items()
+            if path in candidate and candidate[path].shape == entry.shape
+        }
+
+
+class TwoRuns:
+    """Walks through two recordings in parallel.
+
+    Args:
+        runs: Baseline and candidate.
+        rename: Turns the candidate's paths into the baseline's.
+        selection: Steps that are wanted.
+
+    Attributes:
+        recordings: Baseline and candidate.
+        sides: The two runs, with what they hold.
+        presence: What had no counterpart so far.
+        failed: Taps that failed in each run.
+        copies: Parameters that ranks of each run have under other names.
+        compared: Numbers of the steps that both runs have, so far.
+        alone: Of the steps that are wanted, those that only one run has.
+
+    Raises:
+        ConfigError: Two of the candidate's paths get one name.
+    """
+
+    def __init__(self, runs: tuple[Recording, Recording], rename: Renaming, selection: StepSelection) -> None:
+        baseline, candidate = runs
+        self.recordings = runs
+        self.sides = (Side(baseline), Side(candidate, rename))
+        self.presence = Presence(
+            known=(self.sides[0].paths, _renamed(self.sides[1].paths, rename)),
+            held=(self.sides[0].held, self.sides[1].held),
+            recorded=(self.sides[0].recorded, self.sides[1].recorded),
+            ranks=(len(baseline.ranks), len(candidate.ranks)),
+        )
+        self.copies = (
+            copies_elsewhere(baseline, ties_of(candidate, rename)),
+            copies_elsewhere(candidate, ties_of(baseline), rename),
+        )
+        self.failed = (FailedTaps(), FailedTaps())
+        self.compared: list[int] = []
+        self.alone: tuple[list[int], list[int]] = ([], [])
+        self._selection = selection
+
+    def each_step(self, visit: Callable[[AlignedStep], None]) -> None:
+        """Call with each step that both runs have, in the baseline's order; only one at a time is in memory."""
+        streams = (run_steps(run, copies) for run, copies in zip(self.recordings, self.copies, strict=True))
+        for both in step_pairs(*streams):
+            baseline, candidate = both
+            if baseline is not None and candidate is not None:
+                self._both(baseline, candidate, visit)
+            else:
+                for side, alone in enumerate(both):
+                    if alone is not None:
+                        self._one(side, alone)
+            for one in both:
+                if one is not None:
+                    one.release()
+
+    def _one(self, side: int, step: RunStep) -> None:
+        self.sides[side].step(step)  # the next step begins where this one ended
+        if step.finished and step.step in self._selection:
+            self.alone[side].append(step.step)
+
+    def _both(self, baseline: RunStep, candidate: RunStep, visit: Callable[[AlignedStep], None]) -> None:
+        steps = baseline, candidate
+        for failed, step in zip(self.failed, steps, strict=True):
+            failed.see(step.table, step=step.step)
+        sides = self.sides[0].step(baseline), self.sides[1].step(candidate)
+        if baseline.step not in self._selection:
+            return
+        tables = self._comparable(join(sides), steps)
+        self.compared.append(baseline.step)
+        aligned = align(*map(sites_in_order, tables))
+        for number, (side, step) in enumerate(zip(self.sides, steps, strict=True)):
+            if step.missing and side.is_pipeline:
+                self.presence.lack_stages.add(number)
+        pairs, findings = self.presence.judge(aligned, step=baseline.step)
+        visit(
+            AlignedStep(
+                step=baseline.step, first=len(self.compared) == 1, baseline=baseline, sides=sides, tables=tables,
+                aligned=aligned, pairs=pairs, findings=findings,
+            )
+        )  # fmt: skip
+
+    def _comparable(self, tables: Tables, steps: tuple[RunStep, RunStep]) -> Tables:
+        """The tables with what one run need not have recorded, and without what is not known in one of them."""
+        asked = ["grad.stages" in side.recorded for side in self.sides]
+        tables = (
+            with_gradient_stages(tables[0], tables[1], asked=asked[0]),
+            with_gradient_stages(tables[1], tables[0], asked=asked[1]),
+        )
+        lost = (*self.failed[0].lost, *self.failed[1].lost)
+        tables = without_lost(tables[0], lost), without_lost(tables[1], lost)
+        tables = without_unplaced(tables[0], tables[1]), without_unplaced(tables[1], tables[0])
+        if steps[0].missing == steps[1].missing:
+            return tables  # of the same ranks of both runs, what they have is compared
+        return (
+            self.sides[0].without_missing(tables[0], steps[0]),
+            self.sides[1].without_missing(tables[1], steps[1]),
+        )
+
+
+def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
+    """The candidate's paths under the baseline's names, which must stay distinct."""
+    by_name: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        by_name.setdefault(rename(path), []).append(path)
+    problems = [
+        Problem(
+            where="--rename",
+            what=f"gives {' and '.join(path or ROOT for path in same)} of the candidate one name, {name or ROOT}.",
+            fix="Write expressions that keep the candidate's paths apart.",
+        )
+        for name, same in by_name.items()
+        if len(same) > 1
+    ]
+    if problems:
+        raise ConfigError("compare(...)", problems, consequence="nothing was compared")
+    return frozenset(by_name)

@@ -1,0 +1,72 @@
+"""The baseline's replicas, and how far each is from it in a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from traindiff.alignment.gradient_norms import gradient_norms
+from traindiff.alignment.pairs import align
+from traindiff.alignment.side import Side, SideStep, join, sites_in_order
+from traindiff.alignment.step_pairs import StepsOnDemand
+from traindiff.merging.distance import Pair, difference
+from traindiff.merging.run_steps import RunStep, run_steps
+from traindiff.merging.step_table import Key
+from traindiff.recording import Recording
+
+UNMEASURED = ("batch", "rng")
+"""Phases and paths that are compared bit by bit, or not at all."""
+
+
+StepNoise = Mapping[Key, tuple[float, ...]]
+"""By site: relative L2 difference of each replica that has it from the baseline. inf: whole numbers that differ."""
+
+
+def made_as(recording: Recording) -> str:
+    """How a noise recording was made, e.g. `ulp:1`; empty for a run that was simply repeated."""
+    return str(recording.run["settings"].get("replica") or "")
+
+
+class Replicas:
+    """The noise recordings, as they follow the baseline through its steps."""
+
+    def __init__(self, recordings: Sequence[Recording]) -> None:
+        self.sides = [Side(recording) for recording in recordings]
+        self._streams = [StepsOnDemand(run_steps(recording)) for recording in recordings]
+
+    def pairs(self, baseline: RunStep, step: SideStep) -> Iterator[tuple[SideStep | None, list[Pair]]]:
+        """Per noise recording: its own step and that brought together with the baseline's; None if it has none."""
+        for side, stream in zip(self.sides, self._streams, strict=True):
+            found: SideStep | None = None
+            for one in stream.until(baseline.optimizer, baseline.step):
+                derived = side.step(one)
+                found = derived if one.step == baseline.step and one.finished else None
+            yield found, _pairs(step, found) if found else []
+
+    def noise(self, baseline: RunStep, step: SideStep) -> StepNoise:
+        """Distances from the baseline in one step."""
+        noise: dict[Key, tuple[float, ...]] = {}
+        for _, pairs in self.pairs(baseline, step):
+            for pair in pairs:
+                key = pair.baseline.key
+                if is_measured(key):
+                    noise[key] = (*noise.get(key, ()), noise_of(pair))
+        return noise
+
+
+def _pairs(baseline: SideStep, replica: SideStep) -> list[Pair]:
+    tables = join((baseline, replica))
+    aligned = align(*map(sites_in_order, tables))
+    pairs = [pair for pair in aligned.pairs if not (pair.baseline.unobserved or pair.candidate.unobserved)]
+    return [*pairs, *gradient_norms(pairs)]
+
+
+def is_measured(key: Key) -> bool:
+    """Whether a site has noise: what must be equal to the bit has none."""
+    return key.phase not in UNMEASURED and key.path not in UNMEASURED
+
+
+def noise_of(pair: Pair) -> float:
+    """Relative L2 difference of a replica from the baseline; inf for whole numbers that differ."""
+    size = difference(pair)
+    return math.inf if size is None else size

@@ -1,0 +1,46 @@
+"""Tolerances that the user sets in place of floors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from traindiff.errors import ConfigError, Problem
+from traindiff.merging.distance import Pair
+from traindiff.summary import norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """Tolerances that the user set, in place of floors: `||c - b|| <= rtol ||b|| + atol sqrt(n)`."""
+
+    rtol: float
+    atol: float
+
+    def floor(self, pair: Pair) -> float:
+        """The same, relative to the baseline's norm."""
+        size = float(norm(pair.baseline.summary))
+        absolute = self.atol * math.sqrt(int(pair.baseline.summary["count"]))
+        if not absolute:
+            return self.rtol
+        return self.rtol + (absolute / size if size else math.inf)
+
+
+def parse_tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
+    """What the user set in place of floors; None where nothing was.
+
+    Raises:
+        ConfigError: A tolerance is negative or NaN.
+    """
+    problems = [
+        Problem(
+            where=f"compare({name}={value!r})",
+            what="must be a number from 0 up.",
+            fix=f"Write e.g. {name}=1e-5, or leave it out to judge by floors.",
+        )
+        for name, value in (("rtol", rtol), ("atol", atol))
+        if value is not None and not value >= 0
+    ]
+    if problems:
+        raise ConfigError("compare(...)", problems, consequence="nothing was compared")
+    return None if rtol is None and atol is None else Tolerance(rtol=rtol or 0.0, atol=atol or 0.0)

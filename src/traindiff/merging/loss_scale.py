@@ -1,0 +1,72 @@
+"""Loss scales: what they multiply is divided by them before it is compared, whatever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from traindiff.observation import LOSS_SCALE
+
+if TYPE_CHECKING:
+    from traindiff.merging.step_table import Entry, Key, Part
+
+UNKNOWN = "it is multiplied by a loss scale that was not observed"
+"""Why there are no numbers of what cannot be divided by its loss scale."""
+
+
+def unscaled(parts: Iterable[Part]) -> Iterator[Part]:
+    """The observations of a step, with the loss scale as a part of the factor of those that are scaled."""
+    parts = list(parts)
+    scales: dict[int, dict[int, float]] = {}
+    for seen, rank, summary in parts:
+        if (seen.phase, seen.path) == ("loss", LOSS_SCALE) and not seen.unobserved:
+            scales.setdefault(rank, {})[seen.micro_step] = float(summary["sum"])
+    for seen, rank, summary in parts:
+        if not seen.scaled or seen.unobserved:
+            yield seen, rank, summary
+        elif scale := _scale_at(scales, rank, seen.micro_step):
+            yield replace(seen, factor=seen.factor * scale), rank, summary
+        else:
+            yield replace(seen, unobserved=UNKNOWN), rank, summary
+
+
+def _scale_at(scales: Mapping[int, Mapping[int, float]], rank: int, micro_step: int) -> float | None:
+    """The scale of a rank's micro-step, or the latest before it: it changes between steps only."""
+    own = scales.get(rank, {})
+    before = [number for number in own if number <= micro_step]
+    if before:
+        return own[max(before)]
+    return next((scale for other in scales.values() for scale in other.values()), None)
+
+
+def is_loss_scale(key: Key) -> bool:
+    """Whether this is the scale itself, which no two runs need to share."""
+    return (key.phase, key.path) == ("loss", LOSS_SCALE)
+
+
+def loss_scale(table: Mapping[Key, Entry]) -> float:
+    """The loss scale of a step; 1 without one."""
+    found = (float(entry.summary["sum"]) for key, entry in table.items() if is_loss_scale(key) and not entry.unobserved)
+    return next(found, 0.0) or 1.0
+
+
+def scale_factors(baseline: float, candidate: float) -> list[tuple[float, str]]:
+    """Factors that a wrong treatment of the loss scales would leave, and what to say of them."""
+    found = []
+    for name, scale in (("candidate", candidate), ("baseline", baseline)):
+        if scale != 1.0:
+            more, less = (scale, 1.0 / scale) if name == "candidate" else (1.0 / scale, scale)
+            found.append((more, f"= the {name}'s loss scale {scale:g}: never divided out?"))
+            found.append(
+                (less, f"= 1/{scale:g}, one over the {name}'s loss scale: divided out without being applied, or twice?")
+            )
+    return found
+
+
+def scale_note(baseline: float, candidate: float) -> str:
+    """What to say of two runs with other loss scales; empty where they are the same."""
+    if baseline == candidate:
+        return ""
+    scales = [f"{scale:g}" if scale != 1.0 else "none" for scale in (baseline, candidate)]
+    return f"Loss scales differ ({scales[0]} in the baseline, {scales[1]} in the candidate); they are divided out."

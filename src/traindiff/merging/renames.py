@@ -1,0 +1,71 @@
+"""Turn the candidate's paths into the baseline's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from traindiff.errors import ConfigError, Problem
+
+Rename = Callable[[str], str]
+
+
+class Renaming:
+    """Maps the candidate's paths to the baseline's, and knows which of its rules have changed none."""
+
+    def __init__(self, rules: Sequence[tuple[re.Pattern[str], str]] = ()) -> None:
+        self._rules = tuple(rules)
+        self._used: set[int] = set()
+
+    def __call__(self, path: str) -> str:
+        """The path under the baseline's name."""
+        for number, (rule, replacement) in enumerate(self._rules):
+            path, changes = rule.subn(replacement, path)
+            if changes:
+                self._used.add(number)
+        return path
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Rules that matched nothing so far, as they were written."""
+        rules = enumerate(self._rules)
+        return tuple(f"{rule.pattern}={text}" for number, (rule, text) in rules if number not in self._used)
+
+
+def parse_renames(renames: Mapping[str, str] | Sequence[str] | None) -> Renaming:
+    r"""A function that maps the candidate's paths to the baseline's.
+
+    Args:
+        renames: Regular expressions and replacements as in `re.sub`, as a mapping or as
+            `PATTERN=REPLACEMENT` texts; all are applied, in order, to each path.
+
+    Raises:
+        ConfigError: A text without `=`, an empty pattern, or an invalid expression or replacement.
+    """
+    if not renames:
+        return Renaming()
+    pairs = list(renames.items()) if isinstance(renames, Mapping) else [text.partition("=")[::2] for text in renames]
+    problems: list[Problem] = []
+    rules: list[tuple[re.Pattern[str], str]] = []
+    for pattern, replacement in pairs:
+        where = f"--rename {pattern}={replacement}"
+        if not isinstance(renames, Mapping) and not any(text.startswith(pattern + "=") for text in renames):
+            problems.append(Problem(where=f"--rename {pattern}", what='has no "=".', fix=_RENAME_FIX))
+            continue
+        if not pattern:
+            problems.append(Problem(where=where, what="has no pattern.", fix=_RENAME_FIX))
+            continue
+        try:
+            rule = re.compile(pattern)
+            rule.sub(replacement, "")
+        except (re.error, IndexError) as error:
+            problems.append(Problem(where=where, what=f"is not a regular expression: {error}.", fix=_RENAME_FIX))
+            continue
+        rules.append((rule, replacement))
+    if problems:
+        raise ConfigError("compare(...)", problems, consequence="nothing was compared")
+
+    return Renaming(rules)
+
+
+_RENAME_FIX = r"Write PATTERN=REPLACEMENT, e.g. --rename '^model\.layers\.=transformer.h.'"

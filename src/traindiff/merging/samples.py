@@ -1,0 +1,35 @@
+"""The single samples of a batch, as a run has recorded them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from traindiff.merging.step_table import Entry, Key
+from traindiff.observation import SAMPLE
+
+
+class Sample(NamedTuple):
+    """One sample of a batch: when and where it was, and the fingerprint of what it holds."""
+
+    micro_step: int
+    rank: int
+    place: int
+    fingerprint: int
+
+
+Samples = Mapping[str, Sequence[Sample]]
+"""The samples of a step by slot of the root's input, by micro-step, then by rank."""
+
+
+def samples_of(table: Mapping[Key, Entry]) -> Samples:
+    """The samples of a step. Of ranks that work on the same ones, those of the first."""
+    found: dict[str, dict[tuple[int, int, int], Sample]] = {}
+    for key, entry in table.items():
+        if key.phase != "batch" or key.stage != SAMPLE or entry.unobserved:
+            continue
+        by_place = found.setdefault(key.slot, {})
+        for part in entry.parts:
+            one = Sample(part.micro_step, part.rank, key.call, int(part.summary["fingerprint"]))
+            by_place.setdefault((part.micro_step, part.term, key.call), one)
+    return {slot: sorted(by_place.values()) for slot, by_place in found.items()}

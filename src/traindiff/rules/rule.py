@@ -1,0 +1,84 @@
+"""What a rule is, and what it may know of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from traindiff.findings import Finding
+from traindiff.merging.parameter_groups import parameter_groups
+from traindiff.merging.renames import Rename
+from traindiff.merging.step_table import Entry, Key
+from traindiff.recording import Recording
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What does not change during a run.
+
+    Attributes:
+        complete: Whether all parameters of one optimizer were recorded, on all ranks.
+        modules: Class name of each module by path.
+        tied: Path of a parameter by each of its further names.
+        held_by_optimizers: Paths of the parameters that the recorded optimizers hold.
+    """
+
+    complete: bool = False
+    modules: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    held_by_optimizers: frozenset[str] = frozenset()
+
+
+def run_facts(recording: Recording, rename: Rename = str) -> RunFacts:
+    """What does not change during a run.
+
+    Args:
+        recording: The run.
+        rename: Turns its paths into those that the run's tables have.
+    """
+    contents = [recording.rank_content(rank) for rank in recording.ranks]
+    everything = recording.run["settings"].get("select", ["*"]) == ["*"] and not recording.missing_ranks
+    one_optimizer = all(len(content.get("optimizers", ())) == 1 for content in contents)
+    return RunFacts(
+        complete=everything and one_optimizer and bool(contents),
+        modules={rename(path): name for one in contents for path, name in one.get("modules", {}).items()},
+        tied={rename(other): rename(path) for one in contents for other, path in one.get("tied", {}).items()},
+        held_by_optimizers=frozenset(
+            path for groups in parameter_groups(recording, rename).values() for group in groups for path in group
+        ),
+    )
+
+
+class Rule:
+    """Something that a run must keep by itself. One object judges one run, step by step, in order.
+
+    A rule overrides what it needs: most need `step` only. Sentences begin with a capital letter.
+
+    Args:
+        facts: What is known of the run.
+        strictness: Divides the rule's limits: 2 finds what is half as large.
+    """
+
+    tells_runs_apart = True
+    """Whether `traindiff compare` asks it too. No for what a comparison finds by itself, and better."""
+
+    def __init__(self, facts: RunFacts, *, strictness: float = 1.0) -> None:
+        self.facts = facts
+        self.strictness = strictness
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterable[Finding]:  # noqa: ARG002
+        """What is wrong in a step.
+
+        Args:
+            table: What the run has of it; empty again when the next step begins, so nothing of it may be kept.
+            step: Its number.
+        """
+        return ()
+
+    def unknown(self, table: Mapping[Key, Entry]) -> Iterable[str]:  # noqa: ARG002
+        """Why the rule cannot judge something of a step: sentences that hold for the whole run."""
+        return ()
+
+    def end(self) -> Iterable[Finding]:
+        """What can be told only now that the run is over."""
+        return ()

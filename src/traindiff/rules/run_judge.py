@@ -1,0 +1,41 @@
+"""One run held against all rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from traindiff.findings import Finding
+from traindiff.merging.step_table import Entry, Key
+from traindiff.rules.rule import Rule, RunFacts
+
+
+class RunJudge:
+    """Judges a run by itself, step by step.
+
+    Args:
+        rules: What it must keep.
+        facts: What is known of it.
+        strictness: Divides the limits of the rules: 2 finds what is half as large.
+
+    Attributes:
+        unknown: What could not be judged so far: sentences, in the order in which they were found out.
+    """
+
+    def __init__(self, rules: Iterable[type[Rule]], facts: RunFacts, *, strictness: float = 1.0) -> None:
+        self._rules = [rule(facts, strictness=strictness) for rule in rules]
+        self._found: set[tuple[str, str]] = set()
+        self.unknown: dict[str, None] = {}
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> list[Finding]:
+        """What is wrong in a step, in the order of execution."""
+        for rule in self._rules:
+            self.unknown.update(dict.fromkeys(rule.unknown(table)))
+        found = [finding for rule in self._rules for finding in rule.step(table, step=step)]
+        self._found.update((finding.kind, finding.path) for finding in found)
+        return sorted(found, key=lambda finding: finding.order)
+
+    def end(self) -> list[Finding]:
+        """What can be told only now that the run is over, and was not told of a step."""
+        found = [finding for rule in self._rules for finding in rule.end()]
+        fresh = [finding for finding in found if (finding.kind, finding.path) not in self._found]
+        return sorted(fresh, key=lambda finding: (finding.step, finding.order))

@@ -1,0 +1,207 @@
+"""Floors: what they follow from, and what they let pass."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from tests.made_up import Compared, Edit, Seen, Step, at, random, summary_of
+from traindiff.floors.uncalibrated import ADAPTIVE_GAIN, GAIN, Floors
+from traindiff.rounding import UNIT_ROUNDOFF, rounding
+
+FC = ("forward", "", "fc", "output[0]")
+HEAD = ("forward", "", "head", "output[0]")
+
+
+def test_rounding_is_a_few_units_of_the_dtype() -> None:
+    assert rounding("float32") == 32 * 2.0**-24
+    assert rounding("bfloat16") == 2 * 2.0**-8
+    assert rounding("int64") == 0.0
+
+
+# torch gives float8_e5m2fnuz the epsilon 1/8; with two fraction bits it is 1/4, as for float8_e5m2.
+@pytest.mark.parametrize("dtype", sorted(set(UNIT_ROUNDOFF) - {"float8_e5m2fnuz"}))
+def test_every_unit_is_half_the_distance_from_one_to_the_next_number(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    assert torch.finfo(getattr(torch, dtype)).eps / 2 == UNIT_ROUNDOFF[dtype]
+
+
+def test_an_output_is_held_against_what_came_in() -> None:
+    floors = Floors()
+    assert floors.activation("fc", ["float32"]) == rounding("float32")
+    floors.saw(1e-3)
+    assert floors.activation("head", ["float32"]) == GAIN * 1e-3
+
+
+def test_a_short_dtype_on_the_way_stays_in_the_floor() -> None:
+    floors = Floors()
+    floors.activation("fc", ["float32", "bfloat16"])
+
+    assert floors.activation("head", ["float32"]) == rounding("bfloat16")
+
+
+def test_parameters_that_differ_raise_the_floor_of_their_module() -> None:
+    floors = Floors(parameters=1e-6, own={"fc": 1e-3})
+
+    assert floors.activation("fc", ["float32"]) == GAIN * 1e-3
+    assert floors.activation("head", ["float32"]) == GAIN * 1e-6
+
+
+def test_a_cancelled_sum_is_as_uncertain_as_its_terms() -> None:
+    assert Floors().gradient(1e5) == 0.0
+    floors = Floors(precision=1e-6)
+    assert floors.gradient(1e5) == pytest.approx(0.15)
+    assert floors.gradient(0.5) == pytest.approx(1.5e-6)
+
+
+def test_a_sum_over_many_rows_is_good_to_the_root_of_their_number() -> None:
+    assert Floors().gradient(1.0, dtype="bfloat16", terms=1024.0) == 32 * 2.0**-8
+
+
+def test_each_micro_batch_rounds_once_more_and_a_weight_may_be_used_many_times() -> None:
+    floors = Floors()
+    floors.activation("", ["bfloat16"])
+
+    assert floors.gradient(1.0, dtype="bfloat16", accumulated=4) == (1.5 * 2 + 4) * 2.0**-8
+    assert floors.gradient(1.0, dtype="float32", accumulated=4) == pytest.approx(1.5 * 2 * 2.0**-8, rel=1e-4)
+
+
+def test_an_adaptive_update_follows_the_root_of_its_gradient() -> None:
+    floors = Floors(gradients={"w": 1e-6})
+
+    assert floors.update("w", "float64", adaptive=True, storage=1.0) == ADAPTIVE_GAIN * 1e-3
+    assert floors.update("w", "float64", adaptive=False, storage=1.0) == GAIN * 1e-6
+
+
+def test_an_update_is_stored_to_the_rounding_of_its_parameter() -> None:
+    assert Floors().update("w", "float32", adaptive=False, storage=1e6) == pytest.approx(2 * 2.0**-24 * 1e6, rel=1e-5)
+
+
+def test_updates_under_other_settings_have_no_floor() -> None:
+    floors = Floors(settings_differ=True)
+
+    assert floors.update("w", "float32", adaptive=False, storage=1.0) == math.inf
+    assert floors.state("w", ["float32"]) == math.inf
+
+
+def test_long_reductions_grow_with_the_root_of_their_length() -> None:
+    assert Floors().scalar(10_000) == 100 * 2.0**-24
+
+
+def test_nothing_is_measured_behind_what_has_no_size() -> None:
+    floors = Floors()
+    floors.saw(math.inf)
+
+    assert floors.activation("head", ["float32"]) == math.inf
+
+
+def _gated(open_gates: int, *, seed: int = 0) -> np.ndarray:
+    values = random(1000, seed=seed)
+    values[open_gates:] = 0.0
+    return values
+
+
+def test_a_gate_that_flips_is_allowed_its_whole_element() -> None:
+    baseline, candidate = _gated(500), _gated(501)
+    apart = np.linalg.norm(candidate - baseline) / np.linalg.norm(baseline)
+
+    assert Floors().gated(summary_of(baseline), summary_of(candidate)) > apart > rounding("float32")
+
+
+def test_gates_that_all_stand_as_before_allow_nothing() -> None:
+    assert Floors().gated(summary_of(_gated(500)), summary_of(_gated(500))) == 0.0
+    assert Floors(flow=1e-7).gated(summary_of(_gated(500)), summary_of(_gated(500))) == 0.0
+
+
+def test_a_tensor_without_zeros_has_no_gates() -> None:
+    assert Floors(flow=0.1).gated(summary_of(random(99, seed=0)), summary_of(random(99, seed=1))) == 0.0
+
+
+def test_the_more_came_in_the_more_gates_may_flip() -> None:
+    summary = summary_of(_gated(500))
+    allowed = [Floors(flow=flow).gated(summary, summary) for flow in (1e-3, 1e-2, 1e-1)]
+
+    assert allowed == sorted(allowed)
+    assert allowed[0] > 0.0
+
+
+def test_noise_grows_from_site_to_site_without_a_finding(compared: Compared) -> None:
+    def noisy(step: int, sites: Step) -> None:
+        size = 1e-6
+        for site in (FC, HEAD, ("backward", "", "head", "output[0]"), ("backward", "", "fc", "output[0]")):
+            values = sites[site].values
+            noise = random(*values.shape, seed=step)
+            sites[site].values = values + np.float32(size * np.linalg.norm(values) / np.linalg.norm(noise)) * noise
+            size *= 4
+
+    assert compared(noisy).verdict == "equivalent"
+
+
+def test_a_jump_above_what_came_in_is_a_finding(compared: Compared) -> None:
+    def noisy(step: int, sites: Step) -> None:
+        for site, size in ((FC, 1e-6), (HEAD, 1e-3)):
+            values = sites[site].values
+            noise = random(*values.shape, seed=step)
+            sites[site].values = values + np.float32(size * np.linalg.norm(values) / np.linalg.norm(noise)) * noise
+
+    first = compared(noisy).first_divergence
+    assert first is not None
+    assert first.path == "head"
+
+
+def test_the_users_tolerances_replace_the_floors(compared: Compared) -> None:
+    edit = at(FC, lambda x: x * np.float32(1.001))
+
+    assert compared(edit).verdict == "diverged"
+    assert compared(edit, rtol=0.002).verdict == "equivalent"
+    assert compared(edit, rtol=0.0005).verdict == "diverged"
+    assert compared(edit, atol=0.01).verdict == "equivalent"
+    assert compared(edit, atol=1e-6).verdict == "diverged"
+    assert compared(at(FC, lambda x: x * np.float32(1 + 1e-6)), rtol=0.0).verdict == "diverged"
+
+
+def test_tolerances_do_not_excuse_another_batch(compared: Compared) -> None:
+    assert compared(at(("batch", "", "", "input[0]"), lambda x: x + 1), rtol=1e9).verdict == "misaligned"
+
+
+def test_a_gradient_is_as_uncertain_as_its_dtype_where_activations_were_not_recorded() -> None:
+    assert Floors().gradient(1.0, dtype="float32") == pytest.approx(1.5 * 32 * 2.0**-24)
+
+
+@pytest.mark.parametrize(("divisor", "verdict"), [("square_avg", "equivalent"), (None, "diverged")])
+def test_a_momentum_of_what_was_divided_is_judged_like_an_update(
+    divisor: str | None, verdict: str, compared: Compared
+) -> None:
+    state = ("optimizer", "", "head.weight", "momentum_buffer")
+
+    def with_divisor(step: int, sites: Step) -> None:
+        momentum = sites.pop(state)
+        if divisor:
+            sites[(*state[:3], divisor)] = Seen(values=np.square(momentum.values))
+        sites[state] = momentum
+
+    def noisy(step: int, sites: Step) -> None:
+        with_divisor(step, sites)
+        for site, size in (("grad", "", "head.weight", "grad"), 1e-6), (state, 3e-5):
+            noise = random(*sites[site].values.shape, seed=step)
+            sites[site].values = sites[site].values * (1 + np.float32(size) * noise)
+
+    assert compared(noisy, baseline_edit=with_divisor).verdict == verdict
+
+
+@pytest.mark.parametrize(("error", "verdict"), [(1e-6, "equivalent"), (1e-4, "diverged")])
+def test_a_running_average_that_shrinks_has_the_error_of_what_it_was(
+    error: float, verdict: str, compared: Compared
+) -> None:
+    """Gradients that change sign cancel in it; their rounding does not."""
+
+    def averaged(apart: float) -> Edit:
+        def edit(step: int, sites: Step) -> None:
+            average = [1.0, 1e-3, 1e-3][step] + apart * (step == 1)
+            sites["optimizer", "", "fc.bias", "momentum_buffer"].values = np.full(8, average, dtype=np.float32)
+
+        return edit
+
+    assert compared(averaged(error), baseline_edit=averaged(0.0)).verdict == verdict

@@ -1,0 +1,120 @@
+"""Updates and the gradient norm follow from what was recorded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.made_up import Array, Compared, Seen, Step, at, observed, plain_step, random, record
+from traindiff.alignment.gradient_norms import GRADIENT_NORM, gradient_norms
+from traindiff.comparison import compare
+from traindiff.merging.distance import Pair
+from traindiff.merging.step_table import Entry, step_table
+from traindiff.merging.updates import Updates
+from traindiff.summary import norm
+
+
+def table_of(step: int, sites: Step) -> dict[object, Entry]:
+    parts = [observed(site, seen, step=step, order=order) for order, (site, seen) in enumerate(sites.items())]
+    return step_table((seen, 0, summary) for seen, summary in parts)  # type: ignore[return-value]
+
+
+def parameter(values: Array, stage: str = "") -> Step:
+    return {("param", stage, "w", "value"): Seen(values=values)}
+
+
+def test_an_update_is_the_parameter_after_minus_before() -> None:
+    before, after = random(50, 40, seed=0), random(50, 40, seed=1)
+    found, parameters = Updates().derive(table_of(0, {**parameter(before, "before"), **parameter(after)}), step=0)  # type: ignore[arg-type]
+
+    assert [entry.key.phase for entry in found] == ["update"]
+    assert norm(found[0].summary) == pytest.approx(np.linalg.norm(after - before), rel=0.4)
+    assert norm(parameters["w"].summary) == pytest.approx(np.linalg.norm(before))
+
+
+def test_of_a_parameter_that_was_recorded_in_part_no_update_is_known() -> None:
+    updates = Updates()
+    whole = table_of(0, parameter(random(9, seed=0)))
+    part = {key: replace(entry, unobserved="a rank is missing") for key, entry in whole.items()}
+
+    assert not updates.derive(whole, step=0)[0]  # type: ignore[arg-type]
+    assert not updates.derive(part, step=1)[0]  # type: ignore[arg-type]
+    found, before = updates.derive(whole, step=2)  # type: ignore[arg-type]
+
+    assert not found
+    assert not before
+
+
+def test_the_next_update_starts_where_the_last_step_ended() -> None:
+    updates = Updates()
+    updates.derive(table_of(0, {**parameter(random(9, seed=0), "before"), **parameter(random(9, seed=1))}), step=0)  # type: ignore[arg-type]
+    found, _ = updates.derive(table_of(1, parameter(random(9, seed=1))), step=1)  # type: ignore[arg-type]
+
+    assert norm(found[0].summary) == 0.0
+
+
+def test_without_a_parameter_before_there_is_no_update() -> None:
+    assert Updates().derive(table_of(4, parameter(random(9, seed=0))), step=4)[0] == []  # type: ignore[arg-type]
+
+
+def test_a_parameter_that_keeps_its_bits_has_an_update_of_exactly_zero() -> None:
+    values = random(1000, seed=0) * np.float32(1e6)
+    found, _ = Updates().derive(table_of(0, {**parameter(values, "before"), **parameter(values)}), step=0)  # type: ignore[arg-type]
+
+    assert not found[0].summary["sketch"].any()
+
+
+def test_the_gradient_norm_is_that_of_all_parameters() -> None:
+    sites = plain_step(0)
+    pairs = [Pair(baseline=entry, candidate=entry) for entry in table_of(0, sites).values()]
+    (both,) = gradient_norms(pairs)
+    expected = math.sqrt(
+        sum(float(np.square(s.values, dtype=float).sum()) for site, s in sites.items() if site[0] == "grad")
+    )
+
+    assert both.baseline.key == GRADIENT_NORM
+    assert norm(both.baseline.summary) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_the_norm_of_gradients_that_are_not_finite_is_nan(value: float) -> None:
+    sites = plain_step(0)
+    sites["grad", "", "fc.bias", "grad"].values[0] = value
+    (both,) = gradient_norms([Pair(baseline=e, candidate=e) for e in table_of(0, sites).values()])
+
+    assert both.baseline.summary["nan"] == 1
+
+
+def test_without_gradients_there_is_no_norm() -> None:
+    assert gradient_norms([]) == []
+
+
+def test_the_norm_is_of_the_gradients_that_both_runs_have(tmp_path: Path) -> None:
+    def fewer(step: int, sites: Step) -> None:
+        del sites["grad", "", "fc.weight", "grad"]
+
+    candidate = record(tmp_path / "c", fewer, content={"modules": {}, "parameters": {"fc.bias": {}}, "optimizers": []})
+    comparison = compare(record(tmp_path / "b"), candidate)
+
+    assert "norm" not in {finding.slot for finding in comparison.findings}
+
+
+def test_an_update_that_did_not_happen_is_named(compared: Compared) -> None:
+    stale = random(8, 6, seed=7)
+    comparison = compared(at(("param", "", "fc.weight", "value"), lambda _: stale))
+
+    first = comparison.first_divergence
+    assert first is not None
+    assert (first.phase, first.path, first.kind, first.step) == ("update", "fc.weight", "never-updated", 0)
+    assert first.says == "The candidate's step did not change this parameter; the baseline's did."
+
+
+def test_an_update_over_steps_that_were_not_recorded_is_not_derived() -> None:
+    updates = Updates()
+    updates.derive(table_of(0, {**parameter(random(9, seed=0), "before"), **parameter(random(9, seed=1))}), step=0)  # type: ignore[arg-type]
+
+    assert updates.derive(table_of(2, parameter(random(9, seed=2))), step=2)[0] == []  # type: ignore[arg-type]

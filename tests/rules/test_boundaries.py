@@ -1,0 +1,111 @@
+"""What stages of a pipeline hand on, and parameters that one run ties and the other holds on two ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.made_up import summary_of
+from traindiff.alignment.side import sites_in_order
+from traindiff.merging.parameter_groups import group_numbers, group_paths
+from traindiff.merging.step_table import Part, step_table
+from traindiff.observation import BOUNDARY, PLACE, Observation
+from traindiff.rules import RunFacts
+from traindiff.rules.boundaries import BoundariesHold
+from traindiff.shards import Shard
+
+ROWS = 4
+
+
+def part(
+    values: np.ndarray, path: str, slot: str, *, rank: int, place: int, micro_step: int = 0, phase: str = "forward"
+) -> Part:
+    shard = Shard.of_batch(values.shape, first=micro_step * ROWS)
+    seen = Observation(
+        step=0, micro_step=micro_step, optimizer="optimizer", phase=phase,
+        stage=BOUNDARY if path.startswith("stage[") else "", path=path, slot=slot, call=0, order=place * PLACE,
+        dtype="float32", shard=shard,
+    )  # fmt: skip
+    return seen, rank, summary_of(values, shard)
+
+
+def activations(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(ROWS, 8)).astype(np.float32)
+
+
+def handed_on(received: dict[int, np.ndarray]) -> list[Part]:
+    """Stage 0 sends three micro-batches to stage 1."""
+    sent = [part(activations(n), "stage[0]", "sent[0]", rank=0, place=1, micro_step=n) for n in range(3)]
+    return [
+        *sent,
+        *(part(x, "stage[1]", "received[0]", rank=1, place=2, micro_step=n) for n, x in received.items()),
+        part(activations(9), "layer.2", "output[0]", rank=1, place=2),
+    ]
+
+
+def test_what_arrives_as_it_was_sent_is_no_finding() -> None:
+    table = step_table(handed_on({number: activations(number) for number in range(3)}))
+
+    assert not list(BoundariesHold(RunFacts()).step(table, step=0))
+    assert [key.path for key in sites_in_order(table)] == ["layer.2"]
+
+
+@pytest.mark.parametrize(
+    ("received", "says"),
+    [
+        (activations(1) * np.float32(1.5), "it differs by 0.5 of its size."),
+        (activations(0), "what it sent in micro-step 0. Was a buffer read before it was filled?"),
+        (np.float32(1.001) * activations(1), "as rounding to bfloat16 would make it."),
+    ],
+)
+def test_what_arrives_as_something_else_is_described(received: np.ndarray, says: str) -> None:
+    table = step_table(handed_on({0: activations(0), 1: received, 2: activations(2)}))
+
+    (finding,) = BoundariesHold(RunFacts()).step(table, step=3)
+
+    assert (finding.kind, finding.step, finding.micro_step, finding.rank, finding.path, finding.slot) == (
+        "boundary", 3, 1, 1, "layer.2", "received[0]",
+    )  # fmt: skip
+    assert finding.says.startswith(
+        "Stage 1 (rank 1) received something else than stage 0 (rank 0) sent, in micro-step 1 of 3: "
+    )
+    assert finding.says.endswith(says)
+
+
+def test_what_was_not_recorded_on_one_side_is_unknown() -> None:
+    table = step_table(handed_on({}))
+
+    assert not list(BoundariesHold(RunFacts()).step(table, step=0))
+
+
+def test_a_module_in_parts_returns_what_its_last_part_returns() -> None:
+    """A container of which each stage has some layers; gradients go the other way."""
+    forward = [part(activations(n), "layers", "output[0]", rank=n, place=1 + n) for n in range(3)]
+    backward = [part(activations(n), "layers", "output[0]", rank=n, place=6 - n, phase="backward") for n in range(3)]
+
+    for entry in step_table([*forward, *backward]).values():
+        assert [held.rank for held in entry.parts] == [2]
+        assert entry.summary["fingerprint"] == forward[2][2]["fingerprint"]
+
+
+class Groups:
+    """As much of a recording as tells the groups of its ranks."""
+
+    def __init__(self, *counts: int) -> None:
+        self.ranks = tuple(range(len(counts)))
+        self._counts = counts
+
+    def rank_content(self, rank: int) -> dict:
+        groups = [[f"rank{rank}.{number}"] for number in range(self._counts[rank])]
+        return {"pipeline": {"stages": [rank]}, "optimizers": [{"name": "adam", "groups": groups}]}
+
+
+def test_groups_are_the_same_ones_where_all_ranks_have_as_many() -> None:
+    assert group_numbers(Groups(2, 2)) == {}  # type: ignore[arg-type]
+
+
+def test_groups_are_each_stages_own_where_ranks_have_not_as_many() -> None:
+    numbers = group_numbers(Groups(2, 1, 2))  # type: ignore[arg-type]
+
+    assert numbers == {0: {("adam", 0): 0, ("adam", 1): 1}, 1: {("adam", 0): 2}, 2: {("adam", 0): 3, ("adam", 1): 4}}
+    assert group_paths(numbers)[1] == {"adam.groups[0]": "adam.groups[2]"}
