@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from tests.made_up import Array, Compared, Edit, Step, at, plain_step, random, summary_of
-from traindiff.comparison.diagnosis import Case, Diagnosis, diagnose, factor_meaning
+from traindiff.comparison.case import Case, Diagnosis
+from traindiff.comparison.diagnosis import diagnose
+from traindiff.comparison.factors import factor_meaning
 from traindiff.merging.distance import best_fit
 from traindiff.merging.step_table import Entry, Key
 from traindiff.summary import add, distance, norm

@@ -30,17 +30,17 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
     """
     if equal_bits(pair) or _same_in_another_dtype(pair):
         return None
-    left, right = pair.baseline, pair.candidate
-    where = label(left.key.path, left.key.slot)
+    baseline, candidate = pair.baseline, pair.candidate
+    where = label(baseline.key.path, baseline.key.slot)
     permuted = _is_permuted(pair)
-    single = (one.get(left.key.slot, ()) for one in samples) if left.dtype == right.dtype else ((), ())
+    single = (one.get(baseline.key.slot, ()) for one in samples) if baseline.dtype == candidate.dtype else ((), ())
     if detail := says_of_samples(*single):
         says = f"The batch differs: {where} {detail}"
-    elif left.shape != right.shape:
-        shapes = f"{list(left.shape)} in the baseline, {list(right.shape)} in the candidate"
+    elif baseline.shape != candidate.shape:
+        shapes = f"{list(baseline.shape)} in the baseline, {list(candidate.shape)} in the candidate"
         says = f"The batch differs: {where} has shape {shapes}."
-    elif left.dtype != right.dtype:
-        says = f"The batch differs: {where} is {left.dtype} in the baseline, {right.dtype} in the candidate."
+    elif baseline.dtype != candidate.dtype:
+        says = f"The batch differs: {where} is {baseline.dtype} in the baseline, {candidate.dtype} in the candidate."
     elif permuted:
         says = f"The batch differs: {where} holds the same values in another order."
     else:
@@ -52,11 +52,11 @@ def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
     """Compare a parameter as the first recorded step found it; another precision is not another value."""
     if equal_bits(pair) or _same_in_another_dtype(pair):
         return None
-    left, right = pair.baseline, pair.candidate
-    path, permuted = left.key.path, False
-    if left.shape != right.shape:
+    baseline, candidate = pair.baseline, pair.candidate
+    path, permuted = baseline.key.path, False
+    if baseline.shape != candidate.shape:
         says = (
-            f"{path} has shape {list(left.shape)} in the baseline and {list(right.shape)} in the candidate: "
+            f"{path} has shape {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate: "
             "another model, or another layout of the same one?"
         )
     elif permuted := _is_permuted(pair):
@@ -86,19 +86,23 @@ def _is_constant(entry: Entry) -> bool:
 
 
 def _is_permuted(pair: Pair) -> bool:
-    left, right = pair.baseline, pair.candidate
-    same = left.dtype == right.dtype and left.shape == right.shape
-    return bool(same and left.summary["multiset"] == right.summary["multiset"])
+    baseline, candidate = pair.baseline, pair.candidate
+    same = baseline.dtype == candidate.dtype and baseline.shape == candidate.shape
+    return bool(same and baseline.summary["multiset"] == candidate.summary["multiset"])
 
 
 def _same_in_another_dtype(pair: Pair) -> bool:
     """Whether two tensors of different dtypes hold the same numbers, as far as both can hold them."""
-    left, right = pair.baseline, pair.candidate
-    if left.dtype == right.dtype or left.shape != right.shape or not (left.exact and right.exact):
+    baseline, candidate = pair.baseline, pair.candidate
+    if (
+        baseline.dtype == candidate.dtype
+        or baseline.shape != candidate.shape
+        or not (baseline.exact and candidate.exact)
+    ):
         return False
-    size, units = difference(pair), [UNIT_ROUNDOFF.get(one.dtype) for one in (left, right)]
+    size, units = difference(pair), [UNIT_ROUNDOFF.get(one.dtype) for one in (baseline, candidate)]
     if units[0] is None and units[1] is None:  # whole numbers; below 2^31 their bits do not depend on the width
-        return bool(left.summary["fingerprint"] == right.summary["fingerprint"])
+        return bool(baseline.summary["fingerprint"] == candidate.summary["fingerprint"])
     # The sketch's estimate of a distance is good to a factor of 1.5 in all but one case in 10,000.
     return size is not None and size <= 1.5 * max(unit or 0.0 for unit in units)
 

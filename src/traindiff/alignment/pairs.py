@@ -68,15 +68,19 @@ def _is_unmerged(baseline: Entry, candidate: Entry, *, split_alike: bool) -> boo
     Either the shapes agree except in axis 0, where one is a whole multiple of the other, or the runs split
     their batches into different numbers of micro-batches, and the shapes differ in one axis.
     """
-    left, right = baseline.shape, candidate.shape
+    shapes = baseline.shape, candidate.shape
     if baseline.unobserved or candidate.unobserved:
         return False
-    if left == right or len(left) != len(right) or baseline.key.phase not in ("batch", "forward", "backward"):
+    if (
+        shapes[0] == shapes[1]
+        or len(shapes[0]) != len(shapes[1])
+        or baseline.key.phase not in ("batch", "forward", "backward")
+    ):
         return False
-    axes = [axis for axis, lengths in enumerate(zip(left, right, strict=True)) if lengths[0] != lengths[1]]
+    axes = [axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if lengths[0] != lengths[1]]
     if not split_alike:
         return len(axes) <= 1 or any(one.parts and len(one.parts) > 1 for one in (baseline, candidate))
-    small, large = sorted((left[0], right[0]))
+    small, large = sorted((shapes[0][0], shapes[1][0]))
     return axes == [0] and small > 0 and large % small == 0
 
 

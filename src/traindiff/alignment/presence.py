@@ -66,16 +66,16 @@ class Presence:
         findings: list[Finding] = []
         pairs: list[Pair] = []
         for pair in aligned.pairs:
-            left, right = pair.baseline, pair.candidate
-            if not (left.unobserved or right.unobserved):
+            baseline, candidate = pair.baseline, pair.candidate
+            if not (baseline.unobserved or candidate.unobserved):
                 pairs.append(pair)
-            elif left.unobserved and right.unobserved:
-                self._skip(left if not left.unobserved.startswith(NO_GRADIENT) else None)
-            elif (left.unobserved or right.unobserved).startswith(NO_GRADIENT):
-                side = 1 if right.unobserved else 0
-                findings += self._absent(left, side=side, step=step, lacking=(left, right)[side])
+            elif baseline.unobserved and candidate.unobserved:
+                self._skip(baseline if not baseline.unobserved.startswith(NO_GRADIENT) else None)
+            elif (baseline.unobserved or candidate.unobserved).startswith(NO_GRADIENT):
+                side = 1 if candidate.unobserved else 0
+                findings += self._absent(baseline, side=side, step=step, lacking=(baseline, candidate)[side])
             else:
-                self._skip(left if left.unobserved else right)
+                self._skip(baseline if baseline.unobserved else candidate)
         for side, entries in enumerate((aligned.only_baseline, aligned.only_candidate)):
             for entry in entries:
                 findings += self._alone(entry, side=side, step=step)
@@ -104,8 +104,8 @@ class Presence:
 
     def sides(self) -> tuple[tuple[Unaligned, ...], tuple[Unaligned, ...]]:
         """What is unaligned, per side."""
-        left, right = self.unaligned
-        return tuple(left.values()), tuple(right.values())
+        baseline, candidate = self.unaligned
+        return tuple(baseline.values()), tuple(candidate.values())
 
     def _not_recorded(self, entry: Entry, *, side: int) -> str:
         """What of the entry the other run was not asked to record; empty where it was."""
@@ -185,8 +185,8 @@ def _skipped(entry: Entry, *, side: int, step: int) -> Finding:
 
 
 def _batch_axis_hint(pair: Pair) -> str:
-    left, right = list(pair.baseline.shape), list(pair.candidate.shape)
+    baseline, candidate = list(pair.baseline.shape), list(pair.candidate.shape)
     return (
-        f"its shape is {left} in the baseline and {right} in the candidate: a batch axis that was not "
+        f"its shape is {baseline} in the baseline and {candidate} in the candidate: a batch axis that was not "
         f'recognised, or wrongly; declare it with record(batch_axis={{"{pair.baseline.key.path or ROOT}": 0 or None}})'
     )

@@ -73,8 +73,8 @@ def _by_rows(pair: Pair) -> set[int] | None:
     if candidate.batched or candidate.summed or not candidate.shape:
         return None
     axis = "row" if len(candidate.shape) > 1 else "column"
-    left, right = (np.sqrt(entry.summary[f"{axis}_squares"]) for entry in (pair.baseline, candidate))
-    change = np.abs(right - left)
+    expected, actual = (np.sqrt(entry.summary[f"{axis}_squares"]) for entry in (pair.baseline, candidate))
+    change = np.abs(actual - expected)
     if not np.isfinite(change).all() or not change.any():
         return None
     differing = set(np.flatnonzero(change > CLEAR * change.max()).tolist())

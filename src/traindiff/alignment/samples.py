@@ -39,7 +39,7 @@ def _only_on(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
     if len(baseline) != len(candidate):
         return ""
     pairs = zip(baseline, candidate, strict=True)
-    apart = {right.rank for left, right in pairs if left.fingerprint != right.fingerprint}
+    apart = {actual.rank for expected, actual in pairs if expected.fingerprint != actual.fingerprint}
     if not apart < {one.rank for one in candidate}:
         return ""
     return f" Only what {ranks_text(sorted(apart), capital=False)} holds differs."

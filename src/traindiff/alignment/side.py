@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from traindiff.alignment.presence import known_paths
 from traindiff.merging.clips import is_clip
 from traindiff.merging.loss_scale import is_loss_scale
+from traindiff.merging.missing_ranks import without_missing_samples
 from traindiff.merging.parameter_groups import Groups, parameter_groups
 from traindiff.merging.renames import Rename
 from traindiff.merging.run_steps import RunStep
-from traindiff.merging.step_table import Entry, Key, without_missing_samples
+from traindiff.merging.step_table import Entry, Key
 from traindiff.merging.updates import Updates
 from traindiff.observation import BOUNDARY, RECOMPUTED, SAMPLE
 from traindiff.recording import Recording

@@ -16,12 +16,12 @@ def step_pairs(
     have is given back as soon as the other run is past it. A step in the middle of which only one run ended is
     none that both have.
     """
-    for left, right in _with_one_number(baseline, candidate):
-        if left and right and left.finished != right.finished:
-            yield left, None
-            yield None, right
+    for own, other in _with_one_number(baseline, candidate):
+        if own and other and own.finished != other.finished:
+            yield own, None
+            yield None, other
         else:
-            yield left, right
+            yield own, other
 
 
 def _with_one_number(

@@ -36,9 +36,9 @@ def other_dtypes(sites: Mapping[tuple[str, str], Set[object]]) -> list[str]:
         sites: Sites by dtype in the baseline and in the candidate.
     """
     return [
-        f"{len(found)} {'site is' if len(found) == 1 else 'sites are'} {left} in the baseline and {right} in the "
-        "candidate; floors follow the shorter of the two."
-        for (left, right), found in sites.items()
+        f"{len(found)} {'site is' if len(found) == 1 else 'sites are'} {baseline} in the baseline and {candidate} in "
+        "the candidate; floors follow the shorter of the two."
+        for (baseline, candidate), found in sites.items()
     ]
 
 
@@ -48,18 +48,18 @@ def not_forced(candidate: Sequence[Mapping[str, Any]]) -> list[str]:
     Args:
         candidate: What the ranks of the run hold (`rank.json`).
     """
-    left = {site: why for content in candidate for site, why in content.get("not_forced", {}).items()}
-    if not left:
+    own = {site: why for content in candidate for site, why in content.get("not_forced", {}).items()}
+    if not own:
         return []
-    site, why = next(iter(left.items()))
-    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    site, why = next(iter(own.items()))
+    more = f" and {len(own) - 1} more" if len(own) > 1 else ""
     return [f"Not forced, so what is computed from it may carry earlier errors: {site} ({why}){more}."]
 
 
 def other_models(models: tuple[str, str], paths: tuple[frozenset[str], frozenset[str]]) -> list[str]:
     """One sentence for recordings of models that have nothing in common, or nothing."""
-    left, right = (one - {""} for one in paths)
-    if not left or not right or left & right:
+    baseline, candidate = (one - {""} for one in paths)
+    if not baseline or not candidate or baseline & candidate:
         return []
     return [
         f"The recordings are of different models, {' and '.join(models)}: no module or parameter has the same path in "

@@ -36,10 +36,10 @@ def clipping_findings(baseline: list[Clip], candidate: list[Clip], *, step: int)
             yield _finding(first, step=step, says=says, run=name)
     if len(baseline) != len(candidate):
         return
-    for left, right in zip(baseline, candidate, strict=True):
-        if (left.effective or right.effective) and left.what != right.what:
-            says = f"The baseline clips {left.what}, the candidate clips {right.what}."
-            yield _finding(left, step=step, says=says, run="baseline")
+    for expected, actual in zip(baseline, candidate, strict=True):
+        if (expected.effective or actual.effective) and expected.what != actual.what:
+            says = f"The baseline clips {expected.what}, the candidate clips {actual.what}."
+            yield _finding(expected, step=step, says=says, run="baseline")
 
 
 def clipping_note(baseline: list[Clip], candidate: list[Clip]) -> str:

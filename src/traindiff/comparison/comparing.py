@@ -21,10 +21,11 @@ from traindiff.comparison.clipping import clip_factor, clipping_findings, clippi
 from traindiff.comparison.contributions import contributions
 from traindiff.comparison.each_ranks_own import with_each_ranks_own
 from traindiff.comparison.engine_settings import coefficient_error, explained
-from traindiff.comparison.judge import Judge, StepInput
+from traindiff.comparison.judge import Judge
 from traindiff.comparison.limits import hints, limits
 from traindiff.comparison.recomputation import recomputation_findings
 from traindiff.comparison.sentences import representation_note
+from traindiff.comparison.step_judge import StepInput
 from traindiff.comparison.surroundings import Surroundings, surroundings, with_surroundings
 from traindiff.comparison.tied_copies import with_names
 from traindiff.comparison.verdict import Comparison, Word
@@ -140,7 +141,7 @@ class _Comparing:
             unaligned=self._runs.presence.sides(),
             steps=tuple(dict.fromkeys(self._runs.compared)),
             notes=tuple(notes),
-            differences=tuple(sorted(self._judge.differences.values(), key=lambda row: row.order)),
+            differences=tuple(sorted(self._judge.judged.differences.values(), key=lambda row: row.order)),
         )
 
     def _step(self, progress: Progress | None, given: AlignedStep) -> None:
@@ -215,13 +216,13 @@ class _Comparing:
         """What is worth knowing, whatever the verdict."""
         baseline, candidate = self._runs.recordings
         notes = [*self._both.shared.values(), *self._both.unknown, *hints(self._runs)]
-        if self._judge.turned:
+        if self._judge.judged.turned:
             notes.append(
                 f"A choice of rows (of a router, of a mask) that rounding may turn was made otherwise, first at "
-                f"{self._judge.turned[0]}. What follows in such a step was not judged."
+                f"{self._judge.judged.turned[0]}. What follows in such a step was not judged."
             )
-        if self._judge.nan_in_both:
-            notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
+        if self._judge.judged.nan_in_both:
+            notes.append(f"NaN at the same places in both runs, first at {self._judge.judged.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
         notes += other_models((self._runs.sides[0].model, self._runs.sides[1].model), self._runs.presence.known)
         notes += other_dtypes(self._other_dtypes)
@@ -234,7 +235,7 @@ class _Comparing:
             return "misaligned" if findings[0].kind in EXACT_KINDS else "diverged"
         if incomplete:
             return "incomplete"
-        return "identical" if self._judge.all_equal else "equivalent"
+        return "identical" if self._judge.judged.all_equal else "equivalent"
 
 
 def _is_of_candidate(finding: Finding) -> bool:

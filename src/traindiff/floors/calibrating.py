@@ -165,8 +165,8 @@ def _storage(pair: Pair, before: Mapping[str, Entry]) -> float:
 def _refuse_another_training(
     side: Side, compared: tuple[Side, SideStep, SideStep, Sequence[Pair]], step: int, *, first: bool
 ) -> None:
-    baseline, left, right, pairs = compared
-    tables = left.table, right.table
+    baseline, expected, actual, pairs = compared
+    tables = expected.table, actual.table
     found: list[Finding] = [*check_random_state(*tables, step=step)]
     found += check_hyper_parameters((tables[0], baseline.groups), (tables[1], side.groups), step=step)
     for pair in pairs:

@@ -119,14 +119,14 @@ def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, ac
         floors: Of the step.
         accumulated: Micro-batches of the run that has more of them.
     """
-    left = pair.baseline
-    added = terms.get(left.key.path.rpartition(".")[0])
-    if len(left.shape) != 1 or added is None or not left.shape[0]:
-        return floors.gradient(1.0, dtype=left.dtype, accumulated=accumulated)
-    size = float(norm(left.summary))
+    baseline = pair.baseline
+    added = terms.get(baseline.key.path.rpartition(".")[0])
+    if len(baseline.shape) != 1 or added is None or not baseline.shape[0]:
+        return floors.gradient(1.0, dtype=baseline.dtype, accumulated=accumulated)
+    size = float(norm(baseline.summary))
     return floors.gradient(
         added.norm / size if size else 1.0,
-        dtype=left.dtype,
-        terms=max(1.0, added.count / left.shape[0]),
+        dtype=baseline.dtype,
+        terms=max(1.0, added.count / baseline.shape[0]),
         accumulated=accumulated,
     )

@@ -49,11 +49,11 @@ def basis(
             the dtype of the pair (float32 parameters under autocast).
         inside: Unit roundoff of the dtype that the operation may compute in, and these replicas do not show.
     """
-    left, right = pair.baseline, pair.candidate
-    units = [UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in (left, right)]
+    baseline, candidate = pair.baseline, pair.candidate
+    units = [UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in (baseline, candidate)]
     # Noise of a shorter dtype is larger.
     shorter = max(1.0, max(units) / max(units[0], rounded)) if units[0] and max(units) else 1.0
     summation = math.sqrt(terms) * min(max(units), UNIT_ROUNDOFF["float32"])
     quantum = max(max(units) * (1.0 + storage), summation, inside)
-    spread = 1.0 + 4.0 / math.sqrt(max(1, int(finite_count(left.summary))))
+    spread = 1.0 + 4.0 / math.sqrt(max(1, int(finite_count(baseline.summary))))
     return spread * max(quantum, shorter * max(distances, default=0.0))

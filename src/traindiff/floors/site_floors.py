@@ -4,51 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 from traindiff.floors.adaptive import FIRST_MOMENTS, LINEAR_STATE, is_quotient
 from traindiff.floors.calibration import Calibration
 from traindiff.floors.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
 from traindiff.floors.measured import FEW, SAFETY, basis
 from traindiff.floors.replicas import StepNoise
+from traindiff.floors.run_floors import RunFloors
 from traindiff.floors.uncalibrated import GAIN, Floors
 from traindiff.merging.distance import Pair, difference, equal_bits
-from traindiff.merging.step_table import Entry, Key
+from traindiff.merging.step_table import Entry
 from traindiff.rounding import UNIT_ROUNDOFF, rounding
 from traindiff.summary import distance, finite_count, norm
 
 ESTIMATED_NORM = 0.5
 """How far apart two norms may be that are estimated from sketches of the same values in other orders, as those of
 updates are: four times the standard deviation of their ratio (2^(0.126 sqrt(2)); see `traindiff.summary`)."""
-
-
-@dataclass(slots=True)
-class RunFloors:
-    """What the floors of later steps need to know of earlier ones.
-
-    Attributes:
-        gradients: Largest relative difference of each parameter's gradients so far in the run.
-        adaptive: Parameters whose optimizer keeps a moment that it divides by.
-        settings_differ: Whether the optimizers are set differently.
-        coefficients: Relative error that the optimizers' own coefficients may have.
-        states: Norm of each running average of an optimizer after the latest step.
-        parted: Whether anything has exceeded its measured floor: then inputs no longer agree within
-            noise, and what follows from that is no further divergence.
-        permuted: Parameters that started with the same values in another order.
-        learning_differs: Whether a loss, a gradient or an update differs by more than its own rounding, and
-            more than replicas do; of permuted parameters, whether its norm does.
-        learning_apart: Relative difference of all gradients of a step together, in the step where it is largest.
-    """
-
-    gradients: dict[str, float] = field(default_factory=dict)
-    adaptive: set[str] = field(default_factory=set)
-    settings_differ: bool = False
-    coefficients: float = 0.0
-    states: dict[Key, float] = field(default_factory=dict)
-    parted: bool = False
-    permuted: set[str] = field(default_factory=set)
-    learning_differs: bool = False
-    learning_apart: float = 0.0
 
 
 class SiteFloors:
@@ -293,8 +264,8 @@ class SiteFloors:
 
 
 def _norms_apart(pair: Pair) -> float:
-    left, right = float(norm(pair.baseline.summary)), float(norm(pair.candidate.summary))
-    return abs(right - left) / left if left else float(right > 0.0)
+    baseline, candidate = float(norm(pair.baseline.summary)), float(norm(pair.candidate.summary))
+    return abs(candidate - baseline) / baseline if baseline else float(candidate > 0.0)
 
 
 def _at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> Floors:

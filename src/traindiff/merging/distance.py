@@ -14,14 +14,14 @@ from traindiff.summary import distance, norm, scale
 
 def equal_bits(pair: Pair) -> bool:
     """Whether both sides are known to hold the same bits."""
-    left, right = pair.baseline, pair.candidate
+    baseline, candidate = pair.baseline, pair.candidate
     return bool(
-        left.exact
-        and right.exact
-        and left.dtype == right.dtype
-        and left.shape == right.shape
-        and left.factor == right.factor
-        and left.summary["fingerprint"] == right.summary["fingerprint"]
+        baseline.exact
+        and candidate.exact
+        and baseline.dtype == candidate.dtype
+        and baseline.shape == candidate.shape
+        and baseline.factor == candidate.factor
+        and baseline.summary["fingerprint"] == candidate.summary["fingerprint"]
     )
 
 
@@ -32,16 +32,16 @@ def difference(pair: Pair) -> float | None:
         0 for equal bits; inf where shapes or non-finite elements differ, or only the baseline is
         all zero; None for whole numbers that differ, which have no distance.
     """
-    left, right = pair.baseline, pair.candidate
+    baseline, candidate = pair.baseline, pair.candidate
     if equal_bits(pair):
         return 0.0
-    if left.dtype not in UNIT_ROUNDOFF or right.dtype not in UNIT_ROUNDOFF:
+    if baseline.dtype not in UNIT_ROUNDOFF or candidate.dtype not in UNIT_ROUNDOFF:
         return None
-    if left.shape != right.shape or int(left.summary["nan"]) != int(right.summary["nan"]):
+    if baseline.shape != candidate.shape or int(baseline.summary["nan"]) != int(candidate.summary["nan"]):
         return math.inf
-    if left.exact and right.exact and left.summary["nonfinite"] != right.summary["nonfinite"]:
+    if baseline.exact and candidate.exact and baseline.summary["nonfinite"] != candidate.summary["nonfinite"]:
         return math.inf
-    apart, size = float(distance(left.summary, right.summary)), float(norm(left.summary))
+    apart, size = float(distance(baseline.summary, candidate.summary)), float(norm(baseline.summary))
     if math.isnan(apart):
         return math.inf
     return apart / size if size else math.inf if apart else 0.0

@@ -17,28 +17,41 @@ LEAST_STEPS = 2
 """Steps that must have passed over a parameter before it is said that it never changes."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Resting:
     """A parameter that has not changed so far.
 
     Attributes:
         entry: As it was first seen.
-        steps: Steps that should have changed it.
-        first: The first of them.
+        steps: Steps that should have changed it, and after which it was seen unchanged.
+        unseen: Further such steps, after which it was not seen yet.
+        first: The first of all of them.
     """
 
     entry: Entry
     steps: int = 0
+    unseen: int = 0
     first: int = 0
+
+    def pass_over(self, step: int) -> None:
+        """A step should change it."""
+        self.first = self.first if self.steps + self.unseen else step
+        self.unseen += 1
+
+    def see(self) -> None:
+        """It is seen again, unchanged."""
+        self.steps, self.unseen = self.steps + self.unseen, 0
 
 
 class ParametersMove(Rule):
     """Parameters whose bits never change, although steps pass that should change them.
 
-    A step should, where the parameter's gradient is finite and one step of gradient descent on it would be more than
-    rounding: `lr * ||gradient|| > 2 u ||parameter||`, with the largest learning rate that the step has. So gradients
-    that are mathematically zero, warm-up from a learning rate of 0, and steps that a loss scaler skipped do not count,
-    and neither do short dtypes that round small updates away, of which `UpdatesFollowSettings` knows more.
+    A step should change a parameter that an optimizer holds, where its gradient is finite and one step of gradient
+    descent on it would be more than rounding: `lr * ||gradient|| > 2 u ||parameter||`, with the largest learning rate
+    that the step has. So gradients that are mathematically zero, warm-up from a learning rate of 0, and steps that a
+    loss scaler skipped do not count, and neither do short dtypes that round small updates away, of which
+    `UpdatesFollowSettings` knows more. A parameter that requires a gradient and that no optimizer holds should change
+    in the same steps as others.
     """
 
     tells_runs_apart = False  # a comparison sees the other run's update
@@ -52,27 +65,31 @@ class ParametersMove(Rule):
         """Takes note of the step; what never changes is known at the end."""
         rate = _largest_rate(table)
         skipped = any(key.phase == "optimizer" and key.slot == SKIPPED for key in table)
-        for stage in ("before", ""):
-            for path, entry in _parameters(table, stage):
-                self._see(path, entry)
-                should_move = stage == "" and not skipped and _should_move(table, entry, rate)
-                if should_move and path in self._resting:
-                    resting = self._resting[path]
-                    resting.first = resting.first if resting.steps else step
-                    resting.steps += 1
+        after = dict(_parameters(table, stage=""))
+        moving = set() if skipped else {path for path, entry in after.items() if _should_move(table, entry, rate)}
+        if moving:
+            moving |= self.facts.trainable - self.facts.held_by_optimizers
+        for path, entry in _parameters(table, stage="before"):
+            self._see(path, entry)
+        for path in moving & self._resting.keys():
+            self._resting[path].pass_over(step)
+        for path, entry in after.items():
+            self._see(path, entry)
         return ()
 
     def end(self) -> Iterator[Finding]:
         """See the class."""
+        held = self.facts.held_by_optimizers
         for path, resting in self._resting.items():
-            if resting.steps < LEAST_STEPS:
+            if resting.steps < LEAST_STEPS or not held:
                 continue
-            held = self.facts.held_by_optimizers
-            says = f"{path} gets gradients that should move it in {resting.steps} steps, and never changes"
-            if held and path not in held:
-                says += ": no recorded optimizer holds it. If that is meant, set requires_grad=False."
+            if path in held:
+                says = f"{path} gets gradients that should move it in {resting.steps} steps, and never changes."
             else:
-                says += ", although an optimizer holds it. Does the optimizer step on a copy?" if held else "."
+                says = (
+                    f"No recorded optimizer holds {path}, although it requires a gradient: {resting.steps} steps leave "
+                    "it as it was. If that is meant, set requires_grad=False."
+                )
             yield Finding(
                 step=resting.first, phase="param", path=path, slot="value", order=resting.entry.order,
                 kind="never-updated", says=says, evidence={"steps_without_change": resting.steps},
@@ -83,13 +100,15 @@ class ParametersMove(Rule):
             return
         first = self._resting.get(path)
         if first is None:
-            self._resting[path] = _Resting(entry.without_parts())
+            self._resting[path] = _Resting(entry=entry.without_parts())
         elif first.entry.summary["fingerprint"] != entry.summary["fingerprint"]:
             self._moved.add(path)
             del self._resting[path]
+        else:
+            first.see()
 
 
-def _parameters(table: Mapping[Key, Entry], stage: str) -> Iterator[tuple[str, Entry]]:
+def _parameters(table: Mapping[Key, Entry], *, stage: str) -> Iterator[tuple[str, Entry]]:
     """By path, what an optimizer steps on: the parameter, or the master weights that it has of it."""
     for key, entry in table.items():
         if key.phase != "param" or key.stage != stage or key.slot != "value" or key.call or key.micro_step:
@@ -101,6 +120,7 @@ def _parameters(table: Mapping[Key, Entry], stage: str) -> Iterator[tuple[str, E
 
 
 def _should_move(table: Mapping[Key, Entry], parameter: Entry, rate: float | None) -> bool:
+    """Whether a step of gradient descent would change more of a parameter than rounding could."""
     gradient = table.get(Key("grad", "", parameter.key.path, "grad", 0, 0))
     if rate is None or gradient is None or gradient.unobserved or nonfinite_count(gradient.summary):
         return False

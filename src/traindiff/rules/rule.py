@@ -20,12 +20,14 @@ class RunFacts:
         complete: Whether all parameters of one optimizer were recorded, on all ranks.
         modules: Class name of each module by path.
         tied: Path of a parameter by each of its further names.
+        trainable: Paths of the parameters that require a gradient.
         held_by_optimizers: Paths of the parameters that the recorded optimizers hold.
     """
 
     complete: bool = False
     modules: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
+    trainable: frozenset[str] = frozenset()
     held_by_optimizers: frozenset[str] = frozenset()
 
 
@@ -43,6 +45,12 @@ def run_facts(recording: Recording, rename: Rename = str) -> RunFacts:
         complete=everything and one_optimizer and bool(contents),
         modules={rename(path): name for one in contents for path, name in one.get("modules", {}).items()},
         tied={rename(other): rename(path) for one in contents for other, path in one.get("tied", {}).items()},
+        trainable=frozenset(
+            rename(path)
+            for one in contents
+            for path, about in one.get("parameters", {}).items()
+            if about.get("requires_grad")
+        ),
         held_by_optimizers=frozenset(
             path for groups in parameter_groups(recording, rename).values() for group in groups for path in group
         ),

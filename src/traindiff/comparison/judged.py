@@ -1,0 +1,54 @@
+"""What a comparison has judged so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from traindiff.alignment.gradient_norms import GRADIENT_NORM
+from traindiff.comparison.verdict import SiteDifference
+from traindiff.floors.tolerance import Tolerance
+from traindiff.merging.distance import Pair, equal_bits
+from traindiff.merging.step_table import Key
+
+
+@dataclass(slots=True, kw_only=True)
+class Judged:
+    """What has been judged so far, over all steps.
+
+    Attributes:
+        tolerance: Used in place of floors where the user set one.
+        differences: Largest difference of each site so far, in units of its floor.
+        all_equal: Whether every pair so far held the same bits.
+        previous: The baseline's summaries in the step before, by site.
+        nan_in_both: Where both runs hold NaN at the same places.
+        turned: Where a choice that rounding may turn picked another number of rows.
+        absent: Paths of parameters that one run does not train, so that what follows needs no further word.
+    """
+
+    tolerance: Tolerance | None = None
+    differences: dict[Key, SiteDifference] = field(default_factory=dict)
+    all_equal: bool = True
+    previous: dict[Key, Any] = field(default_factory=dict)
+    nan_in_both: list[str] = field(default_factory=list)
+    turned: list[str] = field(default_factory=list)
+    absent: set[str] = field(default_factory=set)
+
+    def floor(self, pair: Pair, floor: float) -> float:
+        """The floor of a pair, or what the user's tolerances make of it."""
+        counter = pair.baseline.key.slot == "step"
+        return floor if self.tolerance is None or counter else self.tolerance.floor(pair)
+
+    def note(self, pair: Pair, step: int, size: float, floor: float) -> None:
+        """Remember the largest difference of a site."""
+        key = pair.baseline.key
+        equal = equal_bits(pair) or (size == 0.0 and not pair.baseline.exact)
+        derived = key.phase == "update" or key == GRADIENT_NORM  # adds nothing to what it is derived from
+        self.all_equal = self.all_equal and (equal or derived)
+        row = SiteDifference(
+            phase=key.phase, stage=key.stage, path=key.path, slot=key.slot, call=key.call, step=step,
+            order=pair.baseline.order, difference=size, floor=floor, steps=0, identical_steps=0,
+        )  # fmt: skip
+        held = self.differences.get(key, row)
+        worst = row if row.ratio > held.ratio else held
+        self.differences[key] = replace(worst, steps=held.steps + 1, identical_steps=held.identical_steps + equal)

@@ -1,0 +1,146 @@
+"""Parameters that should move and never do are found; those that rightly rest are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import traindiff
+from traindiff.findings import Finding
+
+Chosen = Callable[[nn.Module], Iterable[nn.Parameter]]
+
+
+class Net(nn.Module):
+    """Two layers around a batch normalisation, whose mean takes any bias before it away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.second(torch.relu(self.norm(self.first(x))))
+        return hidden
+
+
+def train(
+    path: Path, *, chosen: Chosen = lambda model: model.parameters(), rates: Iterable[float] = (0.1, 0.1, 0.1),
+    prepare: Callable[[nn.Module], None] = lambda model: None, dtype: torch.dtype = torch.float32,
+) -> tuple[Finding, ...]:  # fmt: skip
+    """Train with these learning rates, and check the run."""
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    prepare(model)
+    optimizer = torch.optim.SGD(chosen(model), lr=1.0)
+    data = torch.randn(16, 6, dtype=dtype)
+    with traindiff.record(path, model, optimizer, observe=["param", "grad", "optimizer"], strict=True):
+        for rate in rates:
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            model(data).square().mean().backward()
+            optimizer.step()
+    return traindiff.check(path).findings
+
+
+def without(name: str) -> Chosen:
+    return lambda model: [one for path, one in model.named_parameters() if path != name]
+
+
+def test_a_parameter_that_no_optimizer_holds_is_found(tmp_path: Path) -> None:
+    (finding,) = train(tmp_path / "run", chosen=without("second.weight"))
+
+    assert (finding.kind, finding.phase, finding.path, finding.step) == ("never-updated", "param", "second.weight", 0)
+    assert finding.says == (
+        "No recorded optimizer holds second.weight, although it requires a gradient: 3 steps leave it as it was. "
+        "If that is meant, set requires_grad=False."
+    )
+    assert finding.evidence == {"steps_without_change": 3}
+
+
+class Forgetful(torch.optim.SGD):
+    """Leaves out the weights of the second layer, whatever their gradients."""
+
+    left_out: nn.Parameter
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        held = self.left_out.clone()
+        super().step(closure)
+        self.left_out.copy_(held)
+
+
+def test_a_parameter_that_its_optimizer_leaves_out_is_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = Forgetful(model.parameters(), lr=0.1)
+    optimizer.left_out = model.second.weight
+    settings = {"observe": ["param", "grad", "optimizer"], "strict": True}
+    with traindiff.record(tmp_path / "run", model, optimizer, **settings):  # type: ignore[arg-type]
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(16, 6)).square().mean().backward()
+            optimizer.step()
+
+    (finding,) = traindiff.check(tmp_path / "run").findings
+
+    assert finding.says == "second.weight gets gradients that should move it in 3 steps, and never changes."
+
+
+def test_what_the_optimizer_replay_has_said_is_not_said_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = Forgetful(model.parameters(), lr=0.1)
+    optimizer.left_out = model.second.weight
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(16, 6)).square().mean().backward()
+            optimizer.step()
+
+    (finding,) = traindiff.check(tmp_path / "run").findings
+
+    assert (finding.kind, finding.phase, finding.path) == ("never-updated", "update", "second.weight")
+
+
+LEGAL: dict[str, dict[str, object]] = {
+    "it trains": {},
+    "frozen": {"prepare": lambda model: model.second.weight.requires_grad_(False)},
+    "one step": {"chosen": without("second.weight"), "rates": [0.1]},
+    "warm-up from nothing": {"rates": [0.0, 0.0, 0.1]},
+    "learning rate of nothing": {"rates": [0.0, 0.0, 0.0]},
+    "a gradient that is mathematically zero": {"rates": [1e-7, 1e-7, 1e-7]},
+    "updates that a short dtype loses": {"rates": [1e-6, 1e-6, 1e-6], "dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_a_parameter_that_rightly_rests_is_not_found(name: str, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", **LEGAL[name]) == ()  # type: ignore[arg-type]
+
+
+def test_a_parameter_that_moves_at_last_is_not_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = Forgetful(model.parameters(), lr=0.1)
+    settings = {"observe": ["param", "grad", "optimizer"], "strict": True}
+    with traindiff.record(tmp_path / "run", model, optimizer, **settings):  # type: ignore[arg-type]
+        for left_out in (model.second.weight, model.second.weight, model.second.weight, model.first.bias):
+            optimizer.left_out = left_out
+            optimizer.zero_grad()
+            model(torch.randn(16, 6)).square().mean().backward()
+            optimizer.step()
+
+    assert traindiff.check(tmp_path / "run").verdict == "healthy"
+
+
+def test_compare_leaves_it_to_the_other_runs_update(tmp_path: Path) -> None:
+    train(tmp_path / "baseline", chosen=without("second.weight"))
+    train(tmp_path / "candidate", chosen=without("second.weight"))
+
+    assert traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").verdict == "identical"
