@@ -144,3 +144,19 @@ def test_a_stream_that_was_cut_off_is_used_as_far_as_it_goes(traindiff: Traindif
 
 def test_a_recording_is_needed_on_each_side(traindiff: Traindiff) -> None:
     assert traindiff("compare", "baseline").exit_code == 2
+
+
+def test_a_verdict_is_written_as_csv(traindiff: Traindiff) -> None:
+    result = traindiff("compare", "baseline", "candidate", "--format", "csv")
+
+    header, *rows = result.stdout.splitlines()
+    assert result.exit_code == 1
+    assert header.startswith("step,micro_step,rank,phase,stage,site,slot")
+    assert any("The candidate's is 2 x the baseline's." in row for row in rows)
+
+
+def test_an_unknown_format_names_those_there_are(traindiff: Traindiff) -> None:
+    result = traindiff("compare", "baseline", "candidate", "--format", "xml")
+
+    assert result.exit_code == 2
+    assert "'xml' is not a format. Known: text, json, csv." in result.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from traindiff._version import __version__
 from traindiff.errors import TraindiffError
+from traindiff.report.formats import FORMATS, writer
 
 UNUSABLE = 2
 """Exit code for input or settings that cannot be used."""
@@ -56,10 +56,36 @@ def says_what_is_wrong(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def print_json(result: Any) -> None:
-    """Print the result of a command as JSON, and nothing else, on standard output."""
-    json.dump(result, sys.stdout, indent=2, allow_nan=False)
-    sys.stdout.write("\n")
+def _format(name: str) -> str:
+    if name not in ("text", *FORMATS):
+        raise typer.BadParameter(f"{name!r} is not a format. Known: {', '.join(('text', *FORMATS))}.")
+    return name
+
+
+FormatOption = Annotated[
+    str,
+    typer.Option(
+        "--format", "-f", parser=_format, metavar="|".join(("text", *FORMATS)),
+        help="text for people, the others for programs.",
+    ),
+]  # fmt: skip
+"""The option of every command that gives a verdict."""
+
+JsonOption = Annotated[bool, typer.Option("--json", help="The same as --format json (docs/json.md).")]
+
+
+def print_result(result: Any, form: str, *, text: Callable[[], None]) -> None:
+    """Print a verdict on standard output.
+
+    Args:
+        result: What a command has found.
+        form: One of `FORMATS`, or `text`.
+        text: Prints it for people.
+    """
+    if form == "text":
+        text()
+    else:
+        writer(form)(result, sys.stdout)
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001  the shape of typer's callbacks

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from traindiff.cli.app import app, messages, print_json, results, says_what_is_wrong
+from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
 
 
 @app.command()
@@ -15,7 +15,8 @@ def check(
     recording: Annotated[str, typer.Argument(help="Recording of the run to check.")],
     steps: Annotated[str | None, typer.Option(help='Steps to check, e.g. "0-9,20,30-".')] = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of the table of further findings.")] = 12,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (docs/json.md).")] = False,
+    form: FormatOption = "text",
+    as_json: JsonOption = False,
 ) -> None:
     """Check one run by itself: copies on ranks agree, the optimizer does what it says, reported numbers fit.
 
@@ -27,8 +28,5 @@ def check(
 
     with messages.status("checking") as status:
         result = check_recording(recording, steps=steps, progress=lambda step: status.update(f"checking step {step}"))
-    if as_json:
-        print_json(result.to_json())
-    else:
-        print_check(results, result, top=top)
+    print_result(result, "json" if as_json else form, text=lambda: print_check(results, result, top=top))
     raise typer.Exit(result.exit_code)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from traindiff.cli.app import app, messages, print_json, results, says_what_is_wrong
+from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
 
 
 @app.command()
@@ -36,7 +36,8 @@ def compare(
     ] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (docs/json.md).")] = False,
+    form: FormatOption = "text",
+    as_json: JsonOption = False,
 ) -> None:
     """Compare two recordings and name the first divergence.
 
@@ -57,8 +58,5 @@ def compare(
             atol=atol,
             progress=lambda step: status.update(f"comparing step {step}"),
         )
-    if as_json:
-        print_json(result.to_json())
-    else:
-        print_comparison(results, result, top=top)
+    print_result(result, "json" if as_json else form, text=lambda: print_comparison(results, result, top=top))
     raise typer.Exit(result.exit_code)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from traindiff.cli.app import app, messages, print_json, results, says_what_is_wrong
+from traindiff.cli.app import JsonOption, app, messages, print_result, results, says_what_is_wrong
 
 
 @app.command()
@@ -24,14 +24,14 @@ def doctor(
     rounds: Annotated[int, typer.Option(min=0, help="Pairs of steps that are timed; 0 times nothing.")] = 9,
     compiled: Annotated[bool, typer.Option(help="Also with torch.compile.")] = True,
     backend: Annotated[str, typer.Option(help="Backend of torch.compile, e.g. inductor.")] = "aot_eager",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (docs/json.md).")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check on this machine that recording changes nothing and misses nothing, and what it costs.
 
     The training is run with and without a recording, eagerly and compiled, and compared bit by bit. Exits
     with 0 if no check failed, 1 if one did, and 2 if RECIPE cannot be used.
     """
-    from traindiff.report.doctor import Diagnosis, print_diagnosis, to_json
+    from traindiff.report.doctor import SelfTest, print_self_test
     from traindiff.sessions.doctor.checks import Check, Plan, run_checks
     from traindiff.sessions.doctor.subject import built_in, check_backend, try_out
     from traindiff.sessions.environment import describe
@@ -47,14 +47,11 @@ def doctor(
             checks.append(check)
             status.update(f"checking, after: {check.name}")
     about = describe()
-    diagnosis = Diagnosis(
+    found = SelfTest(
         subject=recipe or "the built-in model",
         checks=tuple(checks),
         versions=about["versions"],
         environment=about["environment"],
     )
-    if as_json:
-        print_json(to_json(diagnosis))
-    else:
-        print_diagnosis(results, diagnosis)
-    raise typer.Exit(0 if diagnosis.healthy else 1)
+    print_result(found, "json" if as_json else "text", text=lambda: print_self_test(results, found))
+    raise typer.Exit(0 if found.healthy else 1)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from traindiff.cli.app import app, messages, print_json, results, says_what_is_wrong
+from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
 
 
 class PinWhen(StrEnum):
@@ -53,7 +53,8 @@ def verify(
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance in place of floors.")] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element.")] = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (docs/json.md).")] = False,
+    form: FormatOption = "text",
+    as_json: JsonOption = False,
 ) -> None:
     """Run a trusted training and the one in question, compare them, and pin down what is wrong.
 
@@ -85,8 +86,5 @@ def verify(
             atol=atol,
             progress=on_step,
         )
-    if as_json:
-        print_json(result.to_json())
-    else:
-        print_verification(results, result, top=top)
+    print_result(result, "json" if as_json else form, text=lambda: print_verification(results, result, top=top))
     raise typer.Exit(result.exit_code)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from traindiff.alignment.presence import Unaligned
 from traindiff.comparison.sentences import text
-from traindiff.findings.finding import Finding, _ratio
+from traindiff.findings.finding import Finding, ratio_of
 
 Word = Literal["identical", "equivalent", "diverged", "misaligned", "incomplete"]
 
@@ -38,7 +38,7 @@ class SiteDifference:
     @property
     def ratio(self) -> float:
         """Difference over floor; inf for differences without a size."""
-        return _ratio(self.difference, self.floor)
+        return ratio_of(self.difference, self.floor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ class Finding:
     @property
     def ratio(self) -> float:
         """Difference over floor; inf for differences without a size."""
-        return _ratio(self.difference, self.floor)
+        return ratio_of(self.difference, self.floor)
 
     @property
     def site(self) -> str:
@@ -76,7 +76,8 @@ class Finding:
         }
 
 
-def _ratio(difference: float, floor: float) -> float:
+def ratio_of(difference: float, floor: float) -> float:
+    """Difference over floor; inf for a difference without a floor, 0 where the floor is without bound."""
     if difference == 0.0:
         return 0.0
     if math.isinf(floor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,8 +38,15 @@ class Check(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """All checks of one subject, and where they ran."""
+class SelfTest:
+    """All checks of one subject, and where they ran.
+
+    Attributes:
+        subject: The training on which the checks were made.
+        checks: In the order in which they were made.
+        versions: Version by package.
+        environment: As in `run.json`.
+    """
 
     subject: str
     checks: tuple[Check, ...]
@@ -51,38 +58,34 @@ class Diagnosis:
         """Whether no check failed."""
         return all(check.result != "fail" for check in self.checks)
 
+    def to_json(self) -> dict[str, Any]:
+        """The result in the schema of `--json`, as JSON values."""
+        return {
+            "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
+            "subject": self.subject,
+            "verdict": "healthy" if self.healthy else "unhealthy",
+            "checks": [
+                {"name": check.name, "result": check.result, "says": check.says, "evidence": check.evidence}
+                for check in self.checks
+            ],
+            "versions": dict(self.versions),
+            "environment": dict(self.environment),
+        }
 
-def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
+
+def print_self_test(console: Console, found: SelfTest) -> None:
     """Print the checks as a table, and where they ran."""
     table = columns(left=("", "check", "what was found"), right=())
-    for check in diagnosis.checks:
+    for check in found.checks:
         table.add_row(Text(check.result, style=_STYLES[check.result]), Text(check.name), Text(check.says))
-    versions = ", ".join(f"{name} {version}" for name, version in diagnosis.versions.items())
-    console.print(Text(f"{diagnosis.subject} on {diagnosis.environment['platform']}", style="bold"), soft_wrap=True)
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    console.print(Text(f"{found.subject} on {found.environment['platform']}", style="bold"), soft_wrap=True)
     console.print(Text(versions, style="dim"), soft_wrap=True)
     console.print()
     console.print(table)
-    failed = sum(check.result == "fail" for check in diagnosis.checks)
+    failed = sum(check.result == "fail" for check in found.checks)
     console.print()
     if failed:
-        console.print(Text(f"{failed} of {len(diagnosis.checks)} checks failed.", style="bold red"))
+        console.print(Text(f"{failed} of {len(found.checks)} checks failed.", style="bold red"))
     else:
         console.print(Text("No check failed.", style="bold green"))
-
-
-def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The diagnosis in the schema of docs/json.md."""
-    return {
-        "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
-        "subject": diagnosis.subject,
-        "verdict": "healthy" if diagnosis.healthy else "unhealthy",
-        "checks": _checks(diagnosis.checks),
-        "versions": dict(diagnosis.versions),
-        "environment": dict(diagnosis.environment),
-    }
-
-
-def _checks(checks: Iterable[Check]) -> list[dict[str, Any]]:
-    return [
-        {"name": check.name, "result": check.result, "says": check.says, "evidence": check.evidence} for check in checks
-    ]

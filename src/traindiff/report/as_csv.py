@@ -1,0 +1,66 @@
+"""A verdict as comma-separated values: a row for each site of a comparison, or each finding of a check."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator
+from typing import IO, Any
+
+from traindiff.comparison import Comparison, SiteDifference, Verification
+from traindiff.findings import Finding
+from traindiff.health import Verdict
+from traindiff.site import ROOT
+
+COLUMNS = (
+    "step", "micro_step", "rank", "phase", "stage", "site", "slot", "call", "kind", "difference", "floor", "ratio",
+    "steps", "identical_steps", "says",
+)  # fmt: skip
+"""Columns of every table, in order. Cells without a value, and sizes that are not finite, are empty."""
+
+
+def write(result: Comparison | Verification | Verdict, file: IO[str]) -> None:
+    """A header, then rows in the order of execution.
+
+    Of a comparison each site has a row with its largest difference in units of its floor, in `step`: `steps` in which
+    it was compared, `identical_steps` of them with the same bits, and `kind` and `says` of the finding there, if there
+    is one. Findings at sites that only one run has follow. Of a verification this is the comparison of the free runs.
+    Of a check each finding has a row, and `steps` are those in which it was found.
+    """
+    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    if isinstance(result, Verdict):
+        writer.writerows(_of_finding(finding) for finding in result.findings)
+    else:
+        writer.writerows(_rows(result.comparison if isinstance(result, Verification) else result))
+
+
+def _rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    """Rows of a comparison."""
+    left_over = {_site(finding): finding for finding in reversed(comparison.findings)}
+    for row in comparison.differences:
+        finding = left_over.pop(_site(row), None)
+        about = {} if finding is None else {**_of_finding(finding), "difference": None, "floor": None, "ratio": None}
+        yield {**about, **_of_site(row)}
+    yield from map(_of_finding, reversed(left_over.values()))
+
+
+def _site(one: SiteDifference | Finding) -> tuple[object, ...]:
+    return one.phase, one.stage, one.path, one.slot, one.call
+
+
+def _of_site(row: SiteDifference) -> dict[str, Any]:
+    return {
+        "step": row.step, "phase": row.phase, "stage": row.stage, "site": row.path or ROOT, "slot": row.slot,
+        "call": row.call, "difference": _finite(row.difference), "floor": _finite(row.floor),
+        "ratio": _finite(row.ratio), "steps": row.steps, "identical_steps": row.identical_steps,
+    }  # fmt: skip
+
+
+def _of_finding(finding: Finding) -> dict[str, Any]:
+    about = finding.to_json()
+    return {name: about[name] for name in COLUMNS if name in about} | {"steps": finding.evidence.get("steps")}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

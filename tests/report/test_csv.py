@@ -1,0 +1,84 @@
+"""A verdict as comma-separated values."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+
+import traindiff
+from tests.made_up import Compared, Step, at, record
+from traindiff.comparison import Comparison, Verification
+from traindiff.health import Verdict
+from traindiff.report.as_csv import COLUMNS, write
+
+
+def rows(result: Comparison | Verification | Verdict) -> list[dict[str, str]]:
+    """The table as a program reads it."""
+    file = io.StringIO(newline="")
+    write(result, file)
+    reader = csv.DictReader(io.StringIO(file.getvalue()))
+    found = list(reader)
+    assert tuple(reader.fieldnames or ()) == COLUMNS
+    return found
+
+
+doubled = at(("grad", "", "fc.weight", "grad"), lambda values: values * 2, step=1)
+
+
+def test_each_site_of_a_comparison_has_a_row_in_the_order_of_execution(compared: Compared) -> None:
+    result = compared(doubled)
+
+    found = rows(result)
+
+    assert len(found) == len(result.differences)
+    assert [(row["phase"], row["slot"]) for row in found] == [(one.phase, one.slot) for one in result.differences]
+    assert all(float(row["difference"]) == one.difference for row, one in zip(found, result.differences, strict=True))
+
+
+def test_the_row_of_a_site_says_what_was_found_there(compared: Compared) -> None:
+    result = compared(doubled)
+
+    (row,) = [row for row in rows(result) if row["site"] == "fc.weight" and row["phase"] == "grad"]
+
+    first = result.first_divergence
+    assert first is not None
+    assert (row["kind"], row["says"], row["step"]) == (first.kind, first.says, "1")
+    assert float(row["ratio"]) == first.ratio
+
+
+def test_a_finding_at_a_site_that_one_run_lacks_has_a_row_too(compared: Compared) -> None:
+    def lacks(number: int, step: Step) -> None:
+        del step["forward", "", "head", "output[0]"]
+
+    (row,) = [row for row in rows(compared(lacks)) if row["kind"] == "missing"]
+
+    assert (row["phase"], row["site"], row["difference"]) == ("forward", "head", "")
+
+
+def test_sizes_that_are_not_finite_are_empty_cells(compared: Compared) -> None:
+    broken = at(("forward", "", "fc", "output[0]"), lambda values: np.where(values == values[0, 0], np.nan, values))
+
+    (row,) = [row for row in rows(compared(broken)) if row["kind"] == "non-finite"]
+
+    assert (row["difference"], row["ratio"]) == ("", "")
+    assert float(row["floor"]) > 0
+
+
+def test_of_a_verification_the_free_runs_are_written(compared: Compared) -> None:
+    comparison = compared(doubled)
+
+    assert rows(Verification(comparison=comparison)) == rows(comparison)
+
+
+def test_each_finding_of_a_check_has_a_row(tmp_path: Path) -> None:
+    for rank in range(3):
+        record(tmp_path / "run", doubled if rank == 1 else lambda number, step: None, rank=rank, run={"world_size": 3})
+
+    result = traindiff.check(tmp_path / "run")
+    (row,) = rows(result)
+
+    assert (row["kind"], row["rank"], row["site"], row["steps"]) == ("ranks-disagree", "1", "fc.weight", "1")
+    assert row["says"] == result.findings[0].says
