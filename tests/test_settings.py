@@ -9,8 +9,9 @@ import pytest
 
 from traindiff.declared_shard import shard
 from traindiff.errors import ConfigError
-from traindiff.settings import OBSERVABLE, RecordSettings, record_settings
+from traindiff.settings import RecordSettings, record_settings
 from traindiff.site import PHASES
+from traindiff.tap_registry import OBSERVABLE
 
 PLAIN: dict[str, Any] = {
     "observe": None, "select": "*", "detail": "summary", "steps": None, "ranks": None, "every": 1,
