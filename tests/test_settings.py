@@ -86,13 +86,11 @@ def test_every_problem_is_listed_at_once_with_near_misses() -> None:
         "  record(observe=...)\n"
         '    "gradient" is not something to observe.\n'
         '    Did you mean "grad"? '
-        "Known: backward, batch, forward, grad, grad.micro, grad.stages, loss, optimizer, param, replay, "
-        "samples, update.\n"
+        f"Known: {', '.join(sorted(OBSERVABLE))}.\n"
         "\n"
         "  record(observe=...)\n"
         '    "weights" is not something to observe.\n'
-        "    Known: backward, batch, forward, grad, grad.micro, grad.stages, loss, optimizer, param, replay, "
-        "samples, update.\n"
+        f"    Known: {', '.join(sorted(OBSERVABLE))}.\n"
         "\n"
         "  record(detail=...)\n"
         '    "sumary" is not a detail.\n'

@@ -12,6 +12,7 @@ from traindiff.observation import SAMPLE
 from traindiff.taps.batch_axis import batch_first
 from traindiff.taps.context import TapContext
 from traindiff.taps.nested import tensors
+from traindiff.taps.sink import Sink
 
 MOST = 512
 """Samples of one input and micro-batch that are observed; of a larger batch none is."""
@@ -39,13 +40,23 @@ class _Samples:
         inputs = [] if chunk is not None and not chunk.is_first else list(tensors(args, "input"))
         call = progress.next_call("", "samples")
         for slot, tensor in [*inputs, *tensors(kwargs, "input")]:
-            axis = self._batch_axis.axis_of_samples(tensor, slot=slot, progress=progress)
+            axis = self._batch_axis.axis_of_samples(tensor, progress.current_batch, path="", slot=slot)
             if axis is not None and not call:
-                self._samples(slot, batch_first(tensor, axis))
+                emit_samples(self._sink, batch_first(tensor, axis), path="", slot=slot)
 
-    def _samples(self, slot: str, samples: Tensor) -> None:
-        if len(samples) > MOST:
-            return
-        with self._sink.together():
-            for number, sample in enumerate(samples.detach()):
-                self._sink.emit(sample, phase="batch", path="", slot=slot, stage=SAMPLE, call=number)
+
+def emit_samples(sink: Sink, batch: Tensor, *, path: str, slot: str, micro_step: int | None = None) -> None:
+    """Record the samples of a batch one by one, unless they are more than `MOST`.
+
+    Args:
+        sink: Receives the observations.
+        batch: With one entry of axis 0 per sample; any device, never changed.
+        path: Where the batch is seen.
+        slot: Which tensor there.
+        micro_step: That it belongs to, where that is not the current one.
+    """
+    if len(batch) > MOST:
+        return
+    with sink.together():
+        for number, sample in enumerate(batch.detach()):
+            sink.emit(sample, phase="batch", path=path, slot=slot, stage=SAMPLE, call=number, micro_step=micro_step)
