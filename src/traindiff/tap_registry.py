@@ -65,6 +65,7 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="batch", part_of="root_forward", loses=_BATCH),
     # Behind the one that follows forward passes, which says what the batch is.
     Tap(name="samples", observe=("samples",), by_default=True, loses=(("batch", SAMPLE),)),
+    Tap(name="dataloader", observe=("dataloader",), loses=(("batch", "loaded"),)),
     Tap(name="model_state", observe=("param", "update"), loses=_PARAMETERS),
     Tap(name="parameter_gradients", observe=("grad.micro",), loses=(("grad", "micro"),)),
     Tap(name="gradient_stages", observe=("grad",), further=("grad.stages",), loses=_STAGES),
