@@ -27,6 +27,7 @@ VOCABULARY = frozenset(
         "site",
         "steps",
         "summary",
+        "tap_registry",
     }
 )
 """Modules that every layer speaks: the lowest layer, without torch."""
@@ -115,7 +116,7 @@ PACKAGES = [
     *(f"traindiff.{name}" for name in sorted(VOCABULARY)),
     *(f"traindiff.{name}" for name in (*WITHOUT_TORCH[1:], "cli") if (SOURCE / name / "__init__.py").exists()),
     "traindiff.kernels",
-    "traindiff.taps.inspection",
+    "traindiff.taps.inspect",
 ]
 
 

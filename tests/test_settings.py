@@ -9,8 +9,9 @@ import pytest
 
 from traindiff.declared_shard import shard
 from traindiff.errors import ConfigError
-from traindiff.settings import OBSERVABLE, RecordSettings, record_settings
+from traindiff.settings import RecordSettings, record_settings
 from traindiff.site import PHASES
+from traindiff.tap_registry import OBSERVABLE
 
 PLAIN: dict[str, Any] = {
     "observe": None, "select": "*", "detail": "summary", "steps": None, "ranks": None, "every": 1,
@@ -85,13 +86,11 @@ def test_every_problem_is_listed_at_once_with_near_misses() -> None:
         "  record(observe=...)\n"
         '    "gradient" is not something to observe.\n'
         '    Did you mean "grad"? '
-        "Known: backward, batch, forward, grad, grad.micro, grad.stages, loss, optimizer, param, replay, "
-        "samples, update.\n"
+        f"Known: {', '.join(sorted(OBSERVABLE))}.\n"
         "\n"
         "  record(observe=...)\n"
         '    "weights" is not something to observe.\n'
-        "    Known: backward, batch, forward, grad, grad.micro, grad.stages, loss, optimizer, param, replay, "
-        "samples, update.\n"
+        f"    Known: {', '.join(sorted(OBSERVABLE))}.\n"
         "\n"
         "  record(detail=...)\n"
         '    "sumary" is not a detail.\n'

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from traindiff.sessions.record import record
     from traindiff.sessions.recorder import Recorder
     from traindiff.sessions.verify import calibrate, verify
-    from traindiff.taps.inspection import inspect
+    from traindiff.taps.inspect import inspect
 
 _LAZY = {
     "Comparison": "traindiff.comparison",
@@ -53,7 +53,7 @@ _LAZY = {
     "calibrate": "traindiff.sessions.verify",
     "check": "traindiff.health",
     "compare": "traindiff.comparison",
-    "inspect": "traindiff.taps.inspection",
+    "inspect": "traindiff.taps.inspect",
     "open_recording": "traindiff.recording",
     "record": "traindiff.sessions.record",
     "verify": "traindiff.sessions.verify",

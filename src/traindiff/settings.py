@@ -11,16 +11,8 @@ from traindiff.declared_shard import DeclaredShard, checked_shards
 from traindiff.detail import DETAILS
 from traindiff.errors import ConfigError, Problem
 from traindiff.replica_setting import ReplicaSetting, checked_replica
-from traindiff.site import PHASES
 from traindiff.steps import ALL_STEPS, StepSelection, parse_steps
-
-OBSERVED_BY_DEFAULT = (*PHASES, "samples", "replay")
-"""What is observed where nothing is chosen."""
-
-OBSERVABLE = (*OBSERVED_BY_DEFAULT, "grad.micro", "grad.stages")
-"""What `observe` may list: phases; `samples`, the batch sample by sample; `replay`, whether the optimizers do what they
-say; `grad.micro`, each micro-batch's share of a gradient; and `grad.stages`, gradients before they are unscaled and
-clipped."""
+from traindiff.tap_registry import OBSERVABLE, OBSERVED_BY_DEFAULT
 
 SampleOrder = Literal["blocks", "interleaved"]
 """How data-parallel ranks share the samples of a global batch: each a block of them, or one each in turn."""

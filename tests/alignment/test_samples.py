@@ -76,7 +76,7 @@ def test_samples_are_those_of_all_ranks_and_micro_steps() -> None:
         sample(2, rank=1, place=0, term=1),
     ]
 
-    found = samples_of(step_table(parts))["input[0]"]
+    found = samples_of(step_table(parts))["", "input[0]"]
 
     assert [(one.micro_step, one.rank, one.place) for one in found] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
     assert found[0].fingerprint == found[2].fingerprint
@@ -86,4 +86,4 @@ def test_samples_are_those_of_all_ranks_and_micro_steps() -> None:
 def test_ranks_that_work_on_the_same_samples_have_them_once() -> None:
     parts = [sample(number, rank=rank, place=number) for number in range(2) for rank in range(2)]
 
-    assert len(samples_of(step_table(parts))["input[0]"]) == 2
+    assert len(samples_of(step_table(parts))["", "input[0]"]) == 2

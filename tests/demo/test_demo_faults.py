@@ -11,7 +11,7 @@ from torch import Tensor
 import traindiff
 from traindiff.demo.faults import DEFAULT, FAULTS, Fault
 from traindiff.demo.loop import DemoSettings, StepNumbers, TrainingLoop
-from traindiff.settings import OBSERVABLE
+from traindiff.tap_registry import OBSERVABLE
 
 MICRO_BATCHES = 3
 LAST_STEP = 3

@@ -11,7 +11,7 @@ from traindiff.demo.loop import DemoSettings, TrainingLoop
 from traindiff.demo.model import ModelSize, build_model
 from traindiff.demo.training import train
 from traindiff.errors import ConfigError
-from traindiff.settings import OBSERVABLE, OBSERVED_BY_DEFAULT
+from traindiff.tap_registry import OBSERVABLE, OBSERVED_BY_DEFAULT
 
 
 def test_the_loss_falls() -> None:

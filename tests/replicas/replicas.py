@@ -9,7 +9,7 @@ from torch import nn
 
 import traindiff
 from tests.taps.trainings import TRAININGS, Outcome
-from traindiff.settings import OBSERVABLE
+from traindiff.tap_registry import OBSERVABLE
 
 
 def train(name: str, path: Path, replica: str | None, **options: Any) -> Outcome:

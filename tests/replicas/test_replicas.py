@@ -17,7 +17,7 @@ from tests.taps.reading import rows
 from tests.taps.test_removal import assert_nothing_left
 from tests.taps.test_undisturbed import assert_bitwise_equal
 from tests.taps.trainings import TRAININGS
-from traindiff.settings import OBSERVABLE
+from traindiff.tap_registry import OBSERVABLE
 
 REPLICAS = ("ulp:1", "reorder:1", "float64")
 

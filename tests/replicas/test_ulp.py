@@ -15,7 +15,7 @@ from tests.replicas.replicas import train
 from tests.replicas.test_random_rounding import ulps
 from tests.taps.reading import rows
 from traindiff.replicas.random_rounding import randomly_rounded, rounding_key
-from traindiff.settings import OBSERVABLE
+from traindiff.tap_registry import OBSERVABLE
 
 
 def tensor_files(path: Path) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from tests.faults.models import Gpt
 from tests.faults.recipe import Moment, mean_cross_entropy, recipe
 from tests.rules.test_replay import findings
 from traindiff.findings.finding import Finding
-from traindiff.settings import OBSERVABLE
+from traindiff.tap_registry import OBSERVABLE
 
 Report = Callable[[nn.Module], dict[str, float | Tensor]]
 """Called after backward: changes gradients, and gives what is logged after the step."""

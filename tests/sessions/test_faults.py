@@ -18,14 +18,14 @@ from tests.taps.reading import Row, row, rows
 from tests.taps.test_undisturbed import assert_bitwise_equal
 from tests.taps.trainings import TRAININGS, Outcome
 from traindiff.recording import RecordingWriter
-from traindiff.settings import OBSERVABLE
-from traindiff.taps.module_outputs import ActivationTap
+from traindiff.tap_registry import OBSERVABLE
+from traindiff.taps.activations import Activations
 
 Loses = dict[str, Any]
 
 FAULTS: dict[str, tuple[str, list[Loses]]] = {
     "module_outputs": (
-        "traindiff.taps.module_outputs.ActivationTap._tensor",
+        "traindiff.taps.activations.Activations._tensor",
         [{"phase": "forward"}, {"phase": "backward"}],
     ),
     "batch": ("traindiff.taps.root_forward.RootForwardTap._random_state", [{"phase": "batch"}]),
@@ -118,14 +118,14 @@ def test_a_training_whose_warnings_are_errors_goes_on_too(
 
 def test_a_fault_that_comes_late_keeps_what_was_seen_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
-    original = ActivationTap._tensor
+    original = Activations._tensor
 
     def fail_at_last(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
         return broken() if len(calls) == 20 else original(*args, **kwargs)
 
     train(tmp_path / "whole")
-    monkeypatch.setattr(ActivationTap, "_tensor", fail_at_last)
+    monkeypatch.setattr(Activations, "_tensor", fail_at_last)
     with pytest.warns(traindiff.TraindiffWarning):
         train(tmp_path / "run")
 

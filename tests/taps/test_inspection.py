@@ -15,7 +15,7 @@ from tests.taps.reading import row, rows
 from tests.taps.trainings import batches
 from traindiff.kernels import summarise
 from traindiff.shards import OPEN, Shard
-from traindiff.taps import inspection
+from traindiff.taps import inspect
 
 
 class Attention(nn.Module):
@@ -48,7 +48,7 @@ def test_without_a_recording_inspecting_does_nothing() -> None:
 
     traindiff.inspect("name", tensor)
 
-    assert inspection._observers == []
+    assert inspect._observers == []
     assert tensor._backward_hooks is None
 
 

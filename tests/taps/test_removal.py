@@ -25,8 +25,8 @@ import traindiff
 from tests.taps.models import WithTable, mlp
 from tests.taps.reading import rows
 from tests.taps.trainings import TRAININGS, batches
-from traindiff.settings import OBSERVABLE
-from traindiff.taps import backward_calls, inspection
+from traindiff.tap_registry import OBSERVABLE
+from traindiff.taps import backward_calls, inspect
 
 BACKWARD = torch.autograd.backward
 
@@ -52,7 +52,7 @@ def assert_nothing_left(model: nn.Module, *optimizers: Optimizer) -> None:
     assert not optimizer_module._global_optimizer_post_hooks
     assert torch.autograd.backward is BACKWARD
     assert not backward_calls._listeners
-    assert not inspection._observers
+    assert not inspect._observers
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:

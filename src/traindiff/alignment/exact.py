@@ -33,7 +33,8 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
     baseline, candidate = pair.baseline, pair.candidate
     where = label(baseline.key.path, baseline.key.slot)
     permuted = _is_permuted(pair)
-    single = (one.get(baseline.key.slot, ()) for one in samples) if baseline.dtype == candidate.dtype else ((), ())
+    site = (baseline.key.path, baseline.key.slot)
+    single = (one.get(site, ()) for one in samples) if baseline.dtype == candidate.dtype else ((), ())
     if detail := says_of_samples(*single):
         says = f"The batch differs: {where} {detail}"
     elif baseline.shape != candidate.shape:

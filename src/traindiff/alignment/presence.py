@@ -14,11 +14,7 @@ from traindiff.merging.finding_at import finding_at
 from traindiff.merging.step_table import Entry, only_rank
 from traindiff.observation import MASTER, NO_GRADIENT, NOT_CALLED, SKIPPED
 from traindiff.site import ROOT, label
-
-_ASKED_FOR = {
-    "micro": "grad.micro", "reduced": "grad.stages", "unscaled": "grad.stages", "evaluation": "evaluation",
-}  # fmt: skip
-"""What a run is asked to record, by the stage that it has then."""
+from traindiff.tap_registry import asked_for_as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +36,8 @@ class Presence:
     Attributes:
         known: Paths of modules and parameters of the two models, baseline's first.
         held: Paths of the parameters that the optimizers hold; empty where that is not known.
-        recorded: What each run was asked to record: phases, `grad.micro`, `grad.stages`, `evaluation`; empty where
-            that is not known.
+        recorded: What each run was asked to record: names of `tap_registry.OBSERVABLE`, `evaluation`; empty where that
+            is not known.
         not_recorded: Of that, what one run was not asked for and the other has.
         unaligned: By side and site: sites without counterpart.
         unobserved: Sites that a run could not observe, with the reason.
@@ -110,7 +106,7 @@ class Presence:
     def _not_recorded(self, entry: Entry, *, side: int) -> str:
         """What of the entry the other run was not asked to record; empty where it was."""
         key, recorded = entry.key, self.recorded[side]
-        what = _ASKED_FOR.get(key.stage, key.phase)
+        what = "evaluation" if key.stage == "evaluation" else asked_for_as(key.phase, key.stage)
         return what if recorded and what not in recorded and not (what == "param" and "update" in recorded) else ""
 
     def _exists_there(self, entry: Entry, *, side: int) -> bool:

@@ -8,6 +8,7 @@ from traindiff.alignment.side import Side
 from traindiff.alignment.two_runs import RUNS, TwoRuns
 from traindiff.recording import Recording
 from traindiff.site import label
+from traindiff.tap_registry import NOT_BY_DEFAULT
 
 
 def limits(runs: TwoRuns) -> tuple[list[str], bool]:
@@ -105,5 +106,5 @@ def _not_recorded(runs: TwoRuns) -> tuple[list[str], bool]:
         if missing:
             notes.append(f"Not recorded in the {name}, so not compared: {', '.join(missing)}.")
             # Evaluation and micro-batches come on top; without a whole phase the rest is a part.
-            partly |= bool(missing.keys() - {"evaluation", "grad.micro", "grad.stages"})
+            partly |= bool(missing.keys() - {"evaluation", *NOT_BY_DEFAULT})
     return notes, partly

@@ -10,7 +10,7 @@ import traindiff
 from traindiff.demo.faults import find_fault
 from traindiff.demo.loop import DemoSettings, StepNumbers, TrainingLoop
 from traindiff.errors import ConfigError, Problem
-from traindiff.settings import OBSERVED_BY_DEFAULT
+from traindiff.tap_registry import OBSERVED_BY_DEFAULT
 
 
 def train(

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from traindiff.findings.sentences import ranks_text
 from traindiff.merging.step_table import Entry, Key
-from traindiff.observation import ITSELF, SAMPLE, TAP_FAILED
-
-_ALL = ("", None)
-_GRADIENTS = (("grad", "micro"), ("grad", "reduced"), ("grad", "unscaled"), ("grad", "clipped"))
-_STEP = (("grad", ""), ("optimizer", None), ("param", None), ("update", None))
-
-_LOSES: Mapping[str, Collection[tuple[str, str | None]]] = {
-    "batch": [("batch", None)],
-    "batch_axis": [],
-    "samples": [("batch", SAMPLE)],
-    "module_outputs": [("forward", None), ("backward", None)],
-    "inspect": [("forward", None), ("backward", None)],
-    "loss": [("loss", None)],
-    "backward_calls": [("loss", None)],
-    "log": [("loss", None)],
-    "parameter_gradients": _GRADIENTS[:1],
-    "gradient_stages": _GRADIENTS[1:],
-    "model_state": [("param", None), ("update", None)],
-    "optimizer_step": _STEP,
-    "optimizer_discovery": _STEP,
-    "optimizer_replay": [("update", None)],
-}
-"""By tap: phases and stages of what it observes, all stages where none is said. Of any other tap, everything."""
+from traindiff.observation import ITSELF, TAP_FAILED
+from traindiff.tap_registry import EVERYTHING, LOSES
 
 
 class _Fault(NamedTuple):
@@ -59,7 +38,7 @@ class FailedTaps:
     @property
     def lost(self) -> tuple[tuple[str, str | None], ...]:
         """Phases and stages that are not known any more."""
-        return tuple({lost: None for fault in self.ranks for lost in _LOSES.get(fault.tap, (_ALL,))})
+        return tuple({lost: None for fault in self.ranks for lost in LOSES.get(fault.tap, EVERYTHING)})
 
     def notes(self) -> list[str]:
         """What failed, one sentence each."""

@@ -18,18 +18,18 @@ class Sample(NamedTuple):
     fingerprint: int
 
 
-Samples = Mapping[str, Sequence[Sample]]
-"""The samples of a step by slot of the root's input, by micro-step, then by rank."""
+Samples = Mapping[tuple[str, str], Sequence[Sample]]
+"""The samples of a step by path and slot of the batch that they are in, by micro-step, then by rank."""
 
 
 def samples_of(table: Mapping[Key, Entry]) -> Samples:
     """The samples of a step. Of ranks that work on the same ones, those of the first."""
-    found: dict[str, dict[tuple[int, int, int], Sample]] = {}
+    found: dict[tuple[str, str], dict[tuple[int, int, int], Sample]] = {}
     for key, entry in table.items():
         if key.phase != "batch" or key.stage != SAMPLE or entry.unobserved:
             continue
-        by_place = found.setdefault(key.slot, {})
+        by_place = found.setdefault((key.path, key.slot), {})
         for part in entry.parts:
             one = Sample(part.micro_step, part.rank, key.call, int(part.summary["fingerprint"]))
             by_place.setdefault((part.micro_step, part.term, key.call), one)
-    return {slot: sorted(by_place.values()) for slot, by_place in found.items()}
+    return {site: sorted(by_place.values()) for site, by_place in found.items()}

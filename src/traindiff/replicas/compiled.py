@@ -12,7 +12,7 @@ from traindiff.replica_setting import ReplicaSetting
 from traindiff.replicas.replica import NAME
 from traindiff.site import ROOT, canonical_paths
 from traindiff.taps._torch_compat import is_compiled
-from traindiff.taps.compiled import tap_compiled_module
+from traindiff.taps.compiled import ModuleObserver, tap_compiled_module
 from traindiff.taps.silent_modules import takes_hooks
 from traindiff.taps.sink import Sink
 
@@ -46,7 +46,7 @@ def refuse_compiled(setting: ReplicaSetting, root: nn.Module) -> None:
 
 def notice_compiled(root: nn.Module, sink: Sink) -> ExitStack:
     """Report a fault when a module runs in compiled code: a function that calls it may be compiled at any time."""
-    observer = _Observer(sink)
+    observer = ModuleObserver(output=sink.guarded(NAME, _fault))
     modules = dict(root.named_modules())
     with ExitStack() as undo:
         for name in canonical_paths(modules):
@@ -55,15 +55,5 @@ def notice_compiled(root: nn.Module, sink: Sink) -> ExitStack:
         return undo.pop_all()
 
 
-class _Observer:
-    def __init__(self, sink: Sink) -> None:
-        self.output = sink.guarded(NAME, _fault)
-        self.gradient = self.no_gradient = _do_nothing
-
-
 def _fault(*_: Any) -> None:
     raise NotPerturbedError("a part of the model ran in compiled code, where nothing is perturbed")
-
-
-def _do_nothing(*_: Any) -> None:
-    pass

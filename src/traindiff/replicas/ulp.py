@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from traindiff.replicas.random_rounding import is_rounded, randomly_rounded, rounding_key
 from traindiff.replicas.replica import NAME
 from traindiff.site import canonical_paths
-from traindiff.taps.inspection import alter_inspected
+from traindiff.taps.inspect import alter_inspected
 from traindiff.taps.nested import replaced, tensors
 from traindiff.taps.silent_modules import takes_hooks
 from traindiff.taps.sink import Sink

@@ -56,7 +56,8 @@ def record(
             counts its own steps, and the first also those of forward and backward passes. None
             finds the optimizers that hold parameters of `model` when they first step.
         observe: Some of `batch`, `forward`, `loss`, `backward`, `grad`, `optimizer`, `update`,
-            `param`, `samples`, `replay`, `grad.micro` and `grad.stages`. Default: all but the last two. `update` is
+            `param`, `samples`, `replay`, `grad.micro`, `grad.stages`, and what else docs/observe.md lists. Default:
+            all up to `replay`. `update` is
             the difference of two `param` observations and makes sure that these are recorded. `grad` is what
             the optimizer sees; `grad.micro` adds each micro-batch's share of it, and `grad.stages` what it was
             before a loss scaler unscaled it and before it was clipped, in trainings that do so.

@@ -30,6 +30,7 @@ class Targets:
     """The modules, parameters, buffers and optimizers that a session observes.
 
     Attributes:
+        select: Globs over canonical paths: what is observed.
         root: The module that the training loop calls.
         modules: Selected modules by canonical path.
         parameters: What holds the selected parameters, by canonical path, tied ones under their first name,
@@ -44,6 +45,7 @@ class Targets:
         optimizers: Tracked optimizers by name, the one that counts steps first.
     """
 
+    select: Sequence[str]
     root: nn.Module
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]
@@ -64,6 +66,12 @@ class Targets:
     def primary(self) -> str:
         """Name of the optimizer that counts the steps of forward and backward passes."""
         return next(iter(self.optimizers), "optimizer")
+
+    def selects(self, path: str) -> bool:
+        """Whether the parameter with this path is observed; an optimizer may hold more than the model has."""
+        if path in self.paths:
+            return path in self.parameters
+        return any(matches(glob, path) for glob in self.select)
 
     def pieces_of(self, parameter: Tensor, size: int | None = None) -> tuple[Piece, ...] | None:
         """What a tensor that an optimizer or autograd takes for a parameter holds of the model's; None if nothing.
@@ -157,6 +165,7 @@ def find_targets(
         )
         warnings.warn(says, TraindiffWarning, stacklevel=3)
     return Targets(
+        select=tuple(select),
         root=model,
         modules=chosen_modules,
         parameters=chosen_parameters,

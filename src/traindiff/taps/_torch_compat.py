@@ -214,3 +214,17 @@ def arrived(tensor: Any) -> torch.Tensor:
     """What an asynchronous tensor stands for, after a wait where nobody has waited for it."""
     result: torch.Tensor = tensor.trigger_wait()
     return result
+
+
+def loader_iterators() -> type[Any]:
+    """The class of all that iterates over a `DataLoader`, with and without workers.
+
+    There is no hook for what a loader yields, and no public name for what yields it; iterators that were made before
+    could not be followed by their loader.
+    """
+    return torch.utils.data.dataloader._BaseDataLoaderIter
+
+
+def drawing_of(iterator: Any) -> Any:
+    """What draws the indices of an iterator's batches: one per loader, of which an iterator knows nothing else."""
+    return iterator._index_sampler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
@@ -11,36 +11,33 @@ import torch
 from torch import Tensor
 
 from traindiff.taps._torch_compat import inside_backward, run_as_it_is
+from traindiff.taps.context import TapContext
 from traindiff.taps.graph_leaves import may_reach
 from traindiff.taps.listeners import Listeners
-from traindiff.taps.sink import Sink
 
 
-def tap_backward_calls(sink: Sink, parameter_ids: Collection[int], *, observe_loss: bool) -> ExitStack:
+def attach(context: TapContext) -> ExitStack:
     """Follow calls of `Tensor.backward` and `torch.autograd.backward` that can reach the model's parameters.
+
+    Each scalar root is recorded (phase `loss`), to be summed over the step: whatever the training divides its
+    micro-losses by, gradients are those of this sum. Where `loss` is not observed, only progress is kept.
 
     There is no hook for them, so `torch.autograd.backward` (to which `Tensor.backward` leads) is
     replaced while at least one tap is attached, and put back when the last one is removed.
 
-    Args:
-        sink: Receives each scalar root as phase `loss`, to be summed over the step: whatever the
-            training divides its micro-losses by, gradients are those of this sum.
-        parameter_ids: Ids of the model's parameters.
-        observe_loss: Whether losses are recorded; if not, only progress is kept.
-
     Returns:
         Close it to remove the tap.
     """
-    return _listeners.attach(_Listener(sink, parameter_ids, observe_loss=observe_loss))
+    return _listeners.attach(_Listener(context))
 
 
 class _Listener:
-    def __init__(self, sink: Sink, parameter_ids: Collection[int], *, observe_loss: bool) -> None:
-        self.sink = sink
-        self._parameter_ids = parameter_ids
+    def __init__(self, context: TapContext) -> None:
+        sink = self._sink = context.sink
+        self._parameter_ids = context.names
         self._is_concerned = True
         self._look = sink.guarded("backward_calls", self._follow)
-        self._observe_loss = observe_loss
+        self._observe_loss = "loss" in context.observe
         self.begin = sink.guarded("loss", self._begin)
         self.end = sink.guarded("backward_calls", sink.progress.end_backward)
 
@@ -54,7 +51,7 @@ class _Listener:
         self._is_concerned = may_reach(roots, self._parameter_ids)
 
     def _begin(self, roots: Sequence[Tensor]) -> None:
-        progress, chunk = self.sink.progress, self.sink.progress.chunk
+        progress, chunk = self._sink.progress, self._sink.progress.chunk
         if not (self._observe_loss and progress.observing and progress.forward_done):
             return
         if chunk is not None and not chunk.is_last:
@@ -62,7 +59,7 @@ class _Listener:
         for root in roots:
             if root.numel() == 1:
                 call = progress.next_call("loss", "")
-                self.sink.emit(root.reshape(()), phase="loss", path="loss", slot="backward", call=call, merge="sum")
+                self._sink.emit(root.reshape(()), phase="loss", path="loss", slot="backward", call=call, merge="sum")
 
 
 def _install() -> None:

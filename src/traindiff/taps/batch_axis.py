@@ -50,9 +50,15 @@ class BatchAxis:
         self._unused = dict.fromkeys(self._declared)
         self._asked = False
 
-    def of_batch(self, inputs: Iterable[Sequence[int]]) -> Batch | None:
-        """The batch that the root module received, by the shapes of its inputs; None when none of them has axes."""
-        axis = self._declared_axis("", "input", default=0)
+    def of_batch(self, inputs: Iterable[Sequence[int]], *, path: str = "", slot: str = "input") -> Batch | None:
+        """The batch that is in some tensors, as a rule the root's inputs; None when none of them has axes.
+
+        Args:
+            inputs: Their shapes.
+            path: Canonical path of what receives or yields them.
+            slot: Slot of all of them.
+        """
+        axis = self._declared_axis(path, slot, default=0)
         if axis is None:
             return None
         axes = map(list, inputs)
@@ -66,7 +72,14 @@ class BatchAxis:
         return Batch(size=size, lengths=frozenset(products))
 
     def split(
-        self, shape: tuple[int, ...], *, path: str, slot: str, site: tuple[str, ...], progress: Progress
+        self,
+        shape: tuple[int, ...],
+        *,
+        path: str,
+        slot: str,
+        site: tuple[str, ...],
+        progress: Progress,
+        batch: Batch | None = None,
     ) -> tuple[int, Shard]:
         """Which axis of the tensor comes first in its global index, and which rows it holds.
 
@@ -76,12 +89,13 @@ class BatchAxis:
             slot: Which tensor there; declarations are matched to both.
             site: What tells this tensor from all others of the micro-step.
             progress: Counts the rows seen at `site` in this step.
+            batch: The batch that it is of, where that is not the one which the root works on.
 
         Returns:
             The batch axis (0 where there is none), and the shard of the tensor with it in front.
         """
         self._asked = True
-        batch = progress.current_batch
+        batch = batch or progress.current_batch
         declared = self._declared_axis(path, slot, default=_UNDECLARED)
         axis = self._usual_axis(path, slot, len(shape)) if declared == _UNDECLARED else declared
         if axis is None or batch is None or not -len(shape) <= axis < len(shape):
@@ -93,10 +107,10 @@ class BatchAxis:
         first, spacing = progress.rows(site, shape[0], samples=max(1, batch.size))
         return axis, Shard.of_batch(shape, first=first, spacing=spacing)
 
-    def axis_of_samples(self, tensor: Tensor, *, slot: str, progress: Progress) -> int | None:
-        """The axis of an input of the root that runs over its samples; None where it has none."""
-        batch, shape = progress.current_batch, shape_of(tensor)
-        axis = self._declared_axis("", slot, default=0)
+    def axis_of_samples(self, tensor: Tensor, batch: Batch | None, *, path: str, slot: str) -> int | None:
+        """The axis of a tensor of the batch that runs over its samples; None where it has none."""
+        shape = shape_of(tensor)
+        axis = self._declared_axis(path, slot, default=0)
         if axis is None or batch is None or not -len(shape) <= axis < len(shape):
             return None
         return axis if shape[axis] == batch.size else None

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,37 +28,47 @@ from traindiff.taps.nested import tensors
 _NUMBER = "_traindiff_number"
 
 
-class ModuleObserver(Protocol):
-    """Who observes a module in compiled code."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleObserver:
+    """Who observes a module in compiled code, or what that inspects.
 
-    def output(self, tensor: Tensor, slot: str) -> None:
-        """An output in the forward pass; it does not know whether it requires a gradient."""
+    Attributes:
+        output: Called with an output in the forward pass, which does not know whether it requires a gradient, and its
+            slot; of an inspected tensor, its name.
+        gradient: Called with the gradient of that output, and the slot.
+        no_gradient: Called with the slot where the output is a parameter or an input: a hook on it in compiled code
+            would never be removed.
+    """
 
-    def gradient(self, gradient: Tensor, slot: str) -> None:
-        """The gradient of that output."""
-
-    def no_gradient(self, slot: str) -> None:
-        """That output is a parameter or an input: a hook on it in compiled code would never be removed."""
-
-
-class RootObserver(Protocol):
-    """Who observes the forward passes of the root in compiled code."""
-
-    def begin(self, inputs: Sequence[tuple[str, Tensor]], *, evaluating: bool) -> None:
-        """A forward pass begins."""
-
-    def end(self) -> None:
-        """It has ended."""
+    output: Callable[[Tensor, str], None]
+    gradient: Callable[[Tensor, str], None] = lambda *_: None
+    no_gradient: Callable[[str], None] = lambda *_: None
 
 
-class StepObserver(Protocol):
-    """Who observes the calls of an optimizer in compiled code."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootObserver:
+    """Who observes the forward passes of the root in compiled code.
 
-    def begin(self) -> None:
-        """A call begins: nothing is written yet."""
+    Attributes:
+        begin: Called with the inputs by slot, and `evaluating`, when one begins.
+        end: Called when it has ended.
+    """
 
-    def end(self) -> None:
-        """It has ended; what it computed may be written when the compiled code returns, not before."""
+    begin: Callable[..., None]
+    end: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepObserver:
+    """Who observes the calls of an optimizer in compiled code.
+
+    Attributes:
+        begin: Called when one begins: nothing is written yet.
+        end: Called when it has ended; what it computed may be written when the compiled code returns, not before.
+    """
+
+    begin: Callable[[], None]
+    end: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True, kw_only=True)

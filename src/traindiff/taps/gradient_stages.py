@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,41 +13,33 @@ from torch.optim import Optimizer
 
 from traindiff.observation import ALL_GRADIENTS
 from traindiff.taps.clipping import Clipping, ClippingListener, tap_clipping
+from traindiff.taps.context import TapContext
 from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
 from traindiff.taps.optimizer_step import OptimizerTap
-from traindiff.taps.sink import Sink
 
 
-class GradientStagesTap:
-    """Record each call that clips gradients, and if asked for, gradients before they are unscaled and clipped.
+def attach(context: TapContext) -> ExitStack:
+    """Record each call that clips gradients, and where asked for, the gradients before. Close the result to end it."""
+    return _GradientStages(context).attach()
+
+
+class _GradientStages:
+    """Records each call that clips gradients, and if asked for, gradients before they are unscaled and clipped.
 
     Of a call that clips, the limit and the norm that it found are recorded (phase `grad`, stage `clipped`). Gradients
     are recorded at stage `reduced`, before anything is done to them, and at stage `unscaled`, when a loss scale was
     divided out; each only before a call that changes them: without one, they are what the optimizer sees.
 
-    Args:
-        optimizers: The optimizers that are followed, by name; may grow.
-        holds: Whether a tensor is a parameter of the model.
-        sink: Receives the observations.
-        observe_gradients: Whether gradients are recorded.
     """
 
-    def __init__(
-        self,
-        optimizers: Mapping[str, OptimizerTap],
-        *,
-        holds: Callable[[Tensor], bool],
-        sink: Sink,
-        observe_gradients: bool,
-    ) -> None:
-        self._optimizers = optimizers
-        self._holds = holds
-        self._sink = sink
-        self._observe_gradients = observe_gradients
+    def __init__(self, context: TapContext) -> None:
+        self._optimizers = context.optimizers
+        self._names = context.names
+        self._sink = context.sink
+        self._observe_gradients = "grad.stages" in context.observe
         self._stages: dict[str, tuple[int, str]] = {}  # by optimizer: the step, and the next stage to be recorded
 
     def attach(self) -> ExitStack:
-        """Follow the calls. Close the result to remove the tap."""
         guarded = partial(self._sink.guarded, "gradient_stages")
         with ExitStack() as undo:
             undo.enter_context(
@@ -83,7 +75,10 @@ class GradientStagesTap:
         concerned = self._concerned(clipping)
         for tap in concerned:
             self._next(tap, "")
-        if not any(self._holds(parameter) for parameter in clipping.parameters) or not self._sink.progress.observing:
+        if (
+            not any(id(parameter) in self._names for parameter in clipping.parameters)
+            or not self._sink.progress.observing
+        ):
             return
         call = self._sink.progress.next_call(ALL_GRADIENTS, "clipped")
         emit = partial(

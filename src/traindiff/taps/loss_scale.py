@@ -10,25 +10,24 @@ from typing import Any
 from torch import Tensor
 
 from traindiff.observation import LOSS_SCALE
+from traindiff.taps.context import TapContext
 from traindiff.taps.graph_leaves import may_reach
 from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
 from traindiff.taps.nested import tensors
 from traindiff.taps.sink import Sink
 
 
-def tap_loss_scale(sink: Sink, parameter_ids: Collection[int]) -> ExitStack:
+def attach(context: TapContext) -> ExitStack:
     """Record the scale (phase `loss`, path `loss_scale`) when a scaler multiplies a loss of the model by it.
 
-    From then on until the next step, what comes of that loss is scaled: `Progress.loss_scaled`.
-
-    Args:
-        sink: Receives the scale, on its device.
-        parameter_ids: Ids of the model's parameters.
+    From then on until the next step, what comes of that loss is scaled: `Progress.loss_scaled`. The scale is read
+    on its device.
 
     Returns:
         Close it to remove the tap.
     """
-    return tap_loss_scaler(ScalerListener(scaled=sink.guarded("loss_scale", partial(_scaled, sink, parameter_ids))))
+    scaled = partial(_scaled, context.sink, context.names)
+    return tap_loss_scaler(ScalerListener(scaled=context.sink.guarded("loss_scale", scaled)))
 
 
 def _scaled(sink: Sink, parameter_ids: Collection[int], outputs: Any, scale: Tensor) -> None:

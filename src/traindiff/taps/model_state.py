@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from weakref import ReferenceType, ref
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from traindiff.taps.pieces import PiecesOf, emit_pieces
-from traindiff.taps.sink import Sink
+from traindiff.taps.context import TapContext
+from traindiff.taps.pieces import emit_pieces
+
+
+def attach(context: TapContext) -> ExitStack:
+    """Observe parameters and buffers at the moments of each step. Close the result to remove the tap."""
+    tap, guarded = ModelStateTap(context), partial(context.sink.guarded, "model_state")
+    context.moments.before_step.append(guarded(tap.before_step))
+    context.moments.after_step.append(guarded(tap.after_step))
+    return ExitStack()  # moments end with the session
 
 
 class ModelStateTap:
@@ -21,43 +31,29 @@ class ModelStateTap:
     or that another tensor has replaced.
 
     Args:
-        parameters: What holds them, by canonical path.
-        pieces_of: What of which parameters such a tensor holds.
-        buffers: What `root.get_buffer` calls them, by canonical path.
-        root: The module that has the buffers.
-        sink: Receives observations of phase `param`, slot `value` or `buffer`.
-        before_every_step: Record them before each step, whatever was recorded before.
+        context: The training.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        pieces_of: PiecesOf,
-        buffers: Mapping[str, str],
-        root: nn.Module,
-        sink: Sink,
-        *,
-        before_every_step: bool = False,
-    ) -> None:
-        self._parameters = parameters
-        self._pieces_of = pieces_of
-        self._buffers = buffers
-        self._root = root
-        self._sink = sink
-        self._before_every_step = before_every_step
+    def __init__(self, context: TapContext) -> None:
+        self._context = context
+        self._sink = context.sink
         self._seen: dict[str, tuple[ReferenceType[Tensor], int]] = {}
         self._recorded_step = -2
 
     def before_step(self) -> None:
         """Record parameters and buffers unless the step before was recorded."""
         progress = self._sink.progress
-        recorded = {progress.step} if self._before_every_step else {progress.step, progress.step - 1}
+        recorded = {progress.step} if self._context.before_every_step else {progress.step, progress.step - 1}
         if not progress.observing or self._recorded_step in recorded:
             return
         self._recorded_step = progress.step
         with self._sink.together():
-            for parameter in {id(one): one for one in self._parameters.values()}.values():
-                pieces = [piece for piece in self._pieces_of(parameter) or () if piece.path in self._parameters]
+            for parameter in {id(one): one for one in self._context.parameters.values()}.values():
+                pieces = [
+                    piece
+                    for piece in self._context.pieces_of(parameter) or ()
+                    if piece.path in self._context.parameters
+                ]
                 emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage="before")
             for path, buffer in self._present_buffers():
                 self._seen[path] = ref(buffer), buffer._version
@@ -78,9 +74,9 @@ class ModelStateTap:
         return before is None or before() is not buffer or version != buffer._version
 
     def _present_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for path, name in self._buffers.items():
+        for path, name in self._context.buffers.items():
             try:
-                buffer = self._root.get_buffer(name)
+                buffer = self._context.root.get_buffer(name)
             except AttributeError:  # deleted since
                 continue
             if isinstance(buffer, Tensor):  # not set to None since

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from traindiff.shards import Piece
-from traindiff.taps.compiled import tap_compiled_optimizer
+from traindiff.taps.compiled import StepObserver, tap_compiled_optimizer
 from traindiff.taps.held_range import HeldRange, hold, obstacle
 from traindiff.taps.optimizer_step import has_closure
 from traindiff.taps.sink import Sink
@@ -102,7 +102,8 @@ class OptimizerReplayTap:
             undo.callback(self._optimizer.register_step_post_hook(guarded(self.after_step)).remove)
             undo.enter_context(around())
             undo.callback(self._optimizer.register_step_pre_hook(guarded(self.before_step)).remove)
-            undo.enter_context(tap_compiled_optimizer(self._optimizer, _Compiled(guarded(self._say_compiled))))
+            observer = StepObserver(begin=guarded(self._say_compiled))
+            undo.enter_context(tap_compiled_optimizer(self._optimizer, observer))
             return undo.pop_all()
 
     def before_step(self, *call: Any) -> None:
@@ -246,16 +247,6 @@ class OptimizerReplayTap:
     def _say_compiled(self) -> None:
         if self._is_due():
             self._not_replayed("not replayed: the optimizer's step is compiled")
-
-
-class _Compiled:
-    """Learns of the optimizer's steps in compiled code, which cannot be replayed."""
-
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self.begin = begin
-
-    def end(self) -> None:
-        """Nothing was copied."""
 
 
 def _in_roundings(residual: Tensor, rounding: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from traindiff.observation import SKIPPED
 from traindiff.shards import Piece
-from traindiff.taps.compiled import tap_compiled_optimizer
+from traindiff.taps.compiled import StepObserver, tap_compiled_optimizer
 from traindiff.taps.inner_optimizer import inner_optimizer
 from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
 from traindiff.taps.nested import tensors
@@ -72,7 +72,7 @@ class OptimizerTap:
             undo.callback(self.optimizer.register_step_pre_hook(guarded(self.before_step)).remove)
             undo.callback(self.optimizer.register_step_post_hook(guarded(self.after_step)).remove)
             undo.callback(self.optimizer.register_step_post_hook(self._end_step).remove)
-            compiled = _Compiled(guarded(self._begin_compiled), guarded(self._end_compiled))
+            compiled = StepObserver(begin=guarded(self._begin_compiled), end=guarded(self._end_compiled))
             undo.enter_context(tap_compiled_optimizer(self.optimizer, compiled))
             scaler = ScalerListener(before=self._before_scaler, after=partial(self._after_scaler, guarded(self._skip)))
             undo.enter_context(tap_loss_scaler(scaler))
@@ -234,11 +234,3 @@ def has_closure(*call: Any) -> bool:
         return False
     _, args, kwargs = call  # `args` begins with the optimizer itself
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
-
-
-class _Compiled:
-    """Observes the optimizer's steps in compiled code."""
-
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self.begin = begin
-        self.end = end

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from traindiff.taps._torch_compat import num_chunks_of, pipeline_classes, runs_backward, stages_of
 from traindiff.taps.chunk import Chunk
+from traindiff.taps.context import TapContext
 from traindiff.taps.listeners import Listeners
-from traindiff.taps.sink import Sink
 
 _CHUNK_METHODS = {
     "forward_one_chunk": {"backward": False, "again": False},
@@ -22,49 +22,33 @@ _CHUNK_METHODS = {
 """What a schedule calls for each micro-batch, and what that is; see `Chunk`."""
 
 
-def tap_pipeline_calls(
-    sink: Sink,
-    modules: Iterable[nn.Module],
-    *,
-    observe_loss: bool,
-    on_schedule: Callable[[Any, list[Any]], None],
-) -> ExitStack:
+def attach(context: TapContext) -> ExitStack:
     """Follow `torch.distributed.pipelining`, if it was imported, where stages hold the model's modules.
+
+    The sink's `progress` is told what the stages work on. Passes with which a schedule finds out shapes before its
+    first step are hidden from all taps. Where `loss` is observed, those are recorded that a schedule does not call
+    `backward` on.
 
     There are no hooks for it, so the methods that schedules call for each micro-batch are replaced while at
     least one tap is attached, and put back when the last one is removed.
-
-    Args:
-        sink: Its `progress` is told what the stages work on. Passes with which a schedule finds out shapes
-            before its first step are hidden from all taps.
-        modules: All modules of the model, or of the part of it that this rank has.
-        observe_loss: Whether losses are recorded that a schedule does not call `backward` on.
-        on_schedule: Called with a schedule and its stages on this rank, each time before it runs a batch.
 
     Returns:
         Close it to remove the tap.
     """
     if pipeline_classes() is None:
         return ExitStack()
-    return _listeners.attach(_Listener(sink, modules, on_schedule, observe_loss=observe_loss))
+    return _listeners.attach(_Listener(context))
 
 
 class _Listener:
-    def __init__(
-        self,
-        sink: Sink,
-        modules: Iterable[nn.Module],
-        on_schedule: Callable[[Any, list[Any]], None],
-        *,
-        observe_loss: bool,
-    ) -> None:
-        self._sink = sink
-        self._observe_loss = observe_loss
-        self._ours = {id(module) for module in modules}
+    def __init__(self, context: TapContext) -> None:
+        self._sink = context.sink
+        self._observe_loss = "loss" in context.observe
+        self._ours = {id(module) for module in context.root.modules()}
         self._count = 1
-        self._on_schedule = on_schedule
-        self.begin_schedule = sink.guarded("pipeline", self._begin_schedule)
-        self.begin_chunk = sink.guarded("pipeline", self._begin_chunk)
+        self._on_schedule = context.moments.on_schedule
+        self.begin_schedule = self._sink.guarded("pipeline_calls", self._begin_schedule)
+        self.begin_chunk = self._sink.guarded("pipeline_calls", self._begin_chunk)
 
     def _begin_schedule(self, schedule: Any, hidden: ExitStack) -> None:
         stages = [stage for stage in stages_of(schedule) if self._holds_ours(stage)]
@@ -72,7 +56,8 @@ class _Listener:
             return
         self._count = num_chunks_of(schedule)
         if runs_backward(schedule):
-            self._on_schedule(schedule, stages)
+            for on_schedule in self._on_schedule:
+                on_schedule(schedule, stages)
             self._sink.progress.begin_schedule(num_stages=stages[0].num_stages, num_chunks=self._count)
         hidden.enter_context(self._sink.progress.hiding())
 

@@ -11,62 +11,46 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.kernels.torch_arrays import shape_of
-from traindiff.place import Places
-from traindiff.taps.batch_axis import BatchAxis, batch_first
-from traindiff.taps.compiled import tap_compiled_root
+from traindiff.taps.batch_axis import batch_first
+from traindiff.taps.compiled import RootObserver, tap_compiled_root
+from traindiff.taps.context import TapContext
 from traindiff.taps.nested import tensors
-from traindiff.taps.sink import Sink
+
+
+def attach(context: TapContext) -> ExitStack:
+    """Follow the root's forward passes. Close the result to remove the tap."""
+    return RootForwardTap(context).attach()
 
 
 class RootForwardTap:
     """Follow the root's forward passes: they delimit micro-steps and carry the batch.
 
+    The root's tensor inputs (phase `batch`) and the state of torch's random number generators before and after
+    every forward pass are recorded where `batch` is observed; if not, only progress is kept.
+
     Args:
-        roots: The modules that the training loop, or a pipeline's schedule, calls.
-        sink: Receives the root's tensor inputs (phase `batch`) and the state of torch's random
-            number generators before and after every forward pass.
-        batch_axis: Recognises the batch axis.
-        observe_batch: Whether inputs and random state are recorded; if not, only progress is kept.
-        evaluation: Whether forward passes without gradients are recorded too.
-        places: Where an input that ranks hold parts of lies.
-        before_forward: Called before every forward pass.
-        before_step: Called before the first forward pass of each step that keeps gradients.
+        context: The training.
     """
 
-    def __init__(
-        self,
-        roots: Sequence[nn.Module],
-        sink: Sink,
-        *,
-        batch_axis: BatchAxis,
-        observe_batch: bool,
-        evaluation: bool,
-        places: Callable[[Tensor, str, str], Places | None],
-        before_forward: Callable[[], None],
-        before_step: Callable[[], None],
-    ) -> None:
-        self._roots = roots
-        self._sink = sink
-        self._batch_axis = batch_axis
-        self._observe_batch = observe_batch
-        self._evaluation = evaluation
-        self._places = places
-        self._before_forward = before_forward
-        self._before_step = before_step
+    def __init__(self, context: TapContext) -> None:
+        self._context = context
+        self._sink = context.sink
+        self._batch_axis = context.batch_axis
+        self._observe_batch = "batch" in context.observe
         self._running: list[AbstractContextManager[None]] = []
         # What fails while it looks at the batch must not stop the counting of micro-steps.
-        self._observe_inputs = sink.guarded("batch", self._inputs)
-        self._observe_end = sink.guarded("batch", self._random_state_after)
+        self._observe_inputs = self._sink.guarded("batch", self._inputs)
+        self._observe_end = self._sink.guarded("batch", self._random_state_after)
 
     def attach(self) -> ExitStack:
-        """Follow the roots. Close the result to remove the tap."""
+        """See `attach`."""
         guarded = partial(self._sink.guarded, "root_forward")
         begin, end = guarded(self._begin), guarded(self._end)
         with ExitStack() as undo:
-            for root in self._roots:
+            for root in self._context.roots:
                 undo.callback(root.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
                 undo.callback(root.register_forward_hook(end, with_kwargs=True, always_call=True).remove)
-                compiled = _Compiled(guarded(self._begin_with), guarded(self._end))
+                compiled = RootObserver(begin=guarded(self._begin_with), end=guarded(self._end))
                 undo.enter_context(tap_compiled_root(root, compiled))
             return undo.pop_all()
 
@@ -78,10 +62,12 @@ class RootForwardTap:
         progress, chunk = self._sink.progress, self._sink.progress.chunk
         if progress.hidden:
             return
-        self._before_forward()
+        for before_forward in self._context.moments.before_forward:
+            before_forward()
         if not evaluating and not progress.forward_done and progress.batch is None:
             with progress.before_all_chunks():
-                self._before_step()
+                for before_step in self._context.moments.before_step:
+                    before_step()
         forward = progress.forward(
             self._batch_axis.of_batch(self._shape(*one) for one in inputs), evaluating=evaluating
         )
@@ -102,7 +88,7 @@ class RootForwardTap:
     @property
     def _observes(self) -> bool:
         progress = self._sink.progress
-        return progress.observing and self._observe_batch and (self._evaluation or not progress.evaluating)
+        return progress.observing and self._observe_batch and (self._context.evaluation or not progress.evaluating)
 
     def _inputs(self, inputs: Sequence[tuple[str, Tensor]]) -> None:
         progress = self._sink.progress
@@ -110,7 +96,7 @@ class RootForwardTap:
         call = progress.next_call("", f"inputs {stage}")
         for slot, tensor in inputs:
             site = ("batch", stage, slot, str(call))
-            places = self._places(tensor, "", slot)
+            places = self._context.places_of(tensor, "", slot)
             shape = self._shape(slot, tensor)
             axis, shard = self._batch_axis.split(shape, path="", slot=slot, site=site, progress=progress)
             place = places.value.batch_first(axis) if places else None
@@ -121,7 +107,7 @@ class RootForwardTap:
 
     def _shape(self, slot: str, tensor: Tensor) -> tuple[int, ...]:
         """Shape of an input; where ranks hold parts of it, of all of it."""
-        places = self._places(tensor, "", slot)
+        places = self._context.places_of(tensor, "", slot)
         return places.value.shape if places else shape_of(tensor)
 
     def _random_state_after(self) -> None:
@@ -132,14 +118,6 @@ class RootForwardTap:
         call = call if chunk is None else chunk.stage  # each rank has generators of its own
         for device, read in _generators():
             self._sink.emit(read(), phase="batch", path="rng", slot=device, stage=stage, call=call)
-
-
-class _Compiled:
-    """Observes the root's forward passes in compiled code."""
-
-    def __init__(self, begin: Callable[..., None], end: Callable[..., None]) -> None:
-        self.begin = begin
-        self.end = end
 
 
 def _generators() -> list[tuple[str, Callable[[], Tensor]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.observation import SAMPLE
-from traindiff.taps.batch_axis import BatchAxis, batch_first
+from traindiff.taps.batch_axis import batch_first
+from traindiff.taps.context import TapContext
 from traindiff.taps.nested import tensors
 from traindiff.taps.sink import Sink
 
@@ -18,29 +18,21 @@ MOST = 512
 """Samples of one input and micro-batch that are observed; of a larger batch none is."""
 
 
-class SamplesTap:
-    """Summarise each sample of the root's inputs (phase `batch`, stage `sample`).
+def attach(context: TapContext) -> ExitStack:
+    """Summarise each sample of the inputs of the roots (phase `batch`, stage `sample`). Close the result to end it."""
+    hook = context.sink.guarded("samples", _Samples(context).inputs)
+    with ExitStack() as undo:
+        for root in context.roots:
+            undo.callback(root.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        return undo.pop_all()
 
-    Args:
-        roots: The modules that the training loop, or a pipeline's schedule, calls.
-        sink: Receives the observations.
-        batch_axis: Recognises the batch axis.
-    """
 
-    def __init__(self, roots: Sequence[nn.Module], sink: Sink, *, batch_axis: BatchAxis) -> None:
-        self._roots = roots
-        self._sink = sink
-        self._batch_axis = batch_axis
+class _Samples:
+    def __init__(self, context: TapContext) -> None:
+        self._sink = context.sink
+        self._batch_axis = context.batch_axis
 
-    def attach(self) -> ExitStack:
-        """Observe the roots' inputs, after the tap that follows their forward passes. Close the result to remove it."""
-        hook = self._sink.guarded("samples", self._inputs)
-        with ExitStack() as undo:
-            for root in self._roots:
-                undo.callback(root.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            return undo.pop_all()
-
-    def _inputs(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def inputs(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         progress = self._sink.progress
         chunk = progress.chunk
         if not progress.observing or progress.evaluating or not torch.is_grad_enabled():
@@ -48,13 +40,23 @@ class SamplesTap:
         inputs = [] if chunk is not None and not chunk.is_first else list(tensors(args, "input"))
         call = progress.next_call("", "samples")
         for slot, tensor in [*inputs, *tensors(kwargs, "input")]:
-            axis = self._batch_axis.axis_of_samples(tensor, slot=slot, progress=progress)
+            axis = self._batch_axis.axis_of_samples(tensor, progress.current_batch, path="", slot=slot)
             if axis is not None and not call:
-                self._samples(slot, batch_first(tensor, axis))
+                emit_samples(self._sink, batch_first(tensor, axis), path="", slot=slot)
 
-    def _samples(self, slot: str, samples: Tensor) -> None:
-        if len(samples) > MOST:
-            return
-        with self._sink.together():
-            for number, sample in enumerate(samples.detach()):
-                self._sink.emit(sample, phase="batch", path="", slot=slot, stage=SAMPLE, call=number)
+
+def emit_samples(sink: Sink, batch: Tensor, *, path: str, slot: str, micro_step: int | None = None) -> None:
+    """Record the samples of a batch one by one, unless they are more than `MOST`.
+
+    Args:
+        sink: Receives the observations.
+        batch: With one entry of axis 0 per sample; any device, never changed.
+        path: Where the batch is seen.
+        slot: Which tensor there.
+        micro_step: That it belongs to, where that is not the current one.
+    """
+    if len(batch) > MOST:
+        return
+    with sink.together():
+        for number, sample in enumerate(batch.detach()):
+            sink.emit(sample, phase="batch", path=path, slot=slot, stage=SAMPLE, call=number, micro_step=micro_step)

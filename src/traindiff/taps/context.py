@@ -1,0 +1,82 @@
+"""What every tap is given when it is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from traindiff.place import Places
+from traindiff.taps.batch_axis import BatchAxis
+from traindiff.taps.optimizer_step import OptimizerTap
+from traindiff.taps.pieces import PiecesOf
+from traindiff.taps.sink import Sink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """What taps, and the session, have called at certain moments; each function is guarded by the one who adds it.
+
+    Attributes:
+        before_forward: Before every forward pass of the root.
+        before_step: Before the first forward pass of each step that keeps gradients.
+        after_step: When a step of the optimizer that counts them has ended, before the next one has begun.
+        at_end: Before the last observations are written.
+        on_schedule: When a pipeline's schedule is about to run a batch, with it and with its stages on this rank.
+    """
+
+    before_forward: list[Callable[[], None]] = field(default_factory=list)
+    before_step: list[Callable[[], None]] = field(default_factory=list)
+    after_step: list[Callable[[], None]] = field(default_factory=list)
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    on_schedule: list[Callable[[Any, list[Any]], None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapContext:
+    """The training that is observed, and where to hand what is seen.
+
+    Attributes:
+        sink: Receives the observations, and guards hooks.
+        observe: What is observed; see `traindiff.tap_registry`.
+        evaluation: Whether forward passes without gradients are.
+        batch_axis: Recognises the batch axis.
+        moments: Where to ask to be called.
+        root: The module that the training loop calls, or that holds those which it calls.
+        roots: What it calls: the root, or each of its parts.
+        modules: Selected modules by canonical path.
+        parameters: What holds the selected parameters, by canonical path.
+        buffers: What `root.get_buffer` calls the selected buffers, by canonical path.
+        names: Canonical path of every parameter of the model by id, selected or not.
+        leaves: What autograd differentiates by for the selected parameters.
+        gathering: Modules that compute with parameters which FSDP2 has gathered, by canonical path.
+        first_name: Gives the path under which a parameter is filed.
+        selects: Whether the parameter with this path is observed.
+        pieces_of: What of which parameters a tensor holds.
+        places_of: Where an input or activation lies of which ranks hold parts, by path and slot.
+        optimizers: The optimizers that are followed, by name; may grow.
+        before_every_step: Whether parameters are recorded before each step, not only where the step before it was
+            not recorded.
+    """
+
+    sink: Sink
+    observe: frozenset[str]
+    evaluation: bool
+    batch_axis: BatchAxis
+    moments: Moments
+    root: nn.Module
+    roots: Sequence[nn.Module]
+    modules: Mapping[str, nn.Module]
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, str]
+    names: Mapping[int, str]
+    leaves: Sequence[Tensor]
+    gathering: Mapping[str, nn.Module]
+    first_name: Callable[[str], str]
+    selects: Callable[[str], bool]
+    pieces_of: PiecesOf
+    places_of: Callable[[Tensor, str, str], Places | None]
+    optimizers: Mapping[str, OptimizerTap]
+    before_every_step: bool
