@@ -12,6 +12,7 @@ Importing traindiff imports no framework; comparing needs none.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from traindiff.errors import (
     MixedRecordingError,
     NotARecordingError,
     RecordingError,
-    TapError,
     TraindiffError,
     TraindiffWarning,
     UnsupportedTensorError,
@@ -72,7 +72,6 @@ __all__ = [
     "Recorder",
     "Recording",
     "RecordingError",
-    "TapError",
     "TraindiffError",
     "TraindiffWarning",
     "Training",
@@ -93,7 +92,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'traindiff' has no attribute {name!r}")
+        raise AttributeError(f"module 'traindiff' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     module = _LAZY[name]
     try:
         found = getattr(import_module(module), name)

@@ -12,7 +12,7 @@ from traindiff.cli.app import app, messages, print_json, results, says_what_is_w
 @app.command()
 @says_what_is_wrong
 def check(
-    recording: Annotated[str, typer.Argument(help="Recording of the run to check.")],
+    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording of the run to check.")],
     steps: Annotated[str | None, typer.Option(help='Steps to check, e.g. "0-9,20,30-".')] = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of the table of further findings.")] = 12,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (docs/json.md).")] = False,

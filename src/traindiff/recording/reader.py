@@ -186,7 +186,10 @@ class Recording:
             return {}
         where = self._file(step.rank, name)
         if not self._fs.exists(where):
-            raise CorruptRecordingError(f"{where} is missing, although the recording names it.")
+            raise CorruptRecordingError(
+                f"{where} is missing, although the recording names it. "
+                "Restore the file from where it was copied, or record again."
+            )
         return tensor_files.load(self._fs.cat_file(where), where=where)
 
     def _packed_steps(self, rank: int) -> Iterator[_Packed]:
@@ -209,7 +212,10 @@ class Recording:
         seals, _ = self._seals(rank)
         if not self._fs.exists(where):
             if seals:
-                raise CorruptRecordingError(f"{where} is missing, and observations.crc beside it is not.")
+                raise CorruptRecordingError(
+                    f"{where} is missing, and observations.crc beside it is not. "
+                    "Restore the file from where it was copied, or record again."
+                )
             return  # killed before the first byte
         with self._fs.open(where, "rb") as file:
             for number, sealed in enumerate(seals):
@@ -249,7 +255,8 @@ class Recording:
         if not found.equals(SCHEMA):
             raise CorruptRecordingError(
                 f"{where} does not have the columns of format version {manifest.FORMAT_VERSION}, "
-                "which its run.json names. Were files of two recordings mixed?"
+                "which its run.json names. Were files of two recordings mixed? "
+                "Restore the files from where they were copied, or record again."
             )
 
     def _seals(self, rank: int) -> tuple[list[_Seal], bool]:
@@ -303,7 +310,8 @@ def _packed(message: bytes) -> _Packed:
 
 def _damaged_seal(where: str, line: int) -> CorruptRecordingError:
     return CorruptRecordingError(
-        f"{where} is damaged in line {line}. Restore the file from where it was copied, or record again."
+        f"{where} is damaged: line {line} is not a checksum that follows the ones before it. "
+        "Restore the file from where it was copied, or record again."
     )
 
 

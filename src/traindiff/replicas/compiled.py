@@ -62,7 +62,9 @@ class _Observer:
 
 
 def _fault(*_: Any) -> None:
-    raise NotPerturbedError("a part of the model ran in compiled code, where nothing is perturbed")
+    raise NotPerturbedError(
+        "a part of the model ran in compiled code, where nothing is perturbed; record replicas without torch.compile"
+    )
 
 
 def _do_nothing(*_: Any) -> None:
