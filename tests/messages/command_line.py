@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import traindiff
-from  import record
+from tests.made_up import record
 from tests.messages.provoking import Chapter
 
 chapter = Chapter("The command line", [])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import traindiff
-from  import Seen, Step, at, record
+from tests.made_up import Seen, Step, at, record
 from tests.messages.provoking import Chapter
 from traindiff.report.observations import check_phases
 
