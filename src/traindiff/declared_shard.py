@@ -57,6 +57,9 @@ def shard(pattern: str, *, dim: int | None = None, axis: Any, blocks: int = 1, p
         blocks: How many equal blocks the dim consists of, each of which is divided by itself: 3 for queries,
             keys and values in one tensor.
         partial: Whether each rank has a term of a sum instead.
+
+    Returns:
+        The declaration, for the list that `record(shards=...)` takes. It is checked there.
     """
     return DeclaredShard(pattern=pattern, dim=dim, axis=axis, blocks=blocks, partial=partial)
 

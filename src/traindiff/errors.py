@@ -58,7 +58,13 @@ def type_of(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing wrong with what the user wrote: where it is, what is wrong, what to write."""
+    """One thing wrong with what the user wrote.
+
+    Attributes:
+        where: The place, as the user would find it.
+        what: What is wrong with it: a sentence that `where` begins.
+        fix: What to write instead, near misses included.
+    """
 
     where: str
     what: str
@@ -75,6 +81,11 @@ class Problem:
 
 class ConfigError(TraindiffError, ValueError):
     """What the user asked for cannot be done. Lists every problem, not just the first.
+
+    Args:
+        source: File or call that was wrong, as the user would name it.
+        problems: All problems, in the order in which they appear in `source`.
+        consequence: What was therefore not done.
 
     Attributes:
         source: File or call that was wrong, as the user would name it.

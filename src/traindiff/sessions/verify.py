@@ -74,7 +74,7 @@ def verify(
     """Run a trusted training and the one in question, compare them against measured noise, and pin down the fault.
 
     Where they diverge, the step is run again with every tensor of the candidate overwritten by the
-    baseline's after it was compared. Errors then neither accumulate nor cancel, and each
+    baseline's after it was recorded. Errors then neither accumulate nor cancel, and each
     operation is judged alone: natively, and where the training computes in a shorter dtype also
     in float32, in which smaller errors show.
 
