@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 
-import pytest
-
 import traindiff
 from traindiff import errors
 from traindiff.errors import ConfigError, Problem
@@ -72,14 +70,3 @@ def test_a_name_that_is_near_no_known_one_gets_no_suggestion() -> None:
     problem = Problem.unknown_name(where="here", kind="a phase", found="xyz", known=("grad", "loss"))
 
     assert problem.fix == "Known: grad, loss."
-
-
-@pytest.mark.parametrize("name", sorted(set(traindiff.__all__)))
-def test_every_public_name_is_there(name: str) -> None:
-    assert getattr(traindiff, name) is not None
-    assert name in dir(traindiff)
-
-
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'traindiff' has no attribute 'recrod'"):
-        _ = traindiff.recrod

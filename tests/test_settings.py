@@ -98,10 +98,10 @@ def test_every_problem_is_listed_at_once_with_near_misses() -> None:
         "\n"
         "  record(steps=...)\n"
         "    the range '9-1' ends before it begins.\n"
-        '    Write steps like "0-9,20,30-", counted from 0.\n'
+        '    Write steps like "0-9,20,30-", counted from 0, or leave it out for all of them.\n'
         "\n"
         "  record(ranks=-1)\n"
-        "    must be a rank or a list of ranks.\n"
+        "    must be a rank, or a list of ranks, counted from 0.\n"
         "    Write ranks=[0, 1], or leave it out to record all of them.\n"
         "\n"
         "  record(every=0)\n"
@@ -119,7 +119,7 @@ def test_observing_nothing_is_a_problem() -> None:
         "1 problem in record(...); nothing was attached to the model.\n"
         "\n"
         "  record(observe=...)\n"
-        "    is empty, so nothing would be recorded.\n"
+        "    is empty: nothing would be recorded.\n"
         f"    Name some of: {', '.join(OBSERVABLE)}."
     )
 

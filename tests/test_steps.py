@@ -73,10 +73,12 @@ def test_only_whole_numbers_are_steps() -> None:
         ([1, "2"], "[1, '2'] has entries that are not whole numbers from 0 up."),
         ([2, -1], "[2, -1] has entries that are not whole numbers from 0 up."),
         ([1.0], "[1.0] has entries that are not whole numbers from 0 up."),
-        ([], "holds no step, so nothing would be recorded."),
+        ([], "names no step at all."),
     ],
 )
 def test_what_is_no_step_is_a_problem_that_says_what_to_write(value: Any, what: str) -> None:
     assert parse_steps(value, where="record(steps=...)") == Problem(
-        where="record(steps=...)", what=what, fix='Write steps like "0-9,20,30-", counted from 0.'
+        where="record(steps=...)",
+        what=what,
+        fix='Write steps like "0-9,20,30-", counted from 0, or leave it out for all of them.',
     )

@@ -1,17 +1,50 @@
-"""traindiff: a debugger for the numerics of neural-network training.
+"""A debugger for the numerics of neural-network training: where, when and on which rank two runs part.
 
-Record a training with `record`, compare two recordings with `compare`:
+Record a training, record it again in another way, and compare the two recordings:
 
     with traindiff.record("runs/base", model, optimizer):
         train(model, optimizer)
 
     print(traindiff.compare("runs/base", "runs/candidate"))
 
-Importing traindiff imports no framework; comparing needs none.
+Recording a training, which needs torch:
+
+    record          Observe a training, step by step; gives the `Recorder`, with `log`, `step` and `close`.
+    inspect         Observe an intermediate tensor that no module returns.
+    shard           Say which part of a larger tensor a plain one is on each rank.
+
+Judging recordings, which needs no torch:
+
+    compare         Two recordings: a `Comparison`, with `verdict`, `first_divergence` and `findings`.
+    check           One recording by itself: a `Verdict`, with `verdict` and `findings`.
+    open_recording  The numbers of a recording: a `Recording`.
+    Finding         One judged difference or broken rule, with its evidence.
+
+Running trainings and judging them, which needs torch:
+
+    verify          Run two trainings, compare them, and pin the fault down: a `Verification`.
+    calibrate       Run one training, and the runs from which its noise is measured.
+    Recipe          A function that prepares a training from scratch and returns a `Training`.
+
+Errors, of which only `ConfigError` is for what the user wrote:
+
+    TraindiffError
+        ConfigError             What was asked for cannot be done.
+        RecordingError          A recording cannot be used.
+            NotARecordingError      Nothing is there, or something else.
+            CorruptRecordingError   The bytes are not those that were written.
+            MixedRecordingError     Its ranks are of different runs.
+            FormatVersionError      A newer traindiff wrote it.
+        UnsupportedTensorError  A tensor has no elements that could be read.
+    TraindiffWarning            Something could not be observed; the training goes on.
+
+The command `traindiff` does the same; `__version__` is what it prints with `--version`. Importing traindiff imports
+no framework.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +57,6 @@ from traindiff.errors import (
     MixedRecordingError,
     NotARecordingError,
     RecordingError,
-    TapError,
     TraindiffError,
     TraindiffWarning,
     UnsupportedTensorError,
@@ -72,7 +104,6 @@ __all__ = [
     "Recorder",
     "Recording",
     "RecordingError",
-    "TapError",
     "TraindiffError",
     "TraindiffWarning",
     "Training",
@@ -93,7 +124,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'traindiff' has no attribute {name!r}")
+        raise AttributeError(f"module 'traindiff' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     module = _LAZY[name]
     try:
         found = getattr(import_module(module), name)

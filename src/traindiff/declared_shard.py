@@ -57,6 +57,9 @@ def shard(pattern: str, *, dim: int | None = None, axis: Any, blocks: int = 1, p
         blocks: How many equal blocks the dim consists of, each of which is divided by itself: 3 for queries,
             keys and values in one tensor.
         partial: Whether each rank has a term of a sum instead.
+
+    Returns:
+        The declaration, for the list that `record(shards=...)` takes. It is checked there.
     """
     return DeclaredShard(pattern=pattern, dim=dim, axis=axis, blocks=blocks, partial=partial)
 
@@ -87,12 +90,22 @@ def _problems(one: DeclaredShard) -> list[Problem]:
         found.append(Problem(where=where, what=what, fix=_FIX))
     if one.dim is not None and (not isinstance(one.dim, int) or isinstance(one.dim, bool)):
         found.append(
-            Problem(where=where, what=f"has dim={one.dim!r}, which is no dim of a tensor.", fix="Write dim=1.")
+            Problem(
+                where=where,
+                what=f"has dim={one.dim!r}, which is no dim of a tensor.",
+                fix="Write a whole number, e.g. dim=1, or leave it out where each rank has all of the tensor.",
+            )
         )
     if one.partial and one.dim is not None:
         what = f"is partial and has dim={one.dim}: a term of a sum has all elements."
-        found.append(Problem(where=where, what=what, fix="Leave one of them out."))
+        found.append(Problem(where=where, what=what, fix=f"Write either dim={one.dim} or partial=True."))
     if not isinstance(one.blocks, int) or one.blocks < 1:
-        what = f"has blocks={one.blocks!r}."
-        found.append(Problem(where=where, what=what, fix="Write how many blocks the dim has, or leave it out."))
+        what = f"has blocks={one.blocks!r}, which is no number of blocks."
+        found.append(
+            Problem(
+                where=where,
+                what=what,
+                fix="Write of how many equal blocks the dim consists, e.g. blocks=3, or leave it out.",
+            )
+        )
     return found

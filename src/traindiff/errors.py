@@ -7,7 +7,6 @@
     - CorruptRecordingError  the bytes are not those that were written
     - MixedRecordingError    its ranks are of different runs
     - FormatVersionError     written by a newer traindiff
-  + TapError                 a tap was attached or removed in the wrong order
   + UnsupportedTensorError   no kernel can summarise this tensor
 * TraindiffWarning           something could not be observed; the training goes on
 """
@@ -21,10 +20,6 @@ from difflib import get_close_matches
 
 class TraindiffError(Exception):
     """Base class: `except TraindiffError` catches whatever traindiff raises."""
-
-
-class TapError(TraindiffError):
-    """A tap was attached twice, or removed without being attached."""
 
 
 class UnsupportedTensorError(TraindiffError):
@@ -55,9 +50,21 @@ class TraindiffWarning(UserWarning):
     """Something could not be observed. The training itself is not affected."""
 
 
+def type_of(value: object) -> str:
+    """What a value is, as messages say it: the name of its type with an article; None by itself."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing wrong with what the user wrote: where it is, what is wrong, what to write."""
+    """One thing wrong with what the user wrote.
+
+    Attributes:
+        where: The place, as the user would find it.
+        what: What is wrong with it: a sentence that `where` begins.
+        fix: What to write instead, near misses included.
+    """
 
     where: str
     what: str
@@ -74,6 +81,11 @@ class Problem:
 
 class ConfigError(TraindiffError, ValueError):
     """What the user asked for cannot be done. Lists every problem, not just the first.
+
+    Args:
+        source: File or call that was wrong, as the user would name it.
+        problems: All problems, in the order in which they appear in `source`.
+        consequence: What was therefore not done.
 
     Attributes:
         source: File or call that was wrong, as the user would name it.

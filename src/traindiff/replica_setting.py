@@ -38,13 +38,13 @@ def parse_replica(value: object, *, where: str) -> ReplicaSetting | Problem | No
     written = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
     if written is None:
         what = f"{value!r} is not a replica."
-        return Problem(where=where, what=what, fix='Write replica="ulp:1", "reorder:1" or "float64".')
+        return Problem(where=where, what=what, fix='Write "ulp:1", "reorder:1" or "float64".')
     kind, seed = written["kind"], written["seed"]
     if kind not in KINDS:
         return Problem.unknown_name(where=where, kind="a replica", found=kind, known=KINDS)
     if seed is not None and kind not in SEEDED:
         what = f"{value!r} has a seed, but nothing of a {kind} replica is random."
-        return Problem(where=where, what=what, fix=f'Write replica="{kind}".')
+        return Problem(where=where, what=what, fix=f'Write "{kind}".')
     return ReplicaSetting(kind=kind, seed=int(seed or 0))
 
 
@@ -58,8 +58,8 @@ def checked_replica(value: object, *, ranks: object, problems: list[Problem]) ->
         problems.append(
             Problem(
                 where="record(replica=..., ranks=...)",
-                what="a replica must be perturbed alike on every rank, or the ranks drift apart.",
-                fix="Leave ranks out.",
+                what="would perturb the training on some ranks only, and the ranks would drift apart.",
+                fix="Leave ranks out to record the replica on all of them.",
             )
         )
     return replica

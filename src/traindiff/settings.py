@@ -98,14 +98,19 @@ def record_settings(
     return settings
 
 
-def check_names(unknown: Collection[str], *, known: Collection[str]) -> None:
+def check_names(unknown: Collection[str], *, known: Collection[str], where: str = "record({}=...)") -> None:
     """Refuse settings of `traindiff.record` that there are not.
+
+    Args:
+        unknown: Their names.
+        known: Names of the settings that there are.
+        where: Where the user wrote them; `{}` is the name.
 
     Raises:
         ConfigError: There is one.
     """
     problems = [
-        Problem.unknown_name(where=f"record({name}=...)", kind="a setting", found=name, known=known) for name in unknown
+        Problem.unknown_name(where=where.format(name), kind="a setting", found=name, known=known) for name in unknown
     ]
     if problems:
         raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
@@ -120,8 +125,9 @@ def recording_path(value: object) -> str:
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
     if isinstance(text, str) and text:
         return text
-    what = f"is {value!r}, not a path."
-    problem = Problem(where="record(path=...)", what=what, fix='Write the directory to make, e.g. "runs/baseline".')
+    problem = Problem(
+        where=f"record(path={value!r})", what="is not a path.", fix='Write the directory to make, e.g. "runs/baseline".'
+    )
     raise ConfigError("record(...)", [problem], consequence="nothing was attached to the model")
 
 
@@ -138,7 +144,7 @@ def _observe(value: object, problems: list[Problem]) -> frozenset[str]:
     ]
     if not wanted:
         fix = f"Name some of: {', '.join(OBSERVABLE)}."
-        problems.append(Problem(where=where, what="is empty, so nothing would be recorded.", fix=fix))
+        problems.append(Problem(where=where, what="is empty: nothing would be recorded.", fix=fix))
     return frozenset(map(str, wanted))
 
 
@@ -181,7 +187,7 @@ def _ranks(value: object, problems: list[Problem]) -> tuple[int, ...] | None:
         problems.append(
             Problem(
                 where=f"record(ranks={value!r})",
-                what="must be a rank or a list of ranks.",
+                what="must be a rank, or a list of ranks, counted from 0.",
                 fix="Write ranks=[0, 1], or leave it out to record all of them.",
             )
         )
@@ -231,7 +237,11 @@ def _sample_order(value: str, problems: list[Problem]) -> SampleOrder:
 def _flag(name: str, value: object, problems: list[Problem]) -> bool:
     if not isinstance(value, bool):
         problems.append(
-            Problem(where=f"record({name}={value!r})", what="must be True or False.", fix=f"Write {name}=True.")
+            Problem(
+                where=f"record({name}={value!r})",
+                what="must be True or False.",
+                fix=f"Write {name}=True, or leave it out.",
+            )
         )
     return bool(value)
 

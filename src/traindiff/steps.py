@@ -44,7 +44,7 @@ def parse_steps(value: str | int | Iterable[int] | None, *, where: str) -> StepS
         if not all(isinstance(number, int) and number >= 0 for number in numbers):
             return _problem(where, f"{numbers!r} has entries that are not whole numbers from 0 up.")
         if not numbers:
-            return _problem(where, "holds no step, so nothing would be recorded.")
+            return _problem(where, "names no step at all.")
         value = ",".join(str(number) for number in sorted(set(numbers)))
     ranges: list[tuple[int, int | None]] = []
     for part in value.split(","):
@@ -60,4 +60,6 @@ def parse_steps(value: str | int | Iterable[int] | None, *, where: str) -> StepS
 
 
 def _problem(where: str, what: str) -> Problem:
-    return Problem(where=where, what=what, fix='Write steps like "0-9,20,30-", counted from 0.')
+    return Problem(
+        where=where, what=what, fix='Write steps like "0-9,20,30-", counted from 0, or leave it out for all of them.'
+    )

@@ -65,10 +65,10 @@ def test_without_rules_paths_stay() -> None:
 @pytest.mark.parametrize(
     ("rule", "where", "what"),
     [
-        ("head", "--rename head", 'has no "=".'),
-        ("(=x", "--rename (=x", "is not a regular expression: missing ), unterminated subpattern at position 0."),
-        ("=x", "--rename =x", "has no pattern."),
-        (r"(a)=\2", r"--rename (a)=\2", "is not a regular expression: invalid group reference 2 at position 1."),
+        ("head", "rename head", 'has no "=".'),
+        ("(=x", "rename (=x", "is not a regular expression: missing ), unterminated subpattern at position 0."),
+        ("=x", "rename =x", 'has no pattern before the "=".'),
+        (r"(a)=\2", r"rename (a)=\2", "is not a regular expression: invalid group reference 2 at position 1."),
     ],
 )
 def test_a_wrong_rule_is_explained(rule: str, where: str, what: str) -> None:
@@ -76,7 +76,7 @@ def test_a_wrong_rule_is_explained(rule: str, where: str, what: str) -> None:
         parse_renames([rule, "fine=better"])
 
     assert [(problem.where, problem.what) for problem in caught.value.problems] == [(where, what)]
-    assert "--rename '^model" in caught.value.problems[0].fix
+    assert "e.g. '^model" in caught.value.problems[0].fix
 
 
 def test_a_rule_that_changes_nothing_is_said(compared: Compared) -> None:
@@ -93,7 +93,7 @@ def test_every_wrong_rule_is_listed() -> None:
 
 
 def test_a_rule_that_gives_two_sites_one_name_is_refused(compared: Compared) -> None:
-    with pytest.raises(ConfigError, match=r"gives fc and head of the candidate one name, fc\."):
+    with pytest.raises(ConfigError, match=r"gives fc and head of the candidate the same path, fc\."):
         compared(rename=["head=fc"])
 
 

@@ -145,14 +145,14 @@ def test_a_model_of_the_user_is_checked(script: str) -> None:
     ("named", "says"),
     [
         ("{folder}/missing.py:build", "missing.py does not exist."),
-        ("{folder}/train.py", "does not name a function in a file."),
-        ("{folder}:build", "is no Python file."),
-        ("no_such_module:build", "raised ModuleNotFoundError: No module named 'no_such_module'"),
+        ("{folder}/train.py", "does not name a function in a file or module."),
+        ("{folder}:build", "is not a Python file."),
+        ("no_such_module:build", "there is no module no_such_module to import."),
         ("{folder}/train.py:biuld", 'Did you mean "build"?'),
         ("{folder}/train.py:two", "returned a tuple of 2."),
         ("{folder}/train.py:wrong", "model\n    is a str, not a torch.nn.Module."),
         ("{folder}/train.py:wrong", "optimizer\n    is an int, not a torch.optim.Optimizer."),
-        ("{folder}/train.py:wrong", "step\n    is a NoneType, not a function."),
+        ("{folder}/train.py:wrong", "step\n    is None, not a function."),
         ("{folder}/train.py:raising", "calling it raised FileNotFoundError: no data here"),
         ("{folder}/train.py:exiting", "calling it raised SystemExit: 3"),
         ("{folder}/broken.py:build", "raised SyntaxError"),
@@ -173,10 +173,10 @@ def test_a_recipe_that_cannot_be_used_is_an_error_that_says_why(named: str, says
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("again", "returns the same model again."),
+        ("again", "returns the same model when it is called again."),
         ("broken", "step\n    calling it raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
         ("empty", "Give at least one batch"),
-        ("idle", "step\n    does not call step() of an optimizer."),
+        ("idle", "step\n    does not call step() of an optimizer, or there are no batches."),
     ],
 )
 def test_a_training_that_does_not_train_is_an_error_that_says_why(name: str, says: str, script: str) -> None:

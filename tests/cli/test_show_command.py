@@ -98,7 +98,7 @@ def test_csv_and_json_can_be_written_to_a_file(traindiff: Traindiff, tmp_path: P
     [
         (("baseline", "--phase", "gradient"), '"gradient" is not a phase.\n    Did you mean "grad"?'),
         (("baseline", "--steps", "a"), "'a' is not a step or a range of steps."),
-        (("baseline", "--format", "parquet"), "needs a file to write.\n    Write --output FILE.parquet."),
+        (("baseline", "--format", "parquet"), "is not for the terminal.\n    Add --output FILE.parquet."),
         (("nothing",), "traindiff: nothing does not exist."),
     ],
 )

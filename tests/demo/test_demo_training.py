@@ -132,7 +132,7 @@ def test_a_misspelt_fault_is_refused_with_the_nearest_name(tiny: DemoSettings) -
     with pytest.raises(ConfigError, match='Did you mean "gelu-tanh"') as caught:
         train(None, settings=tiny, fault="gelu-tan")
     assert str(caught.value).startswith(
-        "1 problem in the demo; nothing was trained.\n\n  fault = 'gelu-tan'\n    \"gelu-tan\" is not a known fault.\n"
+        "1 problem in the demo; nothing was trained.\n\n  fault = 'gelu-tan'\n    \"gelu-tan\" is not a fault.\n"
     )
 
 
@@ -144,7 +144,7 @@ def test_a_fault_that_needs_more_micro_batches_says_so(tiny: DemoSettings) -> No
         "\n"
         "  micro_batches = 2\n"
         '    is too few for the fault "lost-gradient".\n'
-        "    Use at least 3."
+        "    Write at least 3, and a number that divides the batch."
     )
 
 
@@ -157,7 +157,7 @@ def test_micro_batches_must_divide_the_batch(tiny: DemoSettings, micro_batches: 
         "\n"
         f"  micro_batches = {micro_batches}\n"
         "    does not divide the 6 samples of a batch into equal parts.\n"
-        "    Use a divisor of 6."
+        "    Write one of 1, 2, 3, 6."
     )
 
 

@@ -178,8 +178,10 @@ def test_declarations_that_nothing_obeys_are_warned_about(tmp_path: Path) -> Non
     said = run_on_ranks(warnings_of_declarations, 2, str(tmp_path / "run"))[0]
 
     assert said == [
-        'record(shards=...): shard("2", dim=1, axis="ProcessGroup") matches nothing that was observed',
-        "record(shards=...): what '1' matches has 2 dims and no dim 3.",
+        'record(shards=...): shard("2", dim=1, axis="ProcessGroup") matches nothing that was observed. '
+        "traindiff show RECORDING lists the sites that there are.",
+        "record(shards=...): what '1' matches has 2 dims and no dim 3. "
+        "traindiff show RECORDING lists the sites that there are.",
     ]
 
 
@@ -191,7 +193,7 @@ def test_declarations_that_nothing_obeys_are_warned_about(tmp_path: Path) -> Non
         ([traindiff.shard("", dim=1, axis="tp")], "is no pattern over paths of modules or parameters."),
         ([traindiff.shard("*", dim="1", axis="tp")], "has dim='1', which is no dim of a tensor."),
         ([traindiff.shard("*", dim=1, axis="tp", partial=True)], "is partial and has dim=1"),
-        ([traindiff.shard("*", dim=1, axis="tp", blocks=0)], "has blocks=0."),
+        ([traindiff.shard("*", dim=1, axis="tp", blocks=0)], "has blocks=0, which is no number of blocks."),
     ],
 )
 def test_declarations_that_are_none_are_refused(shards: Any, what: str, tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ def test_the_command_refuses_another_training_with_exit_code_two_and_says_what_t
 
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert f"--noise {noise}" in result.stderr
+    assert f"noise {noise}" in result.stderr
     assert "Record it with the baseline's script, seed and data" in result.stderr
 
 

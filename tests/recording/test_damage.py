@@ -57,7 +57,7 @@ def test_every_bit_flip_in_the_seals_is_refused_with_its_place(run: Path) -> Non
         with pytest.raises(CorruptRecordingError) as caught:
             content(run)
         message = str(caught.value)
-        by_line = re.search(r"observations\.crc is damaged in line (\d+)", message)
+        by_line = re.search(r"observations\.crc is damaged: line (\d+)", message)
         by_message = re.search(r"observations\.arrows is damaged: message (\d+) ", message)
         # A length that is wrong shows in the next line, whose offset no longer follows.
         found = int(by_line[1]) - 1 if by_line else int(by_message[1]) if by_message else -1

@@ -60,7 +60,7 @@ def test_nothing_is_written_after_a_gap_even_when_there_is_room_again(tmp_path: 
     with pytest.raises(OSError, match="No space left"):
         writer.write_step(*step(1))
 
-    with pytest.raises(OSError, match="is incomplete since an earlier step could not be written"):
+    with pytest.raises(OSError, match="is incomplete: an earlier step could not be written"):
         writer.write_step(*step(2))
     writer.close()
 

@@ -12,9 +12,7 @@ from traindiff.recording import location, open_recording
 
 
 def test_a_protocol_that_is_not_known_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match=r"path = 'nowhere://run'\n    cannot be reached: Protocol not known: nowhere\."
-    ):
+    with pytest.raises(ConfigError, match=r"'nowhere://run'\n    cannot be reached: Protocol not known: nowhere\."):
         open_recording("nowhere://run")
 
 

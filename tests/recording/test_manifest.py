@@ -49,7 +49,7 @@ def test_an_edited_file_is_refused_with_both_checksums() -> None:
 
     assert str(caught.value) == (
         "runs/base/run.json is damaged: its checksum is crc32:216fabbc, its content gives crc32:0a42f87f. "
-        "Restore the file from where it was copied; it is not meant to be edited."
+        "Restore the file from where it was copied; it must not be edited."
     )
 
 
@@ -69,7 +69,10 @@ def test_json_of_something_else_is_not_a_recording(data: bytes) -> None:
     with pytest.raises(NotARecordingError) as caught:
         manifest.load_run(data, where="run.json")
 
-    assert str(caught.value) == "run.json is not of a traindiff recording: \"format\" is 'wandb'."
+    assert str(caught.value) == (
+        'run.json is not of a recording: "format" is \'wandb\', not "traindiff-recording". '
+        "Give the directory that traindiff.record(...) wrote."
+    )
 
 
 def test_a_newer_version_is_refused_with_both_versions_and_the_way_out(tmp_path: Path) -> None:

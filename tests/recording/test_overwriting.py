@@ -25,7 +25,7 @@ def test_an_existing_recording_is_refused_and_untouched(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "1 problem in record(...); nothing was attached to the model.\n"
         "\n"
-        f"  path = '{tmp_path}/run'\n"
+        f"  record(path='{tmp_path}/run')\n"
         "    already holds a recording.\n"
         "    Give another path, or overwrite=True to replace it."
     )
@@ -100,7 +100,7 @@ def test_other_things_beside_a_recording_are_named(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "1 problem in record(...); nothing was attached to the model.\n"
         "\n"
-        f"  path = '{tmp_path}/run'\n"
+        f"  record(path='{tmp_path}/run')\n"
         "    is a directory that holds other things than a recording (a.txt, b.txt, c.txt).\n"
         "    Give the path of a directory that does not exist yet. overwrite=True replaces recordings, nothing else."
     )
@@ -110,7 +110,7 @@ def test_other_things_beside_a_recording_are_named(tmp_path: Path) -> None:
 def test_a_file_is_refused_and_untouched(tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "run").write_text("text")
 
-    with pytest.raises(ConfigError, match=r"is a file\."):
+    with pytest.raises(ConfigError, match=r"is a file, and a recording is a directory\."):
         write(tmp_path / "run", overwrite=overwrite)
 
     assert (tmp_path / "run").read_text() == "text"

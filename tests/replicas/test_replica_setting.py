@@ -33,7 +33,7 @@ def test_a_replica_is_written_as_it_is_read(written: str) -> None:
         ("ulps:1", ["  record(replica='ulps:1')", '"ulps" is not a replica.', 'Did you mean "ulp"? Known: float64,']),
         ("float32", ['Did you mean "float64"? ']),
         ("float64:1", ["'float64:1' has a seed, but nothing of a float64 replica is random."]),
-        ("ulp:x", ["'ulp:x' is not a replica.", 'Write replica="ulp:1", "reorder:1" or "float64".']),
+        ("ulp:x", ["'ulp:x' is not a replica.", 'Write "ulp:1", "reorder:1" or "float64".']),
         ("ulp:-1", ["'ulp:-1' is not a replica."]),
         (1, ["1 is not a replica."]),
     ],
@@ -47,6 +47,6 @@ def test_a_wrong_replica_is_one_problem(written: object, says: list[str]) -> Non
 
 
 def test_a_replica_is_made_on_every_rank() -> None:
-    assert "a replica must be perturbed alike on every rank, or the ranks drift apart." in problems_of(
+    assert "would perturb the training on some ranks only, and the ranks would drift apart." in problems_of(
         replica="ulp:1", ranks=[0]
     )

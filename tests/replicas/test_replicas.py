@@ -106,7 +106,7 @@ def test_a_fault_is_contained_and_the_recording_says_that_it_is_no_full_replica(
 
     expected = TRAININGS["plain"](lambda *_: nullcontext())
     monkeypatch.setattr(BREAK[replica], broken)
-    with pytest.warns(traindiff.TraindiffWarning, match="no longer perturbs the training, because of MemoryError"):
+    with pytest.warns(traindiff.TraindiffWarning, match="no longer perturbs the training: MemoryError"):
         actual = TRAININGS["plain"](lambda *args: traindiff.record(tmp_path / "run", *args, replica=replica))
 
     if replica != "float64":  # what was converted stays converted, or nothing would fit together

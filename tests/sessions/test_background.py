@@ -104,7 +104,7 @@ def test_a_step_that_was_dropped_leaves_the_recording_without_its_end(
     stuck.released.set()
     writer._patience = 20
 
-    with pytest.raises(OSError, match="nothing more is recorded, since an earlier step could not be written"):
+    with pytest.raises(OSError, match="an earlier step could not be written, and nothing is recorded behind the gap"):
         writer.write_step(*step(9))
     writer.close()
 

@@ -57,7 +57,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(
 
     assert result.returncode == 0, result.stderr
     assert result.stdout == expected
-    assert result.stderr.count("no longer observes with its writer tap, which failed with OSError") == 1
+    assert result.stderr.count("could not write the recording, and records nothing more: OSError") == 1
     assert "Traceback" not in result.stderr
     recording = traindiff.open_recording(str(tmp_path / "run"))
     steps = [part.step for part in recording.steps(0)]

@@ -90,11 +90,11 @@ def test_everything_wrong_with_a_training_is_said_at_once() -> None:
     message = str(caught.value)
     assert "model\n    is a str, not a torch.nn.Module." in message
     assert "optimizer\n    is an int, not a torch.optim.Optimizer." in message
-    assert "batches\n    is a NoneType, not something to iterate over." in message
+    assert "batches\n    is None, not something to iterate over." in message
     assert "step\n    is an int, not a function." in message
 
 
-@pytest.mark.parametrize(("returned", "says"), [(None, "a NoneType."), ((1, 2), "a tuple of 2."), (7, "an int.")])
+@pytest.mark.parametrize(("returned", "says"), [(None, "None."), ((1, 2), "a tuple of 2."), (7, "an int.")])
 def test_what_is_no_training_is_refused_with_what_to_return(returned: object, says: str) -> None:
     with pytest.raises(ConfigError, match=f"returned {says}") as caught:
         prepared(lambda: returned, seed=0, asked_by="test")  # type: ignore[arg-type, return-value]
@@ -260,13 +260,13 @@ def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("named", "says"),
     [
-        ("train.py", "does not name a function in a file."),
-        (":recipe", "does not name a function in a file."),
-        ("train.py:", "does not name a function in a file."),
+        ("train.py", "does not name a function in a file or module."),
+        (":recipe", "does not name a function in a file or module."),
+        ("train.py:", "does not name a function in a file or module."),
         ("missing.py:recipe", "missing.py does not exist."),
-        ("here:recipe", "here is no Python file."),
+        ("here:recipe", "here is not a Python file."),
         ("here/train.py:recpie", 'Did you mean "recipe"?'),
-        ("no_such_module:recipe", "running no_such_module raised ModuleNotFoundError"),
+        ("no_such_module:recipe", "there is no module no_such_module to import."),
         ("broken.py:recipe", "running broken.py raised SyntaxError"),
         ("exits.py:recipe", "running exits.py raised SystemExit: no arguments"),
     ],

@@ -203,7 +203,7 @@ def test_a_recipe_that_is_another_training_each_time_is_refused_with_what_differ
     assert "is not the same training when it is called again. In step 0: 0.weight starts with other" in str(
         caught.value
     )
-    assert "Prepare model, data and generators from scratch in the recipe" in str(caught.value)
+    assert "Prepare model, data and generators from scratch in each call" in str(caught.value)
 
 
 def test_a_baseline_whose_numbers_vary_by_themselves_is_said_first_and_its_noise_is_used(verify: Verify) -> None:
@@ -235,7 +235,7 @@ def test_a_candidate_that_cannot_be_used_is_refused_before_anything_runs(verify:
     [
         ({"replicas": ("ulp:1", "ulb:1")}, 'Did you mean "ulp"?'),
         ({"pin": "allways"}, 'Did you mean "always"?'),
-        ({"steps": 0}, "is not a number of steps."),
+        ({"steps": 0}, "must be a whole number, at least 1."),
         ({"rename": ["x"]}, 'has no "=".'),
         ({"rtol": -1.0}, "must be a number from 0 up."),
     ],
@@ -298,7 +298,7 @@ def test_a_recording_that_the_user_made_is_never_replaced(name: str, verify: Ver
     with traindiff.record(tmp_path / "runs" / name, nn.Linear(2, 2)):
         pass
 
-    with pytest.raises(traindiff.ConfigError, match="is a recording of another kind, which would be replaced"):
+    with pytest.raises(traindiff.ConfigError, match="is a recording that no recipe made, and would be replaced"):
         verify(mlp())
 
     assert [entry.name for entry in (tmp_path / "runs").iterdir()] == [name]

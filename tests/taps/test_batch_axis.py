@@ -238,7 +238,9 @@ def test_patterns_and_none_hold_in_a_recording(tmp_path: Path) -> None:
 def test_a_declaration_that_nothing_obeys_is_warned_about(tmp_path: Path) -> None:
     model = mlp()
     with (
-        pytest.warns(TraindiffWarning, match=r"record\(batch_axis=\.\.\.\): 'decoder\.\*' matches nothing"),
+        pytest.warns(
+            TraindiffWarning, match=r"record\(batch_axis=\.\.\.\): nothing that was observed matches 'decoder\.\*'"
+        ),
         traindiff.record(tmp_path / "run", model, batch_axis={"0": 0, "decoder.*": 1}, strict=True),
     ):
         model(next(batches()))

@@ -171,8 +171,8 @@ def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
         by_name.setdefault(rename(path), []).append(path)
     problems = [
         Problem(
-            where="--rename",
-            what=f"gives {' and '.join(path or ROOT for path in same)} of the candidate one name, {name or ROOT}.",
+            where="rename",
+            what=f"gives {' and '.join(path or ROOT for path in same)} of the candidate the same path, {name or ROOT}.",
             fix="Write expressions that keep the candidate's paths apart.",
         )
         for name, same in by_name.items()

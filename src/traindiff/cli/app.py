@@ -50,7 +50,8 @@ def says_what_is_wrong(command: Callable[..., Any]) -> Callable[..., Any]:
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
-            messages.print("traindiff: this command needs torch. Install it with: pip install 'traindiff[torch]'")
+            says = "this command needs torch, which is not installed. Install it with: pip install 'traindiff[torch]'"
+            messages.print(f"traindiff: {says}", markup=False, soft_wrap=True)
             raise typer.Exit(UNUSABLE) from None
 
     return run

@@ -12,7 +12,7 @@ from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_res
 @app.command()
 @says_what_is_wrong
 def check(
-    recording: Annotated[str, typer.Argument(help="Recording of the run to check.")],
+    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording of the run to check.")],
     steps: Annotated[str | None, typer.Option(help='Steps to check, e.g. "0-9,20,30-".')] = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of the table of further findings.")] = 12,
     form: FormatOption = "text",

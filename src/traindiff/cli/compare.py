@@ -12,12 +12,12 @@ from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_res
 @app.command()
 @says_what_is_wrong
 def compare(
-    baseline: Annotated[str, typer.Argument(help="Recording of the run that is trusted.")],
-    candidate: Annotated[str, typer.Argument(help="Recording of the run in question.")],
+    baseline: Annotated[str, typer.Argument(metavar="BASELINE", help="Recording of the run that is trusted.")],
+    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="Recording of the run in question.")],
     noise: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="RUN",
+            metavar="RECORDING",
             help="Recording of a replica of the baseline, or of the baseline run again, to measure floors from. "
             "Repeatable.",
         ),

@@ -15,7 +15,7 @@ def doctor(
     recipe: Annotated[
         str,
         typer.Argument(
-            metavar="[RECIPE]",
+            metavar="RECIPE",
             help="The training: FILE.py:FUNCTION or MODULE:FUNCTION that returns a traindiff.Training. A small model "
             "if left out.",
         ),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,7 +28,7 @@ class Format(StrEnum):
 @app.command()
 @says_what_is_wrong
 def show(
-    recording: Annotated[str, typer.Argument(help="Recording to list.")],
+    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to list.")],
     site: Annotated[str, typer.Option(help="Glob over sites, e.g. 'transformer.h.3.*'.")] = "*",
     phase: Annotated[list[str] | None, typer.Option(help="Phase, e.g. grad. Repeatable.")] = None,
     steps: Annotated[str | None, typer.Option(help='Steps, e.g. "0-9,20,30-".')] = None,
@@ -51,16 +52,16 @@ def show(
     if not isinstance(selection, StepSelection):
         raise ConfigError("show", [selection])
     if form is Format.PARQUET and output is None:
-        fix = "Write --output FILE.parquet."
-        raise ConfigError("show", [Problem(where="--format parquet", what="needs a file to write.", fix=fix)])
+        fix = "Add --output FILE.parquet."
+        raise ConfigError("show", [Problem(where="--format parquet", what="is not for the terminal.", fix=fix)])
     found = open_recording(recording)
     rows = table.rows(found, table.Filter(site=site, phases=phases, steps=selection, samples=samples))
 
     if form is Format.PARQUET and output is not None:
-        with output.open("wb") as binary:
+        with _opened(output, "wb") as binary:
             table.write_parquet(rows, binary)
         return
-    with output.open("w", encoding="utf-8", newline="") if output else nullcontext(sys.stdout) as text:
+    with _opened(output, "w", encoding="utf-8", newline="") if output else nullcontext(sys.stdout) as text:
         if form is Format.CSV:
             table.write_csv(rows, text)
         elif form is Format.JSON:
@@ -69,3 +70,18 @@ def show(
             console = Console(file=text, highlight=False, width=results.width) if output else results
             print_head(console, found)
             print_rows(console, islice(rows, top), rest=rows)
+
+
+@contextmanager
+def _opened(output: Path, mode: str, **how: Any) -> Iterator[IO[Any]]:
+    """A file to write the result to."""
+    from traindiff.errors import ConfigError, Problem
+
+    try:
+        file = output.open(mode, **how)
+    except OSError as error:
+        fix = "Give the path of a file in a directory that is there and where you may write."
+        problem = Problem(where=f"--output {output}", what=f"cannot be written: {error.strerror}.", fix=fix)
+        raise ConfigError("show", [problem]) from None
+    with file:
+        yield file

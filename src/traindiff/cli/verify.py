@@ -25,7 +25,7 @@ def verify(
     recipe: Annotated[
         str,
         typer.Argument(
-            metavar="[RECIPE]",
+            metavar="RECIPE",
             help="The trusted training: FILE.py:FUNCTION or MODULE:FUNCTION that returns a traindiff.Training. "
             "The demo's GPT if left out.",
         ),

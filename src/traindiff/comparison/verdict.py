@@ -55,9 +55,9 @@ class Comparison:
         steps: Steps that were compared, ascending.
         notes: What limits the verdict, one sentence each.
         differences: Per site, its largest difference, in execution order.
+        noise: What measured floors rest on: recordings, constants; None where none were given.
         representation: What differs only in how it is represented (activations, the order of samples or
             channels), where no loss, gradient or update differs; such differences are no findings.
-        noise: What measured floors rest on: recordings, constants; None where none were given.
     """
 
     baseline: str

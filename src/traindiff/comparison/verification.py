@@ -56,7 +56,7 @@ class Verification:
     Attributes:
         comparison: Baseline against candidate, each run freely.
         pinned: The step of the divergence run again, forced; empty where nothing was pinned down.
-        pin_note: Why nothing was pinned down although the runs diverged; empty otherwise.
+        pin_note: Why nothing was pinned down although that was asked for; empty otherwise.
         costs: What each run took, in order.
         peak_bytes: Largest resident memory of the process that ran them.
     """

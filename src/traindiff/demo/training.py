@@ -81,9 +81,10 @@ def train(
 
 def _check(settings: DemoSettings, micro_batches: int) -> None:
     if micro_batches < 1 or settings.batch_size % micro_batches:
+        divisors = [count for count in range(1, settings.batch_size + 1) if settings.batch_size % count == 0]
         problem = Problem(
             where=f"micro_batches = {micro_batches}",
             what=f"does not divide the {settings.batch_size} samples of a batch into equal parts.",
-            fix=f"Use a divisor of {settings.batch_size}.",
+            fix=f"Write one of {', '.join(map(str, divisors))}.",
         )
         raise ConfigError("the demo", [problem], consequence="nothing was trained")

@@ -62,7 +62,7 @@ class Declarations:
         """What is to be said of declarations that nothing has obeyed so far; empty as long as there was no tensor."""
         if not self._asked:
             return ()
-        return tuple(self._misfits.get(one, f"{one} matches nothing that was observed") for one in self._unused)
+        return tuple(self._misfits.get(one, f"{one} matches nothing that was observed.") for one in self._unused)
 
     def axes(self, *, of_samples: bool) -> list[MeshAxis]:
         """Those over which each sample is divided among ranks, or the others, over which the model is."""

@@ -176,7 +176,7 @@ def _refuse_another_training(
             found += filter(None, [check_initial_parameter(pair, step=step)])
     if found:
         problem = Problem(
-            where=f"--noise {side.recording.path}",
+            where=f"noise {side.recording.path}",
             what=f"is no other run of the baseline's training. In step {step}: {found[0].says}",
             fix="Record it with the baseline's script, seed and data, and record(replica=...) or nothing else changed.",
         )
@@ -186,7 +186,7 @@ def _refuse_another_training(
 def _refuse_what_does_not_align(recordings: Sequence[Recording], aligned: Sequence[int]) -> None:
     problems = [
         Problem(
-            where=f"--noise {recording.path}",
+            where=f"noise {recording.path}",
             what="has no step and site in common with the baseline.",
             fix="Record it with the baseline's script, over the same steps.",
         )

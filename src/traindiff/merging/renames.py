@@ -48,12 +48,12 @@ def parse_renames(renames: Mapping[str, str] | Sequence[str] | None) -> Renaming
     problems: list[Problem] = []
     rules: list[tuple[re.Pattern[str], str]] = []
     for pattern, replacement in pairs:
-        where = f"--rename {pattern}={replacement}"
+        where = f"rename {pattern}={replacement}"
         if not isinstance(renames, Mapping) and not any(text.startswith(pattern + "=") for text in renames):
-            problems.append(Problem(where=f"--rename {pattern}", what='has no "=".', fix=_RENAME_FIX))
+            problems.append(Problem(where=f"rename {pattern}", what='has no "=".', fix=_RENAME_FIX))
             continue
         if not pattern:
-            problems.append(Problem(where=where, what="has no pattern.", fix=_RENAME_FIX))
+            problems.append(Problem(where=where, what='has no pattern before the "=".', fix=_RENAME_FIX))
             continue
         try:
             rule = re.compile(pattern)
@@ -68,4 +68,4 @@ def parse_renames(renames: Mapping[str, str] | Sequence[str] | None) -> Renaming
     return Renaming(rules)
 
 
-_RENAME_FIX = r"Write PATTERN=REPLACEMENT, e.g. --rename '^model\.layers\.=transformer.h.'"
+_RENAME_FIX = r"Write PATTERN=REPLACEMENT, e.g. '^model\.layers\.=transformer.h.'."

@@ -18,7 +18,7 @@ def file_system(path: str) -> tuple[Any, str]:
     try:
         file_system, root = fsspec.core.url_to_fs(path)
     except ImportError as error:
-        fix = "Install the package that it names, beside traindiff."
+        fix = "Install that package where traindiff is installed."
         raise _unreachable(path, f"cannot be reached: {error}.", fix) from None
     except ValueError as error:
         fix = f"Write a local path, or a URL of one of: {', '.join(sorted(fsspec.available_protocols())[:12])}, ..."
@@ -27,4 +27,4 @@ def file_system(path: str) -> tuple[Any, str]:
 
 
 def _unreachable(path: str, what: str, fix: str) -> ConfigError:
-    return ConfigError("the path of a recording", [Problem(where=f"path = {path!r}", what=what, fix=fix)])
+    return ConfigError("the path of a recording", [Problem(where=repr(path), what=what, fix=fix)])

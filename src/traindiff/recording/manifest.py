@@ -38,13 +38,16 @@ def load(data: bytes, *, where: str) -> Manifest:
             f"{where} is damaged: {error}. Restore the file from where it was copied, or record again."
         ) from None
     if not isinstance(manifest, dict):
-        raise CorruptRecordingError(f"{where} is damaged: it holds {type(manifest).__name__}, not an object.")
+        raise CorruptRecordingError(
+            f"{where} is damaged: it holds a {type(manifest).__name__}, not an object. "
+            "Restore the file from where it was copied, or record again."
+        )
     found = manifest.pop("checksum", None)
     expected = _checksum(manifest)
     if found != expected:
         raise CorruptRecordingError(
             f"{where} is damaged: its checksum is {found}, its content gives {expected}. "
-            "Restore the file from where it was copied; it is not meant to be edited."
+            "Restore the file from where it was copied; it must not be edited."
         )
     return manifest
 
@@ -80,7 +83,10 @@ def load_run(data: bytes, *, where: str) -> Manifest:
 
 def _another_format(manifest: Manifest, where: str) -> NotARecordingError:
     found = manifest.get("format")
-    return NotARecordingError(f'{where} is not of a traindiff recording: "format" is {found!r}.')
+    return NotARecordingError(
+        f'{where} is not of a recording: "format" is {found!r}, not "{FORMAT_NAME}". '
+        "Give the directory that traindiff.record(...) wrote."
+    )
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

@@ -56,6 +56,7 @@ class RankStatus:
     """How a rank's stream ends.
 
     Attributes:
+        rank: Which rank.
         ending: `closed` by the recorder; `unclosed` after a whole step (killed, or still running);
             `truncated` inside a message, which is left out.
         says: The same in one sentence; empty for `closed`.
@@ -83,7 +84,12 @@ class _Seal:
 
 
 class Recording:
-    """A recording on disk. Nothing but its JSON files is read before it is asked for.
+    """A recording on disk, whole, cut off by a kill, or still being written; `open_recording` makes it.
+
+    Nothing but its JSON files is read before it is asked for.
+
+    Args:
+        path: Its directory: a local path or any fsspec URL.
 
     Attributes:
         path: As the user gave it.
@@ -118,6 +124,9 @@ class Recording:
     def rank_content(self, rank: int) -> dict[str, Any]:
         """Content of `rank.json` when it was first asked for; empty where the run was killed before it was written.
 
+        Args:
+            rank: One of `ranks`.
+
         Raises:
             CorruptRecordingError: The file is damaged.
             MixedRecordingError: It is of another run.
@@ -148,7 +157,14 @@ class Recording:
                 )
 
     def status(self, rank: int) -> RankStatus:
-        """How the rank's stream ends, from its seals and the length of its data."""
+        """How the rank's stream ends, from its seals and the length of its data.
+
+        Args:
+            rank: One of `ranks`.
+
+        Raises:
+            CorruptRecordingError: The seals are damaged.
+        """
         seals, cut = self._seals(rank)
         where = self._file(rank, "observations.arrows")
         size = self._fs.size(where) if self._fs.exists(where) else 0
@@ -165,6 +181,9 @@ class Recording:
 
         A scalar that was logged after its step had been written is part of that step.
 
+        Args:
+            rank: One of `ranks`.
+
         Raises:
             CorruptRecordingError: The bytes are not those that were written. A stream that is
                 merely cut off ends at its last whole step.
@@ -173,6 +192,10 @@ class Recording:
 
     def tensors(self, step: StepObservations, row: int) -> dict[str, NDArray[np.generic]]:
         """What was kept of an observation in a file of its own; empty where nothing was.
+
+        Args:
+            step: One of `steps`.
+            row: Position of the observation in `step.observations`.
 
         Returns:
             `value`: the tensor (bfloat16 as float32); `positive` and `signless`: packed bits, the first
@@ -186,7 +209,10 @@ class Recording:
             return {}
         where = self._file(step.rank, name)
         if not self._fs.exists(where):
-            raise CorruptRecordingError(f"{where} is missing, although the recording names it.")
+            raise CorruptRecordingError(
+                f"{where} is missing, although the recording names it. "
+                "Restore the file from where it was copied, or record again."
+            )
         return tensor_files.load(self._fs.cat_file(where), where=where)
 
     def _packed_steps(self, rank: int) -> Iterator[_Packed]:
@@ -209,7 +235,10 @@ class Recording:
         seals, _ = self._seals(rank)
         if not self._fs.exists(where):
             if seals:
-                raise CorruptRecordingError(f"{where} is missing, and observations.crc beside it is not.")
+                raise CorruptRecordingError(
+                    f"{where} is missing, and observations.crc beside it is not. "
+                    "Restore the file from where it was copied, or record again."
+                )
             return  # killed before the first byte
         with self._fs.open(where, "rb") as file:
             for number, sealed in enumerate(seals):
@@ -249,7 +278,8 @@ class Recording:
         if not found.equals(SCHEMA):
             raise CorruptRecordingError(
                 f"{where} does not have the columns of format version {manifest.FORMAT_VERSION}, "
-                "which its run.json names. Were files of two recordings mixed?"
+                "which its run.json names. Were files of two recordings mixed? "
+                "Restore the files from where they were copied, or record again."
             )
 
     def _seals(self, rank: int) -> tuple[list[_Seal], bool]:
@@ -303,7 +333,8 @@ def _packed(message: bytes) -> _Packed:
 
 def _damaged_seal(where: str, line: int) -> CorruptRecordingError:
     return CorruptRecordingError(
-        f"{where} is damaged in line {line}. Restore the file from where it was copied, or record again."
+        f"{where} is damaged: line {line} is not a checksum that follows the ones before it. "
+        "Restore the file from where it was copied, or record again."
     )
 
 
@@ -312,6 +343,9 @@ def open_recording(path: str) -> Recording:
 
     Args:
         path: Its directory: a local path or any fsspec URL.
+
+    Returns:
+        The recording, of which only `run.json` has been read.
 
     Raises:
         ConfigError: The protocol of the URL is not known, or needs a package that is not installed.

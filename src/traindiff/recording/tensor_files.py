@@ -60,7 +60,9 @@ def load(data: bytes, *, where: str) -> dict[str, NDArray[np.generic]]:
     try:
         entries = deserialize(data)  # type: ignore[no-untyped-call]
     except SafetensorError as error:
-        raise CorruptRecordingError(f"{where} is damaged: {error}. Restore the file, or record again.") from None
+        raise CorruptRecordingError(
+            f"{where} is damaged: {error}. Restore the file from where it was copied, or record again."
+        ) from None
     return {name: _array(entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in entries}
 
 

@@ -81,7 +81,7 @@ class RecordingWriter:
         except OSError as error:
             raise _unusable(
                 path,
-                what=f"cannot be written: {error}.",
+                what=f"cannot be written: {error.strerror or error}.",
                 fix="Give the path of a directory that does not exist yet, where you may write and there is room.",
             ) from error
         self._offset = 0
@@ -162,7 +162,10 @@ class RecordingWriter:
     def _append(self, message: bytes) -> None:
         # Whatever stays half written (the disk is full) must remain the end of the files.
         if self._failed:
-            raise OSError(f"{self._directory} is incomplete since an earlier step could not be written")
+            raise OSError(
+                f"{self._directory} is incomplete: an earlier step could not be written, and nothing is written "
+                "behind the gap"
+            )
         self._failed = True
         self._seals.write(seal(self._offset, message))
         self._seals.flush()
@@ -182,7 +185,11 @@ class RecordingWriter:
         if not self._fs.exists(self._root):
             return
         if not self._fs.isdir(self._root):
-            raise _unusable(path, what="is a file.", fix="Give the path of a directory that does not exist yet.")
+            raise _unusable(
+                path,
+                what="is a file, and a recording is a directory.",
+                fix="Give the path of a directory that does not exist yet.",
+            )
         names = self._names("")
         mine = rank_directory(rank)
         beyond = {name for name in names if _rank_of(name) >= world_size}
@@ -223,5 +230,5 @@ def _rank_of(name: str) -> int:
 
 
 def _unusable(path: str, *, what: str, fix: str) -> ConfigError:
-    problem = Problem(where=f"path = {path!r}", what=what, fix=fix)
+    problem = Problem(where=f"record(path={path!r})", what=what, fix=fix)
     return ConfigError("record(...)", [problem], consequence="nothing was attached to the model")

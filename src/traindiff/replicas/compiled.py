@@ -56,4 +56,6 @@ def notice_compiled(root: nn.Module, sink: Sink) -> ExitStack:
 
 
 def _fault(*_: Any) -> None:
-    raise NotPerturbedError("a part of the model ran in compiled code, where nothing is perturbed")
+    raise NotPerturbedError(
+        "a part of the model ran in compiled code, where nothing is perturbed; record replicas without torch.compile"
+    )

@@ -23,6 +23,6 @@ def refuse_wrapped(setting: ReplicaSetting, root: nn.Module) -> None:
     problem = Problem(
         where=f'record(replica="{setting}")',
         what=f"converts parameters in place, which {found[0]} does not allow.",
-        fix='Train without it, or write replica="ulp:1".',
+        fix='Record this replica without the wrapper, or write replica="ulp:1".',
     )
     raise ConfigError("record(...)", [problem], consequence="nothing was attached to the model")

@@ -25,6 +25,8 @@ from traindiff.taps.context import Moments, TapContext
 from traindiff.taps.optimizer_step import OptimizerTap
 from traindiff.taps.sink import Sink
 
+_LISTED = "traindiff show RECORDING lists the sites that there are."
+
 
 class Attachment:
     """The taps that the settings ask for, from construction until `close`.
@@ -123,7 +125,9 @@ def _attached(tap: str, context: TapContext) -> AbstractContextManager[object]:
 
 def _report_unused(batch_axis: BatchAxis, layout: Layout) -> None:
     if patterns := batch_axis.unused:
-        says = f"record(batch_axis=...): {', '.join(map(repr, patterns))} matches nothing that was observed."
+        says = (
+            f"record(batch_axis=...): nothing that was observed matches {' or '.join(map(repr, patterns))}. {_LISTED}"
+        )
         warnings.warn(says, TraindiffWarning, stacklevel=2)
     for says in layout.declarations.unused:
-        warnings.warn(f"record(shards=...): {says}", TraindiffWarning, stacklevel=2)
+        warnings.warn(f"record(shards=...): {says} {_LISTED}", TraindiffWarning, stacklevel=2)

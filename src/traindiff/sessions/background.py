@@ -73,7 +73,7 @@ class BackgroundWriter:
             return
         self._raise_error()
         if self._incomplete:
-            raise OSError("nothing more is recorded, since an earlier step could not be written")
+            raise OSError("an earlier step could not be written, and nothing is recorded behind the gap")
         slow = not self._steps.empty()
         written = threading.Event()
         try:

@@ -18,12 +18,16 @@ from traindiff.taps._torch_compat import run_as_it_is
 _logger = logging.getLogger("traindiff")
 
 _TAP_FAILED = (
-    "traindiff no longer observes with its {tap} tap, which failed with {says}. "
-    "The training is not affected; what the tap would have seen is missing from the recording."
+    "A part of traindiff ({tap}) failed and observes nothing more: {says}. The training is not affected; the recording "
+    "says what it lacks. record(strict=True) raises the error where it happens."
+)
+_WRITER_FAILED = (
+    "traindiff could not write the recording, and records nothing more: {says}. The training is not affected; what "
+    "was written before is kept. Make room, or give record(...) another path."
 )
 _REPLICA_FAILED = (
-    "traindiff no longer perturbs the training, because of {says}. The training goes on; the recording says that it is "
-    "no full replica, and nothing can be measured with it."
+    "traindiff no longer perturbs the training: {says}. The training goes on; the recording says that it is no full "
+    "replica, and no floors can be measured from it."
 )
 
 
@@ -121,7 +125,13 @@ class Containment:
         except Exception:  # the report goes into the recording, which may be what failed
             _logger.debug("the fault could not be recorded", exc_info=True)
         try:
-            template = _REPLICA_FAILED if tap.startswith(REPLICA) else _TAP_FAILED
-            warnings.warn(template.format(tap=tap, says=says), TraindiffWarning, stacklevel=3)
+            warnings.warn(_template(tap).format(tap=tap, says=says), TraindiffWarning, stacklevel=3)
         except TraindiffWarning as warning:  # the user turned warnings into errors
             _logger.warning("%s", warning)
+
+
+def _template(tap: str) -> str:
+    """What the user is told when a tap fails."""
+    if tap == "writer":
+        return _WRITER_FAILED
+    return _REPLICA_FAILED if tap.startswith(REPLICA) else _TAP_FAILED

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from traindiff.errors import ConfigError, Problem
+from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.sessions.targets import Optimizers
 
 _RETURN = (
@@ -71,10 +71,10 @@ def prepared(recipe: Recipe, *, seed: int, asked_by: str) -> Training:
         training = Training(model=model, optimizer=optimizer, batches=batches, step=step)
     if not isinstance(training, Training):
         count = f" of {len(training)}" if isinstance(training, (tuple, list)) else ""
-        says = f"returned {_a(type(training).__name__)}{count}."
+        says = f"returned {type_of(training)}{count}."
         raise ConfigError(asked_by, [Problem(where=where, what=says, fix=_RETURN)])
     problems = [
-        Problem(where=f"{where}, {what}", what=f"is {_a(type(value).__name__)}, not {kind}.", fix=_RETURN)
+        Problem(where=f"{where}, {what}", what=f"is {type_of(value)}, not {kind}.", fix=_RETURN)
         for what, value, fits, kind in (
             ("model", training.model, isinstance(training.model, nn.Module), "a torch.nn.Module"),
             ("optimizer", training.optimizer, _has_optimizers(training.optimizer), "a torch.optim.Optimizer"),
@@ -99,7 +99,9 @@ def failures_explained(doing: str, *, where: str, asked_by: str) -> Iterator[Non
         yield
     except (Exception, SystemExit) as error:
         says = f"{doing} raised {type(error).__name__}: {error}"
-        problem = Problem(where=where, what=says, fix="Make it work without traindiff first.")
+        problem = Problem(
+            where=where, what=says, fix="This is raised by the training itself: make it run without traindiff first."
+        )
         raise ConfigError(asked_by, [problem]) from error
 
 
@@ -137,8 +139,3 @@ def _has_optimizers(value: Any) -> bool:
     else:
         several = value if isinstance(value, (list, tuple)) else [value]
     return bool(several) and all(isinstance(one, Optimizer) for one in several)
-
-
-def _a(name: str) -> str:
-    """The name of a class with its article."""
-    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"

@@ -26,14 +26,18 @@ def load_recipe(named: str, *, asked_by: str) -> Recipe:
     """
     source, colon, name = named.rpartition(":")
     if not colon or not source or not name:
-        problem = Problem(where=named, what="does not name a function in a file.", fix="Write e.g. train.py:recipe.")
+        problem = Problem(
+            where=named,
+            what="does not name a function in a file or module.",
+            fix="Write FILE.py:FUNCTION or MODULE:FUNCTION, e.g. train.py:recipe.",
+        )
         raise ConfigError(asked_by, [problem])
     _refuse_no_source(source, named, asked_by)
     with failures_explained(f"running {source}", where=named, asked_by=asked_by):
         module = _run(Path(source).resolve()) if source.endswith(".py") else _imported(source)
     found = getattr(module, name, None)
     if not callable(found):
-        functions = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+        functions = [one for one, value in vars(module).items() if _may_be_a_recipe(value) and not one.startswith("_")]
         problem = Problem.unknown_name(where=named, kind=f"a function of {source}", found=name, known=functions)
         raise ConfigError(asked_by, [problem])
     return found  # type: ignore[no-any-return]
@@ -41,14 +45,28 @@ def load_recipe(named: str, *, asked_by: str) -> Recipe:
 
 def _refuse_no_source(source: str, named: str, asked_by: str) -> None:
     path = Path(source)
-    what = ""
+    what, fix = "", "Give the path of a Python file, e.g. train.py:recipe."
     if source.endswith(".py") and not path.is_file():
         what = f"{source} does not exist."
     elif not source.endswith(".py") and path.exists():
-        what = f"{source} is no Python file."
+        what = f"{source} is not a Python file."
+    elif not source.endswith(".py") and not _can_be_found(source):
+        what = f"there is no module {source} to import."
+        fix = "Give a module that Python finds from here, or the path of a file, e.g. train.py:recipe."
     if what:
-        problem = Problem(where=named, what=what, fix="Give the path of a Python file, e.g. train.py:recipe.")
+        problem = Problem(where=named, what=what, fix=fix)
         raise ConfigError(asked_by, [problem])
+
+
+def _may_be_a_recipe(value: object) -> bool:
+    """Whether it can be called, and is no class: those that a script imports are not meant."""
+    return callable(value) and not isinstance(value, type)
+
+
+def _can_be_found(source: str) -> bool:
+    """Whether the first part of a module's name leads to something that can be imported, also here."""
+    _import_first_from(Path.cwd())
+    return importlib.util.find_spec(source.partition(".")[0]) is not None
 
 
 def _imported(source: str) -> ModuleType:

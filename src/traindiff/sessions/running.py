@@ -73,7 +73,8 @@ def run_recipe(
     with undisturbed_random_state():
         training = prepared(recipe, seed=seed, asked_by=asked_by)
         chosen = {**training.record, **settings}
-        check_names(chosen.keys() - STANDARD_SETTINGS.keys(), known=STANDARD_SETTINGS.keys())
+        unknown = [name for name in chosen if name not in STANDARD_SETTINGS]
+        check_names(unknown, known=STANDARD_SETTINGS.keys(), where=f"{where}, record")
         checked = record_settings(**{**STANDARD_SETTINGS, **chosen})
         targets = find_targets(training.model, training.optimizer, select=checked.select, shards=checked.shards)
         if forced_by is not None or precision is not None:

@@ -51,8 +51,8 @@ class Runs:
         problems = [
             Problem(
                 where=os.fspath(self.directory / name),
-                what="is a recording of another kind, which would be replaced.",
-                fix="Give another directory for the runs (--output), or move the recording away.",
+                what="is a recording that no recipe made, and would be replaced.",
+                fix="Give another directory for the runs (output, --output), or move the recording away.",
             )
             for name in names
             if _is_of_the_user(self.directory / name)

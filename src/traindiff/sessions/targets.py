@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from traindiff.declared_shard import DeclaredShard
 from traindiff.engines.deepspeed_optimizer import EngineOptimizer, find_optimizers, is_engine_optimizer
 from traindiff.engines.layout import Layout, find_layout, places_of_parameters
-from traindiff.errors import ConfigError, Problem, TraindiffWarning
+from traindiff.errors import ConfigError, Problem, TraindiffWarning, type_of
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.sessions.named_parameters import named_parameters
 from traindiff.sessions.parts import Parts, roots_of
@@ -131,7 +132,7 @@ def find_targets(
         problems.append(
             Problem(
                 where="record(model=...)",
-                what=f"is a {type(model).__name__}, not a torch.nn.Module.",
+                what=f"is {type_of(model)}, not a torch.nn.Module.",
                 fix="Give the module that the training loop calls.",
             )
         )
@@ -160,8 +161,10 @@ def find_targets(
             consequence="nothing was attached to the model",
         )
     if unused:
+        patterns = " or ".join(map(repr, unused))
         says = (
-            f"record(select=...): {', '.join(map(repr, unused))} matches no module, parameter or buffer of the model."
+            f"record(select=...): no module, parameter or buffer of the model matches {patterns}. "
+            f"{_near(unused, named)}Paths look like: {_examples(named)}"
         )
         warnings.warn(says, TraindiffWarning, stacklevel=3)
     return Targets(
@@ -206,7 +209,7 @@ def _by_name(optimizer: object, problems: list[Problem]) -> dict[str, Optimizer]
     problems += [
         Problem(
             where=f"record(optimizer=...), {name}",
-            what=f"is a {type(one).__name__}, not a torch.optim.Optimizer.",
+            what=f"is {type_of(one)}, not a torch.optim.Optimizer.",
             fix="Give the optimizer whose step() the training calls, or leave it out to have it found.",
         )
         for name, one in named.items()
@@ -224,10 +227,20 @@ def _describe_tensor(tensor: Tensor, shape: tuple[int, ...] | None = None) -> di
 
 
 def _no_match(select: Sequence[str], paths: Sequence[str]) -> Problem:
-    named = [path for path in paths if path] or [ROOT]
-    examples = ", ".join(named[:3]) + (", ..." if len(named) > 3 else ".")
     return Problem(
         where=f"record(select={list(select)!r})",
         what=f"matches none of the model's {len(paths)} modules and parameters.",
-        fix=f"Paths look like: {examples} Use '*' for all of them.",
+        fix=f"{_near(select, paths)}Paths look like: {_examples(paths)} Use '*' for all of them.",
     )
+
+
+def _examples(paths: Sequence[str]) -> str:
+    """A few paths, as examples of what there is to select."""
+    named = [path for path in paths if path] or [ROOT]
+    return ", ".join(named[:3]) + (", ..." if len(named) > 3 else ".")
+
+
+def _near(patterns: Sequence[str], paths: Sequence[str]) -> str:
+    """The path that a misspelt pattern may have meant."""
+    near = [match for pattern in patterns for match in get_close_matches(pattern.rstrip("*."), paths, n=1)]
+    return f"Did you mean {near[0]!r}? " if near else ""

@@ -74,7 +74,7 @@ def verify(
     """Run a trusted training and the one in question, compare them against measured noise, and pin down the fault.
 
     Where they diverge, the step is run again with every tensor of the candidate overwritten by the
-    baseline's after it was compared. Errors then neither accumulate nor cancel, and each
+    baseline's after it was recorded. Errors then neither accumulate nor cancel, and each
     operation is judged alone: natively, and where the training computes in a shorter dtype also
     in float32, in which smaller errors show.
 
@@ -144,7 +144,9 @@ def _check(asked_by: str, *, steps: int, replicas: Sequence[str], pin: str = "ne
         kind = "a moment to pin a fault down"
         problems.append(Problem.unknown_name(where="pin", kind=kind, found=str(pin), known=get_args(Pin)))
     if steps < 1:
-        problems.append(Problem(where=f"steps={steps}", what="is not a number of steps.", fix="Write steps=4."))
+        problems.append(
+            Problem(where=f"steps={steps}", what="must be a whole number, at least 1.", fix="Write steps=4.")
+        )
     if problems:
         raise ConfigError(asked_by, problems)
 
@@ -175,7 +177,7 @@ def _refuse_what_does_not_repeat(recipe: Recipe, comparison: Comparison, asked_b
         problem = Problem(
             where=f"recipe {name_of(recipe)}",
             what=f"is not the same training when it is called again. In step {first.step}: {first.says}",
-            fix="Prepare model, data and generators from scratch in the recipe; torch, NumPy and random are seeded.",
+            fix="Prepare model, data and generators from scratch in each call; torch, NumPy and random are seeded.",
         )
         raise ConfigError(asked_by, [problem])
 

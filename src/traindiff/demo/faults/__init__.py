@@ -54,6 +54,6 @@ def find_fault(name: str) -> Fault:
         ConfigError: There is none; the message names the nearest, and all of them.
     """
     if name not in FAULTS:
-        problem = Problem.unknown_name(where=f"fault = {name!r}", kind="a known fault", found=name, known=FAULTS)
+        problem = Problem.unknown_name(where=f"fault = {name!r}", kind="a fault", found=name, known=FAULTS)
         raise ConfigError("the demo", [problem], consequence="nothing was trained")
     return FAULTS[name]

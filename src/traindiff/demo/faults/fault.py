@@ -63,7 +63,7 @@ class Fault:
             problem = Problem(
                 where=f"micro_batches = {micro_batches}",
                 what=f'is too few for the fault "{self.name}".',
-                fix=f"Use at least {self.fewest_micro_batches}.",
+                fix=f"Write at least {self.fewest_micro_batches}, and a number that divides the batch.",
             )
             raise ConfigError("the demo", [problem], consequence="nothing was trained")
 

@@ -46,7 +46,9 @@ def try_out(recipe: Recipe) -> None:
     training = prepared(recipe, seed=SEED, asked_by="doctor")
     where = f"recipe {name_of(recipe)}"
     if prepared(recipe, seed=SEED, asked_by="doctor").model is training.model:
-        raise _wrong(where, "returns the same model again.", "Make everything anew in each call.")
+        raise _wrong(
+            where, "returns the same model when it is called again.", "Prepare everything from scratch in each call."
+        )
     calls: list[object] = []
     handle = register_optimizer_step_post_hook(lambda *_: calls.append(None))
     try:
@@ -58,7 +60,7 @@ def try_out(recipe: Recipe) -> None:
         handle.remove()
     if not calls:
         fix = "Give at least one batch, and call optimizer.step() for each."
-        raise _wrong(f"{where}, step", "does not call step() of an optimizer.", fix)
+        raise _wrong(f"{where}, step", "does not call step() of an optimizer, or there are no batches.", fix)
 
 
 def check_backend(name: str) -> None:

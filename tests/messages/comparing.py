@@ -1,0 +1,72 @@
+"""What `compare`, `check` and `show` say of settings and recordings that they cannot use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import traindiff
+from tests.made_up import Seen, Step, at, record
+from tests.messages.provoking import Chapter
+from traindiff.report.observations import check_phases
+
+chapter = Chapter("traindiff.compare and traindiff.check", [])
+situation = chapter.situation
+
+
+def compared(here: Path, **settings: Any) -> None:
+    """Compare two runs that are there."""
+    baseline, candidate = (record(here / name) for name in ("baseline", "candidate"))
+    traindiff.compare(baseline, candidate, **settings)
+
+
+@situation("steps that are none")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    compared(here, steps="a-b")
+
+
+@situation("no step")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    compared(here, steps=[])
+
+
+@situation("tolerances that are none")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    compared(here, rtol=-1.0, atol=float("nan"))
+
+
+@situation("renames that are none")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    compared(here, rename=["layers", "=h", "(=h", "h=\\3"])
+
+
+@situation("a rename that makes two paths one")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    compared(here, rename={"head|fc": "layer"})
+
+
+@situation("noise of another training")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    noise = record(here / "noise", at(("batch", "", "", "input[0]"), lambda values: values + 1))
+    compared(here, noise=noise)
+
+
+@situation("noise of another model")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    def other(step: int) -> Step:
+        return {("forward", "", "other", "output[0]"): Seen(values=np.ones((3, 4), np.float32))}
+
+    compared(here, noise=record(here / "noise", build=other))
+
+
+@situation("check: steps that are none")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.check(str(record(here / "run")), steps="last")
+
+
+@situation("show: phases that there are not")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    check_phases(("gradient", "params"))

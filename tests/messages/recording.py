@@ -1,0 +1,248 @@
+"""What `traindiff.record` says of settings, models and paths that it cannot use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import traindiff
+from tests.messages.provoking import Chapter
+from tests.recording.samples import write
+
+chapter = Chapter("traindiff.record: settings, model and path", [])
+situation = chapter.situation
+
+
+class Small(nn.Module):
+    """Two layers with names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = traindiff.inspect("hidden", self.encoder(inputs))
+        result: torch.Tensor = self.head(hidden)
+        return result
+
+
+def record(path: Path, **settings: Any) -> None:
+    """A recording of one step, as far as it comes."""
+    model = settings.pop("model", None) or Small()
+    optimizer = settings.pop("optimizer", None)
+    with traindiff.record(path, model, optimizer, **settings):
+        model(torch.ones(3, 4)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@contextmanager
+def ranks(count: int = 1) -> Iterator[None]:
+    """A process group: of this process alone, or with others that are not there, which collectives do not notice."""
+    backend, store = ("gloo", distributed.HashStore()) if count == 1 else ("fake", FakeStore())
+    distributed.init_process_group(backend, store=store, rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+@situation("a setting that there is not")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", evry=10, overwritten=True)
+
+
+@situation("settings with values that cannot be, all at once")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(
+        here / "run", observe=["gradients", "grads"], select=[3], detail="tensor", steps="9-0", ranks="all", every=0,
+        batch_axis="first", sample_order="interleave", evaluation="yes", strict=1, replica="upl:1", shards="encoder",
+    )  # fmt: skip
+
+
+@situation("nothing to observe")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", observe=[])
+
+
+@situation("nothing to select")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", select=[])
+
+
+@situation("steps that are no steps")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", steps="first")
+
+
+@situation("steps of another type")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", steps=1.5)
+
+
+@situation("steps below 0")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", steps=[0, -1])
+
+
+@situation("no step")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", steps=range(5, 5))
+
+
+@situation("a replica that is no text")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", replica=3)
+
+
+@situation("a seed for what is not random")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", replica="float64:1")
+
+
+@situation("a replica on some ranks")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", replica="ulp:1", ranks=[0])
+
+
+@situation("a replica of a compiled model")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    model = Small()
+    model.encoder.compile(backend="eager")
+    record(here / "run", replica="ulp:1", model=model)
+
+
+@situation("a float64 replica of a wrapped model")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    with ranks():
+        record(here / "run", replica="float64", model=nn.parallel.DistributedDataParallel(Small()))
+
+
+@situation("declarations that are none")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    wrong = [
+        "encoder",
+        traindiff.shard("", dim=0, axis="tp"),
+        traindiff.shard("head", dim=0.5, axis="tp"),  # type: ignore[arg-type]
+        traindiff.shard("head", dim=0, axis="tp", partial=True),
+        traindiff.shard("head", dim=0, axis="tp", blocks=0),
+    ]
+    record(here / "run", shards=wrong)
+
+
+@situation("declarations with axes that cannot be found")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    with ranks():
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        shards = [traindiff.shard("encoder", dim=0, axis=axis) for axis in ("tp", 3, mesh)]
+        record(here / "run", shards=shards)
+
+
+@situation("a declaration with an axis that the model's mesh does not have")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    with ranks():
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        model = Small()
+        model.encoder.weight = nn.Parameter(distribute_tensor(model.encoder.weight, mesh["tp"]))
+        record(here / "run", model=model, shards=[traindiff.shard("head", dim=0, axis="tensor")])
+
+
+@situation("declarations that do not fit parameters")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    with ranks():
+        axis = distributed.group.WORLD
+        shards = [
+            traindiff.shard("encoder.weight", dim=2, axis=axis),
+            traindiff.shard("head.weight", dim=1, axis=axis, blocks=4),
+        ]
+        record(here / "run", shards=shards)
+
+
+@situation("declarations that nothing obeys")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    with ranks(2):
+        axis = distributed.group.WORLD
+        shards = [traindiff.shard("decoder", dim=1, axis=axis), traindiff.shard("encoder", dim=3, axis=axis)]
+        record(here / "run", shards=shards)
+
+
+@situation("a model and optimizers that are none")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", model={"model": 1}, optimizer={"sgd": "sgd", "adam": 3})
+
+
+@situation("a pattern that matches nothing")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", select=["decoder.*"])
+
+
+@situation("a pattern that nearly matches")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", select="encode.*")
+
+
+@situation("one pattern of several that matches nothing")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", select=["encoder", "decoder.*", "tail"])
+
+
+@situation("a batch axis for what is not there")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", batch_axis={"decoder": 1})
+
+
+@situation("a path that is none")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(None)  # type: ignore[arg-type]
+
+
+@situation("a path where a recording is")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    record(here / "run")
+
+
+@situation("a path where something else is, although overwrite=True")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    (here / "run").mkdir()
+    (here / "run" / "thesis.tex").touch()
+    record(here / "run", overwrite=True)
+
+
+@situation("a path of a file")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    (here / "run").touch()
+    record(here / "run")
+
+
+@situation("a path where nothing can be written")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    (here / "file").touch()
+    record(here / "file" / "run")
+
+
+@situation("a URL with a protocol that there is not")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record("cloud://bucket/run")  # type: ignore[arg-type]
+
+
+@situation("a URL whose protocol needs a package that is not installed")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    patched.setitem(sys.modules, "s3fs", None)
+    record("s3://bucket/run")  # type: ignore[arg-type]
+
+
+@situation("log with a way to merge that there is not")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    with traindiff.record(here / "run", Small()) as run:
+        run.log("loss", 0.5, merge="average")  # type: ignore[arg-type]

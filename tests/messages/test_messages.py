@@ -1,0 +1,68 @@
+"""All that traindiff says to its users when something is wrong, in one file that can be read in a row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.messages.generate import CHAPTERS, GOLDEN, every_message
+from tests.messages.sites import Line, passed, sites
+
+NOT_PROVOKED = {
+    "dtype {} is not supported": "no dtype that torch has today comes so far",
+    "ZeRO has moved the parameter to NVMe": "needs DeepSpeed and a disk for its parameters",
+    "its elements cannot be read: {}": "of the two kernels for the CPU one is in use; that for the GPU needs one",
+    "RanksError(_report(directory, processes, failed))": "of a tool for tests; tests/sessions/test_ranks.py has it",
+}
+"""By the words of the source: messages that no situation provokes, and why."""
+
+
+@pytest.fixture(scope="module")
+def provoked() -> tuple[str, set[Line]]:
+    """Every message, and the lines of the source that they come from."""
+    with passed() as lines:
+        text = every_message()
+    return text, lines
+
+
+def test_every_message_is_that_of_the_golden_file(provoked: tuple[str, set[Line]]) -> None:
+    """After a change: `python -m tests.messages.generate`, and read the difference."""
+    assert provoked[0] == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_every_place_that_makes_a_message_is_in_the_golden_file(provoked: tuple[str, set[Line]]) -> None:
+    text, lines = provoked
+    silent = {str(site): site.text for site in sites() if not site.is_passed(lines, text)}
+
+    assert {site: text for site, text in silent.items() if text not in NOT_PROVOKED} == {}
+    assert set(NOT_PROVOKED) <= set(silent.values()), "of the messages that are excused, some are provoked, or gone"
+
+
+def test_each_situation_has_a_title_of_its_own() -> None:
+    titles = [(chapter.title, one.title) for chapter in CHAPTERS for one in chapter.situations]
+    assert len(titles) == len(set(titles))
+
+
+def problems() -> Iterator[list[str]]:
+    """The three lines of each problem: where, what, and what to write."""
+    for block in re.findall(r"^    \d+ problems? in .*?(?=^##|^Exit|\Z)", GOLDEN.read_text(), re.MULTILINE | re.DOTALL):
+        for problem in block.strip().split("\n\n")[1:]:
+            yield [line.strip() for line in problem.splitlines()]
+
+
+def test_every_problem_says_where_it_is_what_it_is_and_what_to_write() -> None:
+    found = [problem for problem in problems() if not problem[0].startswith("=")]
+
+    assert len(found) > 60
+    assert [problem for problem in found if len(problem) != 3] == []
+    assert [what for _, what, _ in found if not re.search(r"[.?]$|raised \w+: ", what)] == []
+    assert [fix for _, _, fix in found if not fix.endswith((".", ". ", "..."))] == []
+
+
+def test_no_message_speaks_of_sides_or_of_what_is_inside() -> None:
+    golden = re.sub(
+        r"the \w+ tap failed: |No space left on device", "", GOLDEN.read_text()
+    )  # recordings', the system's
+    assert re.findall(r"\b(?:left|right|old|new|taps?|sink|hooks?|NoneType)\b", golden) == []
