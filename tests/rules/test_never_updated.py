@@ -57,10 +57,10 @@ def test_a_parameter_that_no_optimizer_holds_is_found(tmp_path: Path) -> None:
 
     assert (finding.kind, finding.phase, finding.path, finding.step) == ("never-updated", "param", "second.weight", 0)
     assert finding.says == (
-        "No recorded optimizer holds second.weight, although it requires a gradient: 3 steps leave it as it was. "
+        "No recorded optimizer holds second.weight, although it requires a gradient: 2 steps leave it as it was. "
         "If that is meant, set requires_grad=False."
     )
-    assert finding.evidence == {"steps_without_change": 3}
+    assert finding.evidence == {"steps_without_change": 2}  # it was last seen before the third
 
 
 class Forgetful(torch.optim.SGD):

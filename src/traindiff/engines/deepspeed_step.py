@@ -19,6 +19,7 @@ from traindiff.shards import Piece
 from traindiff.taps.optimizer_replay import CAPACITY_BYTES, OptimizerReplayTap
 from traindiff.taps.optimizer_step import OptimizerTap
 from traindiff.taps.sink import Sink
+from traindiff.taps.step_hooks import hook_before_step
 
 LEFT_OUT = "the step was left out, and DeepSpeed had dropped its gradients before that"
 
@@ -64,7 +65,7 @@ class EngineOptimizerTap(OptimizerTap):
         guarded = partial(self._sink.guarded, "optimizer_step")
         with ExitStack() as undo:
             for inner in self._engine.inner:
-                undo.callback(inner.register_step_pre_hook(guarded(self._before_part)).remove)
+                undo.callback(hook_before_step(inner, guarded(self._before_part)))
             outer, after = self._engine.outer, guarded(self._after)
             if hasattr(outer, "scale_if_loss"):
                 undo.enter_context(around(outer, "scale_if_loss", after=guarded(self._scaled)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -52,6 +53,25 @@ def run_as_it_is(function: Callable[..., Any], *, callees: bool) -> None:
     if set_strategy is not None:  # since torch 2.7; before, hooks are compiled by themselves
         skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
         set_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip if callees else default))
+
+
+_STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
+"""The code of the function in which torch wraps the `step` of each class of optimizers, to call hooks."""
+
+
+def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook of `optimizer.step` runs within another call of it: that of a subclass, which calls its base's.
+
+    torch wraps the `step` of a class when an instance of it is made, so hooks run twice in one step of an optimizer if
+    there is also one of its base class. There is no public way to tell the calls apart.
+    """
+    calls = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STEP_CODE and frame.f_locals["args"][0] is optimizer:
+            calls += 1
+        frame = frame.f_back
+    return calls > 1
 
 
 def scale_of(scaler: Any) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from functools import partial
 from weakref import ReferenceType, ref
@@ -25,10 +25,12 @@ class ModelStateTap:
     """Summarise what no optimizer tap sees: initial and frozen parameters, and buffers.
 
     Parameters are recorded before the first step, and again before each recorded step whose
-    predecessor was not recorded, so that every update has both its ends. Buffers are recorded with
-    them, and after a step those that may have been written: floating-point ones (batch normalisation
-    writes its statistics without moving their version counter), and others whose counter has moved
-    or that another tensor has replaced.
+    predecessor was not recorded, so that every update has both its ends. Those that require a gradient and that
+    no optimizer holds are recorded again before steps 1, 2, 4, 8 and so on: whether they ever change.
+
+    Buffers are recorded with them, and after a step those that may have been written: floating-point ones (batch
+    normalisation writes its statistics without moving their version counter), and others whose counter has moved or
+    that another tensor has replaced.
 
     Args:
         context: The training.
@@ -44,20 +46,31 @@ class ModelStateTap:
         """Record parameters and buffers unless the step before was recorded."""
         progress = self._sink.progress
         recorded = {progress.step} if self._context.before_every_step else {progress.step, progress.step - 1}
-        if not progress.observing or self._recorded_step in recorded:
+        if not progress.observing:
+            return
+        if self._recorded_step in recorded:
+            if progress.step & (progress.step - 1) == 0:
+                self._parameters_before(self._held_by_none())
             return
         self._recorded_step = progress.step
         with self._sink.together():
-            for parameter in {id(one): one for one in self._context.parameters.values()}.values():
-                pieces = [
-                    piece
-                    for piece in self._context.pieces_of(parameter) or ()
-                    if piece.path in self._context.parameters
-                ]
-                emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage="before")
+            self._parameters_before(self._context.parameters)
             for path, buffer in self._present_buffers():
                 self._seen[path] = ref(buffer), buffer._version
                 self._sink.emit(buffer, phase="param", path=path, slot="buffer", stage="before")
+
+    def _parameters_before(self, paths: Collection[str]) -> None:
+        """Record the parameters with these paths as the step finds them."""
+        holders = {id(holder): holder for path, holder in self._context.parameters.items() if path in paths}
+        for parameter in holders.values():
+            pieces = [piece for piece in self._context.pieces_of(parameter) or () if piece.path in paths]
+            emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage="before")
+
+    def _held_by_none(self) -> Collection[str]:
+        """Paths of the parameters that require a gradient and that no optimizer holds; none without optimizers."""
+        optimizers = self._context.optimizers.values()
+        held = {piece.path for one in optimizers for _, _, pieces in one.held() for piece in pieces}
+        return {path for path, one in self._context.parameters.items() if held and one.requires_grad} - held
 
     def after_step(self) -> None:
         """Record the buffers that may have been written."""

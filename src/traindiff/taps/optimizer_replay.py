@@ -16,6 +16,7 @@ from traindiff.taps.compiled import StepObserver, tap_compiled_optimizer
 from traindiff.taps.held_range import HeldRange, hold, obstacle
 from traindiff.taps.optimizer_step import has_closure
 from traindiff.taps.sink import Sink
+from traindiff.taps.step_hooks import hook_after_step, hook_before_step
 from traindiff.taps.update_formulas import Rule
 from traindiff.taps.update_rules import moments_of, rule_name, rule_of
 from traindiff.taps.update_variants import variants
@@ -99,9 +100,9 @@ class OptimizerReplayTap:
         guarded = partial(self._sink.guarded, "optimizer_replay")
         with ExitStack() as undo:
             undo.callback(self._held.clear)
-            undo.callback(self._optimizer.register_step_post_hook(guarded(self.after_step)).remove)
+            undo.callback(hook_after_step(self._optimizer, guarded(self.after_step)))
             undo.enter_context(around())
-            undo.callback(self._optimizer.register_step_pre_hook(guarded(self.before_step)).remove)
+            undo.callback(hook_before_step(self._optimizer, guarded(self.before_step)))
             observer = StepObserver(begin=guarded(self._say_compiled))
             undo.enter_context(tap_compiled_optimizer(self._optimizer, observer))
             return undo.pop_all()

@@ -21,6 +21,7 @@ from traindiff.taps.nested import tensors
 from traindiff.taps.pieces import PiecesOf, emit_pieces
 from traindiff.taps.sink import Sink
 from traindiff.taps.sparse_gradients import as_dense
+from traindiff.taps.step_hooks import hook_after_step, hook_before_step
 
 IMPLEMENTATION_CHOICES = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Entries of a parameter group that choose how the same update is computed, not which."""
@@ -69,9 +70,9 @@ class OptimizerTap:
         """Follow the optimizer's calls. Close the result to remove the tap."""
         guarded = partial(self._sink.guarded, "optimizer_step")
         with ExitStack() as undo:
-            undo.callback(self.optimizer.register_step_pre_hook(guarded(self.before_step)).remove)
-            undo.callback(self.optimizer.register_step_post_hook(guarded(self.after_step)).remove)
-            undo.callback(self.optimizer.register_step_post_hook(self._end_step).remove)
+            undo.callback(hook_before_step(self.optimizer, guarded(self.before_step)))
+            undo.callback(hook_after_step(self.optimizer, guarded(self.after_step)))
+            undo.callback(hook_after_step(self.optimizer, self._end_step))
             compiled = StepObserver(begin=guarded(self._begin_compiled), end=guarded(self._end_compiled))
             undo.enter_context(tap_compiled_optimizer(self.optimizer, compiled))
             scaler = ScalerListener(before=self._before_scaler, after=partial(self._after_scaler, guarded(self._skip)))
