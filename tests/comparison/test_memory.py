@@ -11,7 +11,7 @@ import pytest
 
 from tests.made_up import record
 from traindiff.comparison import compare
-from traindiff.recording import Recording, StepObservations, open_recording
+from traindiff.recording import StepObservations, open_recording, stream
 
 
 def test_a_step_is_let_go_of_before_the_next_is_unpacked(tmp_path: Path) -> None:
@@ -29,16 +29,16 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps of ranks are in memory, each time that one is unpacked."""
     held: list[Any] = []
     counts: list[int] = []
-    unpack = Recording._decode
+    unpack = stream.unpacked
 
-    def decode(self: Recording, *args: Any, **kwargs: Any) -> StepObservations:
-        step = unpack(self, *args, **kwargs)
+    def unpacked(*args: Any, **kwargs: Any) -> StepObservations:
+        step = unpack(*args, **kwargs)
         held.append(weakref.ref(step.summaries))
         gc.collect()
         counts.append(sum(one() is not None for one in held))
         return step
 
-    monkeypatch.setattr(Recording, "_decode", decode)
+    monkeypatch.setattr(stream, "unpacked", unpacked)
     return counts
 
 

@@ -31,3 +31,8 @@ def file_name(text: str) -> str:
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGEST]
         name = f"{name[: LONGEST - _DIGEST - 2]}%~{digest}"
     return name
+
+
+def rank_directory(rank: int) -> str:
+    """Name of a rank's directory in a recording."""
+    return f"rank-{rank:05d}"

@@ -4,83 +4,17 @@ from __future__ import annotations
 
 import posixpath
 import re
-import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial, reduce
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from traindiff.errors import CorruptRecordingError, MixedRecordingError, NotARecordingError
-from traindiff.observation import Observation
 from traindiff.recording import manifest, tensor_files
 from traindiff.recording.location import file_system
-from traindiff.recording.schema import NOTHING_STORED, SCHEMA, Stored, from_batch
-from traindiff.summary import Summaries
-
-_SEAL = re.compile(rb"(\d+) (\d+) ([0-9a-f]{8})")
-_CUT_SEAL = re.compile(rb"\d*|\d+ \d*|\d+ \d+ [0-9a-f]{0,8}")
-_SCHEMA_MESSAGE = SCHEMA.serialize().to_pybytes()
-_END_OF_STREAM_BYTES = 8  # the shortest of all messages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepObservations:
-    """All observations of one step of one optimizer on one rank; `summaries[i]` is of `observations[i]`.
-
-    `stored` holds what was kept beyond the summaries, by the same i; `Recording.tensors` reads the files.
-    """
-
-    rank: int
-    optimizer: str
-    step: int
-    observations: list[Observation]
-    summaries: Summaries
-    stored: Stored = NOTHING_STORED
-
-    def joined(self, more: StepObservations) -> StepObservations:
-        """This step with further observations of it."""
-        return replace(
-            self,
-            observations=self.observations + more.observations,
-            summaries=np.concatenate([self.summaries, more.summaries]),
-            stored=self.stored.joined(more.stored, after=len(self.observations)),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStatus:
-    """How a rank's stream ends.
-
-    Attributes:
-        rank: Which rank.
-        ending: `closed` by the recorder; `unclosed` after a whole step (killed, or still running);
-            `truncated` inside a message, which is left out.
-        says: The same in one sentence; empty for `closed`.
-    """
-
-    rank: int
-    ending: Literal["closed", "unclosed", "truncated"]
-    says: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Packed:
-    """A step as it is on disk: it ends where the next one begins, which need not be unpacked to see that."""
-
-    optimizer: str
-    step: int
-    messages: list[bytes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seal:
-    offset: int
-    length: int
-    checksum: int
+from traindiff.recording.names import rank_directory
+from traindiff.recording.stream import RankStatus, RankStream, StepObservations
 
 
 class Recording:
@@ -165,16 +99,7 @@ class Recording:
         Raises:
             CorruptRecordingError: The seals are damaged.
         """
-        seals, cut = self._seals(rank)
-        where = self._file(rank, "observations.arrows")
-        size = self._fs.size(where) if self._fs.exists(where) else 0
-        if cut or (seals and seals[-1].offset + seals[-1].length > size):
-            says = f"rank {rank}: the last step was cut off while it was written; all steps before it are used."
-            return RankStatus(rank=rank, ending="truncated", says=says)
-        if not seals or seals[-1].length != _END_OF_STREAM_BYTES:
-            says = f"rank {rank}: the recording was not closed (the run was killed, or still runs)."
-            return RankStatus(rank=rank, ending="unclosed", says=says)
-        return RankStatus(rank=rank, ending="closed", says="")
+        return self._stream(rank).status()
 
     def steps(self, rank: int) -> Iterator[StepObservations]:
         """The rank's steps, those of one optimizer in their order; one per optimizer in memory.
@@ -188,7 +113,7 @@ class Recording:
             CorruptRecordingError: The bytes are not those that were written. A stream that is
                 merely cut off ends at its last whole step.
         """
-        yield from map(partial(self._decode, rank=rank), self._packed_steps(rank))
+        yield from self._stream(rank).steps()
 
     def tensors(self, step: StepObservations, row: int) -> dict[str, NDArray[np.generic]]:
         """What was kept of an observation in a file of its own; empty where nothing was.
@@ -215,91 +140,6 @@ class Recording:
             )
         return tensor_files.load(self._fs.cat_file(where), where=where)
 
-    def _packed_steps(self, rank: int) -> Iterator[_Packed]:
-        """The rank's steps as they are on disk. No name here still refers to one when it is given away."""
-        held: dict[str, _Packed] = {}
-        for part in self._messages(rank):
-            if part.optimizer in held and held[part.optimizer].step == part.step:
-                held[part.optimizer].messages.extend(part.messages)
-                continue
-            if part.optimizer in held:
-                yield held.pop(part.optimizer)
-            held[part.optimizer] = part
-        if held:
-            del part
-        while held:
-            yield held.pop(next(iter(held)))
-
-    def _messages(self, rank: int) -> Iterator[_Packed]:
-        where = self._file(rank, "observations.arrows")
-        seals, _ = self._seals(rank)
-        if not self._fs.exists(where):
-            if seals:
-                raise CorruptRecordingError(
-                    f"{where} is missing, and observations.crc beside it is not. "
-                    "Restore the file from where it was copied, or record again."
-                )
-            return  # killed before the first byte
-        with self._fs.open(where, "rb") as file:
-            for number, sealed in enumerate(seals):
-                file.seek(sealed.offset)
-                message = file.read(sealed.length)
-                checksum = zlib.crc32(message)
-                fits = checksum == sealed.checksum
-                if len(message) < sealed.length and not (fits and len(message) >= _END_OF_STREAM_BYTES):
-                    return  # cut off
-                if len(message) < sealed.length or not fits:
-                    raise CorruptRecordingError(
-                        f"{where} is damaged: message {number} (bytes {sealed.offset} to "
-                        f"{sealed.offset + len(message)}) has checksum {checksum:08x}, sealed as "
-                        f"{sealed.checksum:08x} over {sealed.length} bytes in observations.crc. "
-                        "Restore both files from where they were copied, or record again."
-                    )
-                if number == 0:
-                    self._check_schema(message, where)
-                elif sealed.length > _END_OF_STREAM_BYTES:
-                    yield _packed(message)
-
-    def _decode(self, packed: _Packed, rank: int) -> StepObservations:
-        steps = []
-        for message in packed.messages:
-            batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
-            observations, summaries, stored = from_batch(batch)
-            steps.append(
-                StepObservations(
-                    rank=rank, optimizer=packed.optimizer, step=packed.step, observations=observations,
-                    summaries=summaries, stored=stored,
-                )
-            )  # fmt: skip
-        return reduce(StepObservations.joined, steps)
-
-    def _check_schema(self, message: bytes, where: str) -> None:
-        found = pa.ipc.read_schema(pa.py_buffer(message))
-        if not found.equals(SCHEMA):
-            raise CorruptRecordingError(
-                f"{where} does not have the columns of format version {manifest.FORMAT_VERSION}, "
-                "which its run.json names. Were files of two recordings mixed? "
-                "Restore the files from where they were copied, or record again."
-            )
-
-    def _seals(self, rank: int) -> tuple[list[_Seal], bool]:
-        """The seals of a rank's messages, and whether the last line of the file was cut off."""
-        where = self._file(rank, "observations.crc")
-        if not self._fs.exists(where):
-            return [], True
-        *lines, rest = self._fs.cat_file(where).split(b"\n")
-        seals: list[_Seal] = []
-        end = 0
-        for number, line in enumerate(lines, start=1):
-            match = _SEAL.fullmatch(line)
-            if not match or int(match[1]) != end:
-                raise _damaged_seal(where, number)
-            seals.append(_Seal(offset=int(match[1]), length=int(match[2]), checksum=int(match[3], 16)))
-            end = seals[-1].offset + seals[-1].length
-        if not _CUT_SEAL.fullmatch(rest):
-            raise _damaged_seal(where, len(lines) + 1)
-        return seals, bool(rest)
-
     def _read_run(self) -> dict[str, Any]:
         where = posixpath.join(self._root, "run.json")
         if not self._fs.exists(self._root):
@@ -317,25 +157,11 @@ class Recording:
             )
         return manifest.load_run(self._fs.cat_file(where), where=where)
 
+    def _stream(self, rank: int) -> RankStream:
+        return RankStream(self._fs, posixpath.join(self._root, rank_directory(rank)), rank)
+
     def _file(self, rank: int, name: str) -> str:
-        return posixpath.join(self._root, f"rank-{rank:05d}", name)
-
-
-def _packed(message: bytes) -> _Packed:
-    """A message, of which only the two columns are read that say which step it is of."""
-    options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in ("step", "optimizer")])
-    with pa.ipc.open_stream(pa.BufferReader(_SCHEMA_MESSAGE + message), options=options) as stream:
-        batch = stream.read_next_batch()
-    return _Packed(
-        step=batch.column("step")[0].as_py(), optimizer=batch.column("optimizer")[0].as_py(), messages=[message]
-    )
-
-
-def _damaged_seal(where: str, line: int) -> CorruptRecordingError:
-    return CorruptRecordingError(
-        f"{where} is damaged: line {line} is not a checksum that follows the ones before it. "
-        "Restore the file from where it was copied, or record again."
-    )
+        return posixpath.join(self._root, rank_directory(rank), name)
 
 
 def open_recording(path: str) -> Recording:

@@ -17,6 +17,7 @@ from traindiff.errors import ConfigError, Problem
 from traindiff.observation import Observation
 from traindiff.recording import manifest, tensor_files
 from traindiff.recording.location import file_system
+from traindiff.recording.names import rank_directory
 from traindiff.recording.schema import SCHEMA, Stored, to_batch
 from traindiff.site import label
 from traindiff.summary import Summaries
@@ -29,11 +30,6 @@ _UNFINISHED = ".unfinished"
 
 NO_DETAILS: Mapping[int, Detail] = {}
 """Details of observations that have none."""
-
-
-def rank_directory(rank: int) -> str:
-    """Name of a rank's directory in a recording."""
-    return f"rank-{rank:05d}"
 
 
 def seal(offset: int, data: bytes) -> bytes:
