@@ -44,7 +44,7 @@ def broken(*_: object, **__: object) -> NoReturn:
 
 @situation("a part of traindiff fails")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
-    patched.setattr("traindiff.taps.module_outputs.ActivationTap._tensor", broken)
+    patched.setattr("traindiff.taps.activations.Activations._tensor", broken)
     record(here / "run")
     return why_not_observed(here / "run")
 
