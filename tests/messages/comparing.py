@@ -33,7 +33,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     compared(here, steps=[])
 
 
-@situation("tolerances that are none")
+@situation("rtol and atol that cannot be")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     compared(here, rtol=-1.0, atol=float("nan"))
 

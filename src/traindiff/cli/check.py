@@ -9,7 +9,7 @@ import typer
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
 
 
-@app.command()
+@app.command(short_help="Check one run by itself, without a baseline.")
 @says_what_is_wrong
 def check(
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording of the run to check.")],

@@ -14,10 +14,10 @@ from traindiff.cli.app import app, messages, results, says_what_is_wrong
 _MICRO_BATCHES = 4
 
 
-@app.command()
+@app.command(short_help="Find a fault in a small training.")
 @says_what_is_wrong
 def demo(
-    fault: Annotated[str, typer.Option(help="What goes wrong in the faulty run; --list shows all.")] = "",
+    fault: Annotated[str, typer.Option(help="Fault to inject into the faulty run; --list shows all.")] = "",
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the recordings.")] = Path(
         "traindiff-demo"
     ),

@@ -9,7 +9,7 @@ import typer
 from traindiff.cli.app import JsonOption, app, messages, print_result, results, says_what_is_wrong
 
 
-@app.command()
+@app.command(short_help="Check that recording changes nothing here.")
 @says_what_is_wrong
 def doctor(
     recipe: Annotated[

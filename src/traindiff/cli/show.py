@@ -29,9 +29,11 @@ class Format(StrEnum):
 @says_what_is_wrong
 def show(
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to list.")],
-    site: Annotated[str, typer.Option(help="Glob over sites, e.g. 'transformer.h.3.*'.")] = "*",
-    phase: Annotated[list[str] | None, typer.Option(help="Phase, e.g. grad. Repeatable.")] = None,
-    steps: Annotated[str | None, typer.Option(help='Steps, e.g. "0-9,20,30-".')] = None,
+    site: Annotated[
+        str, typer.Option(help="Glob over sites: a path, e.g. 'transformer.h.3.*', or a path and a slot.")
+    ] = "*",
+    phase: Annotated[list[str] | None, typer.Option(help="Phase to list, e.g. grad. Repeatable.")] = None,
+    steps: Annotated[str | None, typer.Option(help='Steps to list, e.g. "0-9,20,30-".')] = None,
     samples: Annotated[bool, typer.Option("--samples", help="Also list the samples of each batch one by one.")] = False,
     top: Annotated[int, typer.Option(min=0, help="Rows of the table in the terminal.")] = 40,
     form: Annotated[Format, typer.Option("--format", "-f", help="Format of the output.")] = Format.TABLE,

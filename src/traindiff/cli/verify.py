@@ -19,7 +19,7 @@ class PinWhen(StrEnum):
     never = "never"
 
 
-@app.command()
+@app.command(short_help="Run two trainings, compare them, pin the fault down.")
 @says_what_is_wrong
 def verify(
     recipe: Annotated[
@@ -37,10 +37,12 @@ def verify(
         "traindiff-verify"
     ),
     steps: Annotated[int, typer.Option(min=1, help="Batches to train on in each run.")] = 4,
-    seed: Annotated[int, typer.Option(help="Of torch's, NumPy's and Python's generators.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of torch's, NumPy's and Python's generators.")] = 0,
     replica: Annotated[
         list[str] | None,
-        typer.Option(help="How to perturb the baseline to measure its noise. Repeatable. ulp:1, ulp:2, reorder:1."),
+        typer.Option(
+            help="Replica of the baseline to measure its noise from. Repeatable; ulp:1, ulp:2, reorder:1 if left out."
+        ),
     ] = None,
     repeat: Annotated[bool, typer.Option(help="Also run the baseline again as it is.")] = True,
     pin: Annotated[
@@ -50,8 +52,10 @@ def verify(
         list[str] | None,
         typer.Option(metavar="PATTERN=REPLACEMENT", help="As in traindiff compare. Repeatable."),
     ] = None,
-    rtol: Annotated[float | None, typer.Option(help="Relative tolerance in place of floors.")] = None,
-    atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element.")] = None,
+    rtol: Annotated[
+        float | None, typer.Option(help="Relative tolerance in place of floors, as in traindiff compare.")
+    ] = None,
+    atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
     form: FormatOption = "text",
     as_json: JsonOption = False,

@@ -1,0 +1,218 @@
+"""What `--json` prints is what the schemas and docs/json.md say, to the key."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
+from typer.testing import CliRunner
+
+import traindiff
+from tests.cli.conftest import GOLDEN
+from tests.made_up import at, record
+from tests.sessions.recipes import one_thread
+from traindiff.cli import check, compare, doctor, show, verify  # noqa: F401  each registers its command
+from traindiff.cli.app import app
+from traindiff.report.observations import COLUMNS
+
+DOCS = Path(__file__).parents[2] / "docs"
+SCHEMAS = {path.stem: json.loads(path.read_text()) for path in sorted((DOCS / "schemas").glob("*.json"))}
+REGISTRY: Any = Registry().with_resources((one["$id"], Resource.from_contents(one)) for one in SCHEMAS.values())
+
+RECIPES = """
+from tests.sessions.recipes import mlp, other_gelu
+
+recipe = mlp()
+wrong = mlp(other_gelu)
+"""
+
+
+def printed(*arguments: str) -> Any:
+    """What a command prints as JSON."""
+    result = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    return json.loads(result.stdout)
+
+
+def assert_fits(found: Any, schema: str) -> None:
+    errors = Draft202012Validator(SCHEMAS[schema], registry=REGISTRY).iter_errors(found)
+    assert [f"{error.json_path}: {error.message}" for error in errors] == []
+    assert found["schema"]["name"] == f"traindiff-{schema}"
+
+
+def objects(schema: Any) -> Iterator[Any]:
+    """All schemas of objects in a schema."""
+    if isinstance(schema, dict):
+        if "properties" in schema and not isinstance(schema.get("properties", {}).get("type"), str):
+            yield schema
+        for value in schema.values():
+            yield from objects(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from objects(value)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_schema_is_valid_and_lets_no_key_be_left_out_or_added(name: str) -> None:
+    Draft202012Validator.check_schema(SCHEMAS[name])
+    for one in objects(SCHEMAS[name]):
+        assert one["additionalProperties"] is False
+        assert one["required"] == list(one["properties"])
+
+
+@pytest.fixture
+def golden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(GOLDEN)
+
+
+@pytest.mark.usefixtures("golden")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("again",),
+        ("candidate",),
+        ("again", "--rename", "head=other"),
+        ("candidate", "--noise", "again"),
+        ("again", "--steps", "7-9"),
+    ],
+)
+def test_a_comparison_fits_its_schema(arguments: tuple[str, ...]) -> None:
+    assert_fits(printed("compare", "baseline", *arguments), "comparison")
+
+
+def test_a_comparison_with_measured_floors_and_findings_without_a_size_fits_its_schema(tmp_path: Path) -> None:
+    gradient = ("grad", "", "fc.weight", "grad")
+    runs = {
+        "baseline": record(tmp_path / "baseline"),
+        "candidate": record(tmp_path / "candidate", at(gradient, lambda values: values * float("nan"))),
+        "first": record(tmp_path / "first", at(gradient, lambda values: values * 1.0000002)),
+        "second": record(tmp_path / "second", at(gradient, lambda values: values * 0.9999998)),
+    }
+    noise = [text for name in ("first", "second") for text in ("--noise", str(runs[name]))]
+
+    found = printed("compare", str(runs["baseline"]), str(runs["candidate"]), *noise)
+
+    assert_fits(found, "comparison")
+    assert found["first_divergence"]["difference"] is None
+    assert found["noise"]["recordings"]
+
+
+def test_a_check_fits_its_schema(tmp_path: Path) -> None:
+    for rank in range(3):
+        edit = at(("param", "", "fc.weight", "value"), lambda values: values + 1, step=1)
+        record(tmp_path / "run", *([edit] if rank == 2 else []), rank=rank, run={"world_size": 3})
+
+    found = printed("check", str(tmp_path / "run"))
+
+    assert_fits(found, "check")
+    assert found["findings"]
+
+
+@pytest.mark.usefixtures("golden")
+def test_observations_fit_their_schema_and_have_the_columns_of_the_table() -> None:
+    assert_fits(printed("show", "baseline", "--samples"), "observations")
+    assert list(SCHEMAS["observations"]["$defs"]["observation"]["properties"]) == list(COLUMNS)
+
+
+@pytest.mark.parametrize("options", [("--candidate", "train.py:wrong"), ("--pin", "always")])
+def test_a_verification_fits_its_schema(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(RECIPES)
+
+    with one_thread():
+        found = printed("verify", "train.py:recipe", *options, "--steps", "2", "--replica", "ulp:1")
+
+    assert_fits(found, "verification")
+    assert found["pinned"]
+    for one in found["pinned"]:
+        assert_fits(one["comparison"], "comparison")
+
+
+def test_a_diagnosis_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(RECIPES)
+
+    with one_thread():
+        assert_fits(printed("doctor", "train.py:recipe", "--no-compiled", "--rounds", "2", "--steps", "2"), "doctor")
+
+
+@pytest.mark.parametrize(
+    "command", [("compare", "a", "b"), ("check", "a"), ("show", "a"), ("verify", "a"), ("doctor", "a")]
+)
+def test_what_cannot_be_used_leaves_standard_output_empty(command: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False)
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("traindiff: ")
+
+
+# What the documentation says.
+
+DOCUMENTED = {
+    "`traindiff compare --json`": ("comparison", ""),
+    "A finding": ("finding", ""),
+    "A site of `unaligned`": ("comparison", "unaligned"),
+    "`noise`": ("comparison", "noise"),
+    "`traindiff check --json`": ("check", ""),
+    "`traindiff show --json`": ("observations", ""),
+    "An observation": ("observations", "observation"),
+    "`traindiff doctor --json`": ("doctor", ""),
+}
+"""By heading: a schema, and a part of it."""
+
+
+def tables(document: str) -> dict[str, list[str]]:
+    """By heading, the words in the first column of the table under it."""
+    found = {}
+    for part in re.split(r"^##+ ", (DOCS / document).read_text(), flags=re.MULTILINE)[1:]:
+        title, _, text = part.partition("\n")
+        cells = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+        found[title] = [word for cell in cells for word in re.findall(r"`([^`]+)`", cell)]
+    return found
+
+
+@pytest.mark.parametrize("title", DOCUMENTED)
+def test_the_tables_of_the_documentation_have_the_keys_of_the_schema(title: str) -> None:
+    name, part = DOCUMENTED[title]
+    schema = SCHEMAS[name]["$defs"][part] if part else SCHEMAS[name]
+
+    assert tables("json.md")[title] == list(schema["properties"])
+
+
+def test_the_keys_of_a_verification_are_those_of_a_comparison_and_its_own() -> None:
+    own = tables("json.md")["`traindiff verify --json`"]
+    common = SCHEMAS["comparison"]["properties"]
+
+    assert [*common, *(key for key in own if key not in common)] == list(SCHEMAS["verification"]["properties"])
+
+
+def test_the_keys_of_a_check_of_the_doctor_are_documented() -> None:
+    found = tables("json.md")["A check"]
+
+    assert found == list(SCHEMAS["doctor"]["properties"]["checks"]["items"]["properties"])
+
+
+def test_the_kinds_of_finding_are_those_of_the_code_and_of_the_documentation() -> None:
+    documented = re.findall(r"^\| (`[a-z-]+`(?:, `[a-z-]+`)*) \|", (DOCS / "findings.md").read_text(), re.MULTILINE)
+    documented = [kind for cell in documented for kind in re.findall(r"[a-z-]+", cell)]
+
+    assert set(documented) == set(SCHEMAS["finding"]["properties"]["kind"]["enum"]) == set(kinds())
+
+
+def kinds() -> Iterator[str]:
+    """Every kind that the code gives a finding: `kind="..."`, and constants of that name."""
+    for file in Path(traindiff.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            named = node.arg if isinstance(node, ast.keyword) else ""
+            named = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else named
+            for one in ast.walk(node) if named in ("KIND", "kind") else ():
+                if isinstance(one, ast.Constant) and isinstance(one.value, str) and re.fullmatch(r"[a-z-]+", one.value):
+                    yield one.value
