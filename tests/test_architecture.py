@@ -19,7 +19,7 @@ VOCABULARY = frozenset(
         "detail",
         "errors",
         "observation",
-        "place",
+        "region",
         "replica_setting",
         "rounding",
         "settings",

@@ -16,7 +16,7 @@ from traindiff.kernels.details import detail_of
 from traindiff.kernels.store import SummaryStore
 from traindiff.kernels.torch_arrays import dtype_name, shape_of
 from traindiff.observation import SAMPLE, Merge, Observation
-from traindiff.place import Place
+from traindiff.region import Region
 from traindiff.sessions.containment import Containment
 from traindiff.sessions.forced import ForcedValues
 from traindiff.sessions.in_flight import InFlight
@@ -75,7 +75,7 @@ class Observations:
         shard: Shard | None = None,
         merge: Merge = "shard",
         weight: float = 1.0,
-        place: Place | None = None,
+        region: Region | None = None,
         scaled: bool | None = None,
         late: bool = False,
     ) -> None:
@@ -85,10 +85,10 @@ class Observations:
         name = optimizer or progress.optimizer
         if scaled is None:
             scaled = progress.loss_scaled and is_before_unscaling(phase=phase, stage=stage, slot=slot)
-        if place is None and shard is None:
-            place = self.layout.place_of_parameter(tensor, path=path, phase=phase)
-        shard = shard or Shard.whole(shape_of(tensor) if place is None else place.shape)
-        for part in self.layout.local_parts(tensor, shard, merge, phase=phase, place=place):
+        if region is None and shard is None:
+            region = self.layout.region_of_parameter(tensor, path=path, phase=phase)
+        shard = shard or Shard.whole(shape_of(tensor) if region is None else region.shape)
+        for part in self.layout.local_shards(tensor, shard, merge, phase=phase, region=region):
             seen = Observation(
                 step=progress.steps.get(name, 0) - late,
                 micro_step=progress.micro_step if micro_step is None else micro_step,

@@ -13,9 +13,9 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from traindiff.engines.deepspeed_engine import engine_settings
 from traindiff.engines.layout import in_pipeline
 from traindiff.engines.pipeline import Pipeline, find_pipeline
+from traindiff.engines.registry import ENGINES
 from traindiff.errors import ConfigError, Problem
 from traindiff.observation import ITSELF, NO_REPLICA, TAP_FAILED, Merge
 from traindiff.recording import RecordingWriter
@@ -84,7 +84,7 @@ class Recorder:
         self._run = {
             "world_size": world_size,
             "mesh": targets.layout.to_json(),
-            "engine": engine_settings(targets.root),
+            "engine": next(filter(None, (engine.settings(targets.root) for engine in ENGINES)), None),
             "settings": settings.to_json(),
             "forced_by": forced and forced.path,
             "recipe": recipe,
