@@ -18,7 +18,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import traindiff
-from traindiff.sessions.doctor.timing import interleaved
+from traindiff.doctor.timing import interleaved
 from traindiff.sessions.ranks import run_on_ranks
 
 

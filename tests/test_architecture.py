@@ -19,7 +19,7 @@ VOCABULARY = frozenset(
         "detail",
         "errors",
         "observation",
-        "place",
+        "region",
         "replica_setting",
         "rounding",
         "settings",
@@ -48,12 +48,24 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "report": frozenset({"health", "comparison", "findings", "recording", "vocabulary"}),
     "engines": frozenset({"taps", "kernels", "vocabulary"}),
     "interop": frozenset({"recording", "vocabulary"}),
-    "sessions": frozenset(
-        {"engines", "replicas", "taps", "kernels", "recording", "comparison", "floors", "merging", "vocabulary"}
-    ),
-    "demo": frozenset({"sessions", "taps", "recording", "comparison", "report", "vocabulary"}),
+    "sessions": frozenset({"engines", "replicas", "taps", "kernels", "recording", "vocabulary"}),
+    "recipes": frozenset({"sessions", "replicas", "recording", "comparison", "floors", "merging", "vocabulary"}),
+    "doctor": frozenset({"recipes", "sessions", "taps", "kernels", "recording", "vocabulary"}),
+    "demo": frozenset({"recipes", "sessions", "taps", "recording", "comparison", "report", "vocabulary"}),
     "cli": frozenset(
-        {"demo", "sessions", "engines", "interop", "report", "health", "comparison", "recording", "vocabulary"}
+        {
+            "demo",
+            "doctor",
+            "recipes",
+            "sessions",
+            "engines",
+            "interop",
+            "report",
+            "health",
+            "comparison",
+            "recording",
+            "vocabulary",
+        }
     ),
     "__main__": frozenset({"cli"}),
 }

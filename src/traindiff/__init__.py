@@ -66,29 +66,29 @@ if TYPE_CHECKING:
     from traindiff.comparison import Comparison, Verification, compare
     from traindiff.findings import Finding
     from traindiff.health import Verdict, check
+    from traindiff.recipes.recipe import Recipe, Training
+    from traindiff.recipes.verify import calibrate, verify
     from traindiff.recording import Recording, open_recording
-    from traindiff.sessions.recipe import Recipe, Training
     from traindiff.sessions.record import record
     from traindiff.sessions.recorder import Recorder
-    from traindiff.sessions.verify import calibrate, verify
     from traindiff.taps.inspect import inspect
 
 _LAZY = {
     "Comparison": "traindiff.comparison",
     "Finding": "traindiff.comparison",
-    "Recipe": "traindiff.sessions.recipe",
+    "Recipe": "traindiff.recipes.recipe",
     "Recorder": "traindiff.sessions.recorder",
     "Recording": "traindiff.recording",
-    "Training": "traindiff.sessions.recipe",
+    "Training": "traindiff.recipes.recipe",
     "Verdict": "traindiff.health",
     "Verification": "traindiff.comparison",
-    "calibrate": "traindiff.sessions.verify",
+    "calibrate": "traindiff.recipes.verify",
     "check": "traindiff.health",
     "compare": "traindiff.comparison",
     "inspect": "traindiff.taps.inspect",
     "open_recording": "traindiff.recording",
     "record": "traindiff.sessions.record",
-    "verify": "traindiff.sessions.verify",
+    "verify": "traindiff.recipes.verify",
 }
 _NEEDS_TORCH = ("traindiff.sessions",)
 

@@ -15,12 +15,12 @@ from typer.testing import CliRunner, Result
 
 import traindiff.cli.doctor  # noqa: F401  registers the command
 from traindiff.cli.app import app
-from traindiff.sessions.doctor.checks import Plan, run_checks
-from traindiff.sessions.doctor.subject import try_out
-from traindiff.sessions.doctor.timing import interleaved
-from traindiff.sessions.doctor.training import first_difference
-from traindiff.sessions.recipe import Recipe, Training
-from traindiff.sessions.recipe_loading import load_recipe
+from traindiff.doctor.checks import Plan, run_checks
+from traindiff.doctor.subject import try_out
+from traindiff.doctor.timing import interleaved
+from traindiff.doctor.training import first_difference
+from traindiff.recipes.loading import load_recipe
+from traindiff.recipes.recipe import Recipe, Training
 
 SCRIPT = """
 import torch

@@ -11,13 +11,13 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import traindiff.cli.verify  # noqa: F401  registers the command
-from tests.sessions.recipes import one_thread
+from tests.recipes.recipes import one_thread
 from traindiff.cli.app import app
 from traindiff.cli.progress import run_progress
 
 SCRIPT = """
 from torch import nn
-from tests.sessions.recipes import doubled_gradient, mlp, other_gelu
+from tests.recipes.recipes import doubled_gradient, mlp, other_gelu
 
 recipe = mlp()
 wrong = mlp(other_gelu)

@@ -10,8 +10,8 @@ import torch
 import traindiff
 from tests.faults.recipe import Recipe
 from traindiff.comparison import Comparison
-from traindiff.sessions.pinning import ForcedStep, forced_step, pin_down
-from traindiff.sessions.runs import REPLICAS, Runs
+from traindiff.recipes.pinning import ForcedStep, forced_step, pin_down
+from traindiff.recipes.runs import REPLICAS, Runs
 
 STEPS = 5
 
@@ -76,7 +76,7 @@ class Baseline:
         return self.free
 
     def forced_step(self, step: int, precision: torch.dtype | None) -> ForcedStep:
-        """See `traindiff.sessions.pinning`."""
+        """See `traindiff.recipes.pinning`."""
         if (step, precision) not in self.steps:
             self.steps[step, precision] = forced_step(self.runs, self.recipe, step=step, precision=precision)
         return self.steps[step, precision]

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import traindiff
 from tests.messages.provoking import Chapter
+from tests.recipes.recipes import mlp, one_thread, other_gelu
 from tests.recording.samples import write
-from tests.sessions.recipes import mlp, one_thread, other_gelu
 from traindiff.demo.text import read_text
 from traindiff.demo.training import train
-from traindiff.sessions.doctor.checks import Plan, run_checks
-from traindiff.sessions.doctor.subject import check_backend, try_out
-from traindiff.sessions.recipe_loading import load_recipe
+from traindiff.doctor.checks import Plan, run_checks
+from traindiff.doctor.subject import check_backend, try_out
+from traindiff.recipes.loading import load_recipe
 
 chapter = Chapter("Recipes: verify, calibrate, doctor, demo", [])
 situation = chapter.situation

@@ -233,7 +233,7 @@ def test_a_writer_that_fails_ends_the_recording_and_keeps_nothing_in_memory(
 
     def observe(*args: Any) -> traindiff.Recorder:
         recorders.append(traindiff.record(tmp_path / "run", *args))
-        args[1].register_step_post_hook(lambda *_: held.append(len(list(recorders[0]._pending.take()))))
+        args[1].register_step_post_hook(lambda *_: held.append(len(list(recorders[0]._observations.take()))))
         return recorders[0]
 
     with pytest.warns(

@@ -14,11 +14,11 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import traindiff
-from tests.sessions.recipes import Change, doubled_gradient, mlp, one_thread, other_epsilon, other_gelu
+from tests.recipes.recipes import Change, doubled_gradient, mlp, one_thread, other_epsilon, other_gelu
 from traindiff.observation import Observation
+from traindiff.recipes.recipe import Recipe
+from traindiff.recipes.running import run_recipe
 from traindiff.sessions.forced import ForcedValues
-from traindiff.sessions.recipe import Recipe
-from traindiff.sessions.running import run_recipe
 from traindiff.shards import Shard
 
 

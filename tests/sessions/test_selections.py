@@ -82,7 +82,7 @@ def test_a_rank_that_was_not_chosen_records_nothing_and_is_left_alone(
         model(next(batches())).sum().backward()
         optimizer.step()
         run.log("loss", 1.0)
-        assert list(run._pending.take()) == []
+        assert list(run._observations.take()) == []
 
     assert not (tmp_path / "run").exists()
 

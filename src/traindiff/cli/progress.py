@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from traindiff.sessions.runs import Progress as OnStep
+from traindiff.recipes.runs import Progress as OnStep
 
 
 @contextmanager

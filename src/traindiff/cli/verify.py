@@ -67,10 +67,10 @@ def verify(
     names each operation that is wrong by itself. Exits like traindiff compare.
     """
     from traindiff.cli.progress import run_progress
+    from traindiff.recipes.loading import load_recipe
+    from traindiff.recipes.runs import REPLICAS
+    from traindiff.recipes.verify import verify as run
     from traindiff.report.verification import print_verification
-    from traindiff.sessions.recipe_loading import load_recipe
-    from traindiff.sessions.runs import REPLICAS
-    from traindiff.sessions.verify import verify as run
 
     trusted = load_recipe(recipe, asked_by="verify")
     questioned = load_recipe(candidate, asked_by="verify") if candidate else trusted

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import distributed, nn
 
-from traindiff.engines.deepspeed_engine import find_engine
 from traindiff.engines.distributed_tensor import is_distributed, mesh_of
 from traindiff.engines.mesh_axes import MeshAxis
-from traindiff.taps._torch_compat import data_mesh_of, is_fully_sharded, localized_layout, replicating_group
+from traindiff.engines.registry import ENGINES
+from traindiff.taps._torch_compat import localized_layout
 
 BY_HAND = "by hand"
 """Engine of models that say nothing of why there are several ranks."""
@@ -97,22 +97,12 @@ def find_data_parallel(
     return DataParallel(rank=rank, size=size, engine=engine, alike=alike, part=part, parts=parts)
 
 
-def _ranks_and_engine(model: nn.Module) -> tuple[list[int], str]:
+def _ranks_and_engine(model: nn.Module) -> tuple[Sequence[int], str]:
     """The ranks over which gradients are reduced, in order, and by what."""
-    if (deepspeed := find_engine(model)) is not None:
-        return distributed.get_process_group_ranks(deepspeed.data_parallel_group), "DeepSpeedEngine"
-    for module in model.modules():
-        name = type(module).__qualname__
-        if name in ("DistributedDataParallel", "FullyShardedDataParallel"):
-            group: Any = module.process_group
-            ranks, copies = distributed.get_process_group_ranks(group), replicating_group(module)
-            if copies is None:
-                return ranks, name
-            own = distributed.get_rank()
-            return [copy + rank - own for copy in distributed.get_process_group_ranks(copies) for rank in ranks], name
-        if is_fully_sharded(module) and (mesh := data_mesh_of(module)) is not None:
-            return mesh.mesh.flatten().tolist(), "fully_shard"
-    return list(range(distributed.get_world_size())), BY_HAND
+    for engine in ENGINES:
+        if (ranks := engine.reducing_ranks(model)) is not None:
+            return ranks, engine.name
+    return range(distributed.get_world_size()), BY_HAND
 
 
 def _tensor_axis(model: nn.Module) -> MeshAxis | None:

@@ -14,7 +14,7 @@ from traindiff.engines.mesh_axes import MeshAxis, axis_of
 from traindiff.engines.reshaping import viewed
 from traindiff.errors import ConfigError, Problem
 from traindiff.kernels.torch_arrays import shape_of
-from traindiff.place import Place, Places
+from traindiff.region import Region, Regions
 from traindiff.site import ROOT, matches
 
 _AXIS_FIX = 'Give the DeviceMesh of that axis or its process group: axis=mesh["tp"], or axis=group.'
@@ -70,30 +70,30 @@ class Declarations:
         every = {axis.ranks: axis for _, axis in self._all}
         return [axis for ranks, axis in every.items() if (ranks in samples) == of_samples]
 
-    def of_parameters(self, parameters: Mapping[str, Tensor]) -> dict[str, Place]:
-        """Places of the declared parameters, by canonical path.
+    def of_parameters(self, parameters: Mapping[str, Tensor]) -> dict[str, Region]:
+        """Regions of the declared parameters, by canonical path.
 
         Raises:
             ConfigError: A declaration does not fit one.
         """
-        found: dict[str, Place] = {}
+        found: dict[str, Region] = {}
         problems: list[Problem] = []
         declared = [one for one in self._all if not any(matches(one[0].pattern, path) for path in self._modules)]
         for path, parameter in parameters.items():
             chosen = [one for one in declared if matches(one[0].pattern, path)]
             if not chosen:
                 continue
-            place = self._place(shape_of(parameter), chosen)
-            if isinstance(place, Place):
-                found[path] = place
+            region = self._region(shape_of(parameter), chosen)
+            if isinstance(region, Region):
+                found[path] = region
             else:
                 fix = "Declare how the rank's own tensor is divided, dims counted from 0."
-                problems.append(Problem(where=f"record(shards=...), {path}", what=place, fix=fix))
+                problems.append(Problem(where=f"record(shards=...), {path}", what=region, fix=fix))
         if problems:
             raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
         return found
 
-    def places_of(self, tensor: Tensor, path: str, slot: str) -> Places | None:
+    def regions_of(self, tensor: Tensor, path: str, slot: str) -> Regions | None:
         """Where an activation, or an input of the model, and its gradient lie; None where nothing is said of it.
 
         Where the inputs of the model are declared, what begins with the same dims is divided like them, also where
@@ -111,14 +111,14 @@ class Declarations:
         ]
         if is_input and chosen:
             self._input_shape = shape
-        place = self._place(shape, chosen) if chosen else self._like_inputs(shape)
-        if not isinstance(place, Place):
+        region = self._region(shape, chosen) if chosen else self._like_inputs(shape)
+        if not isinstance(region, Region):
             return None
         # Of terms of a sum, each has the gradient of the sum.
-        return Places(value=place, gradient=replace(place, term=None))
+        return Regions(value=region, gradient=replace(region, term=None))
 
-    def _like_inputs(self, shape: tuple[int, ...]) -> Place | None:
-        """The place of what begins with the same dims as the inputs, or with one dim that has merged them."""
+    def _like_inputs(self, shape: tuple[int, ...]) -> Region | None:
+        """The region of what begins with the same dims as the inputs, or with one dim that has merged them."""
         dims = len(self._input_shape)
         declared = [one for one in self._all if matches(one[0].pattern, "") and one[0].dim is not None]
         if not dims or not declared:
@@ -128,11 +128,11 @@ class Declarations:
         merged = shape[:1] == (prod(begins),)
         if shape[:first] != begins and not merged:
             return None
-        place = self._place(shape if shape[:first] == begins else (*begins, *shape[1:]), declared)
-        return viewed(place, shape) if isinstance(place, Place) else None
+        region = self._region(shape if shape[:first] == begins else (*begins, *shape[1:]), declared)
+        return viewed(region, shape) if isinstance(region, Region) else None
 
-    def _place(self, shape: tuple[int, ...], chosen: Sequence[Declared]) -> Place | str:
-        """The place of a local tensor of a shape, or why a declaration does not fit it."""
+    def _region(self, shape: tuple[int, ...], chosen: Sequence[Declared]) -> Region | str:
+        """The region of a local tensor of a shape, or why a declaration does not fit it."""
         whole, cuts, terms = list(shape), [], []
         axes: set[tuple[int, ...]] = set()
         for one, axis in chosen:
@@ -151,12 +151,12 @@ class Declarations:
             elif one.partial:
                 terms.append(axis)
             self._unused.pop(one, None)
-        place = Place.whole(whole)
+        region = Region.whole(whole)
         for dim, blocks, axis in cuts:
-            place = place.cut(dim, size=axis.size, index=axis.index, blocks=blocks)
+            region = region.cut(dim, size=axis.size, index=axis.index, blocks=blocks)
         for axis in terms:
-            place = place.summed(size=axis.size, index=axis.index)
-        return place
+            region = region.summed(size=axis.size, index=axis.index)
+        return region
 
     def _misfit(self, one: DeclaredShard, what: str) -> str:
         self._misfits[one] = f"what {one.pattern!r} matches {what}"

@@ -10,19 +10,14 @@ from traindiff.errors import UnsupportedTensorError
 from traindiff.shards import Shard
 
 
-def is_partitioned(tensor: Tensor) -> bool:
-    """Whether the tensor is a parameter of ZeRO stage 3. Its own shape is `(0,)` unless it is gathered just now."""
-    return hasattr(tensor, "ds_tensor")
-
-
-def global_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of all of it."""
+def shape_before_zero(parameter: Tensor) -> tuple[int, ...] | None:
+    """The shape of all of a parameter of ZeRO stage 3: its own is `(0,)` unless it is gathered. None for any other."""
     found: Any = parameter
-    return tuple(found.ds_shape)
+    return tuple(found.ds_shape) if hasattr(found, "ds_tensor") else None
 
 
-def kept_part(parameter: Tensor) -> tuple[Tensor, Shard]:
-    """The elements that this rank keeps, without padding, and which they are. No collective is called.
+def kept_by_zero(parameter: Tensor) -> tuple[Tensor, Shard] | None:
+    """The elements that this rank keeps, without padding, and which they are. None for other tensors.
 
     They are the parameter's value also while all of it is gathered, as small ones always are: nothing but the
     optimizer writes to it.
@@ -31,6 +26,8 @@ def kept_part(parameter: Tensor) -> tuple[Tensor, Shard]:
         UnsupportedTensorError: They are on disk just now.
     """
     found: Any = parameter
+    if not hasattr(found, "ds_tensor"):
+        return None
     kept: Tensor = found.ds_tensor
     shard = kept_range(parameter)
     if kept.numel() < shard.size:
@@ -44,7 +41,7 @@ def kept_range(parameter: Tensor) -> Shard:
     size = partition_size(parameter)
     first = min(distributed.get_rank(found.ds_process_group) * size, int(found.ds_numel))
     held = min(size, int(found.ds_numel) - first)
-    return Shard(shape=(held,), global_shape=global_shape(parameter), offset=(first,))
+    return Shard(shape=(held,), global_shape=tuple(found.ds_shape), offset=(first,))
 
 
 def partition_size(parameter: Tensor) -> int:

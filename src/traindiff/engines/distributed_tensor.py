@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from traindiff.place import Place
+from traindiff.region import Region
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -18,12 +18,14 @@ def is_distributed(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, as it is: without communication, and without waiting for one."""
+def kept_of_distributed(tensor: Tensor) -> tuple[Tensor, Region] | None:
+    """What this rank holds of a DTensor, as it is, without waiting for a collective, and where. None for any other."""
+    if not is_distributed(tensor):
+        return None
     found: Any = tensor
     with torch.no_grad():
         local: Tensor = found.to_local()
-    return local
+    return local, region_of(tensor)
 
 
 def mesh_of(tensor: Tensor) -> Any:
@@ -32,29 +34,29 @@ def mesh_of(tensor: Tensor) -> Any:
     return found.device_mesh
 
 
-def place_of(tensor: Tensor) -> Place:
+def region_of(tensor: Tensor) -> Region:
     """Where this rank's part of a DTensor lies."""
     found: Any = tensor
-    return placed(found.shape, found.device_mesh, found.placements)
+    return region_placed(found.shape, found.device_mesh, found.placements)
 
 
-def placed(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Place:
+def region_placed(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Region:
     """Where this rank's part of a tensor lies that has these placements, by axis of the mesh.
 
     Placements are carried out from left to right; None stands for copies. FSDP2 divides along a dim that tensor
     parallelism, further right, has divided already: it says so by a factor, the number of blocks to divide first.
     """
-    place = Place.whole(tuple(shape))
+    region = Region.whole(tuple(shape))
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # not a rank of the mesh: it holds nothing
-        return Place(shape=place.shape, ranges=tuple(((length, 0),) for length in place.shape))
+        return Region(shape=region.shape, ranges=tuple(((length, 0),) for length in region.shape))
     for axis, placement in enumerate(placements):
         size, index = mesh.size(axis), coordinate[axis]
         if placement is None or placement.is_replicate():
             continue
         if placement.is_partial():
-            place = place.summed(size=size, index=index)
+            region = region.summed(size=size, index=index)
         else:
             blocks = getattr(placement, "split_factor", 1)
-            place = place.cut(placement.dim, size=size, index=index, blocks=blocks)
-    return place
+            region = region.cut(placement.dim, size=size, index=index, blocks=blocks)
+    return region

@@ -114,18 +114,16 @@ class FlatParameters:
         return None if pieces is None else pieces(parameter.numel() if size is None else size)
 
 
-def find_flat_parameters(model: nn.Module) -> FlatParameters:
+def find_flat_parameters(model: nn.Module) -> list[FlatParameter]:
     """The flat parameters of a model. Imports nothing: where there is one, FSDP is loaded."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
-        return FlatParameters()
-    return FlatParameters(
-        [
-            _flat_parameter(name, module)
-            for name, module in model.named_modules()
-            if isinstance(module, fsdp.FullyShardedDataParallel) and _handle(module) is not None
-        ]
-    )
+        return []
+    return [
+        _flat_parameter(name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, fsdp.FullyShardedDataParallel) and _handle(module) is not None
+    ]
 
 
 def _handle(module: Any) -> Any:

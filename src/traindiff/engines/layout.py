@@ -11,15 +11,15 @@ from torch import Tensor, distributed, nn
 from traindiff.declared_shard import DeclaredShard
 from traindiff.engines.data_parallel import DataParallel, find_data_parallel
 from traindiff.engines.declarations import Declarations
-from traindiff.engines.deepspeed_parameters import is_partitioned, kept_part
-from traindiff.engines.distributed_tensor import is_distributed, local_tensor, place_of, placed
-from traindiff.engines.flat_parameters import FlatParameters, find_flat_parameters
-from traindiff.engines.local_parts import LocalPart, parts_at
+from traindiff.engines.distributed_tensor import is_distributed, region_of, region_placed
+from traindiff.engines.flat_parameters import FlatParameters
+from traindiff.engines.local_shards import LocalShard, shards_in
 from traindiff.engines.pipeline import Pipeline, beside_pipeline
-from traindiff.engines.provenance import places_of
+from traindiff.engines.provenance import regions_of
+from traindiff.engines.registry import ENGINES
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.observation import Merge
-from traindiff.place import Place, Places
+from traindiff.region import Region, Regions
 from traindiff.shards import Piece, Shard
 from traindiff.taps._torch_compat import localized_layout
 
@@ -30,28 +30,23 @@ class Layout:
 
     Attributes:
         data: This rank's place among those that share the batch.
-        pieces: By id of a parameter that the engine has flattened or cut: what it holds of which parameters.
-            Those that are not in it are whole, or DTensors.
         flat: Flat parameters, whose data is now a part and now the whole: looked up when it is needed.
         parameters: Where plain parameters lie that are parts of larger ones, by canonical path.
         declarations: What the user says of plain tensors.
     """
 
     data: DataParallel
-    pieces: Mapping[int, tuple[Piece, ...]] = field(default_factory=dict)
     flat: FlatParameters = field(default_factory=FlatParameters)
-    parameters: Mapping[str, Place] = field(default_factory=dict)
+    parameters: Mapping[str, Region] = field(default_factory=dict)
     declarations: Declarations = field(default_factory=Declarations)
 
     def pieces_of(self, parameter: Tensor, size: int | None = None) -> tuple[Piece, ...] | None:
-        """What a parameter that the engine has flattened or cut holds now; None for any other.
+        """What a parameter that the engine has flattened holds now; None for any other.
 
         Args:
             parameter: What an optimizer holds, or autograd differentiates by.
             size: Elements of its gradient, where that is asked for and may be of another size.
         """
-        if (found := self.pieces.get(id(parameter))) is not None:
-            return found
         return self.flat.pieces_of(parameter, size)
 
     def ranges_of(self, parameter: Tensor, pieces: Sequence[Piece]) -> Sequence[Piece]:
@@ -64,18 +59,19 @@ class Layout:
         if len(pieces) != 1 or pieces[0].shard is not None:
             return pieces
         distributed_one, path = is_distributed(parameter), pieces[0].path
-        place = place_of(parameter) if distributed_one else self.place_of_parameter(parameter, path=path, phase="param")
-        if place is None:
+        plain = None if distributed_one else self.region_of_parameter(parameter, path=path, phase="param")
+        region = region_of(parameter) if distributed_one else plain
+        if region is None:
             return pieces
-        boxes = list(place.boxes())
-        if place.term is not None or len(boxes) != 1:
+        boxes = list(region.boxes())
+        if region.term is not None or len(boxes) != 1:
             return pieces if distributed_one else ()
-        shard = Shard(shape=boxes[0].shape, global_shape=place.shape, offset=boxes[0].offset)
+        shard = Shard(shape=boxes[0].shape, global_shape=region.shape, offset=boxes[0].offset)
         return (Piece(path=path, shard=shard),) if shard.size else ()
 
-    def local_parts(
-        self, tensor: Tensor, shard: Shard, merge: Merge, *, phase: str, place: Place | None
-    ) -> Iterator[LocalPart]:
+    def local_shards(
+        self, tensor: Tensor, shard: Shard, merge: Merge, *, phase: str, region: Region | None
+    ) -> Iterator[LocalShard]:
         """The parts of a tensor that this rank holds, without any collective.
 
         Args:
@@ -83,25 +79,28 @@ class Layout:
             shard: What the tensor as a whole is of something larger, e.g. one micro-batch of the batch.
             merge: How the tensor as a whole merges.
             phase: Of the observation.
-            place: Where a plain tensor lies; None where that is not known. A DTensor knows it itself.
+            region: Where a plain tensor lies; None where that is not known. Those of an engine know it themselves.
         """
-        if is_partitioned(tensor):
-            kept, part = kept_part(tensor)
-            yield LocalPart(tensor=kept, shard=part, merge=merge, term=self.data.rank)
-            return
-        if is_distributed(tensor):
-            place, tensor = place_of(tensor), local_tensor(tensor)
-        if place is not None:
-            term = self.data.term + self.data.num_terms * (place.term or 0)
-            yield from parts_at(tensor, place, shard, merge, term=term)
+        for engine in ENGINES:
+            if (kept := engine.kept(tensor)) is None:
+                continue
+            tensor, lies = kept
+            if isinstance(lies, Shard):
+                yield LocalShard(tensor=tensor, shard=lies, merge=merge, term=self.data.rank)
+                return
+            region = lies
+            break
+        if region is not None:
+            term = self.data.term + self.data.num_terms * (region.term or 0)
+            yield from shards_in(tensor, region, shard, merge, term=term)
             return
         term = self.data.term
         if self.data.alike > 1 and merge == "shard" and phase in ("forward", "backward"):
             # No copy of what other ranks hold, as far as is known.
             term += self.data.num_terms * (1 + distributed.get_rank())
-        yield LocalPart(tensor=tensor, shard=shard, merge=merge, term=term)
+        yield LocalShard(tensor=tensor, shard=shard, merge=merge, term=term)
 
-    def places_of(self, tensor: Tensor, path: str, slot: str) -> Places | None:
+    def regions_of(self, tensor: Tensor, path: str, slot: str) -> Regions | None:
         """Where a plain activation and its gradient lie; None where that is not known, or for a DTensor.
 
         Args:
@@ -111,12 +110,12 @@ class Layout:
         """
         if self.data.alike == 1 or is_distributed(tensor):
             return None
-        return self.declarations.places_of(tensor, path, slot) or places_of(tensor)
+        return self.declarations.regions_of(tensor, path, slot) or regions_of(tensor)
 
-    def place_of_parameter(self, tensor: Tensor, *, path: str, phase: str) -> Place | None:
+    def region_of_parameter(self, tensor: Tensor, *, path: str, phase: str) -> Region | None:
         """Where a plain parameter, its gradient or a state of it lies; None where it is whole, or for a DTensor."""
-        place = self.parameters.get(path) if phase in ("param", "grad", "optimizer") else None
-        return place if place is not None and place.local_shape == shape_of(tensor) else None
+        region = self.parameters.get(path) if phase in ("param", "grad", "optimizer") else None
+        return region if region is not None and region.local_shape == shape_of(tensor) else None
 
     def factor(self, *, phase: str, stage: str, slot: str) -> float:
         """What the engine multiplies such a tensor by, relative to the gradient of the loss over the global batch."""
@@ -142,7 +141,8 @@ def find_layout(model: nn.Module, *, shards: Sequence[DeclaredShard] = (), modul
     data = find_data_parallel(
         model, model_axes=declarations.axes(of_samples=False), sample_axes=declarations.axes(of_samples=True)
     )
-    return Layout(data=data, flat=find_flat_parameters(model), declarations=declarations)
+    flat = FlatParameters([one for engine in ENGINES for one in engine.flat_parameters(model)])
+    return Layout(data=data, flat=flat, declarations=declarations)
 
 
 def in_pipeline(layout: Layout, model: nn.Module, pipeline: Pipeline) -> Layout:
@@ -154,7 +154,7 @@ def in_pipeline(layout: Layout, model: nn.Module, pipeline: Pipeline) -> Layout:
     return replace(layout, data=data)
 
 
-def places_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> dict[str, Place]:
+def regions_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> dict[str, Region]:
     """Where plain parameters lie that are parts of larger ones, by canonical path.
 
     Raises:
@@ -163,7 +163,7 @@ def places_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> di
     found = layout.declarations.of_parameters(parameters)
     for path, parameter in parameters.items():
         if (spec := localized_layout(parameter)) is not None:
-            found[path] = placed(spec.shape, spec.mesh, spec.placements)
+            found[path] = region_placed(spec.shape, spec.mesh, spec.placements)
     return found
 
 

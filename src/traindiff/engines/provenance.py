@@ -1,7 +1,7 @@
 """Where a plain tensor lies that was computed from the local tensors of DTensors: the graph of autograd tells.
 
 `parallelize_module` has modules hand on local tensors. The node that made one of a DTensor knows its placements;
-whatever is computed from it element by element lies at the same place, and views are followed. So nothing is
+whatever is computed from it element by element covers the same region, and views are followed. So nothing is
 guessed, and no rank is asked.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from traindiff.engines.distributed_tensor import placed
+from traindiff.engines.distributed_tensor import region_placed
 from traindiff.engines.reshaping import permuted, viewed
-from traindiff.place import Place, Places
+from traindiff.region import Region, Regions
 from traindiff.taps._torch_compat import result_shape, saved_dims
 
 _LOCAL = "_ToTorchTensorBackward"
@@ -26,7 +26,7 @@ _ELEMENT_BY_ELEMENT = re.compile(
     "|LogSoftmax|MaskedFill|Mul|NativeDropout|NativeLayerNorm|Neg|Pow|Relu|Rsub|Rsqrt|Sigmoid|Silu|Softmax|Softplus"
     "|Sqrt|Square|Sub|Tanh|Threshold|ToCopy|Where|ScaledDotProduct[A-Za-z]*)Backward[0-9]?"
 )
-"""Nodes of operations that give each element its place again: that of the operands of the result's shape.
+"""Nodes of operations that give each element its place again: the region of the operands of the result's shape.
 
 Attention has queries, keys and values, and its result lies where the queries do.
 """
@@ -34,26 +34,26 @@ Attention has queries, keys and values, and its result lies where the queries do
 _VIEW = re.compile("(?:ReshapeAlias|UnsafeView|View)Backward[0-9]?")
 
 _DEEPEST = 64
-_KEY = "traindiff.places"
+_KEY = "traindiff.regions"
 
 
-def places_of(tensor: Tensor) -> Places | None:
+def regions_of(tensor: Tensor) -> Regions | None:
     """Where a plain tensor and its gradient lie in a global tensor; None where that is not known.
 
     Args:
         tensor: With its graph. Without one, as in evaluation, nothing is known.
     """
-    places = _of_node(tensor.grad_fn, _DEEPEST)
-    return places if places is not None and places.value.local_shape == tuple(tensor.shape) else None
+    regions = _of_node(tensor.grad_fn, _DEEPEST)
+    return regions if regions is not None and regions.value.local_shape == tuple(tensor.shape) else None
 
 
-def _of_node(node: Any, depth: int) -> Places | None:
+def _of_node(node: Any, depth: int) -> Regions | None:
     if node is None or not depth:
         return None
     name = type(node).__name__
     if name == _LOCAL:
         return _of_local(node)
-    known: Places | None = node.metadata.get(_KEY)
+    known: Regions | None = node.metadata.get(_KEY)
     if known is None:
         if _ELEMENT_BY_ELEMENT.fullmatch(name):
             known = _of_operands(node, depth - 1)
@@ -64,27 +64,27 @@ def _of_node(node: Any, depth: int) -> Places | None:
     return known
 
 
-def _of_local(node: Any) -> Places:
+def _of_local(node: Any) -> Regions:
     spec = node.dtensor_spec
-    value = placed(spec.shape, spec.mesh, spec.placements)
+    value = region_placed(spec.shape, spec.mesh, spec.placements)
     if node.grad_placements is not None:
-        return Places(value=value, gradient=placed(spec.shape, spec.mesh, node.grad_placements))
+        return Regions(value=value, gradient=region_placed(spec.shape, spec.mesh, node.grad_placements))
     # Of terms of a sum, each has the gradient of the sum.
     kept = [None if placement.is_partial() else placement for placement in spec.placements]
-    gradient = placed(spec.shape, spec.mesh, kept)
-    return Places(value=value, gradient=gradient)
+    gradient = region_placed(spec.shape, spec.mesh, kept)
+    return Regions(value=value, gradient=gradient)
 
 
-def _of_operands(node: Any, depth: int) -> Places | None:
-    """The place that the operands of the result's shape have in common."""
+def _of_operands(node: Any, depth: int) -> Regions | None:
+    """The region that the operands of the result's shape have in common."""
     shape = result_shape(node, 0)
     operands = [
         _of_node(operand, depth)
         for operand, number in node.next_functions
         if operand is not None and result_shape(operand, number) == shape
     ]
-    known = [places for places in operands if places is not None]
-    if not known or any(places != known[0] for places in known):
+    known = [regions for regions in operands if regions is not None]
+    if not known or any(regions != known[0] for regions in known):
         return None
     value = known[0].value
     if value.term is not None:
@@ -93,27 +93,27 @@ def _of_operands(node: Any, depth: int) -> Places | None:
     return None if value.is_whole and len(known) < len(operands) else known[0]
 
 
-def _moved(node: Any, name: str) -> Callable[[Place], Place | None] | None:
-    """What a node that only moves elements makes of the place of its operand; None for any other node."""
+def _moved(node: Any, name: str) -> Callable[[Region], Region | None] | None:
+    """What a node that only moves elements makes of the region of its operand; None for any other node."""
     if _VIEW.fullmatch(name):
         shape = result_shape(node, 0)
-        return lambda place: viewed(place, shape)
+        return lambda region: viewed(region, shape)
     if name == "TransposeBackward0":
-        return lambda place: permuted(place, _transposed(len(place.shape), *saved_dims(node)))
+        return lambda region: permuted(region, _transposed(len(region.shape), *saved_dims(node)))
     if name == "PermuteBackward0":
-        return lambda place: permuted(place, [dim % len(place.shape) for dim in saved_dims(node)])
+        return lambda region: permuted(region, [dim % len(region.shape) for dim in saved_dims(node)])
     if name == "ViewAsRealBackward0":
-        return lambda place: Place(shape=(*place.shape, 2), ranges=(*place.ranges, ((0, 2),)), term=place.term)
+        return lambda region: Region(shape=(*region.shape, 2), ranges=(*region.ranges, ((0, 2),)), term=region.term)
     if name == "ViewAsComplexBackward0":
-        return lambda place: Place(shape=place.shape[:-1], ranges=place.ranges[:-1], term=place.term)
+        return lambda region: Region(shape=region.shape[:-1], ranges=region.ranges[:-1], term=region.term)
     return None
 
 
-def _after(places: Places | None, moved: Callable[[Place], Place | None]) -> Places | None:
-    if places is None:
+def _after(regions: Regions | None, moved: Callable[[Region], Region | None]) -> Regions | None:
+    if regions is None:
         return None
-    value, gradient = moved(places.value), moved(places.gradient)
-    return None if value is None or gradient is None else Places(value=value, gradient=gradient)
+    value, gradient = moved(regions.value), moved(regions.gradient)
+    return None if value is None or gradient is None else Regions(value=value, gradient=gradient)
 
 
 def _transposed(count: int, first: int, second: int) -> list[int]:

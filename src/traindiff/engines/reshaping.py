@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
-from traindiff.place import Place, Ranges
+from traindiff.region import Ranges, Region
 
 MOST_RANGES = 256
 """Ranges of a merged axis: each is a summary of its own, which 256 samples of a micro-batch may have."""
@@ -15,25 +15,25 @@ _Group = tuple[Sequence[int], Sequence[int]]
 """Axes before, and what they become."""
 
 
-def permuted(place: Place, order: Sequence[int]) -> Place:
-    """The place of a tensor whose axes are put in another order."""
-    return Place(
-        shape=tuple(place.shape[dim] for dim in order), ranges=tuple(place.ranges[dim] for dim in order),
-        term=place.term,
+def permuted(region: Region, order: Sequence[int]) -> Region:
+    """The region of a tensor whose axes are put in another order."""
+    return Region(
+        shape=tuple(region.shape[dim] for dim in order), ranges=tuple(region.ranges[dim] for dim in order),
+        term=region.term,
     )  # fmt: skip
 
 
-def viewed(place: Place, shape: Sequence[int]) -> Place | None:
-    """The place of a local tensor after `view(shape)`; None where it is no product of ranges any more."""
+def viewed(region: Region, shape: Sequence[int]) -> Region | None:
+    """The region of a local tensor after `view(shape)`; None where it is no product of ranges any more."""
     whole: list[int] = []
     ranges: list[Ranges] = []
-    for before, after in _groups(place.local_shape, shape):
-        found = _one_group(place, before, [shape[dim] for dim in after])
+    for before, after in _groups(region.local_shape, shape):
+        found = _one_group(region, before, [shape[dim] for dim in after])
         if found is None:
             return None
         whole += found[0]
         ranges += found[1]
-    return Place(shape=tuple(whole), ranges=tuple(ranges), term=place.term)
+    return Region(shape=tuple(whole), ranges=tuple(ranges), term=region.term)
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[_Group]:
@@ -51,8 +51,8 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[_Group]:
         left, right = left + len(first), right + len(second)
 
 
-def _one_group(place: Place, before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[Ranges]] | None:
-    shape, ranges = [place.shape[dim] for dim in before], [place.ranges[dim] for dim in before]
+def _one_group(region: Region, before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[Ranges]] | None:
+    shape, ranges = [region.shape[dim] for dim in before], [region.ranges[dim] for dim in before]
     if all(one == ((0, length),) for one, length in zip(ranges, shape, strict=True)):
         return list(after), [((0, length),) for length in after]
     if len(before) == 1 and after and (first := _split(shape[0], ranges[0], prod(after[1:]))) is not None:

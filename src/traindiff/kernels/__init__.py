@@ -1,15 +1,13 @@
-"""Tensors to summaries. This file is the one place that decides which kernel does it."""
+"""Tensors to summaries, by the first kernel in the registry that reads them."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 from traindiff.kernels import reference
+from traindiff.kernels.registry import AT_ONCE
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import numpy as np
     from torch import Tensor
 
@@ -37,29 +35,17 @@ def summarise(tensor: Tensor, shard: Shard) -> np.void:
     from traindiff.kernels import torch_arrays
 
     torch_arrays.check_supported(tensor)
-    fast = _cpu_kernel()
-    if fast is not None and fast.reads(tensor):
-        summary: np.void = fast.summarise(tensor, shard)
-        return summary
+    for kernel in AT_ONCE:
+        if tensor.device.type in kernel.device_types and (fast := kernel.load()) is not None and fast.reads(tensor):
+            summary: np.void = fast.summarise(tensor, shard)
+            return summary
     found = torch_arrays.elements(torch_arrays.as_real(tensor))
     return reference.summarise_array(found.values, found.bits, shard, tiny=found.tiny)
 
 
-@cache
-def _cpu_kernel() -> ModuleType | None:
-    """The compiled CPU kernel; None where llvmlite is not installed, and the NumPy reference does it all."""
-    try:
-        from traindiff.kernels.cpu import summarise as fast
-    except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("llvmlite"):
-            return None
-        raise
-    return fast
-
-
 def cpu_kernel_in_use() -> tuple[str, str]:
     """Which kernel summarises tensors on the CPU, and why it is not the fast one; empty if it is."""
-    if _cpu_kernel() is None:
+    if not any(kernel.load() for kernel in AT_ONCE):
         return "NumPy reference", "the NumPy reference, far slower: llvmlite is not installed (pip install llvmlite)"
     from traindiff.kernels.cpu.module import frame, host
 

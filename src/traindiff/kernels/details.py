@@ -1,4 +1,4 @@
-"""The optional parts of an observation: exponents, signs, the tensor itself. NumPy; the CPU only."""
+"""The optional parts of an observation: exponents, signs, the tensor itself. By NumPy, on the CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
+from traindiff.detail import Detail, RawTensor
+from traindiff.kernels import torch_arrays
 
 EXPONENT_FIRST = -160
 """Binary exponent of the first bin of a histogram; what is smaller is counted there too."""
@@ -51,3 +55,32 @@ def packed_signs(values: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.ui
         signless = (values == 0) | np.isnan(values.astype(np.float64, copy=False))
     none = np.zeros(0, dtype=np.uint8)
     return positive, np.packbits(signless, bitorder="little") if signless.any() else none
+
+
+def detail_of(tensor: Tensor, wanted: frozenset[str]) -> Detail | None:
+    """The wanted parts of a tensor that a summary could be made of; copies what it keeps.
+
+    Args:
+        tensor: Any tensor that `traindiff.kernels.summarise` takes.
+        wanted: Some of `traindiff.detail.DETAILS`.
+
+    Returns:
+        None where nothing was wanted, or for a scalar, of which the summary holds everything.
+    """
+    if not tensor.dim() or wanted <= {"summary"}:
+        return None
+    real = torch_arrays.as_real(tensor)
+    found = torch_arrays.elements(real)
+    kept: dict[str, RawTensor] = {}
+    if "tensors" in wanted:
+        dtype = torch_arrays.dtype_name(real)
+        kept["value"] = RawTensor(dtype=dtype, shape=tuple(real.shape), data=found.bits.tobytes())
+    if "signs" in wanted:
+        positive, signless = packed_signs(found.values)
+        kept |= {"positive": _packed(positive), "signless": _packed(signless)}
+    counted = exponents(found.values) if "exponents" in wanted and found.tiny else None
+    return Detail(exponents=counted, tensors=kept)
+
+
+def _packed(bits: NDArray[np.uint8]) -> RawTensor:
+    return RawTensor(dtype="uint8", shape=bits.shape, data=bits.tobytes())

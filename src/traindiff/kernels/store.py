@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from traindiff.kernels import summarise
+from traindiff.kernels.registry import PUT_OFF, Kernel
 from traindiff.summary import SUMMARY, Summaries
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
     from traindiff.kernels.gpu.rows import DeviceRows
@@ -55,11 +53,11 @@ class SummaryStore:
     missing, or cannot read a tensor, its elements are copied to the CPU, which waits.
 
     Args:
-        device_types: Types of devices on which the GPU kernel runs.
+        kernels: Those that put summaries off.
     """
 
-    def __init__(self, device_types: Sequence[str] = ("cuda",)) -> None:
-        self._device_types = frozenset(device_types)
+    def __init__(self, kernels: Sequence[Kernel] = PUT_OFF) -> None:
+        self._kernels = kernels
         self._rows: dict[Any, DeviceRows] = {}
         self._used: set[Any] = set()
         self._waiting: list[tuple[Tensor, Shard, Deferred]] | None = None
@@ -70,15 +68,15 @@ class SummaryStore:
         Raises:
             UnsupportedTensorError: The tensor has no dense elements that could be read.
         """
-        if tensor.device.type in self._device_types and (gpu := _gpu_kernel()) is not None and gpu.reads(tensor):
-            deferred = Deferred()
-            if self._waiting is None:
-                rows = self._rows_of(tensor)
-                deferred.arrives_with(rows.ticket, rows.add(tensor, shard))
-            else:
-                self._waiting.append((tensor, shard, deferred))
-            return deferred
-        return summarise(tensor, shard)
+        rows = self._rows_of(tensor)
+        if rows is None:
+            return summarise(tensor, shard)
+        deferred = Deferred()
+        if self._waiting is None:
+            deferred.arrives_with(rows.ticket, rows.add(tensor, shard))
+        else:
+            self._waiting.append((tensor, shard, deferred))
+        return deferred
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -101,28 +99,18 @@ class SummaryStore:
         self._used.clear()
 
     def _add_many(self, entries: Sequence[tuple[Tensor, Shard, Deferred]]) -> None:
-        rows = self._rows_of(entries[0][0])
+        rows = self._rows[entries[0][0].device]
         slots = rows.add_many([tensor for tensor, _, _ in entries], [shard for _, shard, _ in entries])
         for slot, (_, _, deferred) in zip(slots, entries, strict=True):
             deferred.arrives_with(rows.ticket, slot)
 
-    def _rows_of(self, tensor: Tensor) -> DeviceRows:
+    def _rows_of(self, tensor: Tensor) -> DeviceRows | None:
+        """What collects the summaries of its device; None where this one is made at once."""
         device = tensor.device
-        if device not in self._rows:
-            from traindiff.kernels.gpu.rows import DeviceRows
-
-            self._rows[device] = DeviceRows(device)
-        self._used.add(device)
-        return self._rows[device]
-
-
-@cache
-def _gpu_kernel() -> ModuleType | None:
-    """The Triton kernel; None where Triton is not installed."""
-    try:
-        from traindiff.kernels.gpu import reading
-    except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("triton"):
-            return None
-        raise
-    return reading
+        for kernel in self._kernels:
+            if device.type in kernel.device_types and (module := kernel.load()) is not None and module.reads(tensor):
+                if device not in self._rows:
+                    self._rows[device] = module.DeviceRows(device)
+                self._used.add(device)
+                return self._rows[device]
+        return None

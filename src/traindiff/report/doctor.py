@@ -18,7 +18,7 @@ _STYLES = {"pass": "green", "fail": "bold red", "skip": "yellow"}
 
 
 class Check(Protocol):
-    """See `traindiff.sessions.doctor.checks.Check`."""
+    """See `traindiff.doctor.checks.Check`."""
 
     @property
     def name(self) -> str:

@@ -75,7 +75,7 @@ class Attachment:
             first_name=targets.first_name,
             selects=targets.selects,
             pieces_of=targets.pieces_of,
-            places_of=targets.layout.places_of,
+            regions_of=targets.layout.regions_of,
             optimizers=optimizers,
             before_every_step=before_every_step,
         )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from traindiff.engines.deepspeed_parameters import global_shape, is_partitioned
 from traindiff.engines.flat_parameters import FlatParameters
+from traindiff.engines.registry import ENGINES
 from traindiff.site import canonical_paths
 
 
@@ -48,7 +48,12 @@ def named_parameters(model: nn.Module, flat: FlatParameters) -> NamedParameters:
         first.setdefault(id(parameter), path)
     tied = {path: first[id(parameter)] for path, parameter in every.items() if first[id(parameter)] != path}
     tensors = {path: parameter for path, parameter in every.items() if path not in tied}
-    shapes = {path: global_shape(parameter) for path, parameter in tensors.items() if is_partitioned(parameter)}
+    shapes = {
+        path: shape
+        for path, parameter in tensors.items()
+        for engine in ENGINES
+        if (shape := engine.global_shape(parameter)) is not None
+    }
     for one in flat:
         first.setdefault(id(one.tensor), one.name)
         tensors.pop(canonical.get(one.name, ""), None)

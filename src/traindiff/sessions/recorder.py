@@ -1,4 +1,4 @@
-"""A recording in progress: the sink of its taps, and what removes them."""
+"""A recording in progress: its taps, what they hand over, and the files it goes into."""
 
 from __future__ import annotations
 
@@ -6,37 +6,29 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from traindiff.engines.deepspeed_engine import engine_settings
-from traindiff.engines.layout import in_pipeline, is_before_unscaling
+from traindiff.engines.layout import in_pipeline
 from traindiff.engines.pipeline import Pipeline, find_pipeline
-from traindiff.errors import ConfigError, Problem, UnsupportedTensorError
-from traindiff.kernels.store import SummaryStore
-from traindiff.kernels.torch_arrays import dtype_name, shape_of
-from traindiff.observation import ITSELF, NO_REPLICA, SAMPLE, TAP_FAILED, Merge, Observation
-from traindiff.place import Place
+from traindiff.engines.registry import ENGINES
+from traindiff.errors import ConfigError, Problem
+from traindiff.observation import ITSELF, NO_REPLICA, TAP_FAILED, Merge
 from traindiff.recording import RecordingWriter
 from traindiff.replicas.replica import NAME as REPLICA
 from traindiff.replicas.replica import Replica
 from traindiff.sessions.attachment import Attachment
 from traindiff.sessions.background import BackgroundWriter
 from traindiff.sessions.containment import Containment
-from traindiff.sessions.details import detail_of
 from traindiff.sessions.environment import describe
 from traindiff.sessions.forced import ForcedValues
-from traindiff.sessions.in_flight import InFlight
-from traindiff.sessions.pending import Pending
+from traindiff.sessions.observations import Observations
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
-from traindiff.shards import Shard
-from traindiff.taps._torch_compat import arrived, is_asynchronous
 from traindiff.taps.progress import Progress
 
 
@@ -47,7 +39,6 @@ class Recorder:
 
     Attributes:
         path: Directory that is being written.
-        progress: Where the training is; read by the taps.
     """
 
     def __init__(
@@ -62,24 +53,26 @@ class Recorder:
         recipe: str | None = None,
     ) -> None:
         self.path = path
+        self._settings = settings
         self._forced = forced
-        self._layout = targets.layout
         self._pipeline: Pipeline | None = None
-        self.progress = Progress(
+        self._progress = Progress(
             optimizer=targets.primary,
             observing=settings.records(0),
             data_rank=targets.layout.data.rank,
             data_size=targets.layout.data.size,
             interleaved=settings.sample_order == "interleaved",
         )
-        self._settings = settings
-        self._pending = Pending()
-        self._in_flight = InFlight()
-        self._summaries = SummaryStore()
         self._containment = Containment(
-            strict=settings.strict,
-            report=self._record_fault,
-            around=replica.paused if replica else nullcontext,
+            strict=settings.strict, report=self._record_fault, around=replica.paused if replica else nullcontext
+        )
+        self._observations = Observations(
+            progress=self._progress,
+            layout=targets.layout,
+            detail=settings.detail,
+            containment=self._containment,
+            on_full=self._containment.guarded("writer", self._write),
+            forced=forced,
         )
         self._files: RecordingWriter | None = None
         self._writer: BackgroundWriter | None = None
@@ -91,7 +84,7 @@ class Recorder:
         self._run = {
             "world_size": world_size,
             "mesh": targets.layout.to_json(),
-            "engine": engine_settings(targets.root),
+            "engine": next(filter(None, (engine.settings(targets.root) for engine in ENGINES)), None),
             "settings": settings.to_json(),
             "forced_by": forced and forced.path,
             "recipe": recipe,
@@ -108,7 +101,7 @@ class Recorder:
         with ExitStack() as undo:
             undo.callback(self._containment.guarded("writer", writer.close, always=True))
             self._attachment = Attachment(
-                targets, settings, self, replica=replica, before_every_step=forced is not None,
+                targets, settings, self._observations, replica=replica, before_every_step=forced is not None,
                 on_step=self._end_step, on_discovery=self._write_rank, on_schedule=self._follow_pipeline,
             )  # fmt: skip
             undo.callback(self._attachment.close)
@@ -127,7 +120,7 @@ class Recorder:
     @property
     def step(self) -> int:
         """The step that the training is in, counted from 0."""
-        return self.progress.step
+        return self._progress.step
 
     def log(
         self,
@@ -163,106 +156,13 @@ class Recorder:
         with undo:
             if self._attachment is not None:
                 self._attachment.finish()
-            self._containment.guarded("in_flight", self._read_arrived)(all_of_them=True)
+            self._containment.guarded("in_flight", self._observations.settle)()
             self._containment.guarded("writer", self._write)()
             if self._forced is not None:  # only now is it known what could not be
                 self._containment.guarded("writer", self._write_rank)()
         self._writer = self._files = self._attachment = None
-        self.progress.observing = False  # for hooks on a graph that outlives this
-        self._in_flight.clear()
-        self._pending.clear()
-
-    def emit(
-        self,
-        tensor: Tensor,
-        *,
-        phase: str,
-        path: str,
-        slot: str,
-        stage: str = "",
-        call: int = 0,
-        micro_step: int | None = None,
-        optimizer: str | None = None,
-        shard: Shard | None = None,
-        merge: Merge = "shard",
-        weight: float = 1.0,
-        place: Place | None = None,
-        scaled: bool | None = None,
-        late: bool = False,
-    ) -> None:
-        """See `traindiff.taps.sink.Sink`. `late` files it under the step that has just ended."""
-        self._read_arrived()
-        progress = self.progress
-        name = optimizer or progress.optimizer
-        if scaled is None:
-            scaled = progress.loss_scaled and is_before_unscaling(phase=phase, stage=stage, slot=slot)
-        if place is None and shard is None:
-            place = self._layout.place_of_parameter(tensor, path=path, phase=phase)
-        shard = shard or Shard.whole(shape_of(tensor) if place is None else place.shape)
-        for part in self._layout.local_parts(tensor, shard, merge, phase=phase, place=place):
-            seen = Observation(
-                step=progress.steps.get(name, 0) - late,
-                micro_step=progress.micro_step if micro_step is None else micro_step,
-                optimizer=name, phase=phase, stage=stage, path=path, slot=slot, call=call,
-                order=progress.next_order(late=late), dtype=dtype_name(part.tensor), shard=part.shard,
-                merge=part.merge, weight=weight, term=part.term,
-                factor=self._layout.factor(phase=phase, stage=stage, slot=slot), scaled=scaled,
-            )  # fmt: skip
-            if self._forced is not None or not self._in_flight.holds(part.tensor, seen):
-                self._keep(part.tensor, seen)
-
-    def _read_arrived(self, *, all_of_them: bool = False) -> None:
-        for tensor, seen, reason in self._in_flight.arrived(all_of_them=all_of_them):
-            if reason:
-                self._pending.append(replace(seen, unobserved=reason), None)
-            else:
-                self._keep(tensor, seen)
-
-    def _keep(self, tensor: Tensor, seen: Observation) -> None:
-        """Summarise what was seen."""
-        if is_asynchronous(tensor):
-            tensor = arrived(tensor)
-        if tensor.is_complex():  # a last axis of real and imaginary parts
-            shard = seen.shard
-            shard = Shard(shape=(*shard.shape, 2), global_shape=(*shard.global_shape, 2), offset=(*shard.offset, 0))
-            seen = replace(seen, shard=shard)
-        summary = None
-        try:
-            summary = self._summaries.add(tensor, seen.shard)
-        except UnsupportedTensorError as error:
-            seen = replace(seen, unobserved=str(error))
-        kept = seen.path != "rng" and seen.stage != SAMPLE and summary is not None
-        self._pending.append(seen, summary, detail_of(tensor, self._settings.detail) if kept else None)
-        if self._forced is not None:
-            self._forced.overwrite(tensor, seen)
-        if self._pending.full:
-            self.guarded("writer", self._write)()
-
-    def unobserved(
-        self, reason: str, *, phase: str, path: str, slot: str, stage: str = "", optimizer: str | None = None
-    ) -> None:
-        """See `traindiff.taps.sink.Sink`."""
-        progress = self.progress
-        name = optimizer or progress.optimizer
-        seen = Observation(
-            step=progress.steps.get(name, 0), micro_step=progress.micro_step, optimizer=name, phase=phase,
-            stage=stage, path=path, slot=slot, call=0, order=progress.next_order(), dtype="",
-            shard=Shard.whole(()), unobserved=reason,
-        )  # fmt: skip
-        self._pending.append(seen, None)
-
-    def together(self) -> AbstractContextManager[None]:
-        """See `traindiff.taps.sink.Sink`."""
-        together = self._summaries.together()
-        return together if self._forced is None else self._forced.after(together)
-
-    def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
-        """See `traindiff.taps.sink.Sink`."""
-        return self._containment.guarded(tap, hook)
-
-    def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """See `traindiff.taps.sink.Sink`."""
-        return self._containment.altering(tap, hook)
+        self._progress.observing = False  # for hooks on a graph that outlives this
+        self._observations.clear()
 
     def _follow_pipeline(self, model: nn.Module, schedule: Any, stages: list[Any]) -> None:
         """A pipeline's schedule is about to run a batch: only now is it known how the batch is divided."""
@@ -270,18 +170,18 @@ class Recorder:
         if self._pipeline == pipeline:
             return
         self._pipeline = pipeline
-        self._layout = in_pipeline(self._layout, model, pipeline)
-        data = self._layout.data
-        self.progress.data_rank, self.progress.data_size = data.rank, data.size
+        layout = self._observations.layout = in_pipeline(self._observations.layout, model, pipeline)
+        data = layout.data
+        self._progress.data_rank, self._progress.data_size = data.rank, data.size
         if self._files is not None:
-            self._files.write_run({**self._run, "mesh": self._layout.to_json()})
+            self._files.write_run({**self._run, "mesh": self._observations.layout.to_json()})
             self._write_rank()
 
     def _end_step(self, name: str) -> None:
-        self.guarded("in_flight", self._read_arrived)(all_of_them=True)
-        self.guarded("writer", self._write)(name)
-        following = self.progress.steps.get(name, 0) + 1
-        self.progress.end_step(name, observing=self._settings.records(following) and self._is_recording)
+        self._containment.guarded("in_flight", self._observations.settle)()
+        self._containment.guarded("writer", self._write)(name)
+        following = self._progress.steps.get(name, 0) + 1
+        self._progress.end_step(name, observing=self._settings.records(following) and self._is_recording)
 
     @property
     def _is_recording(self) -> bool:
@@ -289,26 +189,29 @@ class Recorder:
 
     def _write(self, optimizer: str | None = None) -> None:
         if self._writer is not None:
-            self._summaries.end_step()
-            for step in self._pending.take(optimizer):
+            for step in self._observations.take(optimizer):
                 self._writer.write_step(*step)
 
     def _write_rank(self) -> None:
         if self._files is not None and self._attachment is not None:
             not_forced = {} if self._forced is None else {"not_forced": self._forced.left}
             pipeline = {} if self._pipeline is None else {"pipeline": self._pipeline.to_json()}
-            run = {"world_size": self._run["world_size"], "mesh": self._layout.to_json(), "pid": os.getpid()}
+            run = {
+                "world_size": self._run["world_size"],
+                "mesh": self._observations.layout.to_json(),
+                "pid": os.getpid(),
+            }
             self._files.write_rank({**self._attachment.describe(), **not_forced, **pipeline, **run})
 
     def _log(self, name: str, value: float | Tensor, merge: Merge, weight: float | None) -> None:
         if self._attachment is not None:
             self._attachment.settle()
-        progress = self.progress
+        progress = self._progress
         late = not progress.forward_done and progress.batch is None and progress.step > 0
         if not self._is_recording or not self._settings.records(progress.step - late):
             return
         tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
-        self.emit(
+        self._observations.emit(
             tensor.detach().reshape(()), phase="loss", path=name, slot="logged", merge=merge, late=late,
             call=progress.next_call(name, "logged"),
             weight=float(progress.samples) if weight is None else float(weight),
@@ -316,11 +219,11 @@ class Recorder:
 
     def _record_fault(self, tap: str, says: str) -> None:
         if tap == "writer":  # nothing more can be written, so nothing more is kept
-            self.progress.observing = False
-            self._pending.clear()
+            self._progress.observing = False
+            self._observations.clear()
         else:
             what = NO_REPLICA if tap.startswith(REPLICA) else TAP_FAILED.format(tap=tap)
-            self.unobserved(f"{what}: {says}", phase="batch", path=ITSELF, slot=tap)
+            self._observations.unobserved(f"{what}: {says}", phase="batch", path=ITSELF, slot=tap)
 
 
 def close_at_exit(recorder: Recorder) -> Callable[[], None]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from traindiff.declared_shard import DeclaredShard
-from traindiff.engines.deepspeed_optimizer import EngineOptimizer, find_optimizers, is_engine_optimizer
-from traindiff.engines.layout import Layout, find_layout, places_of_parameters
+from traindiff.engines.deepspeed_optimizer import EngineOptimizer, is_engine_optimizer
+from traindiff.engines.layout import Layout, find_layout, regions_of_parameters
+from traindiff.engines.registry import ENGINES
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, type_of
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.sessions.named_parameters import named_parameters
@@ -143,7 +144,7 @@ def find_targets(
     modules: dict[str, Any] = _named_modules(model)
     layout = find_layout(model, shards=shards, modules=modules)
     parameters = named_parameters(model, layout.flat)
-    placed = places_of_parameters(layout, parameters.tensors)
+    regions = regions_of_parameters(layout, parameters.tensors)
     every_name = [*parameters.tensors, *parameters.tied]
     selected = {parameters.first(path) for path in every_name if any(matches(glob, path) for glob in select)}
     buffers = _canonical({name: name for name, _ in model.named_buffers()})
@@ -167,18 +168,21 @@ def find_targets(
             f"{_near(unused, named)}Paths look like: {_examples(named)}"
         )
         warnings.warn(says, TraindiffWarning, stacklevel=3)
+    followed: Mapping[str, Optimizer | EngineOptimizer] = optimizers
+    for engine in ENGINES:
+        followed = engine.optimizers(model, followed, parameters.ids)
     return Targets(
         select=tuple(select),
         root=model,
         modules=chosen_modules,
         parameters=chosen_parameters,
-        shapes={**parameters.shapes, **{path: place.shape for path, place in placed.items()}},
+        shapes={**parameters.shapes, **{path: region.shape for path, region in regions.items()}},
         buffers=chosen_buffers,
         names=parameters.ids,
         paths=frozenset(parameters.tensors),
-        layout=replace(layout, parameters=placed),
+        layout=replace(layout, parameters=regions),
         tied=parameters.tied,
-        optimizers=find_optimizers(model, optimizers, parameters.ids),
+        optimizers=followed,
     )
 
 

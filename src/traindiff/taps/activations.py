@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.observation import BOUNDARY, RECOMPUTED, Merge
-from traindiff.place import Place
+from traindiff.region import Region
 from traindiff.shards import Shard
 from traindiff.taps._torch_compat import from_compiled_code, inside_backward
 from traindiff.taps.batch_axis import batch_first
@@ -44,7 +44,7 @@ class Activations:
         self._forward = "forward" in context.observe
         self._backward = "backward" in context.observe
         self._evaluation = context.evaluation
-        self._places = context.places_of
+        self._regions = context.regions_of
         self._guarded = partial(context.sink.guarded, tap)
         self._on_leaves: dict[tuple[str, str, int, int], RemovableHandle] = {}
         self._compiled: dict[tuple[str, str], list[_Gradient]] = {}
@@ -118,8 +118,8 @@ class Activations:
         """Record an output; returns what will record its gradient."""
         progress = self._sink.progress
         site = ("forward", stage, path, slot, str(call))
-        places = self._places(tensor, path, slot)
-        shape = places.value.shape if places else shape_of(tensor)
+        regions = self._regions(tensor, path, slot)
+        shape = regions.value.shape if regions else shape_of(tensor)
         axis, shard = self._batch_axis.split(shape, path=path, slot=slot, site=site, progress=progress)
         batch = progress.current_batch
         samples = batch.size if batch else 1
@@ -129,14 +129,14 @@ class Activations:
             self._sink.emit(
                 batch_first(tensor, axis), phase="forward", path=path, slot=slot, stage=stage, call=call,
                 shard=shard, merge="mean" if scalar else "shard", weight=samples if scalar else 1,
-                place=places.value.batch_first(axis) if places else None,
+                region=regions.value.batch_first(axis) if regions else None,
             )  # fmt: skip
         # Of a tensor without a batch axis, every micro-batch has a share of the gradient.
         shared = batch is not None and not shard.batched
         return _Gradient(
             sink=self._sink, path=path, slot=slot, call=call, axis=axis, shard=shard,
             step=progress.step, micro_step=progress.micro_step, merge="sum" if shared else "shard",
-            stage=BOUNDARY if stage == BOUNDARY else "", place=places.gradient.batch_first(axis) if places else None,
+            stage=BOUNDARY if stage == BOUNDARY else "", region=regions.gradient.batch_first(axis) if regions else None,
         )  # fmt: skip
 
     def _hook_gradient(self, tensor: Tensor, gradient: _Gradient) -> None:
@@ -169,7 +169,7 @@ class _Gradient:
     step: int
     micro_step: int
     merge: Merge
-    place: Place | None
+    region: Region | None
     stage: str = ""
     times: int = 0
 
@@ -188,5 +188,5 @@ class _Gradient:
             self.sink.emit(
                 batch_first(gradient, self.axis), phase="backward", path=self.path, slot=self.slot,
                 stage=stage, call=self.call, micro_step=self.micro_step, shard=self.shard, merge=self.merge,
-                place=self.place,
+                region=self.region,
             )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from traindiff.place import Places
+from traindiff.region import Regions
 from traindiff.taps.batch_axis import BatchAxis
 from traindiff.taps.optimizer_step import OptimizerTap
 from traindiff.taps.pieces import PiecesOf
@@ -55,7 +55,7 @@ class TapContext:
         first_name: Gives the path under which a parameter is filed.
         selects: Whether the parameter with this path is observed.
         pieces_of: What of which parameters a tensor holds.
-        places_of: Where an input or activation lies of which ranks hold parts, by path and slot.
+        regions_of: Where an input or activation lies of which ranks hold parts, by path and slot.
         optimizers: The optimizers that are followed, by name; may grow.
         before_every_step: Whether parameters are recorded before each step, not only where the step before it was
             not recorded.
@@ -77,6 +77,6 @@ class TapContext:
     first_name: Callable[[str], str]
     selects: Callable[[str], bool]
     pieces_of: PiecesOf
-    places_of: Callable[[Tensor, str, str], Places | None]
+    regions_of: Callable[[Tensor, str, str], Regions | None]
     optimizers: Mapping[str, OptimizerTap]
     before_every_step: bool

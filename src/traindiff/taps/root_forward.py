@@ -96,19 +96,19 @@ class RootForwardTap:
         call = progress.next_call("", f"inputs {stage}")
         for slot, tensor in inputs:
             site = ("batch", stage, slot, str(call))
-            places = self._context.places_of(tensor, "", slot)
+            regions = self._context.regions_of(tensor, "", slot)
             shape = self._shape(slot, tensor)
             axis, shard = self._batch_axis.split(shape, path="", slot=slot, site=site, progress=progress)
-            place = places.value.batch_first(axis) if places else None
+            region = regions.value.batch_first(axis) if regions else None
             rows = batch_first(tensor, axis)
-            self._sink.emit(rows, phase="batch", path="", slot=slot, stage=stage, call=call, shard=shard, place=place)
+            self._sink.emit(rows, phase="batch", path="", slot=slot, stage=stage, call=call, shard=shard, region=region)
         if not progress.evaluating:
             self._random_state(call=call, stage="before")
 
     def _shape(self, slot: str, tensor: Tensor) -> tuple[int, ...]:
         """Shape of an input; where ranks hold parts of it, of all of it."""
-        places = self._context.places_of(tensor, "", slot)
-        return places.value.shape if places else shape_of(tensor)
+        regions = self._context.regions_of(tensor, "", slot)
+        return regions.value.shape if regions else shape_of(tensor)
 
     def _random_state_after(self) -> None:
         self._random_state(call=self._sink.progress.next_call("", "rng after"), stage="after")

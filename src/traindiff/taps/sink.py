@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from traindiff.observation import Merge
-    from traindiff.place import Place
+    from traindiff.region import Region
     from traindiff.shards import Shard
     from traindiff.taps.progress import Progress
 
@@ -34,12 +34,12 @@ class Sink(Protocol):
         shard: Shard | None = None,
         merge: Merge = "shard",
         weight: float = 1.0,
-        place: Place | None = None,
+        region: Region | None = None,
         scaled: bool | None = None,
     ) -> None:
         """Summarise `tensor` now; what is left out comes from `progress`, or means the whole tensor.
 
-        `place` says what of a larger tensor a plain one is that other ranks hold the rest of, and `shard` is then said
+        `region` says what of a larger tensor a plain one is that other ranks hold the rest of, and `shard` is then said
         of that one. `scaled` says whether the loss scale is in it; left out, that follows from its phase and stage.
         """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,20 @@ from torch import nn
 
 import traindiff
 from traindiff.kernels import summarise
+from traindiff.kernels.registry import PUT_OFF
 from traindiff.kernels.store import Deferred, SummaryStore, resolved
-from traindiff.sessions import recorder
+from traindiff.sessions import observations
 from traindiff.shards import Shard
 
 
 @pytest.fixture
 def store(device: torch.device) -> SummaryStore:
-    return SummaryStore(device_types=(device.type,))
+    return _store_on(device)
+
+
+def _store_on(device: torch.device) -> SummaryStore:
+    """The GPU kernel for tensors of this device: on the CPU, in Triton's interpreter."""
+    return SummaryStore([replace(kernel, device_types=frozenset({device.type})) for kernel in PUT_OFF])
 
 
 def test_what_is_added_is_read_after_the_step(store: SummaryStore, device: torch.device) -> None:
@@ -67,8 +74,7 @@ def test_a_recording_through_the_gpu_kernel_is_that_of_the_cpu_kernel(
 ) -> None:
     if device.type == "cpu":  # the same training on the same device, summarised in the interpreter
         train(tmp_path / "cpu", device)
-        store = lambda: SummaryStore(device_types=("cpu",))  # noqa: E731
-        monkeypatch.setattr(recorder, "SummaryStore", store)
+        monkeypatch.setattr(observations, "SummaryStore", lambda: _store_on(device))
     train(tmp_path / "gpu", device)
 
     recording = traindiff.open_recording(str(tmp_path / "gpu"))

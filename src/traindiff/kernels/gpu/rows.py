@@ -12,12 +12,14 @@ from traindiff.kernels.gpu import launch
 from traindiff.kernels.gpu.dtypes import DTYPES
 from traindiff.kernels.gpu.layout import WORDS, merging
 from traindiff.kernels.gpu.plan import ELEMENTS_PER_PART
-from traindiff.kernels.gpu.reading import address, in_order, pieces
+from traindiff.kernels.gpu.reading import address, in_order, pieces, reads
 from traindiff.kernels.gpu.streams import StreamOrder
 from traindiff.kernels.gpu.table import Table, make_table, to_device
 from traindiff.kernels.gpu.ticket import HostBuffer, Ticket
 from traindiff.kernels.hashing import BLOCK, LANE_WEIGHTS
 from traindiff.shards import Shard
+
+__all__ = ["DeviceRows", "reads"]
 
 _TABLES_KEPT = 16
 

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from traindiff.errors import ConfigError, Problem
-from traindiff.sessions.recipe import Recipe, Training, failures_explained, name_of, prepared
+from traindiff.recipes.recipe import Recipe, Training, failures_explained, name_of, prepared
 
 SEED = 20_110
 

@@ -15,12 +15,12 @@ from torch import nn
 from torch.optim import SGD
 
 import traindiff
-from tests.sessions.recipes import mlp
+from tests.recipes.recipes import mlp
 from traindiff.demo import recipes
 from traindiff.errors import ConfigError
-from traindiff.sessions.recipe import logged, prepared, undisturbed_random_state
-from traindiff.sessions.recipe_loading import load_recipe
-from traindiff.sessions.running import run_recipe
+from traindiff.recipes.loading import load_recipe
+from traindiff.recipes.recipe import logged, prepared, undisturbed_random_state
+from traindiff.recipes.running import run_recipe
 
 
 @pytest.fixture(autouse=True)

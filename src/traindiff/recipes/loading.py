@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from traindiff.errors import ConfigError, Problem
-from traindiff.sessions.recipe import Recipe, failures_explained
+from traindiff.recipes.recipe import Recipe, failures_explained
 
 
 def load_recipe(named: str, *, asked_by: str) -> Recipe:

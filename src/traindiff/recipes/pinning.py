@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from traindiff.comparison import Pinned, compare
+from traindiff.recipes.recipe import Recipe
+from traindiff.recipes.runs import REPLICAS, Runs
 from traindiff.recording import open_recording
-from traindiff.sessions.recipe import Recipe
-from traindiff.sessions.runs import REPLICAS, Runs
 
 _SHORTER = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from traindiff.observation import Merge
-from traindiff.place import Place
+from traindiff.region import Region
 from traindiff.shards import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalPart:
+class LocalShard:
     """What this rank holds of a tensor.
 
     Attributes:
@@ -29,23 +29,23 @@ class LocalPart:
     term: int
 
 
-def parts_at(local: Tensor, place: Place, shard: Shard, merge: Merge, *, term: int) -> Iterator[LocalPart]:
+def shards_in(local: Tensor, region: Region, shard: Shard, merge: Merge, *, term: int) -> Iterator[LocalShard]:
     """A local tensor as boxes of the global one.
 
     Args:
         local: The local elements.
-        place: Where they lie.
+        region: Where they lie.
         shard: What the global tensor is of something larger, e.g. one micro-batch of the batch.
         merge: How the tensor as a whole merges.
         term: Which term of a sum or mean it is.
     """
-    whole = shard.offset if len(shard.offset) == len(place.shape) else (0,) * len(place.shape)
-    for box in place.boxes():
+    whole = shard.offset if len(shard.offset) == len(region.shape) else (0,) * len(region.shape)
+    for box in region.boxes():
         part = local
         for dim, (first, length) in enumerate(zip(box.first, box.shape, strict=True)):
             if length != local.shape[dim]:
                 part = part.narrow(dim, first, length)
-        yield LocalPart(
+        yield LocalShard(
             tensor=part,
             shard=Shard(
                 shape=box.shape,
@@ -53,6 +53,6 @@ def parts_at(local: Tensor, place: Place, shard: Shard, merge: Merge, *, term: i
                 offset=tuple(first + more for first, more in zip(whole, box.offset, strict=True)),
                 spacing=shard.spacing,
             ),
-            merge=merge if place.term is None else "sum",
+            merge=merge if region.term is None else "sum",
             term=term,
         )

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import traindiff
-from tests.sessions.recipes import Change, doubled_gradient, mlp, one_thread, other_epsilon, other_gelu
+from tests.recipes.recipes import Change, doubled_gradient, mlp, one_thread, other_epsilon, other_gelu
 from traindiff.comparison import Verification
 from traindiff.demo import recipes
-from traindiff.sessions.recipe import Recipe
+from traindiff.recipes.recipe import Recipe
 
 Verify = Callable[..., Verification]
 

@@ -13,10 +13,10 @@ from traindiff.comparison import Comparison, Pinned, Verification, compare
 from traindiff.errors import ConfigError, Problem
 from traindiff.floors.tolerance import parse_tolerance
 from traindiff.merging.renames import parse_renames
+from traindiff.recipes.pinning import forced_step, pin_down, precisions
+from traindiff.recipes.recipe import Recipe, name_of, prepared, undisturbed_random_state
+from traindiff.recipes.runs import REPLICAS, Progress, Runs
 from traindiff.replica_setting import parse_replica
-from traindiff.sessions.pinning import forced_step, pin_down, precisions
-from traindiff.sessions.recipe import Recipe, name_of, prepared, undisturbed_random_state
-from traindiff.sessions.runs import REPLICAS, Progress, Runs
 
 Pin = Literal["divergence", "always", "never"]
 

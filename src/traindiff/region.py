@@ -26,7 +26,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Region:
     """Which elements of a global tensor a local tensor holds: the product of some ranges of each axis.
 
     Attributes:
@@ -40,7 +40,7 @@ class Place:
     term: int | None = None
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Place:
+    def whole(cls, shape: Sequence[int]) -> Region:
         """All of a tensor."""
         return cls(shape=tuple(shape), ranges=tuple(((0, length),) for length in shape))
 
@@ -54,7 +54,7 @@ class Place:
         """Shape of the local tensor."""
         return tuple(sum(length for _, length in ranges) for ranges in self.ranges)
 
-    def cut(self, dim: int, *, size: int, index: int, blocks: int = 1) -> Place:
+    def cut(self, dim: int, *, size: int, index: int, blocks: int = 1) -> Region:
         """Part `index` of `size` along `dim`, as `torch.chunk` makes them: all of one length, the last ones shorter.
 
         Args:
@@ -68,12 +68,12 @@ class Place:
         kept = tuple((first, length) for first, length in pieces if length) or ((self.shape[dim], 0),)
         return replace(self, ranges=(*self.ranges[:dim], kept, *self.ranges[dim + 1 :]))
 
-    def summed(self, *, size: int, index: int) -> Place:
+    def summed(self, *, size: int, index: int) -> Region:
         """Term `index` of the `size` terms into which this is divided."""
         return replace(self, term=(self.term or 0) * size + index)
 
-    def batch_first(self, axis: int) -> Place:
-        """The place of the tensor with the given axis in front."""
+    def batch_first(self, axis: int) -> Region:
+        """The region of the tensor with the given axis in front."""
         axis %= len(self.shape) or 1
         order = [axis, *(dim for dim in range(len(self.shape)) if dim != axis)] if axis else range(len(self.shape))
         return replace(
@@ -98,11 +98,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class Regions:
     """Where an activation lies, and where its gradient does: of terms of a sum, each has the gradient of the sum."""
 
-    value: Place
-    gradient: Place
+    value: Region
+    gradient: Region
 
 
 def _chunks(ranges: Ranges, count: int) -> list[Ranges]:

@@ -10,15 +10,7 @@ from typing import Any
 import torch
 
 from traindiff.errors import ConfigError, Problem
-from traindiff.recording import open_recording
-from traindiff.replica_setting import ReplicaSetting
-from traindiff.replicas.compiled import compiled_parts
-from traindiff.replicas.making import make_replica
-from traindiff.replicas.precision import PrecisionReplica
-from traindiff.replicas.random_rounding import is_rounded, randomly_rounded, rounding_key
-from traindiff.replicas.replica import Replica
-from traindiff.sessions.forced import ForcedValues
-from traindiff.sessions.recipe import (
+from traindiff.recipes.recipe import (
     Recipe,
     Training,
     failures_explained,
@@ -27,6 +19,14 @@ from traindiff.sessions.recipe import (
     prepared,
     undisturbed_random_state,
 )
+from traindiff.recording import open_recording
+from traindiff.replica_setting import ReplicaSetting
+from traindiff.replicas.compiled import compiled_parts
+from traindiff.replicas.making import make_replica
+from traindiff.replicas.precision import PrecisionReplica
+from traindiff.replicas.random_rounding import is_rounded, randomly_rounded, rounding_key
+from traindiff.replicas.replica import Replica
+from traindiff.sessions.forced import ForcedValues
 from traindiff.sessions.record import STANDARD_SETTINGS
 from traindiff.sessions.recorder import Recorder
 from traindiff.sessions.targets import Targets, find_targets

@@ -11,9 +11,9 @@ from typing import Any
 
 from traindiff.comparison import RunCost
 from traindiff.errors import ConfigError, Problem, RecordingError
+from traindiff.recipes.recipe import Recipe
+from traindiff.recipes.running import run_recipe
 from traindiff.recording import open_recording
-from traindiff.sessions.recipe import Recipe
-from traindiff.sessions.running import run_recipe
 
 REPLICAS = ("ulp:1", "ulp:2", "reorder:1")
 """Replicas that floors are measured from by default."""

@@ -1,4 +1,4 @@
-"""Places against cutting a real tensor with torch."""
+"""Regions against cutting a real tensor with torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traindiff.place import Place
+from traindiff.region import Region
 
 Cut = tuple[int, int, int, int]
 
@@ -31,15 +31,15 @@ def cut(tensor: torch.Tensor, dim: int, size: int, index: int, blocks: int) -> t
 @given(st.tuples(*[st.integers(1, 9)] * 3), st.lists(cuts(), max_size=3), st.integers(-3, 2))
 def test_the_boxes_of_a_place_are_what_cutting_leaves(shape: tuple[int, ...], steps: list[Cut], axis: int) -> None:
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    local, place = whole, Place.whole(shape)
+    local, region = whole, Region.whole(shape)
     for dim, size, index, blocks in steps:
         local = cut(local, dim, size, index, blocks)
-        place = place.cut(dim, size=size, index=index, blocks=blocks)
-    assert place.local_shape == local.shape
+        region = region.cut(dim, size=size, index=index, blocks=blocks)
+    assert region.local_shape == local.shape
 
-    local, whole, place = local.movedim(axis, 0), whole.movedim(axis, 0), place.batch_first(axis)
+    local, whole, region = local.movedim(axis, 0), whole.movedim(axis, 0), region.batch_first(axis)
     seen = torch.full_like(local, -1)
-    for box in place.boxes():
+    for box in region.boxes():
         here = tuple(slice(first, first + length) for first, length in zip(box.first, box.shape, strict=True))
         there = tuple(slice(first, first + length) for first, length in zip(box.offset, box.shape, strict=True))
         seen[here] = whole[there]
@@ -47,17 +47,17 @@ def test_the_boxes_of_a_place_are_what_cutting_leaves(shape: tuple[int, ...], st
 
 
 def test_queries_keys_and_values_in_one_tensor_are_cut_each_by_itself() -> None:
-    place = Place.whole((12, 5)).cut(0, size=2, index=1, blocks=3)
+    region = Region.whole((12, 5)).cut(0, size=2, index=1, blocks=3)
 
-    assert place.ranges == (((2, 2), (6, 2), (10, 2)), ((0, 5),))
-    assert [box.offset for box in place.boxes()] == [(2, 0), (6, 0), (10, 0)]
+    assert region.ranges == (((2, 2), (6, 2), (10, 2)), ((0, 5),))
+    assert [box.offset for box in region.boxes()] == [(2, 0), (6, 0), (10, 0)]
 
 
 def test_a_scalar_is_one_box() -> None:
-    (box,) = Place.whole(()).boxes()
+    (box,) = Region.whole(()).boxes()
 
     assert (box.first, box.offset, box.shape) == ((), (), ())
 
 
 def test_terms_of_sums_over_two_axes_are_numbered() -> None:
-    assert Place.whole((2,)).summed(size=2, index=1).summed(size=3, index=2).term == 5
+    assert Region.whole((2,)).summed(size=2, index=1).summed(size=3, index=2).term == 5

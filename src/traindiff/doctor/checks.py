@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import torch
 
+from traindiff.doctor.timing import interleaved
+from traindiff.doctor.training import explain, first_difference, prepare, recorded, returning_modules, train
 from traindiff.kernels import cpu_kernel_in_use
+from traindiff.recipes.recipe import Recipe, Training
 from traindiff.recording import open_recording
-from traindiff.sessions.doctor.timing import interleaved
-from traindiff.sessions.doctor.training import explain, first_difference, prepare, recorded, returning_modules, train
-from traindiff.sessions.recipe import Recipe, Training
 from traindiff.site import canonical_paths
 
 Result = Literal["pass", "fail", "skip"]

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from traindiff.doctor.subject import SEED
 from traindiff.errors import TraindiffError
-from traindiff.sessions.doctor.subject import SEED
-from traindiff.sessions.recipe import Recipe, Training, prepared
+from traindiff.recipes.recipe import Recipe, Training, prepared
 from traindiff.sessions.record import record
 from traindiff.sessions.recorder import Recorder
 from traindiff.taps.nested import tensors

@@ -1,0 +1,1 @@
+"""Trainings that traindiff can run itself: run, measured, verified."""

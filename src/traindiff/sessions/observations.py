@@ -1,0 +1,168 @@
+"""From what taps hand over to what is written: each tensor becomes observations, each with its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from traindiff.detail import Detail
+from traindiff.engines.layout import Layout, is_before_unscaling
+from traindiff.errors import UnsupportedTensorError
+from traindiff.kernels.details import detail_of
+from traindiff.kernels.store import SummaryStore
+from traindiff.kernels.torch_arrays import dtype_name, shape_of
+from traindiff.observation import SAMPLE, Merge, Observation
+from traindiff.region import Region
+from traindiff.sessions.containment import Containment
+from traindiff.sessions.forced import ForcedValues
+from traindiff.sessions.in_flight import InFlight
+from traindiff.sessions.pending import Pending
+from traindiff.shards import Shard
+from traindiff.taps._torch_compat import arrived, is_asynchronous
+from traindiff.taps.progress import Progress
+
+
+class Observations:
+    """The sink of a session's taps; see `traindiff.taps.sink.Sink` for what they call.
+
+    Args:
+        progress: Where the training is.
+        layout: What of which tensors this rank observes.
+        detail: What is kept of a tensor beyond its summary.
+        containment: Guards hooks.
+        on_full: Called when more waits to be written than should.
+        forced: What is put in place of what was observed, if anything.
+
+    Attributes:
+        layout: May be replaced as soon as more is known of it.
+    """
+
+    def __init__(
+        self,
+        *,
+        progress: Progress,
+        layout: Layout,
+        detail: frozenset[str],
+        containment: Containment,
+        on_full: Callable[[], None],
+        forced: ForcedValues | None,
+    ) -> None:
+        self.progress = progress
+        self.layout = layout
+        self._detail = detail
+        self._containment = containment
+        self._on_full = on_full
+        self._forced = forced
+        self._summaries = SummaryStore()
+        self._in_flight = InFlight()
+        self._pending = Pending()
+
+    def emit(
+        self,
+        tensor: Tensor,
+        *,
+        phase: str,
+        path: str,
+        slot: str,
+        stage: str = "",
+        call: int = 0,
+        micro_step: int | None = None,
+        optimizer: str | None = None,
+        shard: Shard | None = None,
+        merge: Merge = "shard",
+        weight: float = 1.0,
+        region: Region | None = None,
+        scaled: bool | None = None,
+        late: bool = False,
+    ) -> None:
+        """See `traindiff.taps.sink.Sink`. `late` files it under the step that has just ended."""
+        self._read_arrived()
+        progress = self.progress
+        name = optimizer or progress.optimizer
+        if scaled is None:
+            scaled = progress.loss_scaled and is_before_unscaling(phase=phase, stage=stage, slot=slot)
+        if region is None and shard is None:
+            region = self.layout.region_of_parameter(tensor, path=path, phase=phase)
+        shard = shard or Shard.whole(shape_of(tensor) if region is None else region.shape)
+        for part in self.layout.local_shards(tensor, shard, merge, phase=phase, region=region):
+            seen = Observation(
+                step=progress.steps.get(name, 0) - late,
+                micro_step=progress.micro_step if micro_step is None else micro_step,
+                optimizer=name, phase=phase, stage=stage, path=path, slot=slot, call=call,
+                order=progress.next_order(late=late), dtype=dtype_name(part.tensor), shard=part.shard,
+                merge=part.merge, weight=weight, term=part.term,
+                factor=self.layout.factor(phase=phase, stage=stage, slot=slot), scaled=scaled,
+            )  # fmt: skip
+            if self._forced is not None or not self._in_flight.holds(part.tensor, seen):
+                self._keep(part.tensor, seen)
+
+    def unobserved(
+        self, reason: str, *, phase: str, path: str, slot: str, stage: str = "", optimizer: str | None = None
+    ) -> None:
+        """See `traindiff.taps.sink.Sink`."""
+        progress = self.progress
+        name = optimizer or progress.optimizer
+        seen = Observation(
+            step=progress.steps.get(name, 0), micro_step=progress.micro_step, optimizer=name, phase=phase,
+            stage=stage, path=path, slot=slot, call=0, order=progress.next_order(), dtype="",
+            shard=Shard.whole(()), unobserved=reason,
+        )  # fmt: skip
+        self._pending.append(seen, None)
+
+    def together(self) -> AbstractContextManager[None]:
+        """See `traindiff.taps.sink.Sink`."""
+        together = self._summaries.together()
+        return together if self._forced is None else self._forced.after(together)
+
+    def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
+        """See `traindiff.taps.sink.Sink`."""
+        return self._containment.guarded(tap, hook)
+
+    def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """See `traindiff.taps.sink.Sink`."""
+        return self._containment.altering(tap, hook)
+
+    def settle(self) -> None:
+        """Summarise what collectives have computed by now; waits for those that nobody has waited for."""
+        self._read_arrived(all_of_them=True)
+
+    def take(self, optimizer: str | None = None) -> Iterator[tuple[list[Observation], list[Any], Mapping[int, Detail]]]:
+        """Remove and yield what belongs to one optimizer, or to all of them: one item per step; see `Pending.take`."""
+        self._summaries.end_step()
+        return self._pending.take(optimizer)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._in_flight.clear()
+        self._pending.clear()
+
+    def _read_arrived(self, *, all_of_them: bool = False) -> None:
+        for tensor, seen, reason in self._in_flight.arrived(all_of_them=all_of_them):
+            if reason:
+                self._pending.append(replace(seen, unobserved=reason), None)
+            else:
+                self._keep(tensor, seen)
+
+    def _keep(self, tensor: Tensor, seen: Observation) -> None:
+        """Summarise what was seen."""
+        if is_asynchronous(tensor):
+            tensor = arrived(tensor)
+        if tensor.is_complex():  # a last axis of real and imaginary parts
+            shard = seen.shard
+            shard = Shard(shape=(*shard.shape, 2), global_shape=(*shard.global_shape, 2), offset=(*shard.offset, 0))
+            seen = replace(seen, shard=shard)
+        summary = None
+        try:
+            summary = self._summaries.add(tensor, seen.shard)
+        except UnsupportedTensorError as error:
+            seen = replace(seen, unobserved=str(error))
+        kept = seen.path != "rng" and seen.stage != SAMPLE and summary is not None
+        self._pending.append(seen, summary, detail_of(tensor, self._detail) if kept else None)
+        if self._forced is not None:
+            self._forced.overwrite(tensor, seen)
+        if self._pending.full:
+            self._on_full()

@@ -1,0 +1,35 @@
+"""Every kernel in the registry has what the registry says that it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from traindiff.kernels import summarise
+from traindiff.kernels.registry import AT_ONCE, PUT_OFF, Kernel
+from traindiff.shards import Shard
+
+
+@pytest.mark.parametrize("kernel", [*AT_ONCE, *PUT_OFF], ids=lambda kernel: kernel.needs)
+def test_a_kernel_has_what_it_is_called_by(kernel: Kernel) -> None:
+    module = kernel.load()
+    if module is None:
+        pytest.skip(f"{kernel.needs} is not installed")
+
+    names = {"reads", "summarise"} if kernel in AT_ONCE else {"reads", "DeviceRows"}
+    assert {name for name in names if callable(getattr(module, name, None))} == names
+
+
+def test_a_kernel_whose_package_is_missing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = replace(AT_ONCE[0], module="traindiff_no_such_package.kernel", needs="traindiff_no_such_package")
+    monkeypatch.setattr("traindiff.kernels.AT_ONCE", (missing,))
+
+    assert missing.load() is None
+    assert summarise(torch.ones(3), Shard.whole((3,)))["sum"] == 3.0
+
+
+def test_a_kernel_that_cannot_be_imported_for_another_reason_says_so() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        replace(AT_ONCE[0], module="traindiff.kernels.no_such_module").load()
