@@ -73,7 +73,6 @@ def main() -> None:
     outcomes = []
     for outcome in tested(mutants, measured, workers=options.workers):
         outcomes.append(outcome)
-        print(len(outcomes), f"{perf_counter() - began:.1f}", outcome.num_tests, file=sys.stderr, flush=True)
         said = "not noticed" if outcome.survived else "noticed"
         print(f"{len(outcomes)} of {len(mutants)}: {_place(outcome.mutant)} {said}: {outcome.mutant.after}", flush=True)
     outcomes.sort(key=lambda one: (one.mutant.path, one.mutant.line, one.mutant.after))
