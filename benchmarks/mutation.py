@@ -74,7 +74,11 @@ def main() -> None:
     for outcome in tested(mutants, measured, workers=options.workers):
         outcomes.append(outcome)
         said = "not noticed" if outcome.survived else "noticed"
-        print(f"{len(outcomes)} of {len(mutants)}: {_place(outcome.mutant)} {said}: {outcome.mutant.after}", flush=True)
+        print(
+            f"{len(outcomes)} of {len(mutants)}: {_place(outcome.mutant)} {said} by {outcome.num_tests} tests: "
+            f"{outcome.mutant.after}",
+            flush=True,
+        )
     outcomes.sort(key=lambda one: (one.mutant.path, one.mutant.line, one.mutant.after))
     text = report(outcomes, num_places, tests=tests, seconds=perf_counter() - began, longest=options.longest)
     print(text)
