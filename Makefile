@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LIGHT := .venv-no-torch
+MUTATION := .venv-mutation
 
-.PHONY: help demo test test-deepspeed lint format unit no-torch bench faults clean
+.PHONY: help demo test test-deepspeed lint format unit no-torch bench faults mutation clean
 
 help:
 	@echo "make demo      train a small GPT three times, record it, name the first divergence"
@@ -15,6 +16,7 @@ help:
 	@echo "make format    ruff format"
 	@echo "make bench     measure what recording costs (minutes)"
 	@echo "make faults    measure which faults are found, and whether anything legal is flagged (minutes)"
+	@echo "make mutation  measure whether the tests notice changes of the code that judges (an hour)"
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +26,14 @@ $(VENV)/ready: pyproject.toml constraints.txt
 $(LIGHT)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(LIGHT)
 	$(LIGHT)/bin/python -m pip install --quiet --constraint constraints.txt --editable . pytest pytest-timeout
+	touch $@
+
+# What tests need is imported from the other environment, which the tool does not enter.
+$(MUTATION)/ready: $(VENV)/ready
+	$(PYTHON) -m venv $(MUTATION)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> "$$($(MUTATION)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/tests-need.pth"
+	$(MUTATION)/bin/python -m pip install --quiet cosmic-ray==8.7.0 coverage==7.17.3
 	touch $@
 
 demo: $(VENV)/ready
@@ -56,5 +66,8 @@ bench: $(VENV)/ready
 faults: $(VENV)/ready
 	$(BIN)/python -m benchmarks.faults
 
+mutation: $(MUTATION)/ready
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(MUTATION)/bin/python -m benchmarks.mutation
+
 clean:
-	rm -rf $(VENV) $(LIGHT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LIGHT) $(MUTATION) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import traindiff
-from tests.made_up import Seen, Step, record
+from tests.made_up import Edit, Seen, Step, record
 from tests.merging.test_loss_scale import EVERYTHING, train
 
 
@@ -73,11 +73,30 @@ def test_clipping_on_one_rank_only_is_said_to_be_there_only(clips_there: bool, o
     assert other in first.says
 
 
-def test_clipping_that_changes_nothing_is_a_note(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [1e3, float("inf")])  # inf: to learn the norm
+def test_clipping_that_changes_nothing_is_a_note(limit: float, tmp_path: Path) -> None:
     plain = train(tmp_path / "plain", scaled=False)
-    clipped = train(tmp_path / "clipped", scaled=False, clip=1e3)
+    clipped = train(tmp_path / "clipped", scaled=False, clip=limit)
 
     comparison = traindiff.compare(plain, clipped)
 
     assert comparison.verdict == "identical", str(comparison)
-    assert "Only the candidate clips gradients to a norm of 1000; that changed nothing." in comparison.notes
+    assert f"Only the candidate clips gradients to a norm of {limit:g}; that changed nothing." in comparison.notes
+
+
+@pytest.mark.parametrize("limits", [(0.0, 0.25), (0.25, 0.0), (float("inf"), 0.25)])
+def test_clipping_to_nothing_or_not_at_all_is_another_limit(limits: tuple[float, float], tmp_path: Path) -> None:
+    def clip(to: float) -> Edit:
+        def edit(step: int, sites: Step) -> None:
+            for slot, value in (("norm", 0.5), ("max_norm", to)):
+                sites["grad", "clipped", "(all parameters)", slot] = Seen(values=np.array(value))
+            sites["grad", "", "fc.bias", "grad"].values *= np.float32(1 + to if to < 1.0 else 1)
+
+        return edit
+
+    comparison = traindiff.compare(*(record(tmp_path / str(limit), clip(limit)) for limit in limits))
+
+    assert [finding.says for finding in comparison.findings if finding.kind == "clipping"] == [
+        f"The baseline clips gradients to a norm of {limits[0]:g}, the candidate clips gradients to a norm of "
+        f"{limits[1]:g}."
+    ]

@@ -137,17 +137,18 @@ def _localised_activation(baseline: Array, candidate: Array) -> Diagnosis:
     return diagnose(Case(baseline=left, candidate=right, difference=1.0, floor=1e-6))
 
 
-@pytest.mark.parametrize("dtype", ["float16"])
-def test_a_lower_precision(dtype: str) -> None:
-    assert look(X, X.astype(dtype).astype(np.float32)).kind == "precision"
+def rounded(values: Array, dtype: str) -> Array:
+    if dtype == "float16":
+        return values.astype(np.float16).astype(np.float32)
+    return ((values.view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32)
 
 
-def test_bfloat16_inside() -> None:
-    bits = (X.view(np.uint32) + 0x8000) & 0xFFFF0000
-    found = look(X, bits.view(np.float32))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_shorter_dtype_inside_is_told_by_the_size_of_its_rounding(dtype: str) -> None:
+    found = look(X, rounded(X, dtype))
 
-    assert found.kind == "precision"
-    assert "rounding to bfloat16 would make it" in found.says
+    assert (found.kind, found.evidence["dtype"]) == ("precision", dtype)
+    assert f"is as small as rounding to {dtype} would make it: a shorter dtype inside" in found.says
 
 
 def test_values_that_are_not_finite_are_counted() -> None:
@@ -230,7 +231,9 @@ def test_none_of_these() -> None:
 
 
 def test_noise_is_not_a_factor() -> None:
-    assert look(X, X + NOISE * np.float32(0.01), floor=1e-6).kind in ("value", "precision")
+    assert look(X, X + NOISE * np.float32(0.01), floor=1e-6).says == (
+        "The values differ by 0.011 of the baseline's size (relative L2)."
+    )
 
 
 def test_the_best_fit_of_zeros_is_defined() -> None:

@@ -20,12 +20,6 @@ def test_the_last_site_before_it_is_named(compared: Compared) -> None:
     assert "one hop late" not in first.says
 
 
-def test_the_text_says_how_far_everything_agrees(compared: Compared) -> None:
-    comparison = compared(at(HEAD, lambda x: x * np.float32(1.5)))
-
-    assert "Everything before it agrees, up to fc output[0]." in str(comparison)
-
-
 def test_a_gradient_of_a_parameter_follows_from_no_site_in_particular(compared: Compared) -> None:
     first = compared(at(("grad", "", "fc.weight", "grad"), lambda x: -x)).first_divergence
 

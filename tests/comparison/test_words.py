@@ -61,15 +61,6 @@ def test_a_candidate_that_ends_early_may_be_compared_in_part(compared: Compared,
     assert comparison.verdict == "identical"
 
 
-def test_a_killed_candidate_is_compared_as_far_as_it_came(compared: Compared) -> None:
-    comparison = compared(steps=2, close=False)
-
-    assert comparison.verdict == "incomplete"
-    assert comparison.notes[0] == (
-        "candidate: rank 0: the recording was not closed (the run was killed, or still runs)."
-    )
-
-
 def test_a_divergence_outweighs_what_is_missing(compared: Compared) -> None:
     assert compared(at(FC, lambda x: -x), steps=2).verdict == "diverged"
 

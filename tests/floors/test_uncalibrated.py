@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,28 +104,100 @@ def _gated(open_gates: int, *, seed: int = 0) -> np.ndarray:
     return values
 
 
-def test_a_gate_that_flips_is_allowed_its_whole_element() -> None:
-    baseline, candidate = _gated(500), _gated(501)
+def _flipped(values: np.ndarray, flips: float) -> float:
+    """What so many elements, of the mean square or in part as large as the largest, are of the whole."""
+    squares = np.square(values, dtype=float)
+    mean, most = squares.sum() / np.count_nonzero(values), squares.max()
+    return math.sqrt((flips * mean + math.sqrt(flips) * most) / squares.sum())
+
+
+@pytest.mark.parametrize("open_gates", [500, 499, 501, 496])
+def test_gates_that_flip_are_allowed_their_whole_elements(open_gates: int) -> None:
+    baseline, candidate = _gated(500), _gated(open_gates)
     apart = np.linalg.norm(candidate - baseline) / np.linalg.norm(baseline)
 
-    assert Floors().gated(summary_of(baseline), summary_of(candidate)) > apart > rounding("float32")
+    floor = Floors().gated(summary_of(baseline), summary_of(candidate))
+
+    assert floor == pytest.approx(_flipped(baseline, abs(open_gates - 500)))
+    assert floor >= apart
 
 
-def test_gates_that_all_stand_as_before_allow_nothing() -> None:
-    assert Floors().gated(summary_of(_gated(500)), summary_of(_gated(500))) == 0.0
-    assert Floors(flow=1e-7).gated(summary_of(_gated(500)), summary_of(_gated(500))) == 0.0
-
-
-def test_a_tensor_without_zeros_has_no_gates() -> None:
-    assert Floors(flow=0.1).gated(summary_of(random(99, seed=0)), summary_of(random(99, seed=1))) == 0.0
-
-
-def test_the_more_came_in_the_more_gates_may_flip() -> None:
+@pytest.mark.parametrize("came_in", ["flow", "parameters"])
+@pytest.mark.parametrize(("size", "flips"), [(1e-7, 0), (0.99e-4, 0), (1e-4, 0.1), (1e-3, 1), (1e-1, 100)])
+def test_the_more_came_in_the_more_gates_may_flip_without_changing_their_number(
+    came_in: str, size: float, flips: float
+) -> None:
+    """Below a tenth of an element, that two flips hide each other is left to chance."""
     summary = summary_of(_gated(500))
-    allowed = [Floors(flow=flow).gated(summary, summary) for flow in (1e-3, 1e-2, 1e-1)]
 
-    assert allowed == sorted(allowed)
-    assert allowed[0] > 0.0
+    assert Floors(**{came_in: size}).gated(summary, summary) == pytest.approx(_flipped(_gated(500), flips))
+
+
+@pytest.mark.parametrize(
+    ("baseline", "candidate"), [(1000, 1000), (1000, 500), (500, 1000), (0, 500)], ids=lambda gates: f"{gates} open"
+)
+def test_a_tensor_without_zeros_or_of_zeros_only_has_no_gates(baseline: int, candidate: int) -> None:
+    assert Floors(flow=0.1).gated(summary_of(_gated(baseline)), summary_of(_gated(candidate))) == 0.0
+
+
+def test_gates_say_nothing_where_what_came_in_has_no_size() -> None:
+    assert Floors(flow=math.inf).gated(summary_of(_gated(500)), summary_of(_gated(501))) == 0.0
+
+
+U = 2.0**-24
+
+
+@pytest.mark.parametrize(
+    ("floors", "more", "expected"),
+    [
+        (Floors(), {}, 32 * U),
+        (Floors(precision=0.02), {}, 0.02),
+        (Floors(coefficients=0.02), {}, 0.02),
+        (Floors(flow=0.02), {}, GAIN * 0.02),
+        (Floors(parameters=0.02), {}, GAIN * 0.02),
+        (Floors(gradients={"w": 0.02, "v": 0.5}), {}, GAIN * 0.02),
+        (Floors(), {"left_over": 0.02}, GAIN * 0.02),
+        (Floors(), {"storage": 1e4}, 2 * U * (1 + 1e4)),
+        (Floors(), {"dtypes": ("float32", "bfloat16")}, 2 * 2.0**-8),
+        (Floors(), {"dtypes": ("float64", "float32"), "storage": 1e4}, 2 * U * (1 + 1e4)),
+    ],
+)
+def test_a_mere_factor_is_held_against_the_largest_that_may_bring_it(
+    floors: Floors, more: dict[str, Any], expected: float
+) -> None:
+    given: dict[str, Any] = {"dtypes": ("float32", "float32"), "left_over": 0.0, "storage": 0.0, **more}
+
+    assert floors.factor("w", **given) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("floors", "expected"),
+    [
+        (Floors(), 32 * U),
+        (Floors(precision=0.02), 0.02),
+        (Floors(coefficients=0.02), 0.02),
+        (Floors(gradients={"w": 0.02, "v": 0.5}), GAIN * 0.02),
+    ],
+)
+def test_an_optimizers_state_is_as_uncertain_as_the_gradients_so_far(floors: Floors, expected: float) -> None:
+    assert floors.state("w", ["float32"]) == pytest.approx(expected)
+
+
+def test_an_update_is_as_uncertain_as_the_state_that_it_is_made_of() -> None:
+    floors = Floors()
+    for path, size in (("w", 1e-3), ("w", 1e-4), ("v", 0.5)):
+        floors.saw_state(path, size)
+
+    assert floors.update("w", "float64", adaptive=True, storage=1.0) == GAIN * 1e-3
+    assert Floors().update("w", "float32", adaptive=True, storage=1.0) == GAIN * rounding("float32")
+
+
+def test_the_largest_difference_that_was_seen_of_a_gradient_counts() -> None:
+    floors = Floors()
+    for path, size in (("w", 1e-3), ("w", 1e-4), ("v", 0.5)):
+        floors.saw_gradient(path, size)
+
+    assert floors.gradients == {"w": 1e-3, "v": 0.5}
 
 
 def test_noise_grows_from_site_to_site_without_a_finding(compared: Compared) -> None:

@@ -40,6 +40,44 @@ def test_shards_that_make_no_whole_are_named(shards: tuple[Shard, Shard], reason
     assert only(parts).unobserved.startswith(reason)
 
 
+def rows(first: int, count: int, spacing: tuple[int, int] | None = None) -> Shard:
+    return Shard.of_batch((count, 6), first=first, spacing=spacing)
+
+
+@pytest.mark.parametrize(
+    ("shards", "what"),
+    [
+        ((rows(0, 2), rows(3, 2)), "leave gaps"),
+        ((rows(1, 2), rows(3, 2)), "leave gaps"),
+        ((rows(0, 3), rows(2, 2)), "overlap"),
+        ((rows(0, 4, (2, 4)), rows(6, 2)), "leave gaps"),
+        ((rows(0, 4, (2, 4)), rows(1, 2)), "overlap"),
+    ],
+)
+def test_rows_of_ranks_that_make_no_batch_are_named(shards: tuple[Shard, Shard], what: str) -> None:
+    parts = [part(random(*shard.shape, seed=rank), rank=rank, shard=shard) for rank, shard in enumerate(shards)]
+
+    assert only(parts).unobserved == (
+        f"rows of several ranks {what}: their batches differ in size, so which sample is which is not known"
+    )
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        (rows(0, 2), rows(2, 3)),
+        (rows(0, 0), rows(0, 4)),
+        (rows(0, 4, (2, 4)), rows(2, 4, (2, 4))),
+        (rows(0, 3, (1, 2)), rows(1, 3, (1, 2))),
+    ],
+)
+def test_rows_of_ranks_that_make_a_batch_are_known(shards: tuple[Shard, Shard]) -> None:
+    parts = [part(random(*shard.shape, seed=rank), rank=rank, shard=shard) for rank, shard in enumerate(shards)]
+
+    assert only(parts).unobserved == ""
+    assert only(parts).shape == (sum(shard.shape[0] for shard in shards), 6)
+
+
 def test_different_values_at_one_place_are_unknown_unless_they_are_known_as_copies() -> None:
     shard = Shard.of_batch((4, 6), first=0)
     first, second = VALUES, VALUES * 2

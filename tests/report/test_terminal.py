@@ -86,12 +86,6 @@ def test_what_holds_for_many_parameters_is_said_once(tmp_path: Path) -> None:
     assert not any(line.startswith("Further findings") for line in printed(comparison))
 
 
-def test_sites_with_brackets_are_not_taken_for_markup(tmp_path: Path) -> None:
-    lines = printed(compare(record(tmp_path / "b"), record(tmp_path / "c", at(FC, lambda x: -x))))
-
-    assert "First divergence: step 0, micro-step 0, forward, fc output[0]" in lines
-
-
 def test_what_limits_the_verdict_comes_last(tmp_path: Path) -> None:
     lines = printed(compare(record(tmp_path / "b"), record(tmp_path / "c", steps=2)))
 

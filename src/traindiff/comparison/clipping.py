@@ -17,8 +17,10 @@ def clip_factor(baseline: list[Clip], candidate: list[Clip]) -> list[tuple[float
     """The factor that clipping leaves between the gradients of two runs, and what to say of it."""
     if len(baseline) > 1 or len(candidate) > 1:
         return []
-    factor = math.prod(one.coefficient for one in candidate) / math.prod(one.coefficient for one in baseline)
-    return [(factor, "= what clipping makes of them")] if abs(factor - 1.0) > EFFECT else []
+    before, after = (math.prod(one.coefficient for one in clipped) for clipped in (baseline, candidate))
+    if not before or not after or abs(after / before - 1.0) <= EFFECT:
+        return []  # clipped to nothing: what is left says nothing of what it was
+    return [(after / before, "= what clipping makes of them")]
 
 
 def clipping_findings(baseline: list[Clip], candidate: list[Clip], *, step: int) -> Iterator[Finding]:

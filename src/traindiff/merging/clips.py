@@ -61,7 +61,7 @@ def clips(table: Mapping[Key, Entry]) -> list[Clip]:
     for key, entry in table.items():
         if not is_clip(key) or key.slot not in ("max_norm", "max_value") or entry.unobserved:
             continue
-        limit = float(entry.summary["sum"])
+        limit = _number(entry)
         norm = None if key.slot == "max_value" else _norm(table, key)
         if key.slot == "max_norm" and norm is None:
             continue
@@ -76,10 +76,17 @@ def _norm(table: Mapping[Key, Entry], key: Key) -> float | None:
     for slot in ("norm", "squared_norm"):
         entry = table.get(key._replace(slot=slot))
         if entry is not None and not entry.unobserved:
-            value = float(entry.summary["sum"])
+            value = _number(entry)
             value = value if slot == "norm" else math.sqrt(max(0.0, value))
-            return value if math.isfinite(value) and not int(entry.summary["nan"]) else None
+            return value if math.isfinite(value) else None
     return None
+
+
+def _number(entry: Entry) -> float:
+    """The number that an entry holds; the sum in its summary leaves out what is not finite."""
+    if int(entry.summary["nan"]):
+        return math.nan
+    return math.inf if int(entry.summary["positive_infinity"]) else float(entry.summary["sum"])
 
 
 def _reaches(table: Mapping[Key, Entry], limit: float) -> bool:

@@ -1,0 +1,79 @@
+"""How far apart two summaries are, and where that is not a number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.made_up import Array, random, summary_of
+from traindiff.merging.distance import Pair, difference, equal_bits, rescaled
+from traindiff.merging.step_table import Entry, Key
+
+X = random(8, 6, seed=0)
+
+
+def entry(values: Array, **about: Any) -> Entry:
+    key = Key("grad", "", "fc.weight", "grad", 0, 0)
+    return Entry(key=key, order=0, dtype=values.dtype.name, shape=values.shape, summary=summary_of(values), **about)
+
+
+def pair(baseline: Array, candidate: Array, **about: Any) -> Pair:
+    return Pair(baseline=entry(baseline, **about), candidate=entry(candidate, **about))
+
+
+def spoiled(place: int, value: float = math.nan) -> Array:
+    values = X.copy()
+    values.reshape(-1)[place] = value
+    return values
+
+
+def test_one_element_is_so_much_of_the_whole() -> None:
+    candidate = X.copy()
+    candidate[2, 3] += 0.5
+
+    assert difference(pair(X, candidate)) == pytest.approx(0.5 / np.linalg.norm(X), rel=1e-5)
+
+
+def test_equal_bits_are_known_only_of_whole_observations_of_one_form() -> None:
+    assert equal_bits(pair(X, X.copy()))
+    assert not equal_bits(pair(X, X, exact=False))
+    assert not equal_bits(pair(X, X.reshape(6, 8)))
+    assert not equal_bits(pair(np.zeros(4, np.float32), np.zeros(4, np.int32)))
+    assert not equal_bits(Pair(baseline=entry(X), candidate=entry(X, factor=2.0)))
+    assert not equal_bits(pair(X, spoiled(0, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "apart"),
+    [
+        (X, X[:, :5], math.inf),
+        (X, spoiled(3), math.inf),
+        (spoiled(3), spoiled(4), math.inf),
+        (spoiled(3), spoiled(3, math.inf), math.inf),
+        (spoiled(3), spoiled(3), 0.0),
+        (X * 0, X, math.inf),
+        (X * 0, X * -0.0, 0.0),
+        (X, X * 0, 1.0),
+        (X, X.astype(np.float64), 0.0),
+        (np.arange(4), np.arange(4), 0.0),
+        (np.arange(4), np.arange(1, 5), None),
+        (X, X.astype(np.int64), None),
+        (X.astype(np.int64), X, None),
+    ],
+)
+def test_what_cannot_be_measured_is_without_bound_and_whole_numbers_have_no_distance(
+    baseline: Array, candidate: Array, apart: float | None
+) -> None:
+    assert difference(pair(baseline, candidate)) == apart
+
+
+@pytest.mark.parametrize("factor", [2.0, -2.0, 0.25])
+def test_a_rescaled_baseline_is_held_against_the_same_candidate(factor: float) -> None:
+    scaled = rescaled(pair(X, X * np.float32(factor)), factor)
+
+    assert difference(scaled) == 0.0
+    assert scaled.baseline.summary["sum"] == pytest.approx(factor * float(X.sum(dtype=float)), rel=1e-4)
+    assert not scaled.baseline.exact
