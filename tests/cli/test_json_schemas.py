@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import traindiff
 from tests.cli.conftest import GOLDEN
 from tests.made_up import at, record
-from tests.sessions.recipes import one_thread
+from tests.recipes.recipes import one_thread
 from traindiff.cli import check, compare, doctor, show, verify  # noqa: F401  each registers its command
 from traindiff.cli.app import app
 from traindiff.report.observations import COLUMNS
@@ -27,7 +27,7 @@ SCHEMAS = {path.stem: json.loads(path.read_text()) for path in sorted((DOCS / "s
 REGISTRY: Any = Registry().with_resources((one["$id"], Resource.from_contents(one)) for one in SCHEMAS.values())
 
 RECIPES = """
-from tests.sessions.recipes import mlp, other_gelu
+from tests.recipes.recipes import mlp, other_gelu
 
 recipe = mlp()
 wrong = mlp(other_gelu)
