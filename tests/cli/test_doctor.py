@@ -198,15 +198,15 @@ def test_an_unknown_backend_is_an_error_with_a_near_miss(script: str) -> None:
 
 
 def test_a_recording_that_disturbs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from traindiff.sessions.recorder import Recorder
+    from traindiff.sessions.observations import Observations
 
-    emit = Recorder.emit
+    emit = Observations.emit
 
-    def disturbing(self: Recorder, tensor: Tensor, **about: Any) -> None:
+    def disturbing(self: Observations, tensor: Tensor, **about: Any) -> None:
         torch.rand(1)
         emit(self, tensor, **about)
 
-    monkeypatch.setattr(Recorder, "emit", disturbing)
+    monkeypatch.setattr(Observations, "emit", disturbing)
     found = checked(lambda: training(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))))
 
     result, says = found["same bits with and without a recording"]
@@ -215,27 +215,27 @@ def test_a_recording_that_disturbs_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_slot_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from traindiff.sessions.recorder import Recorder
+    from traindiff.sessions.observations import Observations
 
-    emit = Recorder.emit
+    emit = Observations.emit
 
-    def forgetting(self: Recorder, tensor: Tensor, **about: Any) -> None:
+    def forgetting(self: Observations, tensor: Tensor, **about: Any) -> None:
         if about["path"] != "0":
             emit(self, tensor, **about)
 
-    monkeypatch.setattr(Recorder, "emit", forgetting)
+    monkeypatch.setattr(Observations, "emit", forgetting)
     found = checked(lambda: training(nn.Sequential(nn.Linear(4, 2))))
 
     assert found["every slot is written"] == ("fail", "not written: 0")
 
 
 def test_a_recording_that_fails_is_a_failed_check_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    from traindiff.sessions.recorder import Recorder
+    from traindiff.sessions.observations import Observations
 
     def failing(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr(Recorder, "emit", failing)
+    monkeypatch.setattr(Observations, "emit", failing)
     found = checked(lambda: training(nn.Linear(4, 2)))
 
     assert found["same bits with and without a recording"] == ("fail", "ZeroDivisionError: by zero")
