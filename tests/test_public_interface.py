@@ -20,9 +20,6 @@ OBJECTS = {name: getattr(traindiff, name) for name in traindiff.__all__ if not n
 FUNCTIONS = {name: one for name, one in OBJECTS.items() if inspect.isfunction(one)}
 CLASSES = {name: one for name, one in OBJECTS.items() if inspect.isclass(one)}
 
-SINK = frozenset({"altering", "emit", "guarded", "together", "unobserved"})
-"""Methods of the `Recorder` that its taps call, documented at `traindiff.taps.sink.Sink`."""
-
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Yields")
 
 
@@ -45,7 +42,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 def methods() -> Iterator[tuple[str, Any]]:
     for name, kind in CLASSES.items():
         for method, one in vars(kind).items():
-            if not method.startswith("_") and not (kind is traindiff.Recorder and method in SINK):
+            if not method.startswith("_"):
                 yield f"{name}.{method}", one
 
 

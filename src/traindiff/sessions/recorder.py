@@ -35,8 +35,6 @@ from traindiff.taps.progress import Progress
 class Recorder:
     """A recording in progress. Made by `traindiff.record`; ended by `close` or its `with` block.
 
-    For trainings there are `log`, `step` and `close`; the other methods are called by traindiff's own taps.
-
     Attributes:
         path: Directory that is being written.
     """
