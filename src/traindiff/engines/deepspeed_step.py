@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -16,9 +16,9 @@ from traindiff.engines.deepspeed_optimizer import EngineOptimizer, HeldTensor
 from traindiff.engines.replaced_method import around
 from traindiff.observation import ALL_GRADIENTS, LOSS_SCALE, MASTER, SKIPPED
 from traindiff.shards import Piece
+from traindiff.taps.context import TapContext
 from traindiff.taps.optimizer_replay import CAPACITY_BYTES, OptimizerReplayTap
 from traindiff.taps.optimizer_step import OptimizerTap
-from traindiff.taps.sink import Sink
 from traindiff.taps.step_hooks import hook_before_step
 
 LEFT_OUT = "the step was left out, and DeepSpeed had dropped its gradients before that"
@@ -34,9 +34,7 @@ class EngineOptimizerTap(OptimizerTap):
     Args:
         optimizer: The optimizer.
         name: What its steps and settings are filed under.
-        selects: Whether the parameter with this path is observed.
-        observe: Phases to record, of `grad`, `optimizer` and `param`.
-        sink: Receives the observations.
+        context: The training.
         on_end: Called with `name` when a step has ended.
     """
 
@@ -45,15 +43,10 @@ class EngineOptimizerTap(OptimizerTap):
         optimizer: EngineOptimizer,
         *,
         name: str,
-        selects: Callable[[str], bool],
-        observe: Iterable[str],
-        sink: Sink,
+        context: TapContext,
         on_end: Callable[[str], None],
     ) -> None:
-        super().__init__(
-            optimizer.inner[0], name=name, pieces_of=lambda *_: None, selects=selects, observe=observe, sink=sink,
-            on_end=on_end,
-        )  # fmt: skip
+        super().__init__(optimizer.inner[0], name=name, context=context, on_end=on_end)
         self._engine = optimizer
         # FusedAdam (in 0.19.6) counts the steps of a group in the state of its last parameter alone, and uses that.
         self._counts_by_group = type(self.optimizer).__name__ == "FusedAdam"

@@ -194,7 +194,7 @@ class Recorder:
 
     def _write_rank(self) -> None:
         if self._files is not None and self._attachment is not None:
-            not_forced = {} if self._forced is None else {"not_forced": self._forced.left}
+            not_forced = {} if self._forced is None else {"not_forced": self._forced.not_forced}
             pipeline = {} if self._pipeline is None else {"pipeline": self._pipeline.to_json()}
             run = {
                 "world_size": self._run["world_size"],
