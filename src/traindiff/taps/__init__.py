@@ -4,5 +4,5 @@ A file with `attach(context)` is a tap; `traindiff.tap_registry` lists them in t
 What they are given is `context`, what they hand tensors to is `sink`, and where the training is, `progress` knows
 (`batch`, `chunk`). The optimizers' taps are attached to each optimizer: `optimizer_step`, `optimizer_replay` (`replay`
 has the formulas), found by `optimizer_discovery`. What several taps use: `activations`, `batch_axis`, `nested`,
-`pieces`; functions without hooks (`listeners`, `loss_scaler`, `clipping`); compiled code (`compiled`, `silent_modules`).
+`pieces`; functions without hooks: `listeners`, `loss_scaler`, `clipping`; compiled code: `compiled`.
 """
