@@ -29,6 +29,7 @@ from traindiff.sessions.forced import ForcedValues
 from traindiff.sessions.observations import Observations
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
+from traindiff.taps.numbers import as_tensor
 from traindiff.taps.progress import Progress
 
 
@@ -210,9 +211,8 @@ class Recorder:
         late = not progress.forward_done and progress.batch is None and progress.step > 0
         if not self._is_recording or not self._settings.records(progress.step - late):
             return
-        tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
         self._observations.emit(
-            tensor.detach().reshape(()), phase="loss", path=name, slot="logged", merge=merge, late=late,
+            as_tensor(value), phase="loss", path=name, slot="logged", merge=merge, late=late,
             call=progress.next_call(name, "logged"),
             weight=float(progress.samples) if weight is None else float(weight),
         )  # fmt: skip

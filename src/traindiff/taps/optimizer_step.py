@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from traindiff.taps.context import TapContext
 from traindiff.taps.inner_optimizer import inner_optimizer
 from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
 from traindiff.taps.nested import tensors
+from traindiff.taps.numbers import as_tensor
 from traindiff.taps.pieces import emit_pieces
 from traindiff.taps.sparse_gradients import as_dense
 from traindiff.taps.step_hooks import hook_after_step, hook_before_step
@@ -214,8 +214,7 @@ class OptimizerTap:
         if isinstance(value, Tensor):
             self._emit(value, phase="optimizer", path=path, slot=slot)
         elif isinstance(value, (int, float)):
-            number = torch.tensor(float(value), dtype=torch.float64, device="cpu")
-            self._emit(number, phase="optimizer", path=path, slot=slot)
+            self._emit(as_tensor(value), phase="optimizer", path=path, slot=slot)
         elif isinstance(value, (tuple, list)):
             for index, one in enumerate(value):
                 self._numbers(one, path=path, slot=f"{slot}[{index}]")
