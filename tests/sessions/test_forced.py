@@ -253,7 +253,7 @@ def test_what_the_recording_lacks_is_left_and_listed(values: ForcedValues) -> No
     values.overwrite(tensor, seen(tensor, path="other"))
 
     assert torch.equal(tensor, torch.ones(2, 2))
-    assert values.left == {"other output[0]": "the recording has no such observation"}
+    assert values.not_forced == {"other output[0]": "the recording has no such observation"}
     assert values.count == 0
 
 
@@ -270,7 +270,7 @@ def test_a_tensor_whose_elements_share_memory_is_left_and_listed(values: ForcedV
 
     values.overwrite(tensor, seen(tensor))
 
-    assert values.left == {"fc output[0]": "its elements share memory"}
+    assert values.not_forced == {"fc output[0]": "its elements share memory"}
 
 
 def test_batches_and_other_steps_are_never_touched(values: ForcedValues) -> None:
@@ -280,7 +280,7 @@ def test_batches_and_other_steps_are_never_touched(values: ForcedValues) -> None
     values.overwrite(tensor, seen(tensor, step=5))
 
     assert torch.equal(tensor, torch.full((2, 3), 7.0))
-    assert values.left == {}
+    assert values.not_forced == {}
 
 
 def test_what_a_loss_scale_is_in_is_not_forced_to_what_it_is_not_in(tmp_path: Path) -> None:
@@ -292,6 +292,6 @@ def test_what_a_loss_scale_is_in_is_not_forced_to_what_it_is_not_in(tmp_path: Pa
     values.overwrite(tensor, replace(seen, scaled=True))
 
     assert not tensor.any()
-    assert values.left == {f"{seen.path} {seen.slot}": "a loss scale is in it in one of the runs only"}
+    assert values.not_forced == {f"{seen.path} {seen.slot}": "a loss scale is in it in one of the runs only"}
     values.overwrite(tensor, seen)
     assert tensor.any()

@@ -321,6 +321,8 @@ def test_a_batch_that_is_asked_for_early_belongs_to_the_step_in_which_it_comes(t
 
 def test_batches_for_evaluation_are_not_recorded(tmp_path: Path) -> None:
     def evaluating_between() -> Iterator[Any]:
+        with torch.no_grad():  # takes no name from the loaders of the training
+            next(iter(DataLoader(data_set(), batch_size=BATCH)))
         for batch in DataLoader(data_set(), batch_size=BATCH):
             yield batch
             with torch.no_grad():

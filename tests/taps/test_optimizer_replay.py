@@ -19,9 +19,9 @@ from tests.taps.reading import row, rows, unobserved
 from tests.taps.trainings import TRAININGS, batches
 from traindiff.shards import Piece
 from traindiff.taps.optimizer_replay import RANGE, OptimizerReplayTap
-from traindiff.taps.update_formulas import Before, Units
-from traindiff.taps.update_rules import moments_of, rule_name, rule_of, step_of
-from traindiff.taps.update_variants import variants
+from traindiff.taps.replay.formulas import Before, Units
+from traindiff.taps.replay.rules import moments_of, rule_name, rule_of, step_of
+from traindiff.taps.replay.variants import variants
 
 EXACT = Units(storage=2.0**-53, arithmetic=2.0**-53, tiny=torch.finfo(torch.float64).tiny)
 
@@ -143,7 +143,7 @@ def test_what_has_no_room_takes_its_turn_and_is_said_until_then(every: int) -> N
             before = sum(sum(one.values()) for one in sink.emitted)
             optimizer.step()
             assert (sum(sum(one.values()) for one in sink.emitted) - before) * 8 <= capacity
-            assert not tap._held
+            assert not tap._copied
 
     covered = [set(one) for one in sink.emitted]
     assert set.union(*covered) == {"a", "b", "c"}

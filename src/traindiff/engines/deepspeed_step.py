@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from traindiff.engines.deepspeed_engine import decouples_weight_decay, loss_scale_of
 from traindiff.engines.deepspeed_optimizer import EngineOptimizer, HeldTensor
 from traindiff.engines.replaced_method import around
-from traindiff.observation import ALL_GRADIENTS, LOSS_SCALE, MASTER, SKIPPED
+from traindiff.observation import MASTER, SKIPPED
 from traindiff.shards import Piece
+from traindiff.taps.context import TapContext
+from traindiff.taps.gradient_stages import emit_clipping
+from traindiff.taps.loss_scale import emit_loss_scale
 from traindiff.taps.optimizer_replay import CAPACITY_BYTES, OptimizerReplayTap
 from traindiff.taps.optimizer_step import OptimizerTap
-from traindiff.taps.sink import Sink
 from traindiff.taps.step_hooks import hook_before_step
 
 LEFT_OUT = "the step was left out, and DeepSpeed had dropped its gradients before that"
@@ -34,9 +35,7 @@ class EngineOptimizerTap(OptimizerTap):
     Args:
         optimizer: The optimizer.
         name: What its steps and settings are filed under.
-        selects: Whether the parameter with this path is observed.
-        observe: Phases to record, of `grad`, `optimizer` and `param`.
-        sink: Receives the observations.
+        context: The training.
         on_end: Called with `name` when a step has ended.
     """
 
@@ -45,15 +44,10 @@ class EngineOptimizerTap(OptimizerTap):
         optimizer: EngineOptimizer,
         *,
         name: str,
-        selects: Callable[[str], bool],
-        observe: Iterable[str],
-        sink: Sink,
+        context: TapContext,
         on_end: Callable[[str], None],
     ) -> None:
-        super().__init__(
-            optimizer.inner[0], name=name, pieces_of=lambda *_: None, selects=selects, observe=observe, sink=sink,
-            on_end=on_end,
-        )  # fmt: skip
+        super().__init__(optimizer.inner[0], name=name, context=context, on_end=on_end)
         self._engine = optimizer
         # FusedAdam (in 0.19.6) counts the steps of a group in the state of its last parameter alone, and uses that.
         self._counts_by_group = type(self.optimizer).__name__ == "FusedAdam"
@@ -118,14 +112,9 @@ class EngineOptimizerTap(OptimizerTap):
 
     def _scaled(self, loss: Any) -> None:
         """Record the scale by which the engine has just multiplied a loss, if it did."""
-        scale, progress = loss_scale_of(self._engine.outer), self._sink.progress
-        if scale == 1.0 or not isinstance(loss, Tensor):
-            return
-        progress.loss_scaled = True
-        if progress.observing:
-            number = torch.tensor(scale, dtype=torch.float64, device="cpu")
-            call = progress.next_call(LOSS_SCALE, "")
-            self._sink.emit(number, phase="loss", path=LOSS_SCALE, slot="value", call=call, merge="mean")
+        scale = loss_scale_of(self._engine.outer)
+        if scale != 1.0 and isinstance(loss, Tensor):
+            emit_loss_scale(self._sink, scale)
 
     def _before_unscaling(self, *_: Any, **__: Any) -> None:
         """Record gradients before the engine multiplies them by what unscales and clips them."""
@@ -144,24 +133,13 @@ class EngineOptimizerTap(OptimizerTap):
         if not self._sink.progress.observing or "grad" not in self._observe:
             return
         if first and self._engine.clipping > 0.0:
-            self._clipping()
+            norm, limit = self._engine.outer._global_grad_norm, self._engine.clipping
+            emit_clipping(self._sink, norm=norm, limit=limit, optimizer=self.name)
         present = {id(one) for group in inner.param_groups for one in group["params"]}
         with self._sink.together():
             for tensor, pieces in self._selected():
                 if id(tensor) in present:
                     self._gradient(tensor, pieces, stage="", scaled=None)
-
-    def _clipping(self) -> None:
-        """Record the norm of all gradients that the engine has found, and to which norm it clips them."""
-        norm = self._engine.outer._global_grad_norm
-        for slot, value in (("norm", norm), ("max_norm", self._engine.clipping)):
-            number = (
-                value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
-            )
-            self._sink.emit(
-                number.reshape(()), phase="grad", stage="clipped", path=ALL_GRADIENTS, slot=slot, merge="mean",
-                optimizer=self.name,
-            )  # fmt: skip
 
     def _after_call(self, after: Callable[[], None], _: Any) -> None:
         after()

@@ -38,17 +38,19 @@ def viewed(region: Region, shape: Sequence[int]) -> Region | None:
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[_Group]:
     """The fewest axes that become the fewest axes of as many elements, from left to right."""
-    left, right = 0, 0
-    while left < len(before) or right < len(after):
-        first, second = [left] if left < len(before) else [], [right] if right < len(after) else []
-        while (a := prod(before[i] for i in first)) != (b := prod(after[i] for i in second)):
-            grown, length = (first, len(before)) if a < b else (second, len(after))
-            following = (left, right)[grown is second] + len(grown)
-            if following >= length:
+    at_before, at_after = 0, 0
+    while at_before < len(before) or at_after < len(after):
+        first = [at_before] if at_before < len(before) else []
+        second = [at_after] if at_after < len(after) else []
+        while (held := prod(before[i] for i in first)) != (becomes := prod(after[i] for i in second)):
+            grown, begins, length = (
+                (first, at_before, len(before)) if held < becomes else (second, at_after, len(after))
+            )
+            if begins + len(grown) >= length:
                 break
-            grown.append(following)
+            grown.append(begins + len(grown))
         yield first, second
-        left, right = left + len(first), right + len(second)
+        at_before, at_after = at_before + len(first), at_after + len(second)
 
 
 def _one_group(region: Region, before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[Ranges]] | None:

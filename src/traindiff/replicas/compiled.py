@@ -12,7 +12,8 @@ from traindiff.replica_setting import ReplicaSetting
 from traindiff.replicas.replica import NAME
 from traindiff.site import ROOT, canonical_paths
 from traindiff.taps._torch_compat import is_compiled
-from traindiff.taps.compiled import ModuleObserver, tap_compiled_module
+from traindiff.taps.compiled import tap_compiled_module
+from traindiff.taps.compiled_observers import ModuleObserver
 from traindiff.taps.silent_modules import takes_hooks
 from traindiff.taps.sink import Sink
 

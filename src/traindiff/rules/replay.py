@@ -18,7 +18,7 @@ from traindiff.summary import finite_count, largest, norm
 LIMIT = 2.0
 """Largest residual, in units of what rounding allows, that is no finding.
 
-A correct optimizer stays below 1 by construction (taps/update_formulas.py); measured over SGD, Adam and AdamW,
+A correct optimizer stays below 1 by construction (taps/replay/formulas.py); measured over SGD, Adam and AdamW,
 for-loop, foreach and fused, float32 and bfloat16: 0.98."""
 
 LOST_SHARE = 0.5

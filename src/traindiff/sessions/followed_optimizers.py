@@ -79,19 +79,13 @@ class FollowedOptimizers:
         context = self._context
         replayed = "replay" in context.observe
         if isinstance(optimizer, EngineOptimizer):
-            engine_tap = EngineOptimizerTap(
-                optimizer, name=name, selects=context.selects, observe=context.observe, sink=context.sink,
-                on_end=self._end_step,
-            )  # fmt: skip
+            engine_tap = EngineOptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
             self._taps[name] = engine_tap
             attach = engine_tap.attach
             for one in engine_tap.replays() if replayed else ():
                 attach = partial(one.attach, around=attach)
             return attach()
-        tap = OptimizerTap(
-            optimizer, name=name, pieces_of=context.pieces_of, selects=context.selects, observe=context.observe,
-            sink=context.sink, on_end=self._end_step,
-        )  # fmt: skip
+        tap = OptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
         self._taps[name] = tap
         if not replayed:
             return tap.attach()

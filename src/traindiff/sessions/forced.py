@@ -62,7 +62,7 @@ class ForcedValues:
     Attributes:
         path: The recording.
         count: Tensors that were overwritten.
-        left: Why others were not, by site, e.g. `transformer.wte output[0]`.
+        not_forced: Why others were not, by site, e.g. `transformer.wte output[0]`.
     """
 
     def __init__(self, recording: Recording, *, perturb: Perturbation | None = None) -> None:
@@ -73,7 +73,7 @@ class ForcedValues:
         self._put_off: list[tuple[Tensor, Observation]] | None = None
         self._split_otherwise: set[int] = set()  # steps whose micro-batches are not the recorded ones
         self.count = 0
-        self.left: dict[str, str] = {}
+        self.not_forced: dict[str, str] = {}
         for rank in recording.ranks:
             for step in recording.steps(rank):
                 for row, seen in enumerate(step.observations):
@@ -97,7 +97,7 @@ class ForcedValues:
         if value is None and seen.stage == "before" and seen.step - 1 in self._steps:
             return  # as the step before left it, which was forced
         if value is None:
-            self.left.setdefault(f"{seen.path} {seen.slot}", why)
+            self.not_forced.setdefault(f"{seen.path} {seen.slot}", why)
         else:
             tensor.data.copy_(value)
             self.count += 1

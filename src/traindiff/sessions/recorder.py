@@ -29,6 +29,7 @@ from traindiff.sessions.forced import ForcedValues
 from traindiff.sessions.observations import Observations
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
+from traindiff.taps.numbers import as_tensor
 from traindiff.taps.progress import Progress
 
 
@@ -192,7 +193,7 @@ class Recorder:
 
     def _write_rank(self) -> None:
         if self._files is not None and self._attachment is not None:
-            not_forced = {} if self._forced is None else {"not_forced": self._forced.left}
+            not_forced = {} if self._forced is None else {"not_forced": self._forced.not_forced}
             pipeline = {} if self._pipeline is None else {"pipeline": self._pipeline.to_json()}
             run = {
                 "world_size": self._run["world_size"],
@@ -208,9 +209,8 @@ class Recorder:
         late = not progress.forward_done and progress.batch is None and progress.step > 0
         if not self._is_recording or not self._settings.records(progress.step - late):
             return
-        tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
         self._observations.emit(
-            tensor.detach().reshape(()), phase="loss", path=name, slot="logged", merge=merge, late=late,
+            as_tensor(value), phase="loss", path=name, slot="logged", merge=merge, late=late,
             call=progress.next_call(name, "logged"),
             weight=float(progress.samples) if weight is None else float(weight),
         )  # fmt: skip

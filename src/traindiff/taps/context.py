@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from traindiff.region import Regions
 from traindiff.taps.batch_axis import BatchAxis
-from traindiff.taps.optimizer_step import OptimizerTap
 from traindiff.taps.pieces import PiecesOf
 from traindiff.taps.sink import Sink
+
+if TYPE_CHECKING:
+    from traindiff.taps.optimizer_step import OptimizerTap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from traindiff.taps.nested import tensors
 from traindiff.taps.samples import emit_samples
 
 PATH = "dataloader"
-"""Path of the loader that was used first; of the following ones `dataloader[1]`, `dataloader[2]`, ..."""
+"""Path of the loader that the training used first; of the following ones `dataloader[1]`, `dataloader[2]`, ..."""
 
 LOADED = "loaded"
 """Stage of a whole batch as it was yielded."""
@@ -71,12 +71,12 @@ class _Loaders:
     def yielded(self, iterator: Any, batch: Any) -> None:
         """Record what an iterator yields to the training."""
         process, thread = self._here
-        if os.getpid() != process:
-            return  # a worker whose data set has a loader of its own
+        if os.getpid() != process or not torch.is_grad_enabled():
+            return  # a worker whose data set has a loader of its own, or evaluation
         path, progress = self._path(drawing_of(iterator)), self._sink.progress
         if threading.get_ident() != thread:
             self._elsewhere.setdefault(path, False)
-        elif progress.observing and not progress.hidden and torch.is_grad_enabled():
+        elif progress.observing and not progress.hidden:
             self._record(path, list(tensors(batch, "batch")))
 
     def say_elsewhere(self) -> None:

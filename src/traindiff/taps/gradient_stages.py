@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,7 +14,9 @@ from traindiff.observation import ALL_GRADIENTS
 from traindiff.taps.clipping import Clipping, ClippingListener, tap_clipping
 from traindiff.taps.context import TapContext
 from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
+from traindiff.taps.numbers import as_tensor
 from traindiff.taps.optimizer_step import OptimizerTap
+from traindiff.taps.sink import Sink
 
 
 def attach(context: TapContext) -> ExitStack:
@@ -80,16 +81,8 @@ class _GradientStages:
             or not self._sink.progress.observing
         ):
             return
-        call = self._sink.progress.next_call(ALL_GRADIENTS, "clipped")
-        emit = partial(
-            self._sink.emit, phase="grad", stage="clipped", path=ALL_GRADIENTS, call=call,
-            optimizer=concerned[0].name if concerned else None,
-        )  # fmt: skip
-        if norm is not None:
-            _emit_norm(emit, norm)
-        limit = clipping.limit
-        number = limit if isinstance(limit, Tensor) else torch.tensor(float(limit), dtype=torch.float64, device="cpu")
-        emit(number.reshape(()), slot="max_value" if norm is None else "max_norm", merge="mean")
+        optimizer = concerned[0].name if concerned else None
+        emit_clipping(self._sink, norm=norm, limit=clipping.limit, optimizer=optimizer)
 
     def _concerned(self, clipping: Clipping) -> list[OptimizerTap]:
         held = {id(parameter) for parameter in clipping.parameters}
@@ -110,11 +103,27 @@ class _GradientStages:
         self._stages[tap.name] = self._sink.progress.steps.get(tap.name, 0), stage
 
 
+def emit_clipping(sink: Sink, *, norm: float | Tensor | None, limit: float | Tensor, optimizer: str | None) -> None:
+    """Record a call that clips gradients (phase `grad`, stage `clipped`).
+
+    Args:
+        sink: Receives the numbers.
+        norm: Of all gradients, before; None where elements are clipped.
+        limit: To which norm, or to which magnitude of an element.
+        optimizer: Whose gradients; None for the one that counts the steps.
+    """
+    call = sink.progress.next_call(ALL_GRADIENTS, "clipped")
+    emit = partial(sink.emit, phase="grad", stage="clipped", path=ALL_GRADIENTS, call=call, optimizer=optimizer)
+    if norm is not None:
+        _emit_norm(emit, norm)
+    emit(as_tensor(limit), slot="max_value" if norm is None else "max_norm", merge="mean")
+
+
 def _emit_norm(emit: Callable[..., None], norm: Any) -> None:
     """Hand on a norm; squared where each rank has that of its own part, so that they can be added up."""
     placements = getattr(norm, "placements", ())
     if not any(placement.is_partial() for placement in placements):
-        emit(norm.to_local() if placements else norm.reshape(()), slot="norm", merge="mean")
+        emit(as_tensor(norm.to_local() if placements else norm), slot="norm", merge="mean")
         return
     from torch.distributed.tensor import DTensor, Partial
 

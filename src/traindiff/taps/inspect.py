@@ -55,7 +55,8 @@ def _observe(name: str, tensor: object) -> None:
 def attach(context: TapContext) -> ExitStack:
     """Observe what `inspect` is called with. Close the result to remove the tap."""
     from traindiff.taps.activations import Activations
-    from traindiff.taps.compiled import ModuleObserver, tap_compiled_inspection
+    from traindiff.taps.compiled import tap_compiled_inspection
+    from traindiff.taps.compiled_observers import ModuleObserver
 
     activations, guard = Activations(context, tap="inspect"), context.sink.guarded
 

@@ -14,6 +14,7 @@ from traindiff.taps.context import TapContext
 from traindiff.taps.graph_leaves import may_reach
 from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
 from traindiff.taps.nested import tensors
+from traindiff.taps.numbers import as_tensor
 from traindiff.taps.sink import Sink
 
 
@@ -33,8 +34,13 @@ def attach(context: TapContext) -> ExitStack:
 def _scaled(sink: Sink, parameter_ids: Collection[int], outputs: Any, scale: Tensor) -> None:
     if not may_reach([tensor for _, tensor in tensors(outputs, "")], parameter_ids):
         return
+    emit_loss_scale(sink, scale)
+
+
+def emit_loss_scale(sink: Sink, scale: float | Tensor) -> None:
+    """Record the scale by which a loss was multiplied, and that what comes of it is scaled until the next step."""
     progress = sink.progress
     progress.loss_scaled = True
     if progress.observing:
         call = progress.next_call(LOSS_SCALE, "")
-        sink.emit(scale.reshape(()), phase="loss", path=LOSS_SCALE, slot="value", call=call, merge="mean")
+        sink.emit(as_tensor(scale), phase="loss", path=LOSS_SCALE, slot="value", call=call, merge="mean")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from traindiff.site import path_in_whole
 from traindiff.taps.activations import Activations
-from traindiff.taps.compiled import ModuleObserver, tap_compiled_module
+from traindiff.taps.compiled import tap_compiled_module
+from traindiff.taps.compiled_observers import ModuleObserver
 from traindiff.taps.context import TapContext
 from traindiff.taps.nested import tensors
 from traindiff.taps.silent_modules import SilentModules, takes_hooks

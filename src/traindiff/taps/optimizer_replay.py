@@ -12,14 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from traindiff.shards import Piece
-from traindiff.taps.compiled import StepObserver, tap_compiled_optimizer
-from traindiff.taps.held_range import HeldRange, hold, obstacle
+from traindiff.taps.compiled import tap_compiled_optimizer
+from traindiff.taps.compiled_observers import StepObserver
 from traindiff.taps.optimizer_step import has_closure
+from traindiff.taps.replay.copied_range import CopiedRange, copy_range, obstacle
+from traindiff.taps.replay.formulas import Rule
+from traindiff.taps.replay.rules import moments_of, rule_name, rule_of
+from traindiff.taps.replay.variants import variants
 from traindiff.taps.sink import Sink
 from traindiff.taps.step_hooks import hook_after_step, hook_before_step
-from traindiff.taps.update_formulas import Rule
-from traindiff.taps.update_rules import moments_of, rule_name, rule_of
-from traindiff.taps.update_variants import variants
 
 FIRST = 3
 """Recorded steps that are replayed at the beginning of a run."""
@@ -31,7 +32,7 @@ RANGE = 2**16
 """Elements of a parameter that are replayed at a time; the next step takes its next ones."""
 
 CAPACITY_BYTES = 64 * 2**20
-"""What may be held of parameters, gradients and moments during a step."""
+"""What may be copied of parameters, gradients and moments during a step."""
 
 MOST_VARIANTS = 8
 """Parameters of a step for which all known mistakes are tried, where the replay does not fit; for others, those
@@ -63,7 +64,7 @@ class OptimizerReplayTap:
         held: Gives, for each parameter of each group, the group's number and what it holds of the model's.
         selects: Whether the parameter with this path is observed.
         sink: Receives the observations.
-        capacity_bytes: What may be held during a step.
+        capacity_bytes: What may be copied during a step.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class OptimizerReplayTap:
         self._rule = rule_name(optimizer)
         self._replayed = 0
         self._latest = 0
-        self._turn = 0  # the parameter that is the first to be held
+        self._turn = 0  # the parameter that is the first to be copied
         self._reached: dict[str, int] = {}  # by path: the element at which the next range begins
-        self._held: list[HeldRange] = []
+        self._copied: list[CopiedRange] = []
         self._said: set[tuple[str, str]] = set()
 
     def attach(self, *, around: Callable[[], ExitStack] = ExitStack) -> ExitStack:
@@ -99,7 +100,7 @@ class OptimizerReplayTap:
         """
         guarded = partial(self._sink.guarded, "optimizer_replay")
         with ExitStack() as undo:
-            undo.callback(self._held.clear)
+            undo.callback(self._copied.clear)
             undo.callback(hook_after_step(self._optimizer, guarded(self.after_step)))
             undo.enter_context(around())
             undo.callback(hook_before_step(self._optimizer, guarded(self.before_step)))
@@ -109,7 +110,7 @@ class OptimizerReplayTap:
 
     def before_step(self, *call: Any) -> None:
         """Copy what the step starts from, if it is one to replay."""
-        self._held.clear()  # of a step that raised
+        self._copied.clear()  # of a step that raised
         if not self._is_due():
             return
         if not self._rule:
@@ -125,20 +126,20 @@ class OptimizerReplayTap:
         self._replayed += 1
         self._latest = self._step
         try:
-            self._hold(parameters, has_closure=has_closure(*call))
+            self._copy_ranges(parameters, has_closure=has_closure(*call))
         except BaseException:
-            self._held.clear()
+            self._copied.clear()
             raise
 
     def after_step(self, *_: Any) -> None:
         """Replay the step and record how it compares."""
         try:
-            unexplained = [held for held, size in zip(self._held, self._replay_all(), strict=True) if size > 1.0]
+            unexplained = [copied for copied, size in zip(self._copied, self._replay_all(), strict=True) if size > 1.0]
             helpful: set[str] = set()
-            for number, held in enumerate(unexplained):
-                self._try_variants(held, helpful, everything=number < MOST_VARIANTS)
+            for number, copied in enumerate(unexplained):
+                self._try_variants(copied, helpful, everything=number < MOST_VARIANTS)
         finally:
-            self._held.clear()
+            self._copied.clear()
 
     @property
     def _step(self) -> int:
@@ -147,7 +148,7 @@ class OptimizerReplayTap:
     def _is_due(self) -> bool:
         return self._sink.progress.observing and (self._replayed < FIRST or self._step >= self._latest + EVERY)
 
-    def _hold(self, parameters: Sequence[tuple[Piece, Tensor, Rule]], *, has_closure: bool) -> None:
+    def _copy_ranges(self, parameters: Sequence[tuple[Piece, Tensor, Rule]], *, has_closure: bool) -> None:
         first, room, full = self._turn % len(parameters), self._capacity, False
         for place in [*range(first, len(parameters)), *range(first)]:
             piece, parameter, rule = parameters[place]
@@ -168,7 +169,7 @@ class OptimizerReplayTap:
             room -= count * size_bytes
             self._reached[path] = (start + count) % size
             part = range(start, start + count)
-            self._held.append(hold(self._optimizer, parameter, piece, rule, part, has_closure=has_closure))
+            self._copied.append(copy_range(self._optimizer, parameter, piece, rule, part, has_closure=has_closure))
 
     def _parameters(self, *, has_closure: bool) -> Iterator[tuple[Piece, Tensor, Rule]]:
         """Those that this step will move and that can be replayed."""
@@ -185,8 +186,8 @@ class OptimizerReplayTap:
                     yield piece, parameter, rules[number]
 
     def _replay_all(self) -> list[float]:
-        """Largest residual of each held parameter. One synchronisation per device for all of them."""
-        worst = [self._replay(held) for held in self._held]
+        """Largest residual of each copied parameter. One synchronisation per device for all of them."""
+        worst = [self._replay(copied) for copied in self._copied]
         sizes = [0.0] * len(worst)
         for device in {one.device for one in worst}:
             places = [place for place, one in enumerate(worst) if one.device == device]
@@ -194,46 +195,46 @@ class OptimizerReplayTap:
                 sizes[place] = size
         return sizes
 
-    def _replay(self, held: HeldRange) -> Tensor:
-        before = held.before()
+    def _replay(self, copied: CopiedRange) -> Tensor:
+        before = copied.before()
         if before is None:
-            return torch.zeros((), dtype=torch.float64, device=held.old.device)
-        update = held.rule.replay(before, held.units)
-        taken = held.taken()
-        value = held.unless_overflowed(update.value)
+            return torch.zeros((), dtype=torch.float64, device=copied.elements.device)
+        update = copied.rule.replay(before, copied.units)
+        taken = copied.taken()
+        value = copied.unless_overflowed(update.value)
         residual = _in_roundings(taken - value, update.rounding)
         for stage, tensor in (
             ("replayed", value), ("taken", taken), ("rounding", update.rounding), ("residual", residual)
         ):  # fmt: skip
-            self._emit(held, tensor, stage)
+            self._emit(copied, tensor, stage)
         return residual.abs().amax()
 
-    def _try_variants(self, held: HeldRange, helpful: set[str], *, everything: bool) -> None:
+    def _try_variants(self, copied: CopiedRange, helpful: set[str], *, everything: bool) -> None:
         """Record the mistakes that explain a residual. Synchronises: the training has something wrong.
 
         Args:
-            held: The parameter.
+            copied: The parameter.
             helpful: Names of the mistakes that have explained another one; extended.
             everything: Try all mistakes that are known, not only these.
         """
-        before = held.before()
+        before = copied.before()
         if before is None:
             return
-        taken = held.taken()
-        plain = held.rule.replay(before, held.units)
+        taken = copied.taken()
+        plain = copied.rule.replay(before, copied.units)
         limit = BETTER * float(_in_roundings(taken - plain.value, plain.rounding).square().mean().sqrt())
-        for name, rule in variants(held.rule):
+        for name, rule in variants(copied.rule):
             if not everything and name not in helpful:
                 continue
-            residual = _in_roundings(taken - rule.replay(before, held.units).value, plain.rounding)
+            residual = _in_roundings(taken - rule.replay(before, copied.units).value, plain.rounding)
             if float(residual.square().mean().sqrt()) < limit:
-                self._emit(held, residual, f"variant[{name}]")
+                self._emit(copied, residual, f"variant[{name}]")
                 helpful.add(name)
 
-    def _emit(self, held: HeldRange, tensor: Tensor, stage: str) -> None:
+    def _emit(self, copied: CopiedRange, tensor: Tensor, stage: str) -> None:
         self._sink.emit(
-            tensor.reshape(held.shard.shape), phase="update", path=held.path, slot=self._rule, stage=stage,
-            optimizer=self._name, shard=held.shard,
+            tensor.reshape(copied.shard.shape), phase="update", path=copied.path, slot=self._rule, stage=stage,
+            optimizer=self._name, shard=copied.shard,
         )  # fmt: skip
 
     def _not_replayed(self, reason: str, path: str = "") -> None:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from traindiff.observation import SKIPPED
 from traindiff.shards import Piece
-from traindiff.taps.compiled import StepObserver, tap_compiled_optimizer
+from traindiff.taps.compiled import tap_compiled_optimizer
+from traindiff.taps.compiled_observers import StepObserver
+from traindiff.taps.context import TapContext
 from traindiff.taps.inner_optimizer import inner_optimizer
 from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
 from traindiff.taps.nested import tensors
-from traindiff.taps.pieces import PiecesOf, emit_pieces
-from traindiff.taps.sink import Sink
+from traindiff.taps.numbers import as_tensor
+from traindiff.taps.pieces import emit_pieces
 from traindiff.taps.sparse_gradients import as_dense
 from traindiff.taps.step_hooks import hook_after_step, hook_before_step
 
@@ -33,13 +34,13 @@ class OptimizerTap:
     A call that a loss scaler leaves out because of infinite gradients is a step like any other, with
     the gradients that it would have been given, marked as skipped.
 
+    Parameters that are none of the model's are named by group and position. Recorded here are the phases `grad`,
+    `optimizer` and `param`, as far as they are observed.
+
     Args:
         optimizer: The optimizer.
         name: What its steps and hyper-parameters are filed under.
-        pieces_of: What each parameter holds of the model's; others are named by group and position.
-        selects: Whether the parameter with this name is observed.
-        observe: Phases to record, of `grad`, `optimizer` and `param`.
-        sink: Receives the observations.
+        context: The training.
         on_end: Called with `name` when a step has ended.
     """
 
@@ -48,18 +49,15 @@ class OptimizerTap:
         optimizer: Optimizer,
         *,
         name: str,
-        pieces_of: PiecesOf,
-        selects: Callable[[str], bool],
-        observe: Iterable[str],
-        sink: Sink,
+        context: TapContext,
         on_end: Callable[[str], None],
     ) -> None:
         self.optimizer = optimizer
         self.name = name
-        self._pieces_of = pieces_of
-        self._selects = selects
-        self._observe = frozenset(observe)
-        self._sink = sink
+        self._pieces_of = context.pieces_of
+        self._selects = context.selects
+        self._observe = context.observe
+        self._sink = context.sink
         self._on_end = on_end
         self._unsettled = False
         self._has_closure = False
@@ -216,8 +214,7 @@ class OptimizerTap:
         if isinstance(value, Tensor):
             self._emit(value, phase="optimizer", path=path, slot=slot)
         elif isinstance(value, (int, float)):
-            number = torch.tensor(float(value), dtype=torch.float64, device="cpu")
-            self._emit(number, phase="optimizer", path=path, slot=slot)
+            self._emit(as_tensor(value), phase="optimizer", path=path, slot=slot)
         elif isinstance(value, (tuple, list)):
             for index, one in enumerate(value):
                 self._numbers(one, path=path, slot=f"{slot}[{index}]")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.taps.batch_axis import batch_first
-from traindiff.taps.compiled import RootObserver, tap_compiled_root
+from traindiff.taps.compiled import tap_compiled_root
+from traindiff.taps.compiled_observers import RootObserver
 from traindiff.taps.context import TapContext
 from traindiff.taps.nested import tensors
 

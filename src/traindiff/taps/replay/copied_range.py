@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from traindiff.shards import Piece, Shard
-from traindiff.taps.update_formulas import Before, Rule, Units
-from traindiff.taps.update_rules import moments_of, step_of
+from traindiff.taps.replay.formulas import Before, Rule, Units
+from traindiff.taps.replay.rules import moments_of, step_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldRange:
+class CopiedRange:
     """Copies, in their own dtypes, of what belongs to a range of a parameter's elements.
 
     Attributes:
@@ -24,7 +24,7 @@ class HeldRange:
         part: The range, in row-major order of `parameter`.
         shard: Which elements of the model's parameter they are.
         rule: What the optimizer says that it does.
-        old: The elements.
+        elements: The parameter's.
         gradient: Their gradient; None where a closure has yet to compute it.
         state: Moments of these elements.
         step: The optimizer's count of steps.
@@ -38,7 +38,7 @@ class HeldRange:
     part: slice
     shard: Shard
     rule: Rule
-    old: Tensor
+    elements: Tensor
     gradient: Tensor | None
     state: dict[str, Tensor]
     step: Tensor
@@ -48,7 +48,7 @@ class HeldRange:
     @property
     def units(self) -> Units:
         """What its numbers are rounded to."""
-        tensors = [self.old, *self.state.values(), *([] if self.gradient is None else [self.gradient])]
+        tensors = [self.elements, *self.state.values(), *([] if self.gradient is None else [self.gradient])]
         infos = [torch.finfo(tensor.dtype) for tensor in tensors]
         return Units(
             storage=infos[0].eps / 2.0,
@@ -70,20 +70,20 @@ class HeldRange:
         if self.scale is not None:
             gradient = gradient / self.scale
         state = {name: moment.to(torch.float64) for name, moment in self.state.items()}
-        return Before(parameter=self.old.to(torch.float64), gradient=gradient, state=state, step=self.step)
+        return Before(parameter=self.elements.to(torch.float64), gradient=gradient, state=state, step=self.step)
 
     def taken(self) -> Tensor:
         """The elements as they are now minus what they were, float64, flat."""
-        return _part(self.parameter, self.part).to(torch.float64) - self.old.to(torch.float64)
+        return _part(self.parameter, self.part).to(torch.float64) - self.elements.to(torch.float64)
 
     def unless_overflowed(self, update: Tensor) -> Tensor:
         """The update, or none where the step is left out."""
         return update if self.overflowed is None else torch.where(self.overflowed.bool(), 0.0, update)
 
 
-def hold(
+def copy_range(
     optimizer: Optimizer, parameter: Tensor, piece: Piece, rule: Rule, part: range, *, has_closure: bool
-) -> HeldRange:
+) -> CopiedRange:
     """Copy a range of a parameter, and what belongs to it.
 
     Args:
@@ -97,16 +97,16 @@ def hold(
     state = optimizer.state.get(parameter, {})
     whole = piece.shard or Shard.whole(tuple(parameter.shape))
     flat = Shard(shape=(len(part),), global_shape=whole.global_shape, offset=(whole.start + part.start,))
-    place = slice(piece.first + part.start, piece.first + part.stop)
-    return HeldRange(
+    within = slice(piece.first + part.start, piece.first + part.stop)
+    return CopiedRange(
         path=piece.path,
         parameter=parameter,
-        part=place,
+        part=within,
         shard=whole if len(part) == whole.size else flat,
         rule=rule,
-        old=_copy(parameter, place),
-        gradient=None if has_closure or parameter.grad is None else _copy(parameter.grad, place),
-        state={name: _copy(moment, place) for name, moment in moments_of(optimizer, state).items()},
+        elements=_copy(parameter, within),
+        gradient=None if has_closure or parameter.grad is None else _copy(parameter.grad, within),
+        state={name: _copy(moment, within) for name, moment in moments_of(optimizer, state).items()},
         step=step_of(state),
         scale=_left_with(optimizer, "grad_scale"),
         overflowed=_left_with(optimizer, "found_inf"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from traindiff.taps.update_formulas import Adam, Number, Rule, Sgd
+from traindiff.taps.replay.formulas import Adam, Number, Rule, Sgd
 
 BETAS1 = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
 BETAS2 = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)

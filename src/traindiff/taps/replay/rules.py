@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim import Adam as TorchAdam
 from torch.optim import AdamW as TorchAdamW
 
-from traindiff.taps.update_formulas import Adam, Number, Rule, Sgd
+from traindiff.taps.replay.formulas import Adam, Number, Rule, Sgd
 
 MOMENTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
 """Entries of the optimizer's state that the formulas read, tensors of the parameter's shape."""
