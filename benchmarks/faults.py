@@ -134,7 +134,7 @@ def cost_of(model: str, optimizer: str, precision: str) -> str:
         began = perf_counter()
         found = verify(right, wrong, Path(directory) / "runs")
         whole = perf_counter() - began
-    steps, seconds = sum(run.steps for run in found.costs), sum(run.seconds for run in found.costs)
+    steps, seconds = sum(run.num_steps for run in found.costs), sum(run.seconds for run in found.costs)
     return (
         f"| {model} | {precision} | {len(found.costs)} | {steps} | {seconds:.1f} s | {whole:.1f} s | {plain:.2f} s "
         f"| {found.peak_bytes / 1e6:.0f} MB |"

@@ -35,6 +35,7 @@ Errors, of which only `ConfigError` is for what the user wrote:
             CorruptRecordingError   The bytes are not those that were written.
             MixedRecordingError     Its ranks are of different runs.
             FormatVersionError      A newer traindiff wrote it.
+        NotPerturbedError       A part of a replica's training ran where it cannot be perturbed.
         UnsupportedTensorError  A tensor has no elements that could be read.
     TraindiffWarning            Something could not be observed; the training goes on.
 
@@ -56,6 +57,7 @@ from traindiff.errors import (
     FormatVersionError,
     MixedRecordingError,
     NotARecordingError,
+    NotPerturbedError,
     RecordingError,
     TraindiffError,
     TraindiffWarning,
@@ -100,6 +102,7 @@ __all__ = [
     "FormatVersionError",
     "MixedRecordingError",
     "NotARecordingError",
+    "NotPerturbedError",
     "Recipe",
     "Recorder",
     "Recording",

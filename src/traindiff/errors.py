@@ -8,6 +8,7 @@
     - MixedRecordingError    its ranks are of different runs
     - FormatVersionError     written by a newer traindiff
   + UnsupportedTensorError   no kernel can summarise this tensor
+  + NotPerturbedError        a replica's training ran where it cannot be perturbed
 * TraindiffWarning           something could not be observed; the training goes on
 """
 
@@ -24,6 +25,10 @@ class TraindiffError(Exception):
 
 class UnsupportedTensorError(TraindiffError):
     """No kernel can summarise this tensor; its message says why, in a few words."""
+
+
+class NotPerturbedError(TraindiffError):
+    """A part of a replica's training ran where it cannot be perturbed, so that its recording measures no noise."""
 
 
 class RecordingError(TraindiffError):

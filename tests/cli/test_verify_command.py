@@ -110,7 +110,7 @@ def test_json_is_all_that_is_on_standard_output(verify: Command) -> None:
     assert found["findings"][0] == first
     assert found["pin_note"] == ""
     assert {"step", "precision", "comparison"} == set(found["pinned"][0])
-    assert {"name", "steps", "seconds"} == set(found["costs"][0])
+    assert {"name", "num_steps", "seconds"} == set(found["costs"][0])
 
 
 def test_an_equal_candidate_has_no_first_divergence_in_the_json(verify: Command) -> None:

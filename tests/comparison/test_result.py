@@ -72,7 +72,7 @@ def test_unaligned_sites_in_json(tmp_path: Path) -> None:
     result = compare(record(tmp_path / "b", more), record(tmp_path / "c")).to_json()
 
     assert result["unaligned"] == [
-        [{"phase": "forward", "path": "attention.scores", "slot": "value", "first_step": 0, "steps": 3, "why": ""}],
+        [{"phase": "forward", "site": "attention.scores", "slot": "value", "first_step": 0, "num_steps": 3, "why": ""}],
         [],
     ]
 
@@ -122,7 +122,7 @@ def test_the_text_names_what_limits_the_verdict(compared: Compared) -> None:
 def test_each_site_is_found_once_with_the_number_of_steps(compared: Compared) -> None:
     comparison = compared(at(FC, lambda x: -x))
 
-    assert [(finding.path, finding.step, finding.evidence["steps"]) for finding in comparison.findings] == [
+    assert [(finding.path, finding.step, finding.evidence["num_steps"]) for finding in comparison.findings] == [
         ("fc", 0, 3)
     ]
 

@@ -64,7 +64,7 @@ def test_the_same_training_again_is_identical(model: str, tmp_path: Path) -> Non
     comparison = traindiff.compare(training.run(tmp_path / "baseline"), training.run(tmp_path / "candidate"))
 
     assert comparison.verdict == "identical"
-    assert all(row.identical_steps == row.steps for row in comparison.differences)
+    assert all(row.num_identical_steps == row.num_steps for row in comparison.differences)
 
 
 @pytest.mark.parametrize("model", ["mlp", "conv"])

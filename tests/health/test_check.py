@@ -81,7 +81,7 @@ def test_what_is_wrong_in_several_steps_is_one_finding(tmp_path: Path) -> None:
     verdict = traindiff.check(on_ranks(tmp_path / "run", 2, {1: at(site, lambda values: values + 1)}))
 
     (finding,) = verdict.findings
-    assert (finding.step, finding.evidence["steps"]) == (0, 3)
+    assert (finding.step, finding.evidence["num_steps"]) == (0, 3)
     assert finding.rank is None  # of two, which is wrong is not known
 
 

@@ -280,7 +280,7 @@ def test_calibrate_gives_the_baseline_and_the_noise_for_compare(tmp_path: Path) 
 def test_the_cost_is_stated_by_run(verify: Verify) -> None:
     found = verify(mlp(before_step=doubled_gradient), replicas=("ulp:1",), repeat=False)
 
-    assert [(run.name, run.steps) for run in found.costs] == [
+    assert [(run.name, run.num_steps) for run in found.costs] == [
         ("baseline", 2), ("ulp-1", 2), ("candidate", 2), ("pinned-step-0-native/baseline", 1),
         ("pinned-step-0-native/ulp-1", 1), ("pinned-step-0-native/candidate", 1),
     ]  # fmt: skip
@@ -316,6 +316,6 @@ def test_the_json_has_the_keys_of_a_comparison_and_what_was_pinned_down(verify: 
     assert [one["step"] for one in found["pinned"]] == [0]
     assert found["pinned"][0]["comparison"]["schema"]["name"] == "traindiff-comparison"
     assert found["pinned"][0]["comparison"]["first_divergence"]["site"] == "3.weight"
-    assert {"name": "baseline", "steps": 2}.items() <= found["costs"][0].items()
+    assert {"name": "baseline", "num_steps": 2}.items() <= found["costs"][0].items()
     assert found["pin_note"] == ""
     assert {"baseline", "candidate", "findings", "representation", "unaligned", "noise", "steps", "notes"} <= set(found)

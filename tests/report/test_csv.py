@@ -80,5 +80,5 @@ def test_each_finding_of_a_check_has_a_row(tmp_path: Path) -> None:
     result = traindiff.check(tmp_path / "run")
     (row,) = rows(result)
 
-    assert (row["kind"], row["rank"], row["site"], row["steps"]) == ("ranks-disagree", "1", "fc.weight", "1")
+    assert (row["kind"], row["rank"], row["site"], row["num_steps"]) == ("ranks-disagree", "1", "fc.weight", "1")
     assert row["says"] == result.findings[0].says

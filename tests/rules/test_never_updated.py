@@ -60,7 +60,7 @@ def test_a_parameter_that_no_optimizer_holds_is_found(tmp_path: Path) -> None:
         "No recorded optimizer holds second.weight, although it requires a gradient: 2 steps leave it as it was. "
         "If that is meant, set requires_grad=False."
     )
-    assert finding.evidence == {"steps_without_change": 2}  # it was last seen before the third
+    assert finding.evidence == {"num_steps_without_change": 2}  # it was last seen before the third
 
 
 class Forgetful(torch.optim.SGD):

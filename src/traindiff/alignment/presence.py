@@ -19,14 +19,34 @@ from traindiff.tap_registry import asked_for_as
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unaligned:
-    """A site that only one of the runs has, or whose observations could not be brought together."""
+    """A site that only one of the runs has, or whose observations could not be brought together.
+
+    Attributes:
+        phase: Phase of the observations.
+        path: Canonical path; empty for the root.
+        slot: Which tensor there.
+        first_step: The first step in which it is alone.
+        num_steps: In how many steps it is.
+        why: Why observations could not be brought together; empty where one run has none.
+    """
 
     phase: str
     path: str
     slot: str
     first_step: int
-    steps: int
+    num_steps: int
     why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The site in the schema of `--json`."""
+        return {
+            "phase": self.phase,
+            "site": self.path or ROOT,
+            "slot": self.slot,
+            "first_step": self.first_step,
+            "num_steps": self.num_steps,
+            "why": self.why,
+        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,9 +177,9 @@ class Presence:
         site = (key.phase, key.path, key.slot)
         held = self.unaligned[side].get(site)
         self.unaligned[side][site] = (
-            replace(held, steps=held.steps + 1)
+            replace(held, num_steps=held.num_steps + 1)
             if held
-            else Unaligned(phase=key.phase, path=key.path, slot=key.slot, first_step=step, steps=1, why=why)
+            else Unaligned(phase=key.phase, path=key.path, slot=key.slot, first_step=step, num_steps=1, why=why)
         )
 
 

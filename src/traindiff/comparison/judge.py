@@ -103,8 +103,8 @@ class Judge:
         for finding in found:
             site = (_key(finding), finding.kind if finding.kind in ("hyper-parameter", "reported-norm") else "")
             held = self._found.get(site)
-            steps = held.evidence["steps"] + 1 if held else 1
-            self._found[site] = replace(held or finding, evidence={**(held or finding).evidence, "steps": steps})
+            count = held.evidence["num_steps"] + 1 if held else 1
+            self._found[site] = replace(held or finding, evidence={**(held or finding).evidence, "num_steps": count})
 
         self.judged.previous = {
             pair.baseline.key: pair.baseline.summary

@@ -47,8 +47,10 @@ class Judged:
         self.all_equal = self.all_equal and (equal or derived)
         row = SiteDifference(
             phase=key.phase, stage=key.stage, path=key.path, slot=key.slot, call=key.call, step=step,
-            order=pair.baseline.order, difference=size, floor=floor, steps=0, identical_steps=0,
+            order=pair.baseline.order, difference=size, floor=floor, num_steps=0, num_identical_steps=0,
         )  # fmt: skip
         held = self.differences.get(key, row)
         worst = row if row.ratio > held.ratio else held
-        self.differences[key] = replace(worst, steps=held.steps + 1, identical_steps=held.identical_steps + equal)
+        self.differences[key] = replace(
+            worst, num_steps=held.num_steps + 1, num_identical_steps=held.num_identical_steps + equal
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from traindiff.alignment.presence import Unaligned
@@ -32,8 +32,8 @@ class SiteDifference:
     order: int
     difference: float
     floor: float
-    steps: int
-    identical_steps: int
+    num_steps: int
+    num_identical_steps: int
 
     @property
     def ratio(self) -> float:
@@ -94,7 +94,7 @@ class Comparison:
             "first_divergence": first.to_json() if first else None,
             "findings": [finding.to_json() for finding in self.findings],
             "representation": [finding.to_json() for finding in self.representation],
-            "unaligned": [[asdict(one) for one in side] for side in self.unaligned],
+            "unaligned": [[one.to_json() for one in side] for side in self.unaligned],
             "noise": None if self.noise is None else dict(self.noise),
             "steps": list(self.steps),
             "notes": list(self.notes),

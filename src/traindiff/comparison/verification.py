@@ -20,12 +20,12 @@ class RunCost:
 
     Attributes:
         name: Its directory.
-        steps: Steps that were run.
+        num_steps: Steps that were run.
         seconds: Wall time.
     """
 
     name: str
-    steps: int
+    num_steps: int
     seconds: float
 
 
@@ -98,7 +98,7 @@ class Verification:
                 for one in self.pinned
             ],
             "pin_note": self.pin_note,
-            "costs": [{"name": one.name, "steps": one.steps, "seconds": one.seconds} for one in self.costs],
+            "costs": [{"name": one.name, "num_steps": one.num_steps, "seconds": one.seconds} for one in self.costs],
             "peak_bytes": self.peak_bytes,
         }
 
@@ -128,6 +128,6 @@ def pinned_limits(verification: Verification, pinned: Pinned) -> list[str]:
 def cost(verification: Verification) -> str:
     """What it took, in one line."""
     runs = verification.costs
-    steps, seconds = sum(run.steps for run in runs), sum(run.seconds for run in runs)
+    steps, seconds = sum(run.num_steps for run in runs), sum(run.seconds for run in runs)
     memory = f", {verification.peak_bytes / 1e6:.0f} MB at most" if verification.peak_bytes else ""
     return f"{len(runs)} runs, {steps} steps, {seconds:.1f} s{memory}."

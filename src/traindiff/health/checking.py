@@ -69,7 +69,7 @@ def check(
             progress(step.step)
         step.release()
     findings = (
-        *(replace(one, evidence={**one.evidence, "steps": times[what]}) for what, one in found.items()),
+        *(replace(one, evidence={**one.evidence, "num_steps": times[what]}) for what, one in found.items()),
         *judge.end(),
     )
     gaps = [*failed.notes(), *_missing(run, missing)]

@@ -76,7 +76,7 @@ class Runs:
             recipe, self.directory / name, num_steps=num_steps, seed=self.seed, on_step=on_step,
             asked_by=f"{self.asked_by}, run {name}", overwrite=True, **{**self.record, **settings},
         )  # fmt: skip
-        self.costs.append(RunCost(name=name, steps=done[0], seconds=time.perf_counter() - began))
+        self.costs.append(RunCost(name=name, num_steps=done[0], seconds=time.perf_counter() - began))
         return path
 
 

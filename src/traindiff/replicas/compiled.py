@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from traindiff.errors import ConfigError, Problem, TraindiffError
+from traindiff.errors import ConfigError, NotPerturbedError, Problem
 from traindiff.replica_setting import ReplicaSetting
 from traindiff.replicas.replica import NAME
 from traindiff.site import ROOT, canonical_paths
@@ -16,10 +16,6 @@ from traindiff.taps.compiled import tap_compiled_module
 from traindiff.taps.compiled_observers import ModuleObserver
 from traindiff.taps.silent_modules import takes_hooks
 from traindiff.taps.sink import Sink
-
-
-class NotPerturbedError(TraindiffError):
-    """A part of the training ran where it cannot be perturbed."""
 
 
 def compiled_parts(root: nn.Module) -> str:

@@ -14,7 +14,7 @@ from traindiff.site import ROOT
 
 COLUMNS = (
     "step", "micro_step", "rank", "phase", "stage", "site", "slot", "call", "kind", "difference", "floor", "ratio",
-    "steps", "identical_steps", "says",
+    "num_steps", "num_identical_steps", "says",
 )  # fmt: skip
 """Columns of every table, in order. Cells without a value, and sizes that are not finite, are empty."""
 
@@ -22,10 +22,10 @@ COLUMNS = (
 def write(result: Comparison | Verification | Verdict, file: IO[str]) -> None:
     """A header, then rows in the order of execution.
 
-    Of a comparison each site has a row with its largest difference in units of its floor, in `step`: `steps` in which
-    it was compared, `identical_steps` of them with the same bits, and `kind` and `says` of the finding there, if there
-    is one. Findings at sites that only one run has follow. Of a verification this is the comparison of the free runs.
-    Of a check each finding has a row, and `steps` are those in which it was found.
+    Of a comparison each site has a row with its largest difference in units of its floor, in `step`: `num_steps` in
+    which it was compared, `num_identical_steps` of them with the same bits, and `kind` and `says` of the finding there,
+    if there is one. Findings at sites that only one run has follow. Of a verification this is the comparison of the free runs.
+    Of a check each finding has a row, and `num_steps` are those in which it was found.
     """
     writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -53,13 +53,13 @@ def _of_site(row: SiteDifference) -> dict[str, Any]:
     return {
         "step": row.step, "phase": row.phase, "stage": row.stage, "site": row.path or ROOT, "slot": row.slot,
         "call": row.call, "difference": _finite(row.difference), "floor": _finite(row.floor),
-        "ratio": _finite(row.ratio), "steps": row.steps, "identical_steps": row.identical_steps,
+        "ratio": _finite(row.ratio), "num_steps": row.num_steps, "num_identical_steps": row.num_identical_steps,
     }  # fmt: skip
 
 
 def _of_finding(finding: Finding) -> dict[str, Any]:
     about = finding.to_json()
-    return {name: about[name] for name in COLUMNS if name in about} | {"steps": finding.evidence.get("steps")}
+    return {name: about[name] for name in COLUMNS if name in about} | {"num_steps": finding.evidence.get("num_steps")}
 
 
 def _finite(value: float) -> float | None:

@@ -78,7 +78,7 @@ def _print_findings(console: Console, groups: Sequence[Group], *, top: int) -> N
 def _print_differences(console: Console, differences: Sequence[SiteDifference], *, top: int) -> None:
     largest = sorted(differences, key=lambda row: row.ratio, reverse=True)[:top]
     shown = sorted((row for row in largest if row.difference > 0), key=lambda row: row.order)
-    equal = sum(row.identical_steps == row.steps for row in differences)
+    equal = sum(row.num_identical_steps == row.num_steps for row in differences)
     title = f"\nLargest differences, in execution order ({equal} of {len(differences)} sites are identical throughout)"
     console.print(Text(title, style="bold"), soft_wrap=True)
     table = columns(left=("phase", "site"), right=("at step", "difference", "floor", "x floor"))

@@ -92,7 +92,7 @@ class ParametersMove(Rule):
                 )
             yield Finding(
                 step=resting.first, phase="param", path=path, slot="value", order=resting.entry.order,
-                kind="never-updated", says=says, evidence={"steps_without_change": resting.steps},
+                kind="never-updated", says=says, evidence={"num_steps_without_change": resting.steps},
             )  # fmt: skip
 
     def _see(self, path: str, entry: Entry) -> None:

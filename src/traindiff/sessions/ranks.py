@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from traindiff.errors import TraindiffError
-
 TIMEOUT_SECONDS = 120.0
 """How long all ranks together may take."""
 
@@ -27,7 +25,7 @@ _GRACE_SECONDS = 5.0
 """How long a rank has to write its stack, or to end after another has failed."""
 
 
-class RanksError(TraindiffError):
+class RanksError(RuntimeError):
     """A rank failed, or did not end in time; the message has the error or the stack of each rank."""
 
 
