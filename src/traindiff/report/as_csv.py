@@ -24,8 +24,8 @@ def write(result: Comparison | Verification | Verdict, file: IO[str]) -> None:
 
     Of a comparison each site has a row with its largest difference in units of its floor, in `step`: `num_steps` in
     which it was compared, `num_identical_steps` of them with the same bits, and `kind` and `says` of the finding there,
-    if there is one. Findings at sites that only one run has follow. Of a verification this is the comparison of the free runs.
-    Of a check each finding has a row, and `num_steps` are those in which it was found.
+    if there is one. Findings at sites that only one run has follow. Of a verification this is the comparison of the
+    free runs. Of a check each finding has a row, and `num_steps` are those in which it was found.
     """
     writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
     writer.writeheader()
