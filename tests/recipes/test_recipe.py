@@ -20,7 +20,7 @@ from traindiff.demo import recipes
 from traindiff.errors import ConfigError
 from traindiff.recipes.loading import load_recipe
 from traindiff.recipes.recipe import logged, prepared, undisturbed_random_state
-from traindiff.recipes.running import run_recipe
+from traindiff.recipes.run_recipe import run_recipe
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import traindiff
 from tests.recipes.recipes import Change, doubled_gradient, mlp, one_thread, other_epsilon, other_gelu
 from traindiff.observation import Observation
 from traindiff.recipes.recipe import Recipe
-from traindiff.recipes.running import run_recipe
+from traindiff.recipes.run_recipe import run_recipe
 from traindiff.sessions.forced import ForcedValues
 from traindiff.shards import Shard
 

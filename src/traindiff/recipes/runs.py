@@ -12,7 +12,7 @@ from typing import Any
 from traindiff.comparison import RunCost
 from traindiff.errors import ConfigError, Problem, RecordingError
 from traindiff.recipes.recipe import Recipe
-from traindiff.recipes.running import run_recipe
+from traindiff.recipes.run_recipe import run_recipe
 from traindiff.recording import open_recording
 
 REPLICAS = ("ulp:1", "ulp:2", "reorder:1")

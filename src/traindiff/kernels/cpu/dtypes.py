@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from traindiff.kernels.cpu.code import F32, F64, I32, I64, Value, element_of
+from traindiff.kernels.cpu.values import F32, F64, I32, I64, Value, element_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from traindiff.kernels.cpu.code import F64, I64, Code, Value, vector
+from traindiff.kernels.cpu.code import Code
 from traindiff.kernels.cpu.dtypes import FloatDtype, magnitude
 from traindiff.kernels.cpu.groups import Block, Group, dot, folded, function_over_elements, hash_type, multiset_hash
 from traindiff.kernels.cpu.state import COUNTS, FIELDS
+from traindiff.kernels.cpu.values import F64, I64, Value, vector
 from traindiff.kernels.hashing import BLOCK
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from traindiff.kernels import hashing
-from traindiff.kernels.cpu.code import F64, I1, I32, I64, LANES, POINTER, Code, Value, element_of, vector
+from traindiff.kernels.cpu.code import Code
 from traindiff.kernels.cpu.dtypes import Dtype
 from traindiff.kernels.cpu.state import FIELDS
+from traindiff.kernels.cpu.values import F64, I1, I32, I64, LANES, POINTER, Value, element_of, vector
 from traindiff.kernels.hashing import BLOCK
 
 _SIGNATURE = ir.FunctionType(ir.VoidType(), [POINTER, I64, I64, I64, POINTER])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from traindiff.kernels.cpu.code import I64, Code, Value, vector
+from traindiff.kernels.cpu.code import Code
 from traindiff.kernels.cpu.dtypes import IntegerDtype
 from traindiff.kernels.cpu.groups import Block, Group, dot, folded, function_over_elements, hash_type, multiset_hash
 from traindiff.kernels.cpu.state import FIELDS
+from traindiff.kernels.cpu.values import I64, Value, vector
 from traindiff.kernels.hashing import BLOCK
 
 

@@ -13,10 +13,11 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from traindiff.kernels.cpu import floats, integers
-from traindiff.kernels.cpu.code import F32, F64, I64, POINTER, Code, Value, vector
+from traindiff.kernels.cpu.code import Code
 from traindiff.kernels.cpu.dtypes import DTYPES, Dtype, FloatDtype, IntegerDtype
 from traindiff.kernels.cpu.profiles import place_function, profiles_function
 from traindiff.kernels.cpu.state import COUNTS, FIELDS, SIZE
+from traindiff.kernels.cpu.values import F32, F64, I64, POINTER, Value, vector
 from traindiff.kernels.hashing import BLOCK
 from traindiff.shards import BUCKETS
 from traindiff.summary import SKETCH_SIZE, SUMMARY

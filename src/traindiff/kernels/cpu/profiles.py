@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from traindiff.kernels.cpu.code import F64, I64, LANES, POINTER, Code, Value, Variable, element_of, vector
+from traindiff.kernels.cpu.code import Code, Variable
 from traindiff.kernels.cpu.dtypes import FloatDtype, magnitude
 from traindiff.kernels.cpu.state import FIELDS, VECTOR_F64
+from traindiff.kernels.cpu.values import F64, I64, LANES, POINTER, Value, element_of, vector
 from traindiff.shards import BUCKETS
 
 _SIGNATURE = ir.FunctionType(ir.VoidType(), [POINTER, I64, I64, POINTER, I64, I64, I64])

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from traindiff.kernels.cpu.code import F32, F64, I64, LANES, Code, Value, vector
+from traindiff.kernels.cpu.code import Code
+from traindiff.kernels.cpu.values import F32, F64, I64, LANES, Value, vector
 from traindiff.shards import BUCKETS
 from traindiff.summary import SKETCH_SIZE
 
