@@ -74,7 +74,7 @@ def main() -> None:
     outcomes = []
     for outcome in tried(mutants, measured, workers=options.workers, most=options.most):
         outcomes.append(outcome)
-        said = "not noticed" if outcome.survived else "noticed"
+        said = "NOT NOTICED" if outcome.survived else "noticed"
         print(
             f"{len(outcomes)} of {len(mutants)}: {_place(outcome.mutant)} {said} by {outcome.num_tests} tests: "
             f"{outcome.mutant.after}",

@@ -384,6 +384,55 @@ def test_without_a_loss_it_cannot_be_told_that_only_the_representation_differs(m
     assert measured(rotated(FC, 1e-2)).verdict == "diverged"
 
 
+GRADIENTS = [("grad", "", path, "grad") for path in ("fc.weight", "fc.bias", "head.weight")]
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(1e-4, "equivalent"), (1e-3, "diverged")])
+def test_noise_does_not_hide_that_gradients_follow_activations(size: float, verdict: str, measured: Measured) -> None:
+    replicas = [both(*(scaled(site, 2e-3) for site in GRADIENTS))] * 2
+
+    found = measured(both(rotated(FC, 1e-2), *(rotated(site, size) for site in GRADIENTS)), *replicas, build=with_loss)
+
+    assert found.verdict == verdict
+    assert {one.path for one in (*found.findings, *found.representation)} == {"fc"}
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x * np.float32(np.nan), lambda x: x[:, :7]], ids=["not finite", "another shape"]
+)
+def test_what_has_no_size_is_no_other_representation(change: Callable[[Any], Any], measured: Measured) -> None:
+    found = measured(at(FC, change), build=with_loss)
+
+    assert (found.verdict, found.representation) == ("diverged", ())
+
+
+def test_of_a_forced_run_and_where_the_user_sets_tolerances_each_operation_counts(tmp_path: Path) -> None:
+    baseline = record(tmp_path / "baseline", build=with_loss)
+    free = record(tmp_path / "free", rotated(FC, 1e-2), build=with_loss)
+    forced = record(tmp_path / "forced", rotated(FC, 1e-2), build=with_loss, run={"forced_by": "baseline"})
+
+    assert compare(baseline, free).verdict == "equivalent"
+    assert compare(baseline, free, rtol=1e-6).verdict == "diverged"
+    assert compare(baseline, forced).verdict == "diverged"
+
+
+def test_what_a_forced_training_reports_follows_from_what_was_found_before_it(tmp_path: Path) -> None:
+    """It cannot be forced."""
+    report = ("loss", "", "accuracy", "logged")
+
+    def reporting(step: int) -> Step:
+        return {**with_loss(step), report: Seen(values=np.array(0.5), about={"merge": "mean"})}
+
+    def compared(*edits: Edit) -> set[str]:
+        where = tmp_path / str(len(edits))
+        baseline = record(where / "baseline", build=reporting)
+        forced = record(where / "forced", both(*edits), build=reporting, run={"forced_by": "baseline"})
+        return {finding.path for finding in compare(baseline, forced).findings}
+
+    assert compared(scaled(report, 0.1)) == {"accuracy"}
+    assert compared(scaled(report, 0.1), rotated(FC, 1e-2)) == {"fc"}
+
+
 def test_samples_in_another_order_are_another_representation(measured: Measured) -> None:
     activations = [site for site in with_loss(0) if site[0] in ("forward", "backward")]
     order = np.array([3, 1, 4, 0, 2])
