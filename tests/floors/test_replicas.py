@@ -121,8 +121,8 @@ def test_where_inputs_agree_better_than_the_replicas_did_less_is_allowed(measure
 
 @pytest.mark.parametrize(
     ("size", "rows", "word"),
-    [(0.05, 10, "equivalent"), (0.0, 10, "diverged"), (0.05, 20, "diverged")],
-    ids=["noise turns one", "equal inputs", "too many"],
+    [(0.05, 10, "equivalent"), (0.05, 12, "equivalent"), (0.0, 10, "diverged"), (0.05, 20, "diverged")],
+    ids=["noise turns one", "noise turns some", "equal inputs", "too many"],
 )
 def test_a_router_picks_another_number_of_rows_only_where_its_inputs_differ_enough(
     size: float, rows: int, word: str, measured: Measured
@@ -132,7 +132,7 @@ def test_a_router_picks_another_number_of_rows_only_where_its_inputs_differ_enou
     found = measured(both(routed, rotated(FC, size)), rotated(FC, 0.05), rotated(FC, 0.06), build=with_routed_rows)
 
     assert found.verdict == word, str(found)
-    note = "first at step 1, forward of head output[0]: 10 rows, 9 in the baseline"
+    note = f"first at step 1, forward of head output[0]: {rows} rows, 9 in the baseline"
     assert any(note in one for one in found.notes) == (word == "equivalent")
 
 

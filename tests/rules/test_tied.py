@@ -40,6 +40,12 @@ def test_rows_of_zeros_are_counted(zero_rows: int) -> None:
     ]
 
 
+def test_each_tie_is_judged_by_itself() -> None:
+    others = {"a.weight": "b.weight", "head.weight": "wte.weight", "c.weight": "wte.weight"}
+
+    assert len(findings(gradient(6), facts=replace(FACTS, tied=others))) == 1
+
+
 def test_fewer_zeros_than_a_row_has_may_be_chance() -> None:
     values = gradient(0)
     values[0, :3] = 0
