@@ -366,6 +366,13 @@ def test_activations_that_differ_while_nothing_learned_does_are_another_represen
     assert [one.path for one in found.representation] == ["fc"]
     assert "The representation differs, not the computation: step 0" in found.notes[0]
     assert len(found.to_json()["representation"]) == 1
+    assert "more sites" not in found.notes[0]
+
+
+def test_the_first_of_several_activations_that_differ_is_named(measured: Measured) -> None:
+    found = measured(both(rotated(FC, 1e-2), rotated(HEAD, 0.5)), build=with_loss)
+
+    assert "forward, fc output[0] and at 1 more site" in found.notes[0]
 
 
 @pytest.mark.parametrize(
