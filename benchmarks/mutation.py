@@ -20,7 +20,7 @@ from time import perf_counter
 
 from benchmarks.machine import machine
 from benchmarks.mutants import Mutant, sample, unchanged
-from benchmarks.mutation_tests import NO_TESTS, SECONDS, Measured, check_order, import_once, measure, start
+from benchmarks.mutation_tests import NO_TESTS, Measured, check_order, import_once, measure, start
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("MUTATION.md")
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--tests", nargs="*", help=f"default: tests/{TESTS}")
     parser.add_argument("--share", type=float, default=0.1, help="of all mutants; default: 0.1")
     parser.add_argument("--longest", type=float, default=1.0, help="seconds; longer tests are left out; default: 1")
+    parser.add_argument("--most", type=int, help="tests of one mutant, the fastest; default: all that run its line")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--json", type=Path, help="file for the outcomes; MUTATION.md is left as it is then")
     options = parser.parse_args()
@@ -71,9 +72,9 @@ def main() -> None:
     measured = measure(tests, source).without_longer(options.longest)
     check_order(measured, unchanged(mutants[0].path), _module(mutants[0].path))
     outcomes = []
-    for outcome in tested(mutants, measured, workers=options.workers):
+    for outcome in tried(mutants, measured, workers=options.workers, most=options.most):
         outcomes.append(outcome)
-        said = "not noticed" if outcome.survived else "noticed"
+        said = "NOT NOTICED" if outcome.survived else "noticed"
         print(
             f"{len(outcomes)} of {len(mutants)}: {_place(outcome.mutant)} {said} by {outcome.num_tests} tests: "
             f"{outcome.mutant.after}",
@@ -88,16 +89,17 @@ def main() -> None:
         RESULTS.write_text(text, encoding="utf-8")
 
 
-def tested(mutants: Sequence[Mutant], measured: Measured, *, workers: int) -> Iterator[Outcome]:
+def tried(mutants: Sequence[Mutant], measured: Measured, *, workers: int, most: int | None) -> Iterator[Outcome]:
     """What becomes of each mutant, in the order in which it is known."""
     running: dict[int, tuple[Mutant, int]] = {}
     waiting = list(mutants)[::-1]
     while waiting or running:
         while waiting and len(running) < workers:
             mutant = waiting.pop()
-            tests = measured.of(mutant)
+            tests = measured.of(mutant, most)
             if tests:
-                running[start(mutant, tests, _module(mutant.path))] = mutant, len(tests)
+                seconds = sum(measured.seconds[test] for test in tests)
+                running[start(mutant, tests, _module(mutant.path), seconds=seconds)] = mutant, len(tests)
             else:
                 yield Outcome(mutant=mutant, survived=True, num_tests=0)
         if running:
@@ -122,18 +124,18 @@ Written by `make mutation` on {datetime.now(UTC):%Y-%m-%d}. {machine()}. {second
 {sum(num_places.values())} changes that cosmic-ray's operators, and four of our own, make in the files below: a number
 higher or lower by one, a comparison, a condition or an operator turned into another, a loop without a turn, None in
 place of a result. Each was given to those tests of {", ".join(tests)} that run its line and take at most {longest:g} s;
-it is noticed if one of them fails, or takes more than {SECONDS} s. Not noticed are also changes that change nothing.
+it is noticed if one of them fails, or does not end. Not noticed are also changes that change nothing.
 
 | file | changes | tried | noticed | | run by no test |
 | --- | --- | --- | --- | --- | --- |"""
     lines = text.splitlines()
-    tried, left, unseen = (
+    all_of, left, unseen = (
         Counter(one.mutant.path for one in of) for of in (outcomes, survivors, [o for o in outcomes if not o.num_tests])
     )
-    for path in sorted(tried):
-        share = 1 - left[path] / tried[path]
+    for path in sorted(all_of):
+        share = 1 - left[path] / all_of[path]
         lines.append(
-            f"| {_named(path)} | {num_places[path]} | {tried[path]} | {tried[path] - left[path]} | {share:.0%} "
+            f"| {_named(path)} | {num_places[path]} | {all_of[path]} | {all_of[path] - left[path]} | {share:.0%} "
             f"| {unseen[path]} |"
         )
     lines += ["", "## Not noticed", ""]

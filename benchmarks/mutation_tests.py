@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +31,9 @@ IMPORTED_ONCE = ("torch._dynamo", "llvmlite.binding", "numpy", "pyarrow", "rich"
 MEMORY = Path("/dev/shm")
 """Where there is such a folder, recordings are written there."""
 
-SECONDS = 20
-"""A test that takes longer has found a mutant: one that does not end."""
+SECONDS = 60
+"""Of a processor: what the tests of a mutant may take beside five times what they take without it. A mutant whose tests
+take longer does not end, and is noticed."""
 
 NO_TESTS = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 QUIET = ("-qq", "-x", "--no-header", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist")
@@ -49,18 +51,27 @@ class Measured:
     seconds: Mapping[str, float]
     tests: Mapping[str, Mapping[int, Sequence[str]]]
 
-    def of(self, mutant: Mutant) -> list[str]:
-        """Tests that may find a mutant, fastest first: of what imports run, all that run anything of the file."""
+    def of(self, mutant: Mutant, most: int | None = None) -> list[str]:
+        """Tests that may find a mutant, fastest first.
+
+        Those that run its line; of what imports run, all in files of tests of which some run anything of its file.
+        """
         lines = self.tests.get(str(mutant.path), {})
-        first, last = mutant.statement if mutant.in_function else (0, max(lines, default=0))
-        found = {test for line in range(first, last + 1) for test in lines.get(line, ())} & set(self.seconds)
-        if not mutant.in_function and not found:
-            found = set(self.seconds)
-        return sorted(found, key=lambda test: self.seconds[test])
+        if mutant.in_function:
+            first, last = mutant.statement
+            found = {test for line in range(first, last + 1) for test in lines.get(line, ())}
+        else:
+            files = {_file_of(test) for tests in lines.values() for test in tests}
+            found = {test for test in self.seconds if not files or _file_of(test) in files}
+        return sorted(found & set(self.seconds), key=lambda test: self.seconds[test])[:most]
 
     def without_longer(self, seconds: float) -> Measured:
         """The same without tests that take longer."""
         return replace(self, seconds={test: taken for test, taken in self.seconds.items() if taken <= seconds})
+
+
+def _file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def import_once() -> None:
@@ -95,23 +106,26 @@ def check_order(measured: Measured, unchanged: Mutant, module: str) -> None:
         SystemExit: Some fail, so that a failure would not tell that a mutant was noticed.
     """
     tests = sorted(measured.seconds, key=lambda test: measured.seconds[test])
-    if waited(start(unchanged, tests, module)):
+    if waited(start(unchanged, tests, module, seconds=sum(measured.seconds.values()))):
         raise SystemExit("Tests fail without any change when the fastest run first; nothing was measured.")
 
 
-def start(mutant: Mutant, tests: Sequence[str], module: str) -> int:
+def start(mutant: Mutant, tests: Sequence[str], module: str, *, seconds: float) -> int:
     """Begin to test a mutant in a fork; its id.
 
     Args:
         mutant: To be found.
         tests: Ids, in the order in which they are to run.
         module: Full name of the mutant's module.
+        seconds: What they take without the mutant.
     """
 
     def run() -> int:
+        limit = int(SECONDS + 5 * seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         sys.meta_path.insert(0, _Finder(module, mutant))
-        files = dict.fromkeys(test.partition("::")[0] for test in tests)
-        return _pytest([f"--timeout={SECONDS}", *files], _Chosen(tests))
+        files = dict.fromkeys(map(_file_of, tests))
+        return _pytest(list(files), _Chosen(tests))
 
     return forked(run)
 

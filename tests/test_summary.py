@@ -148,3 +148,14 @@ def test_the_largest_of_zeros_is_not_minus_zero() -> None:
     zeros = np.zeros(1, SUMMARY)
 
     assert not np.signbit(summary.largest(zeros)).any()
+
+
+def test_norms_and_distances_are_taken_of_each_site() -> None:
+    baseline = np.array([of(random(8, seed=seed)) for seed in range(3)], dtype=SUMMARY)
+    candidate = np.array([of(random(8, seed=seed + 5)) for seed in range(3)], dtype=SUMMARY)
+
+    for function in (summary.norm, summary.mean, summary.std, summary.largest, summary.finite_count):
+        np.testing.assert_array_equal(function(baseline), [function(one) for one in baseline])
+    apart = summary.distance(baseline, candidate)
+    np.testing.assert_allclose(apart, [summary.distance(*pair) for pair in zip(baseline, candidate, strict=True)])
+    assert apart.shape == (3,)

@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.made_up import CONTENT, Compared, Edit, Seen, Step, at, observed
+from tests.made_up import CONTENT, Array, Compared, Edit, Seen, Step, at, observed
+from tests.merging.test_step_table import only, part
+from traindiff.alignment.exact import check_batch, permuted_paths
 from traindiff.comparison import compare
 from traindiff.findings import Finding
+from traindiff.merging.distance import Pair
 from traindiff.recording import RecordingWriter
 
 INPUT = ("batch", "", "", "input[0]")
@@ -240,3 +243,36 @@ def test_a_small_difference_of_a_setting_is_shown_with_enough_digits(compared: C
     finding = first(compared, at(("optimizer", "", "optimizer.groups[1]", "lr"), lambda x: np.array(0.1000001)))
 
     assert finding.says == "lr is 0.1 in the baseline and 0.1000001 in the candidate, for fc.bias."
+
+
+VALUES = np.arange(6, dtype=np.float32)
+ONES = np.ones(6, dtype=np.float32)
+
+
+def held(baseline: Array, candidate: Array, path: str, stage: str = "before", phase: str = "param") -> Pair:
+    """A tensor on both sides."""
+    site = (phase, stage, path, "value")
+    return Pair(baseline=only([part(baseline, site=site)]), candidate=only([part(candidate, site=site)]))
+
+
+def test_where_parameters_are_permuted_those_of_one_value_may_be_too() -> None:
+    pairs = [
+        held(VALUES, VALUES, "equal"),
+        held(ONES, ONES, "norm.weight"),
+        held(np.float32(1.0), np.float32(1.0), "scale"),
+        held(ONES[:1], ONES[:1], "one"),
+        held(VALUES, VALUES[::-1], "after", stage=""),
+        held(VALUES, VALUES[::-1], "activation", stage="", phase="forward"),
+        held(VALUES, VALUES[::-1].astype(np.float64), "longer"),
+    ]
+
+    assert permuted_paths(pairs) == set()
+    assert permuted_paths([*pairs, held(VALUES, VALUES[::-1], "fc.weight")]) == {"fc.weight", "norm.weight"}
+
+
+@pytest.mark.parametrize(("error", "same"), [(2.0**-12, True), (2.0**-9, False)])
+def test_a_batch_in_another_precision_is_the_same_up_to_its_rounding(error: float, same: bool) -> None:
+    rounded = (VALUES * np.float32(1 + error)).astype(np.float16)
+
+    assert (check_batch(held(VALUES, rounded, "", phase="batch", stage=""), step=0) is None) == same
+    assert (check_batch(held(rounded, VALUES, "", phase="batch", stage=""), step=0) is None) == same

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.made_up import CONTENT, GROUPS, Compared, Seen, Step, at, random, record
+from tests.made_up import CONTENT, GROUPS, Compared, Seen, Site, Step, at, random, record
+from tests.merging.test_step_table import part
+from traindiff.alignment.pairs import align
 from traindiff.comparison import compare
 from traindiff.errors import ConfigError
 from traindiff.merging.renames import parse_renames
+from traindiff.merging.step_table import Part, step_table
 
 
 def _renamed(step: int, sites: Step) -> None:
@@ -252,3 +255,65 @@ def test_a_gradient_that_is_missing_on_one_rank_is_missing_there(tmp_path: Path)
     assert first is not None
     assert first.says == "In the candidate, head.weight gets no gradient on rank 1; in the baseline it does."
     assert first.rank == 1
+
+
+OUTPUT = ("forward", "", "fc", "output[0]")
+
+
+def aligned(baseline: list[Part], candidate: list[Part]) -> tuple[int, int, int]:
+    """How many sites are paired, stand alone, and have a batch axis that was not recognised."""
+    found = align(step_table(baseline), step_table(candidate))
+    return len(found.pairs), len(found.only_baseline) + len(found.only_candidate), len(found.unmerged)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "site", "unmerged"),
+    [
+        (((4, 6), (8, 6)), OUTPUT, 1),
+        (((8, 6), (4, 6)), OUTPUT, 1),
+        (((4, 6), (6, 6)), OUTPUT, 0),
+        (((4, 6), (8, 3)), OUTPUT, 0),
+        (((4, 6), (4, 3)), OUTPUT, 0),
+        (((0, 6), (8, 6)), OUTPUT, 0),
+        (((4, 6), (4, 6, 1)), OUTPUT, 0),
+        (((4, 6), (8, 6)), ("grad", "", "fc.weight", "grad"), 0),
+    ],
+)
+def test_one_shape_that_is_a_multiple_of_the_other_along_axis_0_is_a_batch_axis_that_was_not_recognised(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], site: Site, unmerged: int
+) -> None:
+    baseline, candidate = ([part(random(*shape, seed=0), site=site)] for shape in shapes)
+
+    assert aligned(baseline, candidate) == (1 - unmerged, 0, unmerged)
+
+
+def test_what_was_not_observed_has_no_shape() -> None:
+    hidden = [part(random(4, 6, seed=0), unobserved="sparse")]
+
+    assert aligned(hidden, [part(random(8, 6, seed=0))]) == (1, 0, 0)
+    assert aligned([part(random(8, 6, seed=0))], hidden) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "unmerged"), [((3, 6), 1), ((6, 4), 1), ((3, 4), 0)], ids=["rows", "columns", "both"]
+)
+def test_in_runs_that_split_otherwise_any_one_axis_may_be_that_of_the_batch(
+    shape: tuple[int, ...], unmerged: int
+) -> None:
+    whole = [part(random(6, 6, seed=0))]
+    split = [part(random(*shape, seed=0)), part(random(5, seed=0), site=("loss", "", "loss", "value"), micro_step=1)]
+
+    assert aligned(whole, split)[2] == unmerged
+
+
+def test_what_one_run_has_more_often_is_paired_as_often_as_both_have_it() -> None:
+    """A tensor that changes in each micro-step, and is not of the batch."""
+    once = [part(random(3, seed=0))]
+    thrice = [part(random(3, seed=step), micro_step=step) for step in range(3)]
+    other = [
+        part(random(3, seed=step), micro_step=step, site=("forward", "", "head", "output[0]")) for step in range(3)
+    ]
+
+    assert aligned(once, thrice) == (1, 0, 0)
+    assert aligned(thrice, once) == (1, 0, 0)
+    assert aligned(once, [*once, *other]) == (1, 3, 0)

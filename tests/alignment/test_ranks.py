@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,3 +118,63 @@ def test_ranks_are_named_in_words() -> None:
     assert ranks_text([1]) == "Rank 1"
     assert ranks_text([0, 2, 3], capital=False) == "ranks 0, 2 and 3"
     assert ranks_text(range(10)) == "Ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+
+
+def copies(*seeds: int) -> Entry:
+    """A parameter of which each rank holds a copy; equal seeds are equal copies."""
+    return only([part(random(4, 3, seed=seed), rank=rank, site=PARAMETER) for rank, seed in enumerate(seeds)])
+
+
+@pytest.mark.parametrize(
+    ("seeds", "ranks"), [((0, 1, 0), (1,)), ((0, 1), ()), ((0, 0, 0, 1, 2), (3, 4)), ((0, 0, 1, 1), ())]
+)
+def test_of_copies_that_disagree_those_outside_the_largest_group_differ(
+    seeds: tuple[int, ...], ranks: tuple[int, ...]
+) -> None:
+    assert differing_ranks(Pair(baseline=copies(0), candidate=copies(*seeds)), 1e-6) == ranks
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ranks"), [(slice(16, 17), (1,)), (slice(0, 16), (0,)), (slice(40, 60), ()), (slice(15, 17), ())]
+)
+def test_elements_of_a_vector_tell_the_rank_where_the_baseline_is_whole(wrong: slice, ranks: tuple[int, ...]) -> None:
+    values = random(64, seed=0)
+    other = values.copy()
+    other[wrong] += 1.0
+    site = ("param", "", "fc.bias", "value")
+    candidate = only([
+        part(other[first:last], rank=rank, site=site, shard=Shard(shape=(16,), global_shape=(64,), offset=(first,)))
+        for rank, (first, last) in QUARTERS.items()
+    ])  # fmt: skip
+
+    assert differing_ranks(Pair(baseline=only([part(values, site=site)]), candidate=candidate), 1e-6) == ranks
+
+
+@pytest.mark.parametrize("reason", ["unobserved", "batched", "summed"])
+def test_rows_of_the_batch_terms_and_what_was_not_observed_tell_no_rank(
+    reason: str, values: NDArray[np.float32]
+) -> None:
+    wrong = values.copy()
+    wrong[20, 3] += 1.0
+    about = {"unobserved": "sparse"} if reason == "unobserved" else {reason: True}
+    candidate = replace(sharded(wrong, QUARTERS), **about)
+
+    assert differing_ranks(Pair(baseline=only([part(values, site=PARAMETER)]), candidate=candidate), 1e-6) == ()
+
+
+def test_a_part_that_is_not_finite_outweighs_no_other(values: NDArray[np.float32]) -> None:
+    wrong = values.copy()
+    wrong[20, 3] = np.nan
+    wrong[40, 3] += 1.0
+
+    pair = Pair(baseline=sharded(values, QUARTERS), candidate=sharded(wrong, QUARTERS))
+
+    assert differing_ranks(pair, 1e-6) == (1, 2)
+
+
+def test_a_much_smaller_difference_is_what_follows_from_the_other(values: NDArray[np.float32]) -> None:
+    wrong = values.copy()
+    wrong[20, 3] += 10.0
+    wrong[40, 3] += 0.1
+
+    assert differing_ranks(Pair(baseline=sharded(values, QUARTERS), candidate=sharded(wrong, QUARTERS)), 1e-6) == (1,)

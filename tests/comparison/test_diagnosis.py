@@ -71,6 +71,29 @@ def test_a_factor_that_is_both_is_said_to_be_both(factor: float, meaning: str) -
     assert factor_meaning(factor, 2, 2) == meaning
 
 
+@pytest.mark.parametrize(
+    ("factor", "meaning"),
+    [
+        (4.0, " (= world size 4: summed over ranks instead of averaged?)"),
+        (0.25, " (= 1/4, one over the world size: averaged once too often?)"),
+        (-4.0, " (= world size 4: summed over ranks instead of averaged?)"),
+        (2.0, " (= its 2 micro-batches: summed instead of averaged?)"),
+        (0.5, " (= 1/2, one over its micro-batches: divided once too often?)"),
+        (0.1, " (= 1/10)"),
+        (8.0, ""),
+    ],
+)
+def test_a_factor_of_ranks_is_told_from_one_of_micro_batches(factor: float, meaning: str) -> None:
+    assert factor_meaning(factor, 2, 4) == meaning
+
+
+@pytest.mark.parametrize(("factor", "known"), [(3.0, True), (3.02, True), (2.98, True), (3.04, False), (-3.0, False)])
+def test_a_factor_of_which_something_is_known_is_read_so(factor: float, known: bool) -> None:
+    found = factor_meaning(factor, 1, known=[(7.0, "= something else"), (3.0, "= what it is")])
+
+    assert found == (" (= what it is)" if known else "")
+
+
 def test_a_flipped_sign() -> None:
     assert look(X, -X).kind == "sign"
 
@@ -203,6 +226,44 @@ def test_a_micro_batch_that_is_lost_doubled_or_scaled(factors: tuple[float, ...]
     assert found.says == says
 
 
+@pytest.mark.parametrize(
+    ("lost", "says"),
+    [
+        (
+            [(1, 0)],
+            "lacks what rank 0 in micro-step 1 of 6 contributed; it is the sum of the other 5.",
+        ),
+        (
+            [(0, 1), (1, 0)],
+            "lacks what rank 1 in micro-step 0 and rank 0 in micro-step 1 of 6 contributed; it is the sum of the other "
+            "4.",
+        ),
+        ([(0, 0), (0, 1)], "lacks what micro-step 0 of 3 contributed; it is the sum of the other 2."),
+    ],
+)
+def test_what_one_rank_brought_in_a_micro_step_may_be_lost_alone(lost: list[tuple[int, int]], says: str) -> None:
+    parts = {(step, rank): random(32, 40, seed=2 * step + rank) for step in range(3) for rank in range(2)}
+    baseline = np.sum(list(parts.values()), axis=0)
+    candidate = np.sum([part for place, part in parts.items() if place not in lost], axis=0)
+
+    found = look(
+        baseline, candidate, micro_steps=3, contributions={place: summary_of(part) for place, part in parts.items()}
+    )
+
+    assert found.says == f"The optimizer's gradient {says}"
+    assert found.evidence["micro_step"] == lost[0][0]
+    assert found.evidence.get("rank") == (lost[0][1] if says.startswith("lacks what rank") else None)
+
+
+def test_more_than_half_of_the_contributions_are_not_all_odd() -> None:
+    parts = [random(32, 40, seed=10 + number) for number in range(3)]
+    contributions = {(number, 0): summary_of(one) for number, one in enumerate(parts)}
+
+    found = look(np.sum(parts, axis=0), parts[0] + 3 * parts[1] + 7 * parts[2], contributions=contributions)
+
+    assert found.kind == "value"
+
+
 def test_a_factor_next_to_one_is_told_from_one() -> None:
     assert (
         look(np.float32(2.0), np.float32(2.0 + 1e-6), floor=0.0).says
@@ -215,6 +276,11 @@ def test_an_optimizers_count_of_steps() -> None:
         "The candidate's optimizer is at its step 1 for this parameter, the baseline's at its step 4. "
         "Was its state lost, or not loaded, at a resume?"
     )
+
+
+def test_only_a_count_of_steps_is_read_as_one() -> None:
+    assert look(X, X + NOISE, phase="optimizer", slot="exp_avg").kind == "value"
+    assert look(X, X + NOISE, phase="forward", slot="step").kind == "value"
 
 
 def test_another_activation_function_is_no_offset() -> None:

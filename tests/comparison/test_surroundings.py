@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from tests.made_up import CONTENT, Compared, Seen, Step, at, random, record
+from tests.made_up import CONTENT, Compared, Edit, Seen, Site, Step, at, random, record
 from traindiff.comparison import compare
 
 HEAD = ("forward", "", "head", "output[0]")
@@ -43,3 +44,69 @@ def test_what_a_fused_kernel_hides_shows_one_hop_late(tmp_path: Path) -> None:
     assert (first.path, first.evidence["one_hop_late"]) == ("head", ["act output[0]"])
     assert "the candidate did not observe 1 site that the other run has (act output[0])" in first.says
     assert "one hop late" in first.says
+
+
+def before(site: Site, *more: Site) -> Edit:
+    """Further sites, just before one."""
+
+    def edit(step: int, sites: Step) -> None:
+        held = dict(sites)
+        sites.clear()
+        for one, seen in held.items():
+            if one == site:
+                sites.update({other: Seen(values=random(5, 8, seed=77)) for other in more})
+            sites[one] = seen
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("count", "says"),
+    [
+        (1, "1 site that the other run has (act0 output[0]): if what goes wrong is it, it shows here"),
+        (3, "3 sites that the other run has (act0 output[0], act1 output[0], act2 output[0]): if what goes"),
+        (5, "5 sites that the other run has (act0 output[0], act1 output[0], act2 output[0] and 2 more): if what goes"),
+    ],
+)
+def test_what_only_the_candidate_shows_just_before_it_is_counted(count: int, says: str, tmp_path: Path) -> None:
+    def with_activations(step: int, sites: Step) -> None:
+        at(HEAD, lambda x: x * np.float32(1.5))(step, sites)
+        before(HEAD, *(("forward", "", f"act{number}", "output[0]") for number in range(count)))(step, sites)
+        before(HEAD, ("backward", "", "act0", "output[0]"))(step, sites)  # of another phase
+        before(("batch", "after", "rng", "cpu"), ("forward", "", "after", "output[0]"))(step, sites)
+
+    modules = {**CONTENT["modules"], "after": "GELU", **{f"act{number}": "GELU" for number in range(count)}}
+    candidate = record(tmp_path / "candidate", with_activations, content={**CONTENT, "modules": modules})
+
+    first = compare(record(tmp_path / "baseline"), candidate).first_divergence
+
+    assert first is not None
+    assert first.evidence["one_hop_late"] == [f"act{number} output[0]" for number in range(count)]
+    assert f"Just before it, the baseline did not observe {says}" in first.says
+
+
+def test_what_is_unseen_before_the_last_site_that_agrees_is_not_named(tmp_path: Path) -> None:
+    with_activation = before(("forward", "", "fc", "output[0]"), ("forward", "", "act", "output[0]"))
+    content = {**CONTENT, "modules": {**CONTENT["modules"], "act": "GELU"}}
+    wrong = record(tmp_path / "candidate", at(HEAD, lambda x: x * np.float32(1.5)))
+
+    first = compare(record(tmp_path / "baseline", with_activation, content=content), wrong).first_divergence
+
+    assert first is not None
+    assert first.evidence["after"] == "fc output[0]"
+    assert "one_hop_late" not in first.evidence
+
+
+def test_before_the_very_first_site_there_is_nothing(tmp_path: Path) -> None:
+    def forward_only(step: int, sites: Step) -> None:
+        for site in [site for site in sites if site[0] != "forward"]:
+            del sites[site]
+
+    def wrong(step: int, sites: Step) -> None:
+        forward_only(step, sites)
+        at(("forward", "", "fc", "output[0]"), lambda x: x * np.float32(1.5))(step, sites)
+
+    first = compare(record(tmp_path / "b", forward_only), record(tmp_path / "c", wrong)).first_divergence
+
+    assert first is not None
+    assert first.evidence["after"] == ""

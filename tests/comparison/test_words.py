@@ -77,6 +77,7 @@ def test_steps_that_neither_run_has_are_incomplete(tmp_path: Path) -> None:
 
     assert comparison.verdict == "incomplete"
     assert comparison.steps == ()
+    assert str(comparison).startswith("incomplete: nothing could be compared\n")
 
 
 def test_recordings_without_a_common_step_say_which_they_have(tmp_path: Path) -> None:
@@ -131,3 +132,48 @@ def test_a_path_without_a_recording_is_refused(tmp_path: Path) -> None:
 def test_unusable_settings_are_refused_before_anything_is_read(tmp_path: Path, options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="nothing was compared"):
         compare(tmp_path / "b", tmp_path / "c", **options)  # type: ignore[arg-type]
+
+
+def test_how_often_a_site_was_identical_is_counted(compared: Compared) -> None:
+    comparison = compared(at(FC, lambda x: x * np.float32(1 + 2e-7), step=1))
+
+    counts = {row.path: (row.steps, row.identical_steps) for row in comparison.differences if row.phase == "forward"}
+    assert counts == {"fc": (3, 2), "head": (3, 3)}
+
+
+def test_stages_that_only_missing_ranks_have_are_named(tmp_path: Path) -> None:
+    content = {**CONTENT, "pipeline": {"ranks": [0, 1, 2, 1], "stages": [0]}}
+    candidate = record(tmp_path / "c", run={"world_size": 3}, content=content)
+
+    notes = compare(record(tmp_path / "b"), candidate).notes
+
+    assert (
+        "candidate: rank 1, 2 left no recording. Not recorded, so not compared: stage 1, 2, 3 of the pipeline." in notes
+    )
+
+
+def test_what_kept_its_own_values_in_a_forced_run_is_said(compared: Compared) -> None:
+    content = {**CONTENT, "not_forced": {"fc output[0]": "a view", "head output[0]": "a view"}}
+
+    assert compared(content=content).notes == (
+        "Not forced, so what is computed from it may carry earlier errors: fc output[0] (a view) and 1 more.",
+    )
+
+
+def test_circumstances_that_are_lists_are_written_out(compared: Compared) -> None:
+    notes = compared(run={"environment": {"devices": ["cpu", "cuda"]}}).notes
+
+    assert notes == ("Circumstances differ (baseline and candidate): devices none and cpu, cuda.",)
+
+
+def test_what_a_failed_tap_would_have_seen_leaves_the_verdict_open(compared: Compared) -> None:
+    def failed(step: int, sites: Step) -> None:
+        about = {"unobserved": "the loss tap failed: ValueError"}
+        sites["loss", "", "traindiff", "loss"] = Seen(values=np.zeros(()), about=about)
+
+    comparison = compared(failed)
+
+    assert comparison.verdict == "incomplete"
+    assert comparison.notes[0] == (
+        "candidate: on rank 0, the loss tap failed: ValueError. What it would have seen from step 0 on is unknown."
+    )

@@ -121,8 +121,8 @@ def test_where_inputs_agree_better_than_the_replicas_did_less_is_allowed(measure
 
 @pytest.mark.parametrize(
     ("size", "rows", "word"),
-    [(0.05, 10, "equivalent"), (0.0, 10, "diverged"), (0.05, 20, "diverged")],
-    ids=["noise turns one", "equal inputs", "too many"],
+    [(0.05, 10, "equivalent"), (0.05, 12, "equivalent"), (0.0, 10, "diverged"), (0.05, 20, "diverged")],
+    ids=["noise turns one", "noise turns some", "equal inputs", "too many"],
 )
 def test_a_router_picks_another_number_of_rows_only_where_its_inputs_differ_enough(
     size: float, rows: int, word: str, measured: Measured
@@ -132,7 +132,7 @@ def test_a_router_picks_another_number_of_rows_only_where_its_inputs_differ_enou
     found = measured(both(routed, rotated(FC, size)), rotated(FC, 0.05), rotated(FC, 0.06), build=with_routed_rows)
 
     assert found.verdict == word, str(found)
-    note = "first at step 1, forward of head output[0]: 10 rows, 9 in the baseline"
+    note = f"first at step 1, forward of head output[0]: {rows} rows, 9 in the baseline"
     assert any(note in one for one in found.notes) == (word == "equivalent")
 
 
@@ -366,6 +366,13 @@ def test_activations_that_differ_while_nothing_learned_does_are_another_represen
     assert [one.path for one in found.representation] == ["fc"]
     assert "The representation differs, not the computation: step 0" in found.notes[0]
     assert len(found.to_json()["representation"]) == 1
+    assert "more sites" not in found.notes[0]
+
+
+def test_the_first_of_several_activations_that_differ_is_named(measured: Measured) -> None:
+    found = measured(both(rotated(FC, 1e-2), rotated(HEAD, 0.5)), build=with_loss)
+
+    assert "forward, fc output[0] and at 1 more site" in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -382,6 +389,55 @@ def test_where_something_learned_differs_it_is_no_other_representation(
 
 def test_without_a_loss_it_cannot_be_told_that_only_the_representation_differs(measured: Measured) -> None:
     assert measured(rotated(FC, 1e-2)).verdict == "diverged"
+
+
+GRADIENTS = [("grad", "", path, "grad") for path in ("fc.weight", "fc.bias", "head.weight")]
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(1e-4, "equivalent"), (1e-3, "diverged")])
+def test_noise_does_not_hide_that_gradients_follow_activations(size: float, verdict: str, measured: Measured) -> None:
+    replicas = [both(*(scaled(site, 2e-3) for site in GRADIENTS))] * 2
+
+    found = measured(both(rotated(FC, 1e-2), *(rotated(site, size) for site in GRADIENTS)), *replicas, build=with_loss)
+
+    assert found.verdict == verdict
+    assert {one.path for one in (*found.findings, *found.representation)} == {"fc"}
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x * np.float32(np.nan), lambda x: x[:, :7]], ids=["not finite", "another shape"]
+)
+def test_what_has_no_size_is_no_other_representation(change: Callable[[Any], Any], measured: Measured) -> None:
+    found = measured(at(FC, change), build=with_loss)
+
+    assert (found.verdict, found.representation) == ("diverged", ())
+
+
+def test_of_a_forced_run_and_where_the_user_sets_tolerances_each_operation_counts(tmp_path: Path) -> None:
+    baseline = record(tmp_path / "baseline", build=with_loss)
+    free = record(tmp_path / "free", rotated(FC, 1e-2), build=with_loss)
+    forced = record(tmp_path / "forced", rotated(FC, 1e-2), build=with_loss, run={"forced_by": "baseline"})
+
+    assert compare(baseline, free).verdict == "equivalent"
+    assert compare(baseline, free, rtol=1e-6).verdict == "diverged"
+    assert compare(baseline, forced).verdict == "diverged"
+
+
+def test_what_a_forced_training_reports_follows_from_what_was_found_before_it(tmp_path: Path) -> None:
+    """It cannot be forced."""
+    report = ("loss", "", "accuracy", "logged")
+
+    def reporting(step: int) -> Step:
+        return {**with_loss(step), report: Seen(values=np.array(0.5), about={"merge": "mean"})}
+
+    def compared(*edits: Edit) -> set[str]:
+        where = tmp_path / str(len(edits))
+        baseline = record(where / "baseline", build=reporting)
+        forced = record(where / "forced", both(*edits), build=reporting, run={"forced_by": "baseline"})
+        return {finding.path for finding in compare(baseline, forced).findings}
+
+    assert compared(scaled(report, 0.1)) == {"accuracy"}
+    assert compared(scaled(report, 0.1), rotated(FC, 1e-2)) == {"fc"}
 
 
 def test_samples_in_another_order_are_another_representation(measured: Measured) -> None:

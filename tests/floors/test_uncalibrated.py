@@ -27,6 +27,7 @@ def test_rounding_is_a_few_units_of_the_dtype() -> None:
 def test_every_unit_is_half_the_distance_from_one_to_the_next_number(dtype: str) -> None:
     torch = pytest.importorskip("torch")
     assert torch.finfo(getattr(torch, dtype)).eps / 2 == UNIT_ROUNDOFF[dtype]
+    assert UNIT_ROUNDOFF["float8_e5m2fnuz"] == UNIT_ROUNDOFF["float8_e5m2"]
 
 
 def test_an_output_is_held_against_what_came_in() -> None:

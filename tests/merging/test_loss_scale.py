@@ -11,8 +11,8 @@ from torch import nn
 
 import traindiff
 from tests.made_up import Seen, observed, random
-from traindiff.merging.loss_scale import UNKNOWN
-from traindiff.merging.step_table import step_table
+from traindiff.merging.loss_scale import UNKNOWN, scale_factors, scale_note
+from traindiff.merging.step_table import Entry, step_table
 from traindiff.summary import norm
 
 EVERYTHING = (
@@ -126,3 +126,52 @@ def test_what_is_scaled_by_an_unknown_scale_is_unknown() -> None:
     (entry,) = step_table([(seen, 0, summary)]).values()
 
     assert entry.unobserved == UNKNOWN
+
+
+def scaled_on(rank: int, micro_step: int, scales: dict[tuple[int, int], float]) -> Entry:
+    """A gradient of ones on a rank, in a step in which ranks have these loss scales by rank and micro-step."""
+    parts = []
+    for (holder, number), scale in scales.items():
+        known = Seen(values=np.array(scale), about={"micro_step": number, "merge": "mean"})
+        parts.append((*observed(("loss", "", "loss_scale", "value"), known, step=0, order=0), holder))
+    about = {"micro_step": micro_step, "merge": "sum", "scaled": True}
+    parts.append(
+        (*observed(("grad", "micro", "w", "grad"), Seen(values=np.ones(4), about=about), step=0, order=1), rank)
+    )
+    table = step_table((seen, holder, summary) for seen, summary, holder in parts)
+    return next(entry for key, entry in table.items() if key.phase == "grad")
+
+
+@pytest.mark.parametrize(
+    ("rank", "micro_step", "scales", "scale"),
+    [
+        (0, 2, {(0, 0): 2.0, (0, 1): 4.0, (0, 3): 8.0}, 4.0),  # the latest before it
+        (0, 1, {(0, 1): 4.0, (1, 1): 2.0}, 4.0),
+        (1, 0, {(0, 0): 4.0}, 4.0),  # another rank's, where this one reports none
+        (0, 0, {(0, 1): 4.0}, 4.0),
+    ],
+)
+def test_the_scale_of_a_micro_step_is_the_latest_that_is_known(
+    rank: int, micro_step: int, scales: dict[tuple[int, int], float], scale: float
+) -> None:
+    assert scaled_on(rank, micro_step, scales).summary["sum"] == 4.0 / scale
+
+
+def test_loss_scales_are_said_where_they_differ() -> None:
+    assert scale_note(8.0, 8.0) == ""
+    assert scale_note(1.0, 8.0) == (
+        "Loss scales differ (none in the baseline, 8 in the candidate); they are divided out."
+    )
+    assert scale_note(8.0, 1.0).startswith("Loss scales differ (8 in the baseline, none in the candidate)")
+
+
+def test_what_a_scale_that_is_treated_wrongly_leaves_is_known() -> None:
+    assert scale_factors(1.0, 1.0) == []
+    assert scale_factors(1.0, 8.0) == [
+        (8.0, "= the candidate's loss scale 8: never divided out?"),
+        (1 / 8, "= 1/8, one over the candidate's loss scale: divided out without being applied, or twice?"),
+    ]
+    assert scale_factors(8.0, 1.0) == [
+        (1 / 8, "= the baseline's loss scale 8: never divided out?"),
+        (8.0, "= 1/8, one over the baseline's loss scale: divided out without being applied, or twice?"),
+    ]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.made_up import CONTENT, GROUPS, Seen, Step, observed, record
 from traindiff.alignment.step_pairs import step_pairs
 from traindiff.comparison import compare
 from traindiff.merging.run_steps import RunStep, run_steps
 from traindiff.recording import RecordingWriter, open_recording
+from traindiff.site import PHASES
 
 
 def steps_of(*numbers: int, optimizer: str = "optimizer") -> list[RunStep]:
@@ -158,3 +161,25 @@ def test_optimizers_of_other_names_are_the_reason_that_is_given(tmp_path: Path) 
     assert comparison.notes[0].startswith(
         "The optimizers have other names: optimizer in the baseline, main in the candidate."
     )
+
+
+@pytest.mark.parametrize(
+    ("observe", "lacking", "finished"),
+    [
+        (PHASES, {0}, [False, True]),
+        (PHASES, {1}, [True, False]),
+        (("forward", "grad"), {1}, [True, False]),
+        (("forward", "grad"), {0}, [True, True]),  # there may be no gradients at all
+        (("forward",), {0, 1}, [True, True]),
+    ],
+)
+def test_a_step_is_finished_where_the_optimizer_was_called_or_nothing_would_show_it(
+    observe: Sequence[str], lacking: set[int], finished: list[bool], tmp_path: Path
+) -> None:
+    def edit(step: int, sites: Step) -> None:
+        for site in [site for site in sites if site[0] not in observe or (step in lacking and site[0] != "forward")]:
+            del sites[site]
+
+    path = record(tmp_path / "run", edit, steps=2, recorded={"observe": list(observe)})
+
+    assert [step.finished for step in run_steps(open_recording(str(path)))] == finished

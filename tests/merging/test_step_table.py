@@ -74,6 +74,19 @@ def test_of_buffers_that_differ_between_ranks_the_odd_one_is_judged(dtype: str) 
     assert entry.summary == summary_of(values + 1)
 
 
+def test_of_several_copies_that_differ_the_farthest_is_judged() -> None:
+    values = random(4, seed=0)
+    for near, far in ((1, 2), (2, 1)):
+        away = {near: 0.5, far: 3.0}
+        entry = only([
+            part(values + np.float32(away.get(rank, 0.0)), rank=rank, site=("param", "", "counter", "buffer"))
+            for rank in range(4)
+        ])  # fmt: skip
+
+        assert entry.apart == ((0, 3), (1,), (2,))
+        assert entry.summary == summary_of(values + np.float32(3.0))
+
+
 def test_sums_add_up_and_their_bits_are_unknown() -> None:
     terms = [random(3, 4, seed=seed) for seed in range(3)]
     entry = only([part(term, micro_step=step, merge="sum") for step, term in enumerate(terms)])

@@ -72,6 +72,27 @@ def test_what_arrives_as_something_else_is_described(received: np.ndarray, says:
     assert finding.says.endswith(says)
 
 
+def test_gradients_are_handed_back_to_the_stage_before() -> None:
+    def handed_back(slot: str, stage: int, n: int, scale: float = 1.0) -> Part:
+        values = activations(n) * np.float32(scale)
+        path, place = f"stage[{stage}]", 4 - stage
+        return part(values, path, slot, rank=stage, place=place, micro_step=n, phase="backward")
+
+    table = step_table([
+        *(handed_back("received[0]", 1, n) for n in range(2)),
+        handed_back("sent[0]", 0, 0),
+        handed_back("sent[0]", 0, 1, 3.0),
+    ])  # fmt: skip
+
+    (finding,) = BoundariesHold(RunFacts()).step(table, step=0)
+
+    assert finding.says == (
+        "Stage 0 (rank 0) received something else than the gradient that stage 1 (rank 1) sent, in micro-step 1 of 2: "
+        "it differs by 2 of its size."
+    )
+    assert (finding.rank, finding.micro_step, finding.evidence) == (0, 1, {"stage": 0, "micro_steps": [1]})
+
+
 def test_what_was_not_recorded_on_one_side_is_unknown() -> None:
     table = step_table(handed_on({}))
 
@@ -91,13 +112,15 @@ def test_a_module_in_parts_returns_what_its_last_part_returns() -> None:
 class Groups:
     """As much of a recording as tells the groups of its ranks."""
 
-    def __init__(self, *counts: int) -> None:
+    def __init__(self, *counts: int, stages: int = 9) -> None:
         self.ranks = tuple(range(len(counts)))
         self._counts = counts
+        self._stages = stages
 
     def rank_content(self, rank: int) -> dict:
         groups = [[f"rank{rank}.{number}"] for number in range(self._counts[rank])]
-        return {"pipeline": {"stages": [rank]}, "optimizers": [{"name": "adam", "groups": groups}]}
+        name = "adam" if self._counts[rank] < 9 else "sgd"
+        return {"pipeline": {"stages": [rank % self._stages]}, "optimizers": [{"name": name, "groups": groups}]}
 
 
 def test_groups_are_the_same_ones_where_all_ranks_have_as_many() -> None:
@@ -109,3 +132,17 @@ def test_groups_are_each_stages_own_where_ranks_have_not_as_many() -> None:
 
     assert numbers == {0: {("adam", 0): 0, ("adam", 1): 1}, 1: {("adam", 0): 2}, 2: {("adam", 0): 3, ("adam", 1): 4}}
     assert group_paths(numbers)[1] == {"adam.groups[0]": "adam.groups[2]"}
+
+
+def test_ranks_with_the_same_stage_have_the_same_groups() -> None:
+    numbers = group_numbers(Groups(2, 1, 2, 1, stages=2))  # type: ignore[arg-type]
+
+    assert numbers[0] == numbers[2] == {("adam", 0): 0, ("adam", 1): 1}
+    assert numbers[1] == numbers[3] == {("adam", 0): 2}
+
+
+def test_groups_of_each_optimizer_are_numbered_by_themselves() -> None:
+    numbers = group_numbers(Groups(9, 1, 2))  # type: ignore[arg-type]
+
+    assert numbers[1] == {("adam", 0): 0}
+    assert numbers[2] == {("adam", 0): 1, ("adam", 1): 2}
