@@ -29,7 +29,10 @@ def check(
     * Copies agree: what several ranks hold of a parameter, its reduced gradient, its optimizer state or a
       setting is the same, and so is the random state of ranks that work on the same samples.
     * The optimizer does what its formula and settings say (docs/replay.md).
+    * What a stage of a pipeline receives is what the one before it sent.
     * The gradient norms, clip coefficients and loss scales that the training logs fit what was recorded.
+    * The gradient of a parameter that is embedding and head has what both contribute.
+    * Parameters move, where steps pass that should move them.
 
     Args:
         recording: A local path or any fsspec URL.
