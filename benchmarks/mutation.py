@@ -30,7 +30,8 @@ CODE = (
 """Of src/traindiff; those that there are."""
 
 TESTS = (
-    "merging", "alignment", "floors", "rules", "comparison", "health", "test_summary.py", "test_merge_law.py",
+    "findings", "merging", "alignment", "floors", "rules", "comparison", "health", "test_summary.py",
+    "test_merge_law.py",
 )  # fmt: skip
 """Of tests; those that there are."""
 

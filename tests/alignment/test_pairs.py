@@ -165,7 +165,9 @@ def test_a_site_of_an_unknown_module_is_unaligned_and_no_finding(compared: Compa
 
     assert comparison.verdict == "incomplete"
     assert not comparison.findings
-    assert [(one.path, one.first_step, one.steps) for one in comparison.unaligned[1]] == [("attention.scores", 0, 3)]
+    assert [(one.path, one.first_step, one.num_steps) for one in comparison.unaligned[1]] == [
+        ("attention.scores", 0, 3)
+    ]
 
 
 def test_a_gradient_that_only_one_run_has_is_a_finding(compared: Compared) -> None:

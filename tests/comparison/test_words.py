@@ -137,7 +137,9 @@ def test_unusable_settings_are_refused_before_anything_is_read(tmp_path: Path, o
 def test_how_often_a_site_was_identical_is_counted(compared: Compared) -> None:
     comparison = compared(at(FC, lambda x: x * np.float32(1 + 2e-7), step=1))
 
-    counts = {row.path: (row.steps, row.identical_steps) for row in comparison.differences if row.phase == "forward"}
+    counts = {
+        row.path: (row.num_steps, row.num_identical_steps) for row in comparison.differences if row.phase == "forward"
+    }
     assert counts == {"fc": (3, 2), "head": (3, 3)}
 
 

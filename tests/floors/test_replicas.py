@@ -263,7 +263,7 @@ def test_steps_that_no_replica_has_are_named_and_the_verdict_is_uncalibrated(mea
 
     assert not found.calibrated
     assert "No replica has 2 steps from 1 on; floors there follow from rounding." in found.notes
-    assert row(found, FC).steps == 3
+    assert row(found, FC).num_steps == 3
 
 
 # Replicas that are none.

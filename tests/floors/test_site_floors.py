@@ -248,6 +248,21 @@ def test_a_state_is_at_least_as_uncertain_as_the_gradient_that_enters_it(slot: s
     assert floors.measured(state) == pytest.approx((1 + entering) ** power - 1)
 
 
+@pytest.mark.parametrize(
+    ("phase", "forced", "inside"), [("backward", True, 1), ("backward", False, 0), ("loss", True, 0)]
+)
+def test_forced_replicas_do_not_show_the_shorter_dtype_that_a_gradient_was_computed_in(
+    phase: str, forced: bool, inside: int
+) -> None:
+    after = site(X, phase=phase)
+    floors = step(noise={after.baseline.key: (1e-6,)}, calibration=replicas(), forced=forced)
+
+    floors.of(site(X.astype(np.float16), path="embedding"))
+
+    shown = max(1e-6, inside * 2.0**-11)
+    assert floors.measured(after) == pytest.approx(SAFETY * SPREAD * shown)
+
+
 # What was learned.
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.merging.test_distance import pair
+from traindiff.errors import ConfigError
 from traindiff.floors.tolerance import parse_tolerance
 
 
@@ -32,3 +33,13 @@ def test_of_a_baseline_of_zeros_every_absolute_tolerance_is_without_bound() -> N
         assert tolerance is not None
         assert tolerance.floor(zeros) == floor
     assert parse_tolerance(None, None) is None
+
+
+@pytest.mark.parametrize("tolerance", [-1e-9, math.nan])
+def test_a_tolerance_below_zero_is_refused(tolerance: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_tolerance(tolerance, tolerance)
+
+    assert [problem.where for problem in caught.value.problems] == [
+        f"compare(rtol={tolerance})", f"compare(atol={tolerance})",
+    ]  # fmt: skip

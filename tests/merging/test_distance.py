@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.made_up import Array, random, summary_of
-from traindiff.merging.distance import Pair, difference, equal_bits, rescaled
+from traindiff.merging.distance import Pair, best_fit, difference, equal_bits, rescaled
 from traindiff.merging.step_table import Entry, Key
 
 X = random(8, 6, seed=0)
@@ -77,3 +77,20 @@ def test_a_rescaled_baseline_is_held_against_the_same_candidate(factor: float) -
     assert difference(scaled) == 0.0
     assert scaled.baseline.summary["sum"] == pytest.approx(factor * float(X.sum(dtype=float)), rel=1e-4)
     assert not scaled.baseline.exact
+
+
+def test_the_best_multiple_leaves_what_stands_at_right_angles_to_the_baseline() -> None:
+    baseline, candidate = np.zeros(20, np.float32), np.zeros(20, np.float32)
+    baseline[3] = 1.5
+    candidate[3], candidate[11] = 3.0, 4.0
+
+    factor, left_over = best_fit(entry(baseline), entry(candidate))
+
+    assert factor == pytest.approx(2.0)
+    assert left_over == pytest.approx(4.0 / 5.0)
+
+
+def test_numbers_too_large_for_their_squares_have_no_distance() -> None:
+    huge = np.full(4, 1e300)
+
+    assert difference(pair(huge, -huge)) == math.inf

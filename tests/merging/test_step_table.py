@@ -108,6 +108,7 @@ def test_means_are_weighted() -> None:
     ]
 
     assert only(losses).summary["sum"] == 2.0
+    assert not only(losses).exact
 
 
 def test_a_mean_of_no_weight_is_zero_and_not_an_error() -> None:

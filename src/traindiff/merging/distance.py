@@ -42,7 +42,7 @@ def difference(pair: Pair) -> float | None:
     if baseline.exact and candidate.exact and baseline.summary["nonfinite"] != candidate.summary["nonfinite"]:
         return math.inf
     apart, size = float(distance(baseline.summary, candidate.summary)), float(norm(baseline.summary))
-    if math.isnan(apart):
+    if not math.isfinite(apart):  # moments that overflowed float64
         return math.inf
     return apart / size if size else math.inf if apart else 0.0
 
