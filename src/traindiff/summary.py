@@ -8,6 +8,7 @@ summary of the tensor (counts and fingerprints exactly, moments and sketches to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,6 +127,15 @@ def finite_count(summaries: Any) -> NDArray[np.int64]:
 def nonfinite_count(summaries: Any) -> NDArray[np.int64]:
     """Number of elements that are NaN or infinite."""
     return np.asarray(summaries["count"] - finite_count(summaries))
+
+
+def number(summary: Any) -> float:
+    """The number that the summary of a single element is of: its sum leaves out what is not finite."""
+    if int(summary["nan"]):
+        return math.nan
+    if int(summary["positive_infinity"]):
+        return math.inf
+    return -math.inf if int(summary["negative_infinity"]) else float(summary["sum"])
 
 
 def mean(summaries: Any) -> NDArray[np.float64]:

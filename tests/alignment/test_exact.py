@@ -276,3 +276,12 @@ def test_a_batch_in_another_precision_is_the_same_up_to_its_rounding(error: floa
 
     assert (check_batch(held(VALUES, rounded, "", phase="batch", stage=""), step=0) is None) == same
     assert (check_batch(held(rounded, VALUES, "", phase="batch", stage=""), step=0) is None) == same
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_setting_that_is_not_finite_is_no_setting_of_zero(compared: Compared, value: float) -> None:
+    site = ("optimizer", "", "optimizer.groups[0]", "lr")
+    (finding,) = compared(at(site, lambda _: value), baseline_edit=at(site, lambda _: 0.0)).findings[:1]
+
+    assert (finding.kind, finding.evidence["baseline"]) == ("hyper-parameter", 0.0)
+    assert np.array_equal(finding.evidence["candidate"], value, equal_nan=True)

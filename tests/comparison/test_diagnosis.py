@@ -199,6 +199,8 @@ def test_values_that_are_not_finite_elsewhere() -> None:
             "The optimizer's gradient lacks what micro-step 1 of 3 contributed; it is the sum of the other 2.",
         ),
         ((1.0, 1.0, 2.0), "The optimizer's gradient holds what micro-step 2 of 3 contributed twice; the other 2 once."),
+        ((0.0, 1.0), "The optimizer's gradient lacks what micro-step 0 of 2 contributed; it is that of the other one."),
+        ((1.0, 2.0), "The optimizer's gradient holds what micro-step 1 of 2 contributed twice; the other one once."),
         (
             (0.5, 1.0, 1.0),
             "The optimizer's gradient holds what micro-step 0 of 3 contributed 0.5 times; the other 2 once.",

@@ -150,7 +150,8 @@ def test_stages_that_only_missing_ranks_have_are_named(tmp_path: Path) -> None:
     notes = compare(record(tmp_path / "b"), candidate).notes
 
     assert (
-        "candidate: rank 1, 2 left no recording. Not recorded, so not compared: stage 1, 2, 3 of the pipeline." in notes
+        "candidate: ranks 1 and 2 left no recordings. Not recorded, so not compared: stage 1, 2, 3 of the pipeline."
+        in notes
     )
 
 

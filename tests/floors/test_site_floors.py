@@ -153,15 +153,6 @@ def test_an_update_is_stored_to_the_rounding_of_its_parameter() -> None:
     assert storage(nothing, moved(nothing, 2.1 * U * SIZE)) == 0.0
 
 
-def test_a_parameter_is_as_far_apart_as_before_and_as_its_update_may_bring_it() -> None:
-    floors = step(parameters={"fc.weight": parameter(X, moved(X, 0.03))})
-    after = site(moved(X, -0.2), phase="param", path="fc.weight")
-    whole = float(np.linalg.norm(moved(X, -0.2).astype(float)))
-
-    assert floors.parameter(after, 0.5) == pytest.approx(2 * 0.03 / SIZE + 2 * (0.2 / whole) * 0.5 + 4 * U, rel=1e-5)
-    assert floors.parameter(site(X, phase="param", path="head.weight"), 0.5) is None
-
-
 @pytest.mark.parametrize(
     ("slot", "floor"), [("momentum_buffer", GAIN * 1e-5), ("exp_avg_sq", ADAPTIVE_GAIN * math.sqrt(1e-5))]
 )

@@ -12,6 +12,7 @@ from traindiff.merging.finding_at import finding_at
 from traindiff.merging.parameter_groups import Groups
 from traindiff.merging.step_table import Entry, Key
 from traindiff.rounding import UNIT_ROUNDOFF
+from traindiff.summary import number
 
 Tables = tuple[Mapping[Key, Entry], Mapping[Key, Entry]]
 
@@ -75,7 +76,7 @@ def settings_of(table: Mapping[Key, Entry], groups: Groups) -> dict[tuple[str, s
         name, index = key.group
         members = groups.get(name, [])
         for path in members[index] if index < len(members) else [key.path]:
-            found[path, key.slot] = (float(entry.summary["sum"]), entry)
+            found[path, key.slot] = (number(entry.summary), entry)
     return found
 
 

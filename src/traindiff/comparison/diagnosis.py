@@ -14,7 +14,7 @@ from traindiff.merging.distance import best_fit
 from traindiff.merging.step_table import Entry
 from traindiff.rounding import UNIT_ROUNDOFF
 from traindiff.shards import OPEN, Shard
-from traindiff.summary import distance, finite_count, nonfinite_count, norm
+from traindiff.summary import distance, finite_count, nonfinite_count, norm, number
 
 LATE = 0.02
 """How near the step before must be, as a part of how far the step itself is, for a tensor to be one step late."""
@@ -69,7 +69,7 @@ def counted(case: Case) -> Diagnosis | None:
     """An optimizer's own count of its steps."""
     if case.baseline.key.phase != "optimizer" or case.baseline.key.slot != "step":
         return None
-    before, after = (float(entry.summary["sum"]) for entry in (case.baseline, case.candidate))
+    before, after = (number(entry.summary) for entry in (case.baseline, case.candidate))
     return Diagnosis(
         kind="step-count",
         says=f"The candidate's optimizer is at its step {after:g} for this parameter, the baseline's at its step "

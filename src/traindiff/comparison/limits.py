@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from traindiff.alignment.side import Side
 from traindiff.alignment.two_runs import RUNS, TwoRuns
+from traindiff.findings.sentences import more_text, ranks_text
 from traindiff.recording import Recording
 from traindiff.site import label
 from traindiff.tap_registry import NOT_BY_DEFAULT
@@ -42,8 +43,9 @@ def _failures(runs: TwoRuns) -> Iterator[str]:
 def _missing_ranks(runs: TwoRuns) -> Iterator[str]:
     for name, run, side in zip(RUNS, runs.recordings, runs.sides, strict=True):
         if run.missing_ranks:
-            ranks = ", ".join(map(str, run.missing_ranks))
-            yield f"{name}: rank {ranks} left no recording.{_lost_stages(run, side)}"
+            ranks = ranks_text(run.missing_ranks, capital=False)
+            left = "left no recording" if len(run.missing_ranks) == 1 else "left no recordings"
+            yield f"{name}: {ranks} {left}.{_lost_stages(run, side)}"
 
 
 def _lost_stages(run: Recording, side: Side) -> str:
@@ -96,7 +98,7 @@ def _unobserved(runs: TwoRuns) -> Iterator[str]:
     if unobserved:
         site, why = next(iter(unobserved.items()))
         more = len(unobserved) - 1
-        yield f"Not observed, so unknown: {site} ({why}){f' and {more} more sites' if more else ''}."
+        yield f"Not observed, so unknown: {site} ({why}){more_text(more, 'site')}."
 
 
 def _not_recorded(runs: TwoRuns) -> tuple[list[str], bool]:

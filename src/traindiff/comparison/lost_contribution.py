@@ -46,7 +46,8 @@ def _odd_terms(sketches: Mapping[Any, Any], sum_of_them: Entry) -> tuple[list[tu
     factors, *_ = np.linalg.lstsq(columns, target, rcond=None)
     size = float(np.linalg.norm(target))
     left_over = float(np.linalg.norm(columns @ factors - target)) / size if size else 0.0
-    common = float(np.median(factors))
+    # Of two terms, either could be the odd one; they are relative to the global loss, so each should be there once.
+    common = float(np.median(factors)) if len(factors) > 2 else 1.0
     if left_over > 1e-3 or abs(common) < 1e-12:
         return None
     relative = factors / common

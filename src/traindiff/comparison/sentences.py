@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from traindiff.findings.groups import grouped
-from traindiff.findings.sentences import also_text, before_text, size_text, steps_text, where_text
+from traindiff.findings.sentences import (
+    also_text,
+    before_text,
+    more_text,
+    size_text,
+    steps_text,
+    where_text,
+)
 from traindiff.site import label
 
 if TYPE_CHECKING:
@@ -68,7 +75,7 @@ def also_at(comparison: Comparison) -> str:
 def representation_note(found: Sequence[Finding]) -> str:
     """What differs although the runs learn the same."""
     first = found[0]
-    more = f" and at {len(found) - 1} more sites" if len(found) > 1 else ""
+    more = more_text(len(found) - 1, "site", before=" and at")
     return (
         f"The representation differs, not the computation: {where_text(first)}{more}, while no loss, gradient or "
         f"update does. {first.says}"

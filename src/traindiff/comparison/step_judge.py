@@ -73,7 +73,6 @@ class StepJudge:
         self._judged = judged
         self._given = given
         self._floors = floors
-        self._updates: dict[str, tuple[float, bool]] = {}
 
     def judge(self) -> list[Finding]:
         """Findings of the step, gradients of one optimizer call judged together."""
@@ -107,12 +106,10 @@ class StepJudge:
             self._turned(pair)
             return None
         if key.phase == "param" and key.slot == "value":
-            return self._parameter(pair, size)
+            return None  # it follows from the one before the step, and from the update
         floor = self._floors.of(pair)
         self._floors.saw(pair, size)
         finding = self._finding(pair, size, floor)
-        if key.phase == "update":
-            self._updates[key.path] = max(size, floor), finding is not None
         return None if key.path in self._judged.absent else finding
 
     def _batch(self, pair: Pair) -> Finding | None:
@@ -128,18 +125,6 @@ class StepJudge:
             return None
         self._judged.note(pair, self._given.step, difference(pair) or 0.0, 0.0)
         return exact.check_initial_parameter(pair, step=self._given.step)
-
-    def _parameter(self, pair: Pair, size: float) -> Finding | None:
-        """A parameter after the step, unless what its update brought was judged already."""
-        path = pair.baseline.key.path
-        update = self._updates.get(path)
-        if update is None or update[1] or path in self._judged.absent:
-            return None  # nothing to hold it against, or it follows from what was said of the update
-        floor = self._floors.parameter(pair, update[0])
-        if floor is None:
-            return None
-        self._floors.saw(pair, size)
-        return self._finding(pair, size, floor)
 
     def _whole_numbers(self, pair: Pair) -> Finding | None:
         """Indices and masks have no distance; they may flip only where a difference came in."""

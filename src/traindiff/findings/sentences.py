@@ -35,6 +35,11 @@ def before_text(finding: Finding) -> str:
     return f"Everything before it agrees, up to {after}." if after else ""
 
 
+def more_text(count: int, what: str, *, before: str = " and") -> str:
+    """` and 2 more sites`; empty for none."""
+    return f"{before} {count} more {what}{'s' if count > 1 else ''}" if count > 0 else ""
+
+
 def also_text(paths: Sequence[str]) -> str:
     """Where else the same was found, given the first place and the others; empty where it was found once."""
     more = paths[1:]

@@ -12,7 +12,7 @@ from traindiff.floors.measured import FEW, SAFETY, basis
 from traindiff.floors.replicas import StepNoise
 from traindiff.floors.run_floors import RunFloors
 from traindiff.floors.uncalibrated import GAIN, Floors
-from traindiff.merging.distance import Pair, difference, equal_bits
+from traindiff.merging.distance import Pair, equal_bits
 from traindiff.merging.step_table import Entry
 from traindiff.rounding import UNIT_ROUNDOFF, rounding
 from traindiff.summary import distance, finite_count, norm
@@ -186,17 +186,6 @@ class SiteFloors:
         if size:
             return whole / size
         return math.inf if float(norm(pair.candidate.summary)) <= 2.0 * u * whole else 0.0
-
-    def parameter(self, pair: Pair, update_floor: float) -> float | None:
-        """Floor of a parameter after the step: no further apart than before it, plus what its update may bring."""
-        before, measured = self._parameters.get(pair.baseline.key.path), self.measured(pair)
-        if before is None:
-            return measured
-        whole = float(norm(pair.baseline.summary)) or 1.0
-        moved = float(distance(before.baseline.summary, pair.baseline.summary)) / whole
-        u = UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
-        floor = 2.0 * (difference(before) or 0.0) + 2.0 * moved * update_floor + 4.0 * u
-        return self._joined(pair, measured, math.inf if math.isnan(floor) else floor)
 
     def _joined(self, pair: Pair, measured: float | None, derived: float) -> float:
         """One floor from what replicas show and what follows from rounding and inputs."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from traindiff.findings.sentences import ranks_text
 from traindiff.merging.step_table import Entry, Key
 from traindiff.observation import ALL_GRADIENTS
-from traindiff.summary import largest
+from traindiff.summary import largest, number
 
 EFFECT = 1e-6
 """Clipping that multiplies by less than this below 1 has no effect: torch adds 1e-6 to the norm."""
@@ -61,7 +61,7 @@ def clips(table: Mapping[Key, Entry]) -> list[Clip]:
     for key, entry in table.items():
         if not is_clip(key) or key.slot not in ("max_norm", "max_value") or entry.unobserved:
             continue
-        limit = _number(entry)
+        limit = number(entry.summary)
         norm = None if key.slot == "max_value" else _norm(table, key)
         if key.slot == "max_norm" and norm is None:
             continue
@@ -76,17 +76,10 @@ def _norm(table: Mapping[Key, Entry], key: Key) -> float | None:
     for slot in ("norm", "squared_norm"):
         entry = table.get(key._replace(slot=slot))
         if entry is not None and not entry.unobserved:
-            value = _number(entry)
+            value = number(entry.summary)
             value = value if slot == "norm" else math.sqrt(max(0.0, value))
             return value if math.isfinite(value) else None
     return None
-
-
-def _number(entry: Entry) -> float:
-    """The number that an entry holds; the sum in its summary leaves out what is not finite."""
-    if int(entry.summary["nan"]):
-        return math.nan
-    return math.inf if int(entry.summary["positive_infinity"]) else float(entry.summary["sum"])
 
 
 def _reaches(table: Mapping[Key, Entry], limit: float) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from traindiff.observation import LOSS_SCALE
+from traindiff.summary import number
 
 if TYPE_CHECKING:
     from traindiff.merging.step_table import Entry, Key, Part
@@ -21,7 +22,7 @@ def unscaled(parts: Iterable[Part]) -> Iterator[Part]:
     scales: dict[int, dict[int, float]] = {}
     for seen, rank, summary in parts:
         if (seen.phase, seen.path) == ("loss", LOSS_SCALE) and not seen.unobserved:
-            scales.setdefault(rank, {})[seen.micro_step] = float(summary["sum"])
+            scales.setdefault(rank, {})[seen.micro_step] = number(summary)
     for seen, rank, summary in parts:
         if not seen.scaled or seen.unobserved:
             yield seen, rank, summary
@@ -47,7 +48,7 @@ def is_loss_scale(key: Key) -> bool:
 
 def loss_scale(table: Mapping[Key, Entry]) -> float:
     """The loss scale of a step; 1 without one."""
-    found = (float(entry.summary["sum"]) for key, entry in table.items() if is_loss_scale(key) and not entry.unobserved)
+    found = (number(entry.summary) for key, entry in table.items() if is_loss_scale(key) and not entry.unobserved)
     return next(found, 0.0) or 1.0
 
 

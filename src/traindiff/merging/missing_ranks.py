@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from traindiff.findings.sentences import ranks_text
 from traindiff.merging.step_table import Entry, Key
 
 
@@ -21,7 +22,7 @@ def without_missing_samples(
     """
     if not missing:
         return dict(table)
-    who = f"rank {', '.join(map(str, missing[:8]))}{' and more' if len(missing) > 8 else ''}"
+    who = ranks_text(missing, capital=False)
     reason = f"{who} did not record this step, so a part of the batch is missing"
     return {
         key: replace(entry, unobserved=reason)

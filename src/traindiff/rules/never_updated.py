@@ -11,7 +11,7 @@ from traindiff.merging.step_table import Entry, Key
 from traindiff.observation import MASTER, SKIPPED
 from traindiff.rounding import UNIT_ROUNDOFF
 from traindiff.rules.rule import Rule, RunFacts
-from traindiff.summary import nonfinite_count, norm
+from traindiff.summary import nonfinite_count, norm, number
 
 LEAST_STEPS = 2
 """Steps that must have passed over a parameter before it is said that it never changes."""
@@ -130,5 +130,5 @@ def _should_move(table: Mapping[Key, Entry], parameter: Entry, rate: float | Non
 
 def _largest_rate(table: Mapping[Key, Entry]) -> float | None:
     """The largest learning rate of any group; None where none was recorded."""
-    rates = [float(entry.summary["sum"]) for key, entry in table.items() if key.group and key.slot == "lr"]
+    rates = [number(entry.summary) for key, entry in table.items() if key.group and key.slot == "lr"]
     return max(rates, default=None)

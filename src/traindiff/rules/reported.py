@@ -11,6 +11,7 @@ from traindiff.merging.finding_at import finding_at
 from traindiff.merging.step_table import Entry, Key
 from traindiff.rules.gradient_sets import Gradients, counted_often, set_of
 from traindiff.rules.rule import Rule, RunFacts
+from traindiff.summary import number
 
 NORMS = re.compile(r"(.*[./_ -])?(grad(ient)?s?[._ -]?norm|total[._ -]?norm|gnorm)", re.IGNORECASE)
 """Names under which trainings log the norm of all gradients."""
@@ -131,9 +132,9 @@ def _logged(table: Mapping[Key, Entry], names: re.Pattern[str]) -> Iterable[tupl
     """Scalars that the training logged once in the step, and the same on all ranks, under one of these names."""
     for key, entry in table.items():
         if key.phase == "loss" and key.slot == "logged" and key.call == 0 and names.fullmatch(key.path):
-            value = float(entry.summary["sum"])
+            value = number(entry.summary)
             once = len({part.micro_step for part in entry.parts}) <= 1
-            alike = len({float(part.summary["sum"]) for part in entry.parts}) <= 1  # on all ranks that reported it
+            alike = len({number(part.summary) for part in entry.parts}) <= 1  # on all ranks that reported it
             if once and alike and not entry.unobserved and math.isfinite(value):
                 yield entry, value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 from traindiff.observation import RECOMPUTED, Observation
 from traindiff.recording import Recording, StepObservations
 from traindiff.shards import Shard
+from traindiff.summary import number
 
 FORCED_PHASES = frozenset({"forward", "backward", "grad", "optimizer", "param"})
 """Phases whose tensors are overwritten. Batch and random state are given to both runs alike."""
@@ -172,18 +172,10 @@ class ForcedValues:
         if seen.dtype.startswith("float8"):
             return None
         if int(summary["count"]) == 1 and not part.shard.shape and seen.dtype.startswith("float"):
-            return np.asarray(_number(summary))  # of a number the summary holds everything; not of a whole one
+            return np.asarray(number(summary))  # of a number the summary holds everything; not of a whole one
         return self._recording.tensors(part.within, part.row).get("value")
 
 
 def _site(seen: Observation) -> _Site:
     stage = "" if seen.stage == RECOMPUTED else seen.stage
     return _Site(seen.step, seen.phase, stage, seen.path, seen.slot, seen.call, seen.optimizer)
-
-
-def _number(summary: Any) -> float:
-    if int(summary["nan"]):
-        return math.nan
-    if int(summary["positive_infinity"]):
-        return math.inf
-    return -math.inf if int(summary["negative_infinity"]) else float(summary["sum"])
