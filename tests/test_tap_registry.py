@@ -51,7 +51,7 @@ def test_every_name_that_faults_are_filed_under_is_a_tap_or_what_nothing_can_do_
 def test_what_there_is_to_observe_is_the_phases_and_what_taps_have_of_their_own() -> None:
     assert OBSERVABLE[: len(PHASES)] == PHASES
     assert len(OBSERVABLE) == len(set(OBSERVABLE))
-    assert {name for tap in TAPS for name in (*tap.observe, *tap.further)} <= set(OBSERVABLE)
+    assert {name for tap in TAPS for name in tap.observe} <= set(OBSERVABLE)
 
 
 def test_what_a_stage_is_asked_for_as_follows_from_its_tap() -> None:

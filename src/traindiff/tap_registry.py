@@ -29,7 +29,6 @@ class Tap:
             whose `attach(context)` returns what removes it again.
         observe: Names in `record(observe=...)`, each of which turns it on; none where it is always on. Those that are
             no phases are its own.
-        further: Names of its own that have it observe more, where it is on.
         by_default: Whether its own names are observed where nothing is chosen.
         loses: What is unknown where it fails. Stages of a phase that are listed here are recorded only where one of
             its own names is asked for.
@@ -38,7 +37,6 @@ class Tap:
 
     name: str
     observe: tuple[str, ...] = ()
-    further: tuple[str, ...] = ()
     by_default: bool = False
     loses: Losses = EVERYTHING
     part_of: str = ""
@@ -46,7 +44,7 @@ class Tap:
     @property
     def own(self) -> tuple[str, ...]:
         """What there is to observe for its sake, beside the phases."""
-        return tuple(name for name in (*self.observe, *self.further) if name not in PHASES)
+        return tuple(name for name in self.observe if name not in PHASES)
 
     def is_wanted(self, observe: frozenset[str]) -> bool:
         """Whether it is attached where these are observed."""
@@ -68,7 +66,7 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="dataloader", observe=("dataloader",), loses=(("batch", "loaded"),)),
     Tap(name="model_state", observe=("param", "update"), loses=_PARAMETERS),
     Tap(name="parameter_gradients", observe=("grad.micro",), loses=(("grad", "micro"),)),
-    Tap(name="gradient_stages", observe=("grad",), further=("grad.stages",), loses=_STAGES),
+    Tap(name="gradient_stages", observe=("grad", "grad.stages"), loses=_STAGES),
     Tap(name="optimizer_replay", part_of="optimizers", observe=("replay",), by_default=True, loses=(("update", None),)),
     Tap(name="optimizer_step", part_of="optimizers", loses=_STEP),
     Tap(name="optimizer_discovery", part_of="optimizers", loses=_STEP),

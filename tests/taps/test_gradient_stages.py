@@ -115,3 +115,9 @@ def test_training_is_the_same_with_and_without_it(tmp_path: Path) -> None:
 
     for one, other in zip(recorded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_stages_may_be_recorded_without_what_the_optimizer_sees(tmp_path: Path) -> None:
+    one_step(tmp_path / "run", to_one, observe="grad.stages")
+
+    assert stages(tmp_path / "run") == [("reduced", "grad"), ("clipped", "norm"), ("clipped", "max_norm")]

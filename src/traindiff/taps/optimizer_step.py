@@ -106,7 +106,7 @@ class OptimizerTap:
 
     def gradients(self, stage: str = "") -> None:
         """Record gradients as they are now: as the optimizer sees them, or at a stage before that."""
-        if "grad" not in self._observe:
+        if ("grad.stages" if stage else "grad") not in self._observe:
             return
         # A fused optimizer is left the loss scale, and divides by it itself.
         scaled = None if stage else isinstance(getattr(self.optimizer, "grad_scale", None), Tensor)
