@@ -139,6 +139,52 @@ def test_a_parameter_that_moves_at_last_is_not_found(tmp_path: Path) -> None:
     assert traindiff.check(tmp_path / "run").verdict == "healthy"
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_group_that_rests_at_a_learning_rate_of_0_is_not_found(
+    kind: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    groups = [{"params": list(model.first.parameters()), "lr": 0.0}, {"params": list(model.second.parameters())}]
+    optimizer = kind([*groups, {"params": list(model.norm.parameters())}], lr=0.1)  # type: ignore[call-arg]
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(16, 6)).square().mean().backward()
+            optimizer.step()
+
+    assert traindiff.check(tmp_path / "run").verdict == "healthy"
+
+
+def test_steps_that_a_fused_optimizer_leaves_out_for_a_loss_scaler_are_not_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(16, 6)).square().mean()).backward()
+            model.first.weight.grad[0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert traindiff.check(tmp_path / "run").verdict == "healthy"
+
+
+def test_large_gradients_of_which_adam_makes_updates_below_rounding_are_not_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=["param", "grad", "optimizer"], strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            (1e3 * model(torch.randn(512, 6, dtype=torch.bfloat16)).square().sum()).backward()
+            optimizer.step()
+
+    assert traindiff.check(tmp_path / "run").verdict == "healthy"  # the weight of the LayerNorm is 1, and stays 1
+
+
 def test_compare_leaves_it_to_the_other_runs_update(tmp_path: Path) -> None:
     train(tmp_path / "baseline", chosen=without("second.weight"))
     train(tmp_path / "candidate", chosen=without("second.weight"))

@@ -46,12 +46,14 @@ class _Resting:
 class ParametersMove(Rule):
     """Parameters whose bits never change, although steps pass that should change them.
 
-    A step should change a parameter that an optimizer holds, where its gradient is finite and one step of gradient
-    descent on it would be more than rounding: `lr * ||gradient|| > 2 u ||parameter||`, with the largest learning rate
-    that the step has. So gradients that are mathematically zero, warm-up from a learning rate of 0, and steps that a
-    loss scaler skipped do not count, and neither do short dtypes that round small updates away, of which
-    `UpdatesFollowSettings` knows more. A parameter that requires a gradient and that no optimizer holds should change
-    in the same steps as others.
+    A step should change a parameter that an optimizer holds, where all gradients are finite and one step of gradient
+    descent on it would be more than rounding, also if it took each element of the gradient for no more than 1, as
+    optimizers do that make its size one of their own: `lr * min(||gradient||, sqrt(n)) > 2 u ||parameter||`, with n
+    elements and the learning rate of its own group. So gradients that are mathematically zero, groups that rest at a
+    learning rate of 0, and steps that a loss scaler left out (a fused optimizer leaves them out itself, and does not
+    say so) do not count, and neither do short dtypes that round small updates away, of which `UpdatesFollowSettings`
+    knows more. A parameter that requires a gradient and that no optimizer holds should change in the same steps as
+    others.
     """
 
     tells_runs_apart = False  # a comparison sees the other run's update
@@ -63,12 +65,13 @@ class ParametersMove(Rule):
 
     def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
         """Takes note of the step; what never changes is known at the end."""
-        rate = _largest_rate(table)
-        skipped = any(key.phase == "optimizer" and key.slot == SKIPPED for key in table)
+        rates = _learning_rates(table)
         after = dict(_parameters(table, stage=""))
-        moving = set() if skipped else {path for path, entry in after.items() if _should_move(table, entry, rate)}
+        moving: set[str] = set()
+        if not _may_be_left_out(table):
+            moving = {path for path, one in after.items() if _should_move(table, one, self._rate(path, rates))}
         if moving:
-            moving |= self.facts.trainable - self.facts.held_by_optimizers
+            moving |= self.facts.trainable - self.facts.held_in.keys()
         for path, entry in _parameters(table, stage="before"):
             self._see(path, entry)
         for path in moving & self._resting.keys():
@@ -79,7 +82,7 @@ class ParametersMove(Rule):
 
     def end(self) -> Iterator[Finding]:
         """See the class."""
-        held = self.facts.held_by_optimizers
+        held = self.facts.held_in
         for path, resting in self._resting.items():
             if resting.steps < LEAST_STEPS or not held:
                 continue
@@ -94,6 +97,10 @@ class ParametersMove(Rule):
                 step=resting.first, phase="param", path=path, slot="value", order=resting.entry.order,
                 kind="never-updated", says=says, evidence={"num_steps_without_change": resting.steps},
             )  # fmt: skip
+
+    def _rate(self, path: str, rates: Mapping[str, float]) -> float:
+        """The learning rate of a parameter; 0 where none was recorded."""
+        return max((rates.get(group, 0.0) for group in self.facts.held_in.get(path, ())), default=0.0)
 
     def _see(self, path: str, entry: Entry) -> None:
         if path in self._moved:
@@ -119,16 +126,25 @@ def _parameters(table: Mapping[Key, Entry], *, stage: str) -> Iterator[tuple[str
             yield key.path, known
 
 
-def _should_move(table: Mapping[Key, Entry], parameter: Entry, rate: float | None) -> bool:
-    """Whether a step of gradient descent would change more of a parameter than rounding could."""
+def _may_be_left_out(table: Mapping[Key, Entry]) -> bool:
+    """Whether a loss scaler has left the step out, or may have: it does that where any gradient is not finite."""
+    return any(
+        (key.phase == "optimizer" and key.slot == SKIPPED)
+        or (key[:2] == ("grad", "") and not entry.unobserved and nonfinite_count(entry.summary))
+        for key, entry in table.items()
+    )
+
+
+def _should_move(table: Mapping[Key, Entry], parameter: Entry, rate: float) -> bool:
+    """Whether a step would change more of a parameter than rounding could."""
     gradient = table.get(Key("grad", "", parameter.key.path, "grad", 0, 0))
-    if rate is None or gradient is None or gradient.unobserved or nonfinite_count(gradient.summary):
+    if gradient is None or gradient.unobserved:
         return False
     u = UNIT_ROUNDOFF.get(parameter.dtype, math.inf)
-    return rate * float(norm(gradient.summary)) > 2.0 * u * float(norm(parameter.summary))
+    size = min(float(norm(gradient.summary)), math.sqrt(int(gradient.summary["count"])))
+    return rate * size > 2.0 * u * float(norm(parameter.summary))
 
 
-def _largest_rate(table: Mapping[Key, Entry]) -> float | None:
-    """The largest learning rate of any group; None where none was recorded."""
-    rates = [number(entry.summary) for key, entry in table.items() if key.group and key.slot == "lr"]
-    return max(rates, default=None)
+def _learning_rates(table: Mapping[Key, Entry]) -> dict[str, float]:
+    """Learning rates by the path of their group."""
+    return {key.path: number(entry.summary) for key, entry in table.items() if key.group and key.slot == "lr"}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from traindiff.findings import Finding
-from traindiff.merging.parameter_groups import parameter_groups
+from traindiff.merging.parameter_groups import Groups, parameter_groups
 from traindiff.merging.renames import Rename
 from traindiff.merging.step_table import Entry, Key
 from traindiff.recording import Recording
@@ -21,14 +21,14 @@ class RunFacts:
         modules: Class name of each module by path.
         tied: Path of a parameter by each of its further names.
         trainable: Paths of the parameters that require a gradient.
-        held_by_optimizers: Paths of the parameters that the recorded optimizers hold.
+        held_in: Paths of the groups of recorded optimizers that hold a parameter (`optimizer.groups[0]`), by its path.
     """
 
     complete: bool = False
     modules: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     trainable: frozenset[str] = frozenset()
-    held_by_optimizers: frozenset[str] = frozenset()
+    held_in: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 def run_facts(recording: Recording, rename: Rename = str) -> RunFacts:
@@ -51,10 +51,18 @@ def run_facts(recording: Recording, rename: Rename = str) -> RunFacts:
             for path, about in one.get("parameters", {}).items()
             if about.get("requires_grad")
         ),
-        held_by_optimizers=frozenset(
-            path for groups in parameter_groups(recording, rename).values() for group in groups for path in group
-        ),
+        held_in=_held_in(parameter_groups(recording, rename)),
     )
+
+
+def _held_in(groups: Groups) -> dict[str, frozenset[str]]:
+    """Paths of the groups that hold a parameter, by its path."""
+    found: dict[str, frozenset[str]] = {}
+    for name, parameters in groups.items():
+        for number, paths in enumerate(parameters):
+            for path in paths:
+                found[path] = found.get(path, frozenset()) | {f"{name}.groups[{number}]"}
+    return found
 
 
 class Rule:
