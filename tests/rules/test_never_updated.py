@@ -60,7 +60,7 @@ def test_a_parameter_that_no_optimizer_holds_is_found(tmp_path: Path) -> None:
         "No recorded optimizer holds second.weight, although it requires a gradient: 2 steps leave it as it was. "
         "If that is meant, set requires_grad=False."
     )
-    assert finding.evidence == {"num_steps_without_change": 2}  # it was last seen before the third
+    assert finding.evidence == {"num_steps": 2}  # it was last seen before the third
 
 
 class Forgetful(torch.optim.SGD):
@@ -106,6 +106,52 @@ def test_what_the_optimizer_replay_has_said_is_not_said_again(tmp_path: Path) ->
     (finding,) = traindiff.check(tmp_path / "run").findings
 
     assert (finding.kind, finding.phase, finding.path) == ("never-updated", "update", "second.weight")
+
+
+def test_what_is_never_updated_for_other_reasons_is_not_said_to_be_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = Forgetful(without("first.weight")(model), lr=0.1)
+    optimizer.left_out = model.second.weight
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=["param", "grad", "optimizer"], strict=True):
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(16, 6)).square().mean().backward()
+            optimizer.step()
+
+    says = str(traindiff.check(tmp_path / "run"))
+
+    assert "No recorded optimizer holds first.weight" in says
+    assert "second.weight gets gradients that should move it in 5 steps" in says
+    assert "The same holds" not in says
+
+
+class Hasty(torch.optim.SGD):
+    """Takes its third step twice."""
+
+    num_steps = 0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.num_steps += 1
+        if self.num_steps == 3:
+            super().step(closure)
+
+
+def test_what_never_changed_stands_at_its_step_among_the_findings(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = Hasty(without("second.weight")(model), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(16, 6)).square().mean().backward()
+            optimizer.step()
+
+    first, *rest = traindiff.check(tmp_path / "run").findings
+
+    assert (first.kind, first.step) == ("never-updated", 0)
+    assert {(one.kind, one.step) for one in rest} == {("update-rule", 2)}
 
 
 LEGAL: dict[str, dict[str, object]] = {

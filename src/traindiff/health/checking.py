@@ -71,10 +71,8 @@ def check(
         if progress:
             progress(step.step)
         step.release()
-    findings = (
-        *(replace(one, evidence={**one.evidence, "num_steps": times[what]}) for what, one in found.items()),
-        *judge.end(),
-    )
+    in_steps = [replace(one, evidence={**one.evidence, "num_steps": times[what]}) for what, one in found.items()]
+    findings = tuple(sorted([*in_steps, *judge.end()], key=lambda one: one.step))
     gaps = [*failed.notes(), *_missing(run, missing)]
     if not checked:
         gaps.append(f"{run.path} has no finished step among those asked for.")

@@ -34,7 +34,7 @@ class Verdict:
         recording: Its path.
         verdict: `healthy`, `unhealthy` or `incomplete`.
         findings: What is wrong, in the order of the training; of what is wrong in several steps, the first, with
-            `steps` in its evidence.
+            `num_steps` in its evidence.
         steps: Steps that were checked, ascending.
         ranks: Ranks that were recorded.
         notes: What limits the verdict, one sentence each.

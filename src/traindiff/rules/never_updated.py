@@ -86,6 +86,7 @@ class ParametersMove(Rule):
         for path, resting in self._resting.items():
             if resting.steps < LEAST_STEPS or not held:
                 continue
+            stage = "" if path in held else "before"  # what is seen of it
             if path in held:
                 says = f"{path} gets gradients that should move it in {resting.steps} steps, and never changes."
             else:
@@ -94,8 +95,8 @@ class ParametersMove(Rule):
                     "it as it was. If that is meant, set requires_grad=False."
                 )
             yield Finding(
-                step=resting.first, phase="param", path=path, slot="value", order=resting.entry.order,
-                kind="never-updated", says=says, evidence={"num_steps_without_change": resting.steps},
+                step=resting.first, phase="param", stage=stage, path=path, slot="value", order=resting.entry.order,
+                kind="never-updated", says=says, evidence={"num_steps": resting.steps},
             )  # fmt: skip
 
     def _rate(self, path: str, rates: Mapping[str, float]) -> float:
