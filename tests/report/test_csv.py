@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,18 @@ def test_a_finding_at_a_site_that_one_run_lacks_has_a_row_too(compared: Compared
     (row,) = [row for row in rows(compared(lacks)) if row["kind"] == "missing"]
 
     assert (row["phase"], row["site"], row["difference"]) == ("forward", "head", "")
+
+
+def test_each_of_two_findings_at_one_site_has_a_row(compared: Compared) -> None:
+    result = compared(doubled)
+    (finding,) = result.findings
+    further = replace(finding, kind="reported-norm", says='One more,\nwith "quotes".', step=2)
+
+    found = rows(replace(result, findings=(finding, further)))
+
+    assert len(found) == len(result.differences) + 1
+    assert [row["says"] for row in found if row["says"]] == [finding.says, further.says]
+    assert (found[-1]["kind"], found[-1]["step"], found[-1]["site"]) == ("reported-norm", "2", "fc.weight")
 
 
 def test_sizes_that_are_not_finite_are_empty_cells(compared: Compared) -> None:

@@ -23,9 +23,10 @@ def write(result: Comparison | Verification | Verdict, file: IO[str]) -> None:
     """A header, then rows in the order of execution.
 
     Of a comparison each site has a row with its largest difference in units of its floor, in `step`: `num_steps` in
-    which it was compared, `num_identical_steps` of them with the same bits, and `kind` and `says` of the finding there,
-    if there is one. Findings at sites that only one run has follow. Of a verification this is the comparison of the
-    free runs. Of a check each finding has a row, and `num_steps` are those in which it was found.
+    which it was compared, `num_identical_steps` of them with the same bits, and `kind` and `says` of the first finding
+    there, if there is one. Further findings there, and those at sites that only one run has, follow. Of a verification
+    this is the comparison of the free runs. Of a check each finding has a row, and `num_steps` are those in which it
+    was found.
     """
     writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -37,12 +38,15 @@ def write(result: Comparison | Verification | Verdict, file: IO[str]) -> None:
 
 def _rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
     """Rows of a comparison."""
-    left_over = {_site(finding): finding for finding in reversed(comparison.findings)}
+    first = {_site(finding): finding for finding in reversed(comparison.findings)}
+    sites = {_site(row) for row in comparison.differences}
     for row in comparison.differences:
-        finding = left_over.pop(_site(row), None)
+        finding = first.get(_site(row))
         about = {} if finding is None else {**_of_finding(finding), "difference": None, "floor": None, "ratio": None}
         yield {**about, **_of_site(row)}
-    yield from map(_of_finding, reversed(left_over.values()))
+    for finding in comparison.findings:
+        if _site(finding) not in sites or first[_site(finding)] is not finding:
+            yield _of_finding(finding)
 
 
 def _site(one: SiteDifference | Finding) -> tuple[object, ...]:
