@@ -1,4 +1,4 @@
-"""What clipping did to gradients, and stages of gradients that a run did not need to record apart."""
+"""What clipping did to gradients: the calls of one run held against those of the other."""
 
 from __future__ import annotations
 

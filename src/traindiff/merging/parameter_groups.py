@@ -1,4 +1,4 @@
-"""Parameter groups of optimizers whose ranks have stages of a pipeline: a rank may lack some of the groups."""
+"""Parameter groups of optimizers, over all ranks: those of a pipeline may lack some, and number their own."""
 
 from __future__ import annotations
 

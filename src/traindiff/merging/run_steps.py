@@ -1,4 +1,4 @@
-"""Walk through two recordings in parallel, step by step, one step of each in memory."""
+"""Walk through one recording step by step, with one step of all its ranks in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries that follow from others: updates of parameters, and the norm of all gradients."""
+"""What a step did to each parameter: it follows from the parameters before and after it."""
 
 from __future__ import annotations
 

@@ -60,4 +60,3 @@ FIELDS, SIZE = _layout()
 """Fields of the state by name, and its size in bytes. Zero bytes are its initial content but for extremes."""
 
 VECTOR_F64 = vector(F64)
-VECTOR_I64 = vector(I64)

@@ -18,7 +18,7 @@ LANES = 16
 """Elements that are worked on together."""
 
 I1, I32, I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
-F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+F32, F64 = ir.FloatType(), ir.DoubleType()
 POINTER = ir.PointerType()
 
 
@@ -112,11 +112,6 @@ class Value:
     def equals(self, other: Operand) -> Value:
         """Element-wise equality."""
         return self._compare("==", other)
-
-    def below_zero(self) -> Value:
-        """Whether the sign bit of an integer is set."""
-        zero = self.code.like(self, 0).ir
-        return Value(self.code, self.code.builder.icmp_signed("<", self.ir, zero))
 
     def inverted(self) -> Value:
         """All bits flipped."""
