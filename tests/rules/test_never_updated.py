@@ -57,8 +57,8 @@ def test_a_parameter_that_no_optimizer_holds_is_found(tmp_path: Path) -> None:
 
     assert (finding.kind, finding.phase, finding.path, finding.step) == ("never-updated", "param", "second.weight", 0)
     assert finding.says == (
-        "No recorded optimizer holds second.weight, although it requires a gradient: 2 steps leave it as it was. "
-        "If that is meant, set requires_grad=False."
+        "No recorded optimizer holds second.weight, although it requires a gradient: at least 2 steps leave it as "
+        "it was. If that is meant, set requires_grad=False."
     )
     assert finding.evidence == {"num_steps": 2}  # it was last seen before the third
 
@@ -229,6 +229,25 @@ def test_large_gradients_of_which_adam_makes_updates_below_rounding_are_not_foun
             optimizer.step()
 
     assert traindiff.check(tmp_path / "run").verdict == "healthy"  # the weight of the LayerNorm is 1, and stays 1
+
+
+def test_a_head_that_is_trained_alone_leaves_a_note_and_no_finding(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Net(), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(16, 6)).square().mean().backward()
+            optimizer.step()
+
+    verdict = traindiff.check(tmp_path / "run")
+
+    assert verdict.verdict == "healthy"
+    assert verdict.notes == (
+        "No recorded optimizer holds 6 parameters that require a gradient, among them 0.first.bias, and they never "
+        "change. If that is meant, requires_grad=False saves computing their gradients.",
+    )
 
 
 def test_compare_leaves_it_to_the_other_runs_update(tmp_path: Path) -> None:

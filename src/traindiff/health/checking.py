@@ -82,7 +82,12 @@ def check(
         findings=findings,
         steps=tuple(dict.fromkeys(checked)),
         ranks=tuple(run.ranks),
-        notes=(*gaps, *_endings(run), *(f"{reason}, so it is not checked." for reason in judge.unknown)),
+        notes=(
+            *gaps,
+            *_endings(run),
+            *(f"{reason}, so it is not checked." for reason in judge.unknown),
+            *judge.notes(),
+        ),
     )
 
 

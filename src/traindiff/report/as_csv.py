@@ -42,8 +42,8 @@ def _rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
     sites = {_site(row) for row in comparison.differences}
     for row in comparison.differences:
         finding = first.get(_site(row))
-        about = {} if finding is None else {**_of_finding(finding), "difference": None, "floor": None, "ratio": None}
-        yield {**about, **_of_site(row)}
+        found = {} if finding is None else {"kind": finding.kind, "says": finding.says}
+        yield _of_site(row) | found
     for finding in comparison.findings:
         if _site(finding) not in sites or first[_site(finding)] is not finding:
             yield _of_finding(finding)

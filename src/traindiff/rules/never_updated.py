@@ -53,7 +53,7 @@ class ParametersMove(Rule):
     learning rate of 0, and steps that a loss scaler left out (a fused optimizer leaves them out itself, and does not
     say so) do not count, and neither do short dtypes that round small updates away, of which `UpdatesFollowSettings`
     knows more. A parameter that requires a gradient and that no optimizer holds should change in the same steps as
-    others.
+    others; where these are most of a model, as where its head is trained alone, that is a note.
     """
 
     tells_runs_apart = False  # a comparison sees the other run's update
@@ -82,22 +82,37 @@ class ParametersMove(Rule):
 
     def end(self) -> Iterator[Finding]:
         """See the class."""
-        held = self.facts.held_in
+        forgotten = set() if self._rest_is_meant else self._held_by_none
         for path, resting in self._resting.items():
-            if resting.steps < LEAST_STEPS or not held:
-                continue
-            stage = "" if path in held else "before"  # what is seen of it
-            if path in held:
+            if resting.steps >= LEAST_STEPS and path in self.facts.held_in:
                 says = f"{path} gets gradients that should move it in {resting.steps} steps, and never changes."
-            else:
+                yield _finding(path, resting, stage="", says=says)
+            elif path in forgotten:
                 says = (
-                    f"No recorded optimizer holds {path}, although it requires a gradient: {resting.steps} steps leave "
-                    "it as it was. If that is meant, set requires_grad=False."
+                    f"No recorded optimizer holds {path}, although it requires a gradient: at least {resting.steps} "
+                    "steps leave it as it was. If that is meant, set requires_grad=False."
                 )
-            yield Finding(
-                step=resting.first, phase="param", stage=stage, path=path, slot="value", order=resting.entry.order,
-                kind="never-updated", says=says, evidence={"num_steps": resting.steps},
-            )  # fmt: skip
+                yield _finding(path, resting, stage="before", says=says)  # that is how it is observed
+
+    def notes(self) -> Iterator[str]:
+        """Where no optimizer holds the larger part of a model: that one part is trained alone, as it seems."""
+        if self._rest_is_meant:
+            count, first = len(self._held_by_none), min(self._held_by_none)
+            yield (
+                f"No recorded optimizer holds {count} parameters that require a gradient, among them {first}, and they "
+                "never change. If that is meant, requires_grad=False saves computing their gradients."
+            )
+
+    @property
+    def _held_by_none(self) -> set[str]:
+        """Parameters that no optimizer holds, although they require a gradient, and that were seen not to change."""
+        resting = {path for path, one in self._resting.items() if one.steps >= LEAST_STEPS}
+        return resting - self.facts.held_in.keys() if self.facts.held_in else set()
+
+    @property
+    def _rest_is_meant(self) -> bool:
+        """Whether so much of the model rests that this is no parameter that somebody forgot."""
+        return len(self._held_by_none) > len(self.facts.held_in)
 
     def _rate(self, path: str, rates: Mapping[str, float]) -> float:
         """The learning rate of a parameter; 0 where none was recorded."""
@@ -114,6 +129,13 @@ class ParametersMove(Rule):
             del self._resting[path]
         else:
             first.see()
+
+
+def _finding(path: str, resting: _Resting, *, stage: str, says: str) -> Finding:
+    return Finding(
+        step=resting.first, phase="param", stage=stage, path=path, slot="value", order=resting.entry.order,
+        kind="never-updated", says=says, evidence={"num_steps": resting.steps},
+    )  # fmt: skip
 
 
 def _parameters(table: Mapping[Key, Entry], *, stage: str) -> Iterator[tuple[str, Entry]]:

@@ -98,3 +98,7 @@ class Rule:
     def end(self) -> Iterable[Finding]:
         """What can be told only now that the run is over."""
         return ()
+
+    def notes(self) -> Iterable[str]:
+        """What is worth knowing of a run that is over, and may be meant: sentences."""
+        return ()

@@ -39,3 +39,7 @@ class RunJudge:
         found = [finding for rule in self._rules for finding in rule.end()]
         fresh = [finding for finding in found if (finding.kind, finding.path) not in self._found]
         return sorted(fresh, key=lambda finding: (finding.step, finding.order))
+
+    def notes(self) -> list[str]:
+        """What is worth knowing of the run, now that it is over."""
+        return [note for rule in self._rules for note in rule.notes()]
