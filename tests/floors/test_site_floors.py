@@ -344,3 +344,14 @@ def test_replicas_that_add_up_alike_do_not_hold_batch_norm_to_their_own_noise() 
     assert run.parted
     assert floors.of(site(WIDE, path="relu")) == pytest.approx(GAIN * apart)
     assert not run.learning_differs
+
+
+def test_running_statistics_of_rounded_activations_are_as_good_as_those() -> None:
+    """Autocast rounds a weight alike in every replica: only the candidate, which does not, shows how far it is off."""
+    buffer = site(X[0], path="bn.running_mean", phase="param", slot="buffer")
+    floors = step(noise={buffer.baseline.key: (1e-5, 2e-5)}, calibration=replicas())
+    exact = floors.measured(buffer)
+    floors.of(site(Y.astype(np.float16)))
+
+    assert exact is not None
+    assert exact < 2.0**-11 < (floors.measured(buffer) or 0.0)

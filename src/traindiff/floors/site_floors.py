@@ -121,12 +121,16 @@ class SiteFloors:
         return floor
 
     def _inside(self, pair: Pair) -> float:
-        """Unit roundoff of the shorter dtype that a gradient may have been computed in; 0 where replicas show it.
+        """Unit roundoff of the shorter dtype that a tensor may have been computed in; 0 where replicas show it.
 
         Under autocast a matrix product's operands, and the gradients that it hands back, are rounded to a shorter
         dtype, whatever dtype the tensors have between which it stands. Another but equal formula rounds there
         otherwise. Forced replicas round what enters an operation in its own, longer dtype, and hardly show it.
+
+        Running statistics are of activations whose weights autocast has rounded, in every replica alike.
         """
+        if pair.baseline.key.slot == "buffer":
+            return self._rounded
         return self._rounded if self._forced and pair.baseline.key.phase in ("backward", "grad") else 0.0
 
     def saw(self, pair: Pair, size: float) -> None:
