@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cli.conftest import Traindiff
+from tests.made_up import record
 from traindiff.report.observations import COLUMNS
 
 
@@ -35,7 +36,10 @@ def test_the_table_has_a_head_and_one_row_per_observation(traindiff: Traindiff) 
 def test_rows_that_are_not_shown_are_counted(traindiff: Traindiff) -> None:
     result = traindiff("show", "baseline", "--site", "fc.weight", "--top", "2")
 
-    assert "20 more observations; --site, --phase, --steps choose, --top shows more." in result.stdout
+    assert (
+        "20 more observations, up to step 2; --site, --phase (grad, optimizer, update, param) and --steps choose, "
+        "--top shows more."
+    ) in result.stdout
 
 
 def test_nothing_that_matches_is_said(traindiff: Traindiff) -> None:
@@ -133,3 +137,19 @@ def test_a_table_goes_into_a_file_too(traindiff: Traindiff, tmp_path: Path) -> N
     assert result.exit_code == 0
     assert result.stdout == ""
     assert "fc.weight grad" in file.read_text()
+
+
+def test_samples_are_numbered_as_samples(traindiff: Traindiff) -> None:
+    result = traindiff("show", "baseline", "--samples", "--phase", "batch", "--steps", "0")
+
+    assert "(root) input[0] sample 0" in result.stdout
+    assert "(root) input[0] sample 1" in result.stdout
+    assert "call" not in result.stdout
+
+
+def test_a_recording_without_a_step_says_so(traindiff: Traindiff, tmp_path: Path) -> None:
+    result = traindiff("show", str(record(tmp_path / "run", steps=0)))
+
+    assert result.exit_code == 0
+    assert "No step is recorded: one is when the optimizer has stepped." in result.stdout
+    assert "--site" not in result.stdout

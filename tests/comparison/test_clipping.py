@@ -100,3 +100,21 @@ def test_clipping_to_nothing_or_not_at_all_is_another_limit(limits: tuple[float,
         f"The baseline clips gradients to a norm of {limits[0]:g}, the candidate clips gradients to a norm of "
         f"{limits[1]:g}."
     ]
+
+
+def test_what_differs_before_the_gradients_is_not_said_to_come_from_clipping(tmp_path: Path) -> None:
+    def clip(norm: float, *, scaled: bool) -> Edit:
+        def edit(step: int, sites: Step) -> None:
+            for slot, value in (("norm", norm), ("max_norm", 0.1)):
+                sites["grad", "clipped", "(all parameters)", slot] = Seen(values=np.array(value))
+            if scaled:
+                sites["forward", "", "fc", "output[0]"].values *= np.float32(0.5)
+
+        return edit
+
+    baseline = record(tmp_path / "baseline", clip(0.5, scaled=False))
+    first = traindiff.compare(baseline, record(tmp_path / "candidate", clip(1.0, scaled=True))).first_divergence
+
+    assert first is not None
+    assert (first.phase, first.kind) == ("forward", "scale")
+    assert first.says == "The candidate's is 0.5 x the baseline's (= 1/2)."

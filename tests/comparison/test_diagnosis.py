@@ -343,3 +343,31 @@ def test_a_setting_of_the_step_before_is_one_step_late(compared: Compared) -> No
     assert first is not None
     assert (first.step, first.kind) == (1, "hyper-parameter")
     assert "one step late?" in first.says
+
+
+@pytest.mark.parametrize("micro_steps", [1, 4])
+def test_a_gradient_that_was_not_set_to_zero_is_the_sum_of_two(micro_steps: int) -> None:
+    before = entry(NOISE * np.float32(0.3)).summary
+
+    found = look(X, X + NOISE * np.float32(0.3), previous=before, micro_steps=micro_steps)
+
+    assert found.kind == "accumulated"
+    assert "of this step and of the step before" in found.says
+
+
+def test_another_gradient_on_top_is_not_that_of_the_step_before() -> None:
+    before = entry(random(32, 40, seed=2)).summary
+
+    assert look(X, X + NOISE * np.float32(0.3), previous=before).kind == "value"
+    assert look(X, X + NOISE * np.float32(0.3), previous=entry(NOISE * np.float32(0.2)).summary).kind == "value"
+
+
+def test_the_sum_of_two_activations_is_nothing_that_zero_grad_explains() -> None:
+    before = entry(NOISE).summary
+
+    assert look(X, X + NOISE, previous=before, phase="forward", slot="output[0]").kind == "value"
+
+
+@pytest.mark.parametrize(("factor", "read"), [(1.002, True), (1.0019, True), (0.9986, False), (1.004, False)])
+def test_near_one_a_factor_is_read_only_where_it_is_that_factor(factor: float, read: bool) -> None:
+    assert bool(factor_meaning(factor, 1, known=[(1.002, "= what clipping makes of them")])) is read

@@ -307,3 +307,51 @@ def test_how_far_learning_is_apart_is_measured_over_all_gradients_of_a_step() ->
         floors.finish()
 
     assert run.learning_apart == pytest.approx(0.3 * SIZE / math.hypot(SIZE, other), rel=1e-5)
+
+
+# What BatchNorm computes from the mean and the variance over all rows.
+
+WIDE = random(64, 6, 16, 16, seed=3)
+ROWS = 64 * 16 * 16
+
+
+def batch_norm() -> list[Pair]:
+    return [
+        site(WIDE, path="bn", phase="backward"),
+        site(X[0], path="bn.running_mean", phase="param", slot="buffer"),
+    ]
+
+
+def test_what_batch_norm_averages_may_be_off_by_the_root_of_its_rows() -> None:
+    floors = step(pairs=batch_norm())
+
+    assert floors.of(site(WIDE, path="bn")) == pytest.approx(SAFETY * math.sqrt(ROWS) * U)
+    assert floors.of(site(X[0], path="bn.running_mean", phase="param", slot="buffer")) >= math.sqrt(ROWS) * U
+    assert floors.of(site(WIDE, path="conv")) == rounding("float32")
+
+
+def test_replicas_that_add_up_alike_do_not_hold_batch_norm_to_their_own_noise() -> None:
+    """Channels last, torch's BatchNorm on the CPU is up to 0.8 sqrt(rows) u off, and its usual kernel 0.7 u."""
+    apart = math.sqrt(ROWS) * U
+    noise = {Key("forward", "", path, "output[0]", 0, 0): (U, U) for path in ("bn", "relu")}
+    run = RunFloors()
+    floors = step(run, pairs=batch_norm(), noise=noise, calibration=replicas())
+
+    pair = site(WIDE, path="bn")
+    assert floors.of(pair) >= apart
+    floors.saw(pair, apart)
+
+    assert run.parted
+    assert floors.of(site(WIDE, path="relu")) == pytest.approx(GAIN * apart)
+    assert not run.learning_differs
+
+
+def test_running_statistics_of_rounded_activations_are_as_good_as_those() -> None:
+    """Autocast rounds a weight alike in every replica: only the candidate, which does not, shows how far it is off."""
+    buffer = site(X[0], path="bn.running_mean", phase="param", slot="buffer")
+    floors = step(noise={buffer.baseline.key: (1e-5, 2e-5)}, calibration=replicas())
+    exact = floors.measured(buffer)
+    floors.of(site(Y.astype(np.float16)))
+
+    assert exact is not None
+    assert exact < 2.0**-11 < (floors.measured(buffer) or 0.0)

@@ -62,6 +62,11 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     compared(here, noise=record(here / "noise", build=other))
 
 
+@situation("the candidate as noise")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    compared(here, noise=here / "candidate")
+
+
 @situation("check: steps that are none")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.check(str(record(here / "run")), steps="last")

@@ -71,7 +71,8 @@ def show(
         else:
             console = Console(file=text, highlight=False, width=results.width) if output else results
             print_head(console, found)
-            print_rows(console, islice(rows, top), rest=rows)
+            recorded = any(True for rank in found.ranks for _ in found.steps(rank))
+            print_rows(console, islice(rows, top), rest=rows, recorded=recorded)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from traindiff.alignment.gradient_norms import gradient_norms
 from traindiff.alignment.hyper_parameters import SettingChanges
 from traindiff.alignment.pairs import in_baseline_order
 from traindiff.alignment.two_runs import RUNS, AlignedStep, TwoRuns
+from traindiff.comparison.batch_statistics import of_batch_statistics
 from traindiff.comparison.both_runs import BothRuns
 from traindiff.comparison.circumstances import circumstances, not_forced, other_dtypes, other_models
 from traindiff.comparison.clipping import clip_factor, clipping_findings, clipping_note
@@ -27,9 +28,10 @@ from traindiff.comparison.recomputation import recomputation_findings
 from traindiff.comparison.sentences import representation_note
 from traindiff.comparison.step_judge import StepInput
 from traindiff.comparison.surroundings import Surroundings, surroundings, with_surroundings
+from traindiff.comparison.targets import of_unseen_targets
 from traindiff.comparison.tied_copies import with_names
 from traindiff.comparison.verdict import Comparison, Word
-from traindiff.errors import ConfigError
+from traindiff.errors import ConfigError, Problem
 from traindiff.findings.finding import Finding
 from traindiff.floors.calibrating import calibrate
 from traindiff.floors.calibration import Calibration
@@ -89,7 +91,24 @@ def compare(
     runs = (open_recording(os.fspath(baseline)), open_recording(os.fspath(candidate)))
     paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
     replicas = [open_recording(os.fspath(path)) for path in paths]
+    _refuse_candidate_as_noise(runs[1], replicas)
     return _Comparing(TwoRuns(runs, renames, selection), replicas, renames, selection, tolerance).run(progress)
+
+
+def _refuse_candidate_as_noise(candidate: Recording, noise: Sequence[Recording]) -> None:
+    """Raise `ConfigError` where the run in question is to say how far correct runs may be."""
+    held = os.path.realpath(candidate.path)
+    problems = [
+        Problem(
+            where=f"noise {recording.path}",
+            what="is the candidate. Floors that are measured from it are above every difference that it has.",
+            fix="Give recordings of runs that are known to be correct: replicas, or the baseline run again.",
+        )
+        for recording in noise
+        if os.path.realpath(recording.path) == held
+    ]
+    if problems:
+        raise ConfigError("compare(noise=...)", problems, consequence="nothing was compared")
 
 
 class _Comparing:
@@ -116,6 +135,7 @@ class _Comparing:
         self._judge = Judge(tolerance, self._calibration, forced=self._forced, coefficients=coefficients)
         self._settings = SettingChanges()
         self._surroundings: Surroundings | None = None
+        self._aside = ""
         self._uncovered: list[int] = []
         self._notes: dict[str, None] = {}
         self._other_dtypes: dict[tuple[str, str], set[Key]] = {}
@@ -181,11 +201,16 @@ class _Comparing:
                 samples=max((int(e.summary["count"]) for k, e in tables[0].items() if k.phase == "batch"), default=1),
                 batches=(samples_of(tables[0]), samples_of(tables[1])),
                 noise=self._noise(given),
-                factors=(*scale_factors(*scales), *clip_factor(*clipped)),
+                factors=tuple(scale_factors(*scales)),
+                clipped=tuple(clip_factor(*clipped)),
             )
         )
         if agreed and self._judge.findings:
-            self._surroundings = surroundings(self._judge.findings[0], pairs, given.aligned)
+            first = self._judge.findings[0]
+            self._surroundings = surroundings(first, pairs, given.aligned)
+            divided = (micro_steps[0], micro_steps[1])
+            self._aside = of_batch_statistics(first, self._facts[0].modules, given.aligned, divided)
+            self._aside += of_unseen_targets(first, pairs)
         if progress:
             progress(step)
 
@@ -206,6 +231,7 @@ class _Comparing:
         if not findings:
             return ()
         first, *rest = findings
+        first = replace(first, says=first.says + self._aside)
         if self._surroundings:
             first = with_surroundings(first, self._surroundings)
         sizes = (self._runs.sides[0].data_parallel, self._runs.sides[1].data_parallel)

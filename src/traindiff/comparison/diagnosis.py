@@ -16,6 +16,9 @@ from traindiff.rounding import UNIT_ROUNDOFF
 from traindiff.shards import OPEN, Shard
 from traindiff.summary import distance, finite_count, nonfinite_count, norm, number
 
+ADDED = 0.01
+"""What a sum of two gradients may leave unexplained: more than rounding does, less than another gradient would."""
+
 LATE = 0.02
 """How near the step before must be, as a part of how far the step itself is, for a tensor to be one step late."""
 
@@ -41,6 +44,25 @@ def late(case: Case) -> Diagnosis | None:
         kind="late",
         says="The candidate's is what the baseline has in the step before: one step late?",
         evidence={"difference_from_the_step_before": apart},
+    )
+
+
+def accumulated(case: Case) -> Diagnosis | None:
+    """The gradient of the step before was not set to zero: two steps' gradients, added up."""
+    if case.previous is None or (case.baseline.key.phase, case.baseline.key.slot) != ("grad", "grad"):
+        return None
+    before, own, both = case.previous["sketch"], case.baseline.summary["sketch"], case.candidate.summary["sketch"]
+    size, added = float(np.linalg.norm(both)), float(np.linalg.norm(before))
+    if case.baseline.shape != case.candidate.shape or not size or added < 0.05 * size:
+        return None
+    left_over = float(np.linalg.norm(both - own - before)) / size
+    if not left_over <= ADDED:
+        return None
+    return Diagnosis(
+        kind="accumulated",
+        says="The candidate's is the sum of the baseline's of this step and of the step before: was zero_grad() left "
+        "out after that?",
+        evidence={"residual": left_over},
     )
 
 
@@ -200,6 +222,7 @@ TESTS: tuple[Callable[[Case], Diagnosis | None], ...] = (
     whole_numbers,
     vanished,
     late,
+    accumulated,
     lost_contribution,
     permuted,
     scaled,

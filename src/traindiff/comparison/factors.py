@@ -25,7 +25,7 @@ def factor_meaning(factor: float, micro_steps: int, ranks: int = 1, known: Itera
         known: Factors of which something is known, and what to say of them.
     """
     for one, says in known:
-        if abs(factor / one - 1.0) < 0.01:
+        if abs(factor / one - 1.0) < min(0.01, 0.1 * abs(one - 1.0)):  # near 1 every factor is near every other
             return f" ({says})"
     size = abs(factor)
     whole = Fraction(size).limit_denominator(64)

@@ -43,6 +43,7 @@ class StepInput:
         batches: The single samples of both runs' batches.
         noise: What replicas of the baseline differ by in this step; None without them.
         factors: Factors of which something is known, and what to say of them.
+        clipped: The same of gradients only.
     """
 
     step: int
@@ -58,6 +59,7 @@ class StepInput:
     batches: tuple[Samples, Samples] = ({}, {})
     noise: StepNoise | None = None
     factors: tuple[tuple[float, str], ...] = ()
+    clipped: tuple[tuple[float, str], ...] = ()
 
 
 class StepJudge:
@@ -184,7 +186,7 @@ class StepJudge:
         first = pairs[0]
         size, floor = abs(factor - 1.0), min(floors.values())
         finding = self._as_finding(first, size, floor, self._shape(first, size, floor))
-        meaning = factor_meaning(factor, self._given.micro_steps, self._given.ranks, self._given.factors)
+        meaning = factor_meaning(factor, self._given.micro_steps, self._given.ranks, self._factors(first))
         says = f"All gradients are {factor_text(factor)} x the baseline's{meaning}."
         evidence = {**finding.evidence, "factor": factor, "parameters": len(pairs)}
         return replace(finding, kind="scale", says=says, evidence=evidence)
@@ -230,6 +232,11 @@ class StepJudge:
             },
         )  # fmt: skip
 
+    def _factors(self, pair: Pair) -> tuple[tuple[float, str], ...]:
+        """Factors that may be behind a difference here: clipping changes nothing before the gradients."""
+        clipped = self._given.clipped if pair.baseline.key.phase in ("grad", "optimizer", "update") else ()
+        return (*self._given.factors, *clipped)
+
     def _shape(self, pair: Pair, size: float, floor: float) -> Diagnosis:
         baseline, candidate = pair.baseline, pair.candidate
         if baseline.shape != candidate.shape:
@@ -242,6 +249,6 @@ class StepJudge:
                 micro_steps=self._given.micro_steps, ranks=self._given.ranks,
                 previous=self._judged.previous.get(baseline.key),
                 contributions=self._given.contributions.get(baseline.key.path, {}) if summed else {},
-                factors=self._given.factors,
+                factors=self._factors(pair),
             )
         )  # fmt: skip

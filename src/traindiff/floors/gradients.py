@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,30 +52,39 @@ class Terms:
     Attributes:
         norm: Its norm.
         count: Its elements.
+        channels: How many channels the module keeps running statistics of; 0 if it keeps none.
     """
 
     norm: float
     count: int
+    channels: int = 0
 
 
 def terms_by_module(pairs: Iterable[Pair]) -> dict[str, Terms]:
     """Terms by path of the module, over all its calls."""
     found: dict[str, Terms] = {}
+    channels: dict[str, int] = {}
     for pair in pairs:
         key, summary = pair.baseline.key, pair.baseline.summary
+        if key.slot == "buffer" and key.path.endswith(".running_mean") and pair.baseline.shape:
+            channels[key.path.rpartition(".")[0]] = pair.baseline.shape[0]
         if key.phase == "backward" and key.slot == "output[0]":
             before = found.get(key.path, Terms(norm=0.0, count=0))
             size, count = math.hypot(before.norm, float(norm(summary))), before.count + int(summary["count"])
             found[key.path] = Terms(norm=size, count=count)
-    return found
+    return {path: replace(terms, channels=channels.get(path, 0)) for path, terms in found.items()}
 
 
 def summed_rows(pair: Pair, terms: Mapping[str, Terms]) -> float:
-    """How many rows (samples, positions) each element of a parameter's gradient is summed over, at most.
+    """How many rows (samples, positions) are summed over for each element of a parameter's gradient, at most.
 
+    The same of what BatchNorm computes from the batch's mean and variance: its output and its running statistics.
     1 for anything else, and where the module's gradients are not known.
     """
     key, shape = pair.baseline.key, pair.baseline.shape
+    if key.phase == "forward" or key.slot == "buffer":
+        module = terms.get(key.path if key.phase == "forward" else key.path.rpartition(".")[0])
+        return max(1.0, module.count / module.channels) if module is not None and module.channels else 1.0
     added = terms.get(key.path.rpartition(".")[0])
     if key.phase != "grad" or key.slot == "norm" or added is None or not shape or not shape[0]:
         return 1.0

@@ -42,9 +42,10 @@ def basis(
         pair: Both sides.
         distances: Relative differences of replicas from the baseline.
         storage: For an update: norm of the parameter over norm of the update.
-        terms: For a gradient: rows that each of its elements is summed over. A kernel that adds one after the other
-            in float32 is off by sqrt(terms) u; replicas, which all run the baseline's kernels, do not show it.
-            Measured with torch on the CPU: 30 u over 512 rows (BatchNorm, channels last; 4 u otherwise).
+        terms: Rows that are summed over for each element of a gradient, or of what BatchNorm computes. A kernel
+            that adds one after the other in float32 is off by sqrt(terms) u; replicas, which all run the baseline's
+            kernels, do not show it. Measured with torch on the CPU: 30 u over 512 rows (gradients of BatchNorm,
+            channels last; 4 u otherwise).
         rounded: Largest unit roundoff on the baseline's way to here: its noise is of this size already, whatever
             the dtype of the pair (float32 parameters under autocast).
         inside: Unit roundoff of the dtype that the operation may compute in, and these replicas do not show.

@@ -96,14 +96,20 @@ class SiteFloors:
         derived = self._derived(pair, self._floors)  # also notes what later floors need
         return self._joined(pair, self.measured(pair), derived)
 
-    def measured(self, pair: Pair) -> float | None:
-        """How far a replica may be from the baseline at this site; None where no replica has it."""
+    def measured(self, pair: Pair, *, summed: bool = True) -> float | None:
+        """How far a replica may be from the baseline at this site; None where no replica has it.
+
+        Args:
+            pair: Both sides.
+            summed: Also how far a kernel may be that adds up its rows one after the other; see `basis`.
+        """
         key = pair.baseline.key
         if self._noise is None or key not in self._noise:
             return None
         constant = SAFETY * self._calibration.constant(key.phase)
         floor = constant * basis(
-            pair, self._noise[key], storage=self.storage(pair), terms=summed_rows(pair, self._terms),
+            pair, self._noise[key], storage=self.storage(pair),
+            terms=summed_rows(pair, self._terms) if summed else 1.0,
             rounded=self._rounded, inside=self._inside(pair),
         )  # fmt: skip
         if key.phase == "grad":
@@ -115,12 +121,16 @@ class SiteFloors:
         return floor
 
     def _inside(self, pair: Pair) -> float:
-        """Unit roundoff of the shorter dtype that a gradient may have been computed in; 0 where replicas show it.
+        """Unit roundoff of the shorter dtype that a tensor may have been computed in; 0 where replicas show it.
 
         Under autocast a matrix product's operands, and the gradients that it hands back, are rounded to a shorter
         dtype, whatever dtype the tensors have between which it stands. Another but equal formula rounds there
         otherwise. Forced replicas round what enters an operation in its own, longer dtype, and hardly show it.
+
+        Running statistics are of activations whose weights autocast has rounded, in every replica alike.
         """
+        if pair.baseline.key.slot == "buffer":
+            return self._rounded
         return self._rounded if self._forced and pair.baseline.key.phase in ("backward", "grad") else 0.0
 
     def saw(self, pair: Pair, size: float) -> None:
@@ -138,7 +148,9 @@ class SiteFloors:
         expected = None if self._noise is None else self._noise.get(key)
         few = int(finite_count(pair.baseline.summary)) < FEW and key.phase not in ("update", "param")
         if expected is not None and not few:
-            self._run.parted |= size > measured
+            # A BatchNorm that adds up otherwise than the replicas hands on more than theirs, and is right all the same.
+            shown = measured if key.phase == "grad" else self.measured(pair, summed=False)
+            self._run.parted |= size > (shown or 0.0)
         if key.phase == "optimizer":
             floors.saw_state(key.path, size)
             self._run.states[key] = float(norm(pair.baseline.summary))
@@ -217,7 +229,7 @@ class SiteFloors:
         dtypes = (pair.baseline.dtype, pair.candidate.dtype)
         if key.phase in ("forward", "backward"):
             self._alone.activation(key.path, dtypes)  # notes the dtype
-            return max(floors.activation(key.path, dtypes), self._gated(pair))
+            return max(floors.activation(key.path, dtypes), self._gated(pair), self._summation(pair))
         if key.phase == "loss" or key.slot == "norm":
             return floors.scalar(self._samples)
         if key.phase == "grad":
@@ -231,7 +243,17 @@ class SiteFloors:
             adaptive = key.path in self._run.adaptive
             floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair))
             return max(floor, self._turned(pair) if adaptive and not self._forced else 0.0)
-        return floors.activation(key.path.rpartition(".")[0], dtypes)  # a buffer
+        return max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))  # a buffer
+
+    def _summation(self, pair: Pair) -> float:
+        """Floor of what is computed from a mean and a variance over many rows; 0 for anything else.
+
+        Where a kernel adds one row after the other in float32 it is off by sqrt(rows) u. Measured with torch's
+        BatchNorm on the CPU, channels last, for 2,048 to 200,704 rows: 0.15 to 0.83 sqrt(rows) u (0.7 u in the
+        usual layout).
+        """
+        rows = summed_rows(pair, self._terms)
+        return SAFETY * math.sqrt(rows) * UNIT_ROUNDOFF["float32"] if rows > 1.0 else 0.0
 
     def _shrunk(self, pair: Pair) -> float:
         """How much smaller a running average is than before the step: its error was relative to what it then was."""

@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 from traindiff.findings.sentences import phase_text
+from traindiff.observation import SAMPLE
 from traindiff.recording import Recording
 from traindiff.report.observations import Row
 from traindiff.report.terminal import columns
+from traindiff.site import PHASES
 
 
 def print_head(console: Console, recording: Recording) -> None:
@@ -32,8 +34,15 @@ def print_head(console: Console, recording: Recording) -> None:
             console.print(status.says, markup=False, soft_wrap=True)
 
 
-def print_rows(console: Console, rows: Iterable[Row], *, rest: Iterable[Row]) -> None:
-    """Print the first rows as a table, and how many more there are."""
+def print_rows(console: Console, rows: Iterable[Row], *, rest: Iterable[Row], recorded: bool = True) -> None:
+    """Print the first rows as a table, and how many more there are.
+
+    Args:
+        console: Where to print.
+        rows: The first ones.
+        rest: The others, which are counted.
+        recorded: Whether the recording has a step at all.
+    """
     shown = list(rows)
     table = columns(
         left=("step", "phase", "site", "tensor"), right=("norm", "mean", "min", "max", "zero", "nan", "inf")
@@ -48,9 +57,20 @@ def print_rows(console: Console, rows: Iterable[Row], *, rest: Iterable[Row]) ->
     for row in shown:
         if row["unobserved"]:
             console.print(f"step {row['step']}: {_site(row)} was not observed: {row['unobserved']}", markup=False)
-    more = sum(1 for _ in rest)
+    more, last, phases = 0, 0, {row["phase"] for row in shown}
+    for row in rest:
+        more, last = more + 1, max(last, row["step"])
+        phases.add(row["phase"])
     if more:
-        console.print(f"\n{more} more observations; --site, --phase, --steps choose, --top shows more.", markup=False)
+        known = ", ".join(name for name in PHASES if name in phases)
+        console.print(
+            f"\n{more} more observations, up to step {last}; --site, --phase ({known}) and --steps choose, "
+            "--top shows more.",
+            markup=False,
+            soft_wrap=True,
+        )
+    elif not shown and not recorded:
+        console.print("No step is recorded: one is when the optimizer has stepped.", markup=False)
     elif not shown:
         console.print("No observation matches. --site '*' lists all of them.", markup=False)
 
@@ -60,7 +80,8 @@ def _phase(row: Row) -> str:
 
 
 def _site(row: Row) -> str:
-    call = f" call {row['call']}" if row["call"] else ""
+    counted = row["stage"] == SAMPLE
+    call = f" {'sample' if counted else 'call'} {row['call']}" if row["call"] or counted else ""
     return f"{row['site']} {row['slot']}{call}" + (f" micro-step {row['micro_step']}" if row["micro_step"] else "")
 
 
