@@ -250,6 +250,22 @@ def test_a_head_that_is_trained_alone_leaves_a_note_and_no_finding(tmp_path: Pat
     )
 
 
+def test_an_optimizer_of_another_model_is_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(16, 6)).square().mean().backward()
+            optimizer.step()
+
+    verdict = traindiff.check(tmp_path / "run")
+
+    assert verdict.verdict == "unhealthy"
+    assert {finding.path for finding in verdict.findings} == {path for path, _ in model.named_parameters()}
+
+
 def test_compare_leaves_it_to_the_other_runs_update(tmp_path: Path) -> None:
     train(tmp_path / "baseline", chosen=without("second.weight"))
     train(tmp_path / "candidate", chosen=without("second.weight"))

@@ -52,8 +52,8 @@ class ParametersMove(Rule):
     elements and the learning rate of its own group. So gradients that are mathematically zero, groups that rest at a
     learning rate of 0, and steps that a loss scaler left out (a fused optimizer leaves them out itself, and does not
     say so) do not count, and neither do short dtypes that round small updates away, of which `UpdatesFollowSettings`
-    knows more. A parameter that requires a gradient and that no optimizer holds should change in the same steps as
-    others; where these are most of a model, as where its head is trained alone, that is a note.
+    knows more. A parameter that requires a gradient and that no optimizer holds should change in each step that is not
+    left out; where these are most of a model, as where its head is trained alone, that is a note.
     """
 
     tells_runs_apart = False  # a comparison sees the other run's update
@@ -70,8 +70,8 @@ class ParametersMove(Rule):
         moving: set[str] = set()
         if not _may_be_left_out(table):
             moving = {path for path, one in after.items() if _should_move(table, one, self._rate(path, rates))}
-        if moving:
-            moving |= self.facts.trainable - self.facts.held_in.keys()
+            if any(rates.values()):
+                moving |= self.facts.trainable - self.facts.held_in.keys()
         for path, entry in _parameters(table, stage="before"):
             self._see(path, entry)
         for path in moving & self._resting.keys():
@@ -112,7 +112,8 @@ class ParametersMove(Rule):
     @property
     def _rest_is_meant(self) -> bool:
         """Whether so much of the model rests that this is no parameter that somebody forgot."""
-        return len(self._held_by_none) > len(self.facts.held_in)
+        held = self.facts.held_in.keys() & self.facts.trainable
+        return bool(held) and len(self._held_by_none) > len(held)
 
     def _rate(self, path: str, rates: Mapping[str, float]) -> float:
         """The learning rate of a parameter; 0 where none was recorded."""
