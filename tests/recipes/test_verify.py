@@ -268,11 +268,12 @@ def test_calibrate_gives_the_baseline_and_the_noise_for_compare(tmp_path: Path) 
     heard: list[tuple[str, int, int]] = []
 
     baseline, noise = traindiff.calibrate(
-        mlp(), tmp_path, steps=2, replicas=("ulp:3",), progress=lambda *told: heard.append(told)
+        mlp(), tmp_path, steps=2, replicas=("ulp:3", "ulp:4"), progress=lambda *told: heard.append(told)
     )
 
-    assert (baseline, noise) == (str(tmp_path / "baseline"), (str(tmp_path / "repeated"), str(tmp_path / "ulp-3")))
-    found = traindiff.compare(baseline, noise[1], noise=noise)
+    made = ["baseline", "repeated", "ulp-3", "ulp-4"]
+    assert [baseline, *noise] == [str(tmp_path / name) for name in made]
+    found = traindiff.compare(baseline, noise[2], noise=noise[:2])
     assert (found.verdict, found.calibrated) == ("equivalent", True)
     assert heard[:4] == [("baseline", 0, 2), ("baseline", 1, 2), ("baseline", 2, 2), ("repeated", 0, 2)]
 
