@@ -413,6 +413,22 @@ def test_what_has_no_size_is_no_other_representation(change: Callable[[Any], Any
     assert (found.verdict, found.representation) == ("diverged", ())
 
 
+@pytest.mark.parametrize(
+    "further",
+    [
+        at(HEAD, lambda x: x * np.float32(np.nan)),
+        rotated(("optimizer", "", "fc.weight", "momentum_buffer"), 1e-2),
+        lambda step, sites: sites.pop(HEAD),
+    ],
+    ids=["not finite", "state of the optimizer", "missing"],
+)
+def test_beside_anything_else_another_representation_counts_too(further: Edit, measured: Measured) -> None:
+    found = measured(both(rotated(FC, 1e-2), further), build=with_loss)
+
+    assert (found.verdict, found.representation) == ("diverged", ())
+    assert found.findings[0].path == "fc"
+
+
 def test_of_a_forced_run_and_where_the_user_sets_tolerances_each_operation_counts(tmp_path: Path) -> None:
     baseline = record(tmp_path / "baseline", build=with_loss)
     free = record(tmp_path / "free", rotated(FC, 1e-2), build=with_loss)

@@ -250,6 +250,20 @@ def test_a_head_that_is_trained_alone_leaves_a_note_and_no_finding(tmp_path: Pat
     )
 
 
+def test_a_forgotten_parameter_is_found_beside_a_group_that_rests(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    resting = {"params": list(model.first.parameters()), "lr": 0.0}
+    optimizer = torch.optim.SGD([resting, {"params": [*model.norm.parameters(), model.second.bias]}], lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(16, 6)).square().mean().backward()
+            optimizer.step()
+
+    assert [finding.path for finding in traindiff.check(tmp_path / "run").findings] == ["second.weight"]
+
+
 def test_an_optimizer_of_another_model_is_found(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()
