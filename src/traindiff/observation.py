@@ -15,7 +15,6 @@ Merge = Literal["shard", "sum", "mean"]
 * `mean`: terms of a mean weighted by `weight`, e.g. the logged losses of micro-batches.
 """
 
-
 ALL_GRADIENTS = "(all parameters)"
 """Path of what is done to the gradients of several parameters together."""
 

@@ -18,7 +18,7 @@ from tests.engines.test_data_parallel import fully_sharded, in_ddp
 from tests.engines.test_fsdp1 import sharded
 from tests.engines.training import BATCH, LENGTH, VOCABULARY, Model, rank_and_size
 from traindiff.comparison.verdict import Comparison
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.sessions.ranks import run_on_ranks
 
 PADDING = -100

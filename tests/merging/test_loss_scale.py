@@ -11,7 +11,8 @@ from torch import nn
 
 import traindiff
 from tests.made_up import Seen, observed, random
-from traindiff.merging.loss_scale import UNKNOWN, scale_factors, scale_note
+from traindiff.comparison.loss_scales import scale_factors, scale_note
+from traindiff.merging.loss_scale import UNKNOWN
 from traindiff.merging.step_table import Entry, step_table
 from traindiff.summary import norm
 

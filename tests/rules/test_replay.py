@@ -19,7 +19,7 @@ from tests.made_up import Seen, Step, plain_step
 from tests.made_up import record as write
 from tests.taps.models import mlp
 from tests.taps.trainings import batches
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.merging.run_steps import run_steps
 from traindiff.recording import open_recording
 from traindiff.rules import RULES, run_facts

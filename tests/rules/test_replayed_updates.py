@@ -9,7 +9,7 @@ import pytest
 
 from tests.made_up import Array, random
 from tests.merging.test_step_table import part
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.merging.step_table import step_table
 from traindiff.rules.replay import UpdatesFollowSettings
 from traindiff.rules.rule import RunFacts

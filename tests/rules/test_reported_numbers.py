@@ -15,7 +15,7 @@ import traindiff
 from tests.faults.models import Gpt
 from tests.faults.recipe import Moment, mean_cross_entropy, recipe
 from tests.rules.test_replay import findings
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.tap_registry import OBSERVABLE
 
 Report = Callable[[nn.Module], dict[str, float | Tensor]]

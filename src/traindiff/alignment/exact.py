@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from traindiff.alignment.ranks import differing_ranks
 from traindiff.alignment.samples import says_of_samples
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.findings.sentences import ranks_text
 from traindiff.merging.distance import Pair, difference, equal_bits
 from traindiff.merging.finding_at import finding_at

@@ -6,15 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from traindiff.alignment.side import Side
+from traindiff.alignment.side import Side, Tables
 from traindiff.findings import Finding
 from traindiff.merging.finding_at import finding_at
 from traindiff.merging.parameter_groups import Groups
 from traindiff.merging.step_table import Entry, Key
 from traindiff.rounding import UNIT_ROUNDOFF
 from traindiff.summary import number
-
-Tables = tuple[Mapping[Key, Entry], Mapping[Key, Entry]]
 
 
 class SettingChanges:

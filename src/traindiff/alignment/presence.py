@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from traindiff.alignment.pairs import Aligned
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.findings.sentences import ranks_text
 from traindiff.merging.distance import Pair
 from traindiff.merging.finding_at import finding_at

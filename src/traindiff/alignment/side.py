@@ -18,6 +18,9 @@ from traindiff.observation import BOUNDARY, RECOMPUTED, SAMPLE
 from traindiff.recording import Recording
 from traindiff.steps import StepSelection, parse_steps
 
+Tables = tuple[dict[Key, Entry], dict[Key, Entry]]
+"""One step of both runs, under the baseline's names."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideStep:
@@ -107,7 +110,7 @@ class Side:
         return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
 
 
-def join(sides: tuple[SideStep, SideStep]) -> tuple[dict[Key, Entry], dict[Key, Entry]]:
+def join(sides: tuple[SideStep, SideStep]) -> Tables:
     """The tables of two runs' step, with the updates that can be derived in both.
 
     A run that does not record every step records parameters and buffers before each step that it does; they are left

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from traindiff.alignment.gradient_stages import with_gradient_stages
 from traindiff.alignment.pairs import Aligned, align
 from traindiff.alignment.presence import Presence
-from traindiff.alignment.side import Side, SideStep, join, sites_in_order
+from traindiff.alignment.side import Side, SideStep, Tables, join, sites_in_order
 from traindiff.alignment.step_pairs import step_pairs
 from traindiff.alignment.unplaced import without_unplaced
 from traindiff.errors import ConfigError, Problem
@@ -17,7 +17,6 @@ from traindiff.merging.distance import Pair
 from traindiff.merging.failed_taps import FailedTaps, without_lost
 from traindiff.merging.renames import Rename, Renaming
 from traindiff.merging.run_steps import RunStep, run_steps
-from traindiff.merging.step_table import Entry, Key
 from traindiff.merging.tying import copies_elsewhere, ties_of
 from traindiff.recording import Recording
 from traindiff.site import ROOT
@@ -25,9 +24,6 @@ from traindiff.steps import StepSelection
 
 RUNS = ("baseline", "candidate")
 """The two sides, always in this order; tuples of two follow it."""
-
-Tables = tuple[dict[Key, Entry], dict[Key, Entry]]
-"""One step of both runs, under the baseline's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,6 @@ from traindiff.alignment.presence import Unaligned
 from traindiff.comparison.comparing import compare
 from traindiff.comparison.verdict import Comparison, SiteDifference
 from traindiff.comparison.verification import Pinned, RunCost, Verification
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 
 __all__ = ["Comparison", "Finding", "Pinned", "RunCost", "SiteDifference", "Unaligned", "Verification", "compare"]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from traindiff.alignment.pairs import Aligned
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 
 _STATISTICS = re.compile(r"(Lazy)?BatchNorm[123]d|SyncBatchNorm")
 _COUNTER = "num_batches_tracked"

@@ -14,7 +14,6 @@ from traindiff.rules.run_judge import RunJudge
 LENIENT = 2.0
 """What one run has clearly, the other has if it shows half as clearly: then it does not tell them apart."""
 
-
 _NO_NAMES = frozenset({"A", "An", "Rank", "Ranks", "Stage", "The"})
 """Words that begin a sentence with a capital letter, and would not within it."""
 
@@ -46,6 +45,8 @@ class BothRuns:
 
     def findings(self, tables: Sequence[Mapping[Key, Entry]], *, step: int) -> list[Finding]:
         """What is wrong with one run of the two and not with the other, labelled with which it is."""
+        for judge, table in zip(self._strict, tables, strict=True):
+            judge.note_unknown(table)
         strict = [judge.step(table, step=step) for judge, table in zip(self._strict, tables, strict=True)]
         lenient = [
             {_what(one) for one in judge.step(table, step=step)}

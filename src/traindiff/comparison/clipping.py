@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.merging.clips import EFFECT, Clip
 from traindiff.merging.finding_at import finding_at
 

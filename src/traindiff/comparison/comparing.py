@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from traindiff.alignment.exact import (
-    EXACT_KINDS,
-    check_random_state,
-)
+from traindiff.alignment.exact import EXACT_KINDS, check_random_state
 from traindiff.alignment.gradient_norms import gradient_norms
 from traindiff.alignment.hyper_parameters import SettingChanges
 from traindiff.alignment.pairs import in_baseline_order
@@ -24,6 +21,7 @@ from traindiff.comparison.each_ranks_own import with_each_ranks_own
 from traindiff.comparison.engine_settings import coefficient_error, explained
 from traindiff.comparison.judge import Judge
 from traindiff.comparison.limits import hints, limits
+from traindiff.comparison.loss_scales import scale_factors, scale_note
 from traindiff.comparison.recomputation import recomputation_findings
 from traindiff.comparison.sentences import representation_note
 from traindiff.comparison.step_judge import StepInput
@@ -32,13 +30,13 @@ from traindiff.comparison.targets import of_unseen_targets
 from traindiff.comparison.tied_copies import with_names
 from traindiff.comparison.verdict import Comparison, Word
 from traindiff.errors import ConfigError, Problem
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.floors.calibrating import calibrate
 from traindiff.floors.calibration import Calibration
 from traindiff.floors.replicas import Replicas, StepNoise
 from traindiff.floors.tolerance import Tolerance, parse_tolerance
 from traindiff.merging.clips import clips
-from traindiff.merging.loss_scale import loss_scale, scale_factors, scale_note
+from traindiff.merging.loss_scale import loss_scale
 from traindiff.merging.renames import Renaming, parse_renames
 from traindiff.merging.samples import samples_of
 from traindiff.merging.step_table import Key, num_micro_steps

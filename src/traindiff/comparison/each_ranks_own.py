@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 
 _STATISTICS = re.compile(r"BatchNorm[123]d|LazyBatchNorm[123]d")
 _RANDOM = re.compile(r"(Alpha|FeatureAlpha)?Dropout([123]d)?|RReLU")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from traindiff.comparison.clipping import KIND as CLIPPING
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.rounding import UNIT_ROUNDOFF
 
 FLOAT32_COEFFICIENTS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})

@@ -8,7 +8,7 @@ from dataclasses import replace
 from traindiff.alignment import exact
 from traindiff.comparison.judged import Judged
 from traindiff.comparison.step_judge import StepInput, StepJudge
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.floors.calibration import Calibration
 from traindiff.floors.run_floors import RunFloors
 from traindiff.floors.site_floors import SiteFloors
@@ -17,7 +17,6 @@ from traindiff.merging.step_table import Key
 
 LOGGED = "logged"
 """Slot of the numbers that a training reports."""
-
 
 FOLLOWS = 0.05
 """Where activations differ by a size d and all gradients together by more than this part of it, they may follow."""

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.merging.distance import Pair, difference
 from traindiff.merging.finding_at import finding_at
 from traindiff.merging.step_table import Entry, Key

@@ -18,7 +18,7 @@ from traindiff.site import label
 
 if TYPE_CHECKING:
     from traindiff.comparison.verdict import Comparison
-    from traindiff.findings.finding import Finding
+    from traindiff.findings import Finding
 
 MEANINGS = {
     "identical": "every recorded tensor has the same bits",

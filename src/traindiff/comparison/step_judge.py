@@ -13,7 +13,7 @@ from traindiff.comparison.case import Case, Diagnosis
 from traindiff.comparison.diagnosis import diagnose
 from traindiff.comparison.factors import factor_meaning, factor_text
 from traindiff.comparison.judged import Judged
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.findings.sentences import ranks_text
 from traindiff.floors.gradients import common_factor
 from traindiff.floors.replicas import StepNoise

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from traindiff.alignment.pairs import Aligned
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.merging.distance import Pair
 from traindiff.merging.step_table import Entry
 from traindiff.site import label

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.merging.distance import Pair
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from traindiff.comparison import sentences
 from traindiff.comparison.verdict import EXIT_CODES, Comparison, Word
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.findings.sentences import where_text
 
 SCHEMA_NAME = "traindiff-verification"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from traindiff.site import label
 
 if TYPE_CHECKING:
-    from traindiff.findings.finding import Finding
+    from traindiff.findings import Finding
 
 _PER_PARAMETER = frozenset({"grad", "optimizer", "update", "param"})
 """Phases whose sites say nothing of where in the model a difference comes from: every parameter has them."""

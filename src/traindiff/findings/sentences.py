@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from traindiff.findings.finding import Finding
+    from traindiff.findings import Finding
 
 
 def where_text(finding: Finding) -> str:

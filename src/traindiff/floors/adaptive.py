@@ -9,7 +9,6 @@ from traindiff.merging.step_table import Key
 LINEAR_STATE = frozenset({"momentum_buffer", "step"})
 """State slots of optimizers whose update is linear in the gradient."""
 
-
 FIRST_MOMENTS = frozenset({"exp_avg", *LINEAR_STATE})
 """State slots that are linear in the gradient; others hold squares of it."""
 

@@ -10,7 +10,7 @@ from traindiff.alignment.exact import check_batch, check_initial_parameter, chec
 from traindiff.alignment.hyper_parameters import check_hyper_parameters
 from traindiff.alignment.side import Side, SideStep
 from traindiff.errors import ConfigError, Problem
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.floors.adaptive import adaptive_parameters, is_quotient
 from traindiff.floors.calibration import Calibration, NoiseRecording
 from traindiff.floors.gradients import summed_rows, terms_by_module

@@ -16,10 +16,8 @@ With m replicas, a further correct run lies beyond all of them in one of m + 1 c
 variations in benchmarks/FAULTS.md none exceeds the floor that this factor leaves.
 """
 
-
 ALONE = 4.0
 """Constant of the floors where there is one replica only, so that none can be held out."""
-
 
 FEW = 16
 """Tensors with fewer elements are too small for their noise to be measured by a few replicas."""

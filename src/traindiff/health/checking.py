@@ -64,6 +64,7 @@ def check(
             missing.setdefault(rank, step.step)
         failed.see(step.table, step=step.step)
         table = without_lost(step.table, failed.lost)
+        judge.note_unknown(table)
         for finding in judge.step(table, step=step.step):
             what = (finding.kind, finding.phase, finding.stage, finding.path, finding.slot)
             found.setdefault(what, finding)

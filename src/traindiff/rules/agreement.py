@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.findings.sentences import ranks_text
 from traindiff.merging.finding_at import finding_at
 from traindiff.merging.step_table import Entry, Key

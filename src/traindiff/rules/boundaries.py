@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.findings.sentences import micro_steps_text
 from traindiff.merging.distance import Pair, difference
 from traindiff.merging.step_table import Entry, Held, Key, num_micro_steps

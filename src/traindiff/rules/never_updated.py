@@ -62,6 +62,7 @@ class ParametersMove(Rule):
         super().__init__(facts, strictness=strictness)
         self._resting: dict[str, _Resting] = {}
         self._moved: set[str] = set()
+        self._unheld = facts.trainable - facts.held_in.keys() if facts.held_in else frozenset[str]()
 
     def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
         """Takes note of the step; what never changes is known at the end."""
@@ -71,7 +72,7 @@ class ParametersMove(Rule):
         if not _may_be_left_out(table):
             moving = {path for path, one in after.items() if _should_move(table, one, self._rate(path, rates))}
             if any(rates.values()):
-                moving |= self.facts.trainable - self.facts.held_in.keys()
+                moving |= self._unheld
         for path, entry in _parameters(table, stage="before"):
             self._see(path, entry)
         for path in moving & self._resting.keys():
@@ -106,8 +107,7 @@ class ParametersMove(Rule):
     @property
     def _held_by_none(self) -> set[str]:
         """Parameters that no optimizer holds, although they require a gradient, and that were seen not to change."""
-        resting = {path for path, one in self._resting.items() if one.steps >= LEAST_STEPS}
-        return resting - self.facts.held_in.keys() if self.facts.held_in else set()
+        return {path for path in self._unheld & self._resting.keys() if self._resting[path].steps >= LEAST_STEPS}
 
     @property
     def _rest_is_meant(self) -> bool:

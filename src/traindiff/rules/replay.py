@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.merging.distance import best_fit
 from traindiff.merging.step_table import Entry, Key
 from traindiff.rounding import UNIT_ROUNDOFF

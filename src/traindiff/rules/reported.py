@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.merging.finding_at import finding_at
 from traindiff.merging.step_table import Entry, Key
 from traindiff.rules.gradient_sets import Gradients, counted_often, set_of

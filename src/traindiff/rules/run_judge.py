@@ -28,11 +28,14 @@ class RunJudge:
 
     def step(self, table: Mapping[Key, Entry], *, step: int) -> list[Finding]:
         """What is wrong in a step, in the order of execution."""
-        for rule in self._rules:
-            self.unknown.update(dict.fromkeys(rule.unknown(table)))
         found = [finding for rule in self._rules for finding in rule.step(table, step=step)]
         self._found.update((finding.kind, finding.path) for finding in found)
         return sorted(found, key=lambda finding: finding.order)
+
+    def note_unknown(self, table: Mapping[Key, Entry]) -> None:
+        """Remember what of a step the rules cannot judge."""
+        for rule in self._rules:
+            self.unknown.update(dict.fromkeys(rule.unknown(table)))
 
     def end(self) -> list[Finding]:
         """What can be told only now that the run is over, and was not told of a step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from traindiff.findings.finding import Finding
+from traindiff.findings import Finding
 from traindiff.merging.finding_at import finding_at
 from traindiff.merging.step_table import Entry, Key
 from traindiff.rounding import UNIT_ROUNDOFF
