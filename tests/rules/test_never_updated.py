@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import traindiff
 from traindiff.findings import Finding
+from traindiff.health import Verdict
 
 Chosen = Callable[[nn.Module], Iterable[nn.Parameter]]
 
@@ -29,6 +31,23 @@ class Net(nn.Module):
         return hidden
 
 
+WITHOUT_REPLAY = ("param", "grad", "optimizer")
+
+
+def checked(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = 3,
+    before_step: Callable[[], None] = lambda: None, **settings: Any,
+) -> Verdict:  # fmt: skip
+    """Train on batches of noise, and check the run."""
+    with traindiff.record(path, model, optimizer, strict=True, **settings):
+        for _ in range(steps):
+            before_step()
+            model.zero_grad()
+            model(torch.randn(16, 6)).square().mean().backward()
+            optimizer.step()
+    return traindiff.check(path)
+
+
 def train(
     path: Path, *, chosen: Chosen = lambda model: model.parameters(), rates: Iterable[float] = (0.1, 0.1, 0.1),
     prepare: Callable[[nn.Module], None] = lambda model: None, dtype: torch.dtype = torch.float32,
@@ -39,7 +58,7 @@ def train(
     prepare(model)
     optimizer = torch.optim.SGD(chosen(model), lr=1.0)
     data = torch.randn(16, 6, dtype=dtype)
-    with traindiff.record(path, model, optimizer, observe=["param", "grad", "optimizer"], strict=True):
+    with traindiff.record(path, model, optimizer, observe=WITHOUT_REPLAY, strict=True):
         for rate in rates:
             optimizer.param_groups[0]["lr"] = rate
             optimizer.zero_grad()
@@ -80,14 +99,9 @@ def test_a_parameter_that_its_optimizer_leaves_out_is_found(tmp_path: Path) -> N
     model = Net()
     optimizer = Forgetful(model.parameters(), lr=0.1)
     optimizer.left_out = model.second.weight
-    settings = {"observe": ["param", "grad", "optimizer"], "strict": True}
-    with traindiff.record(tmp_path / "run", model, optimizer, **settings):  # type: ignore[arg-type]
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(16, 6)).square().mean().backward()
-            optimizer.step()
+    verdict = checked(tmp_path / "run", model, optimizer, observe=WITHOUT_REPLAY)
 
-    (finding,) = traindiff.check(tmp_path / "run").findings
+    (finding,) = verdict.findings
 
     assert finding.says == "second.weight gets gradients that should move it in 3 steps, and never changes."
 
@@ -97,13 +111,9 @@ def test_what_the_optimizer_replay_has_said_is_not_said_again(tmp_path: Path) ->
     model = Net()
     optimizer = Forgetful(model.parameters(), lr=0.1)
     optimizer.left_out = model.second.weight
-    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(16, 6)).square().mean().backward()
-            optimizer.step()
+    verdict = checked(tmp_path / "run", model, optimizer)
 
-    (finding,) = traindiff.check(tmp_path / "run").findings
+    (finding,) = verdict.findings
 
     assert (finding.kind, finding.phase, finding.path) == ("never-updated", "update", "second.weight")
 
@@ -113,13 +123,9 @@ def test_what_is_never_updated_for_other_reasons_is_not_said_to_be_the_same(tmp_
     model = Net()
     optimizer = Forgetful(without("first.weight")(model), lr=0.1)
     optimizer.left_out = model.second.weight
-    with traindiff.record(tmp_path / "run", model, optimizer, observe=["param", "grad", "optimizer"], strict=True):
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.randn(16, 6)).square().mean().backward()
-            optimizer.step()
+    verdict = checked(tmp_path / "run", model, optimizer, steps=5, observe=WITHOUT_REPLAY)
 
-    says = str(traindiff.check(tmp_path / "run"))
+    says = str(verdict)
 
     assert "No recorded optimizer holds first.weight" in says
     assert "second.weight gets gradients that should move it in 5 steps" in says
@@ -142,13 +148,9 @@ def test_what_never_changed_stands_at_its_step_among_the_findings(tmp_path: Path
     torch.manual_seed(0)
     model = Net()
     optimizer = Hasty(without("second.weight")(model), lr=0.1)
-    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(16, 6)).square().mean().backward()
-            optimizer.step()
+    verdict = checked(tmp_path / "run", model, optimizer)
 
-    first, *rest = traindiff.check(tmp_path / "run").findings
+    first, *rest = verdict.findings
 
     assert (first.kind, first.step) == ("never-updated", 0)
     assert {(one.kind, one.step) for one in rest} == {("update-rule", 2)}
@@ -174,15 +176,14 @@ def test_a_parameter_that_moves_at_last_is_not_found(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = Forgetful(model.parameters(), lr=0.1)
-    settings = {"observe": ["param", "grad", "optimizer"], "strict": True}
-    with traindiff.record(tmp_path / "run", model, optimizer, **settings):  # type: ignore[arg-type]
-        for left_out in (model.second.weight, model.second.weight, model.second.weight, model.first.bias):
-            optimizer.left_out = left_out
-            optimizer.zero_grad()
-            model(torch.randn(16, 6)).square().mean().backward()
-            optimizer.step()
+    left_out = iter([model.second.weight, model.second.weight, model.second.weight, model.first.bias])
 
-    assert traindiff.check(tmp_path / "run").verdict == "healthy"
+    def choose() -> None:
+        optimizer.left_out = next(left_out)
+
+    verdict = checked(tmp_path / "run", model, optimizer, steps=4, before_step=choose, observe=WITHOUT_REPLAY)
+
+    assert verdict.verdict == "healthy"
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
@@ -193,13 +194,9 @@ def test_a_group_that_rests_at_a_learning_rate_of_0_is_not_found(
     model = Net()
     groups = [{"params": list(model.first.parameters()), "lr": 0.0}, {"params": list(model.second.parameters())}]
     optimizer = kind([*groups, {"params": list(model.norm.parameters())}], lr=0.1)  # type: ignore[call-arg]
-    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(16, 6)).square().mean().backward()
-            optimizer.step()
+    verdict = checked(tmp_path / "run", model, optimizer)
 
-    assert traindiff.check(tmp_path / "run").verdict == "healthy"
+    assert verdict.verdict == "healthy"
 
 
 def test_steps_that_a_fused_optimizer_leaves_out_for_a_loss_scaler_are_not_found(tmp_path: Path) -> None:
@@ -222,7 +219,7 @@ def test_large_gradients_of_which_adam_makes_updates_below_rounding_are_not_foun
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    with traindiff.record(tmp_path / "run", model, optimizer, observe=["param", "grad", "optimizer"], strict=True):
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=WITHOUT_REPLAY, strict=True):
         for _ in range(3):
             optimizer.zero_grad()
             (1e3 * model(torch.randn(512, 6, dtype=torch.bfloat16)).square().sum()).backward()
@@ -235,13 +232,7 @@ def test_a_head_that_is_trained_alone_leaves_a_note_and_no_finding(tmp_path: Pat
     torch.manual_seed(0)
     model = nn.Sequential(Net(), nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(16, 6)).square().mean().backward()
-            optimizer.step()
-
-    verdict = traindiff.check(tmp_path / "run")
+    verdict = checked(tmp_path / "run", model, optimizer)
 
     assert verdict.verdict == "healthy"
     assert verdict.notes == (
@@ -255,26 +246,16 @@ def test_a_forgotten_parameter_is_found_beside_a_group_that_rests(tmp_path: Path
     model = Net()
     resting = {"params": list(model.first.parameters()), "lr": 0.0}
     optimizer = torch.optim.SGD([resting, {"params": [*model.norm.parameters(), model.second.bias]}], lr=0.1)
-    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
-        for _ in range(3):
-            model.zero_grad()
-            model(torch.randn(16, 6)).square().mean().backward()
-            optimizer.step()
+    verdict = checked(tmp_path / "run", model, optimizer)
 
-    assert [finding.path for finding in traindiff.check(tmp_path / "run").findings] == ["second.weight"]
+    assert [finding.path for finding in verdict.findings] == ["second.weight"]
 
 
 def test_an_optimizer_of_another_model_is_found(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
-    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
-        for _ in range(3):
-            model.zero_grad()
-            model(torch.randn(16, 6)).square().mean().backward()
-            optimizer.step()
-
-    verdict = traindiff.check(tmp_path / "run")
+    verdict = checked(tmp_path / "run", model, optimizer)
 
     assert verdict.verdict == "unhealthy"
     assert {finding.path for finding in verdict.findings} == {path for path, _ in model.named_parameters()}
