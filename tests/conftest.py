@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tests.made_up import Compared, Edit
+    from tests.made_up import Compared, Edit, Measured
     from traindiff.comparison import Comparison
 
 try:
@@ -52,5 +52,26 @@ def compared(tmp_path: Path) -> Compared:
         baseline = record(tmp_path / f"baseline-{number}", baseline_edit or (lambda step, sites: None))
         candidate = record(tmp_path / f"candidate-{number}", edit, **settings)
         return compare(baseline, candidate, **options)
+
+    return run
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Measured:
+    """Compare the plain run with an edited one, floors measured from replicas that are edited in turn."""
+    from tests.made_up import plain_step, record
+    from traindiff.comparison import compare
+
+    def run(
+        candidate: Edit, *noise: Edit, replica: str | None = "ulp", build: Any = plain_step, **options: Any
+    ) -> Comparison:
+        where = tmp_path / str(len(list(tmp_path.iterdir())))
+        baseline = record(where / "baseline", build=build)
+        found = record(where / "candidate", candidate, build=build)
+        paths = []
+        for number, edit in enumerate(noise, start=1):
+            settings = {"replica": f"{replica}:{number}" if replica else None}
+            paths.append(record(where / f"noise-{number}", edit, build=build, recorded=settings, **options))
+        return compare(baseline, found, noise=paths)
 
     return run

@@ -22,6 +22,9 @@ Array = NDArray[Any]
 Compared = Callable[..., Comparison]
 """The fixture `compared`."""
 
+Measured = Callable[..., Comparison]
+"""The fixture `measured`."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
@@ -147,3 +150,35 @@ def at(site: Site, change: Callable[[Array], Array], *, step: int | None = None)
             sites[site].values = np.asarray(change(sites[site].values.copy()))
 
     return edit
+
+
+FC = ("forward", "", "fc", "output[0]")
+HEAD = ("forward", "", "head", "output[0]")
+BATCH = ("batch", "", "", "input[0]")
+
+
+def scaled(site: tuple[str, str, str, str], size: float, *, step: int | None = None) -> Edit:
+    """A tensor that is further from the baseline's by `size` of its norm."""
+    return at(site, lambda x: (x * (1 + size)).astype(x.dtype), step=step)
+
+
+def rotated(site: tuple[str, str, str, str], size: float) -> Edit:
+    """A tensor that is further from the baseline's by `size` of its norm, and no multiple of it."""
+
+    def change(x: Any) -> Any:
+        noise = random(*x.shape, seed=3)
+        return (x + size * np.linalg.norm(x) / np.linalg.norm(noise) * noise).astype(x.dtype)
+
+    return at(site, change)
+
+
+def both(*edits: Edit) -> Edit:
+    def edit(step: int, sites: Step) -> None:
+        for one in edits:
+            one(step, sites)
+
+    return edit
+
+
+def same(step: int, sites: Step) -> None:
+    pass

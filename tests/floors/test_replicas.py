@@ -4,74 +4,38 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import traindiff.cli.compare  # noqa: F401  registers the command
-from tests.made_up import CONTENT, Edit, Seen, Step, at, plain_step, random, record
+from tests.made_up import (
+    BATCH,
+    CONTENT,
+    FC,
+    HEAD,
+    Edit,
+    Measured,
+    Seen,
+    Step,
+    at,
+    both,
+    plain_step,
+    random,
+    record,
+    rotated,
+    same,
+    scaled,
+)
 from traindiff.cli.app import app
 from traindiff.comparison import Comparison, SiteDifference, compare
 from traindiff.errors import ConfigError
 from traindiff.floors.measured import ALONE, SAFETY
 
-FC = ("forward", "", "fc", "output[0]")
-HEAD = ("forward", "", "head", "output[0]")
-BATCH = ("batch", "", "", "input[0]")
 FC_SPREAD = 1 + 4 / math.sqrt(40)
 """By how much the distances of a few replicas may be too small, of 40 elements."""
-
-Measured = Callable[..., Comparison]
-
-
-def scaled(site: tuple[str, str, str, str], size: float, *, step: int | None = None) -> Edit:
-    """A tensor that is further from the baseline's by `size` of its norm."""
-    return at(site, lambda x: (x * (1 + size)).astype(x.dtype), step=step)
-
-
-def rotated(site: tuple[str, str, str, str], size: float) -> Edit:
-    """A tensor that is further from the baseline's by `size` of its norm, and no multiple of it."""
-
-    def change(x: Any) -> Any:
-        noise = random(*x.shape, seed=3)
-        return (x + size * np.linalg.norm(x) / np.linalg.norm(noise) * noise).astype(x.dtype)
-
-    return at(site, change)
-
-
-def both(*edits: Edit) -> Edit:
-    def edit(step: int, sites: Step) -> None:
-        for one in edits:
-            one(step, sites)
-
-    return edit
-
-
-def same(step: int, sites: Step) -> None:
-    pass
-
-
-@pytest.fixture
-def measured(tmp_path: Path) -> Measured:
-    """Compare the plain run with an edited one, floors measured from replicas that are edited in turn."""
-
-    def run(
-        candidate: Edit, *noise: Edit, replica: str | None = "ulp", build: Any = plain_step, **options: Any
-    ) -> Comparison:
-        where = tmp_path / str(len(list(tmp_path.iterdir())))
-        baseline = record(where / "baseline", build=build)
-        found = record(where / "candidate", candidate, build=build)
-        paths = []
-        for number, edit in enumerate(noise, start=1):
-            settings = {"replica": f"{replica}:{number}" if replica else None}
-            paths.append(record(where / f"noise-{number}", edit, build=build, recorded=settings, **options))
-        return compare(baseline, found, noise=paths)
-
-    return run
 
 
 def row(comparison: Comparison, site: tuple[str, str, str, str]) -> SiteDifference:
@@ -345,148 +309,6 @@ def test_the_command_measures_floors_from_all_noise_that_it_is_given(tmp_path: P
     assert found["noise"]["recordings"] == [
         {"path": path, "replica": f"ulp:{number}"} for number, path in enumerate(replicas, start=1)
     ]
-
-
-# Another representation of the same thing.
-
-
-def with_loss(step: int) -> Step:
-    found: Step = {}
-    for site, seen in plain_step(step).items():
-        if site == ("batch", "after", "rng", "cpu"):
-            found["loss", "", "loss", "backward"] = Seen(values=np.array(1.5 - 0.1 * step, dtype=np.float32))
-        found[site] = seen
-    return found
-
-
-def test_activations_that_differ_while_nothing_learned_does_are_another_representation(measured: Measured) -> None:
-    found = measured(rotated(FC, 1e-2), build=with_loss)
-
-    assert (found.verdict, found.findings, found.first_divergence) == ("equivalent", (), None)
-    assert [one.path for one in found.representation] == ["fc"]
-    assert "The representation differs, not the computation: step 0" in found.notes[0]
-    assert len(found.to_json()["representation"]) == 1
-    assert "more sites" not in found.notes[0]
-
-
-def test_the_first_of_several_activations_that_differ_is_named(measured: Measured) -> None:
-    found = measured(both(rotated(FC, 1e-2), rotated(HEAD, 0.5)), build=with_loss)
-
-    assert "forward, fc output[0] and at 1 more site" in found.notes[0]
-
-
-@pytest.mark.parametrize(
-    "site", [("loss", "", "loss", "backward"), ("grad", "", "head.weight", "grad"), ("param", "", "fc.weight", "value")]
-)
-def test_where_something_learned_differs_it_is_no_other_representation(
-    site: tuple[str, str, str, str], measured: Measured
-) -> None:
-    found = measured(both(rotated(FC, 1e-2), rotated(site, 1e-2)), build=with_loss)
-
-    assert found.verdict == "diverged"
-    assert found.representation == ()
-
-
-def test_without_a_loss_it_cannot_be_told_that_only_the_representation_differs(measured: Measured) -> None:
-    assert measured(rotated(FC, 1e-2)).verdict == "diverged"
-
-
-GRADIENTS = [("grad", "", path, "grad") for path in ("fc.weight", "fc.bias", "head.weight")]
-
-
-@pytest.mark.parametrize(("size", "verdict"), [(1e-4, "equivalent"), (1e-3, "diverged")])
-def test_noise_does_not_hide_that_gradients_follow_activations(size: float, verdict: str, measured: Measured) -> None:
-    replicas = [both(*(scaled(site, 2e-3) for site in GRADIENTS))] * 2
-
-    found = measured(both(rotated(FC, 1e-2), *(rotated(site, size) for site in GRADIENTS)), *replicas, build=with_loss)
-
-    assert found.verdict == verdict
-    assert {one.path for one in (*found.findings, *found.representation)} == {"fc"}
-
-
-@pytest.mark.parametrize(
-    "change", [lambda x: x * np.float32(np.nan), lambda x: x[:, :7]], ids=["not finite", "another shape"]
-)
-def test_what_has_no_size_is_no_other_representation(change: Callable[[Any], Any], measured: Measured) -> None:
-    found = measured(at(FC, change), build=with_loss)
-
-    assert (found.verdict, found.representation) == ("diverged", ())
-
-
-@pytest.mark.parametrize(
-    "further",
-    [
-        at(HEAD, lambda x: x * np.float32(np.nan)),
-        rotated(("optimizer", "", "fc.weight", "momentum_buffer"), 1e-2),
-        lambda step, sites: sites.pop(HEAD),
-    ],
-    ids=["not finite", "state of the optimizer", "missing"],
-)
-def test_beside_anything_else_another_representation_counts_too(further: Edit, measured: Measured) -> None:
-    found = measured(both(rotated(FC, 1e-2), further), build=with_loss)
-
-    assert (found.verdict, found.representation) == ("diverged", ())
-    assert found.findings[0].path == "fc"
-
-
-def test_of_a_forced_run_and_where_the_user_sets_tolerances_each_operation_counts(tmp_path: Path) -> None:
-    baseline = record(tmp_path / "baseline", build=with_loss)
-    free = record(tmp_path / "free", rotated(FC, 1e-2), build=with_loss)
-    forced = record(tmp_path / "forced", rotated(FC, 1e-2), build=with_loss, run={"forced_by": "baseline"})
-
-    assert compare(baseline, free).verdict == "equivalent"
-    assert compare(baseline, free, rtol=1e-6).verdict == "diverged"
-    assert compare(baseline, forced).verdict == "diverged"
-
-
-def test_what_a_forced_training_reports_follows_from_what_was_found_before_it(tmp_path: Path) -> None:
-    """It cannot be forced."""
-    report = ("loss", "", "accuracy", "logged")
-
-    def reporting(step: int) -> Step:
-        return {**with_loss(step), report: Seen(values=np.array(0.5), about={"merge": "mean"})}
-
-    def compared(*edits: Edit) -> set[str]:
-        where = tmp_path / str(len(edits))
-        baseline = record(where / "baseline", build=reporting)
-        forced = record(where / "forced", both(*edits), build=reporting, run={"forced_by": "baseline"})
-        return {finding.path for finding in compare(baseline, forced).findings}
-
-    assert compared(scaled(report, 0.1)) == {"accuracy"}
-    assert compared(scaled(report, 0.1), rotated(FC, 1e-2)) == {"fc"}
-
-
-def test_samples_in_another_order_are_another_representation(measured: Measured) -> None:
-    activations = [site for site in with_loss(0) if site[0] in ("forward", "backward")]
-    order = np.array([3, 1, 4, 0, 2])
-
-    found = measured(both(*(at(site, lambda x: x[order]) for site in (BATCH, *activations))), build=with_loss)
-
-    assert found.verdict == "equivalent"
-    assert found.representation[0].kind == "batch"
-    assert "holds the same values in another order" in found.notes[0]
-
-
-def test_channels_in_another_order_are_another_representation(measured: Measured) -> None:
-    order = np.array([5, 2, 7, 0, 1, 6, 3, 4])
-    hidden = [("fc.weight", 0), ("fc.bias", 0), ("head.weight", 1)]
-    of_parameter = [("param", "before", "value"), ("grad", "", "grad"), ("optimizer", "", "momentum_buffer")]
-    of_parameter.append(("param", "", "value"))
-
-    def permuted(step: int, sites: Step) -> None:
-        for path, dim in hidden:
-            for phase, stage, slot in of_parameter:
-                if (phase, stage, path, slot) in sites:
-                    seen = sites[phase, stage, path, slot]
-                    seen.values = np.take(seen.values, order, axis=dim)
-        for site in (FC, ("backward", "", "fc", "output[0]")):
-            sites[site].values = sites[site].values[:, order]
-
-    found = measured(permuted, build=with_loss)
-
-    assert found.verdict == "equivalent", str(found)
-    assert found.representation[0].kind == "initial-parameter"
-    assert "starts with the same values in another order" in found.notes[0]
 
 
 def test_a_replica_that_is_none_in_full_calibrates_nothing(measured: Measured) -> None:
