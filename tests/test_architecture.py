@@ -49,9 +49,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "engines": frozenset({"taps", "kernels", "vocabulary"}),
     "interop": frozenset({"recording", "vocabulary"}),
     "sessions": frozenset({"engines", "replicas", "taps", "kernels", "recording", "vocabulary"}),
-    "recipes": frozenset({"sessions", "replicas", "recording", "comparison", "floors", "merging", "vocabulary"}),
-    "doctor": frozenset({"recipes", "sessions", "taps", "kernels", "recording", "vocabulary"}),
-    "demo": frozenset({"recipes", "sessions", "taps", "recording", "comparison", "report", "vocabulary"}),
+    "recipes": frozenset(
+        {"setups", "sessions", "replicas", "recording", "comparison", "floors", "merging", "vocabulary"}
+    ),
+    "setups": frozenset({"sessions", "engines", "vocabulary"}),
+    "doctor": frozenset({"setups", "recipes", "sessions", "taps", "kernels", "recording", "vocabulary"}),
+    "demo": frozenset({"setups", "recipes", "sessions", "taps", "recording", "comparison", "report", "vocabulary"}),
     "cli": frozenset(
         {
             "demo",

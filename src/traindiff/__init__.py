@@ -68,11 +68,12 @@ if TYPE_CHECKING:
     from traindiff.comparison import Comparison, Verification, compare
     from traindiff.findings import Finding
     from traindiff.health import Verdict, check
-    from traindiff.recipes.recipe import Recipe, Training
+    from traindiff.recipes.recipe import Recipe
     from traindiff.recipes.verify import calibrate, verify
     from traindiff.recording import Recording, open_recording
     from traindiff.sessions.record import record
     from traindiff.sessions.recorder import Recorder
+    from traindiff.setups.training import Training
     from traindiff.taps.inspect import inspect
 
 _LAZY = {
@@ -81,7 +82,7 @@ _LAZY = {
     "Recipe": "traindiff.recipes.recipe",
     "Recorder": "traindiff.sessions.recorder",
     "Recording": "traindiff.recording",
-    "Training": "traindiff.recipes.recipe",
+    "Training": "traindiff.setups.training",
     "Verdict": "traindiff.health",
     "Verification": "traindiff.comparison",
     "calibrate": "traindiff.recipes.verify",

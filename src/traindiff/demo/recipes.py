@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from traindiff.demo.loop import DemoSettings, TrainingLoop
-from traindiff.recipes.recipe import Training
+from traindiff.setups.training import Training
 
 
 def gpt() -> Training:

@@ -14,8 +14,9 @@ import torch
 from traindiff.doctor.timing import interleaved
 from traindiff.doctor.training import explain, first_difference, prepare, recorded, returning_modules, train
 from traindiff.kernels import cpu_kernel_in_use
-from traindiff.recipes.recipe import Recipe, Training
+from traindiff.recipes.recipe import Recipe
 from traindiff.recording import open_recording
+from traindiff.setups.training import Training
 from traindiff.site import canonical_paths
 
 Result = Literal["pass", "fail", "skip"]
@@ -194,6 +195,6 @@ def _stepping(training: Training) -> Callable[[], None]:
     batches = cycle(training.batches)
 
     def step() -> None:
-        training.step(next(batches))
+        training.train_on(next(batches))
 
     return step

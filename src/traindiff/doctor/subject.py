@@ -11,7 +11,8 @@ from torch.optim import AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from traindiff.errors import ConfigError, Problem
-from traindiff.recipes.recipe import Recipe, Training, failures_explained, name_of, prepared
+from traindiff.recipes.recipe import Recipe, failures_explained, name_of, prepared
+from traindiff.setups.training import Training
 
 SEED = 20_110
 
@@ -55,7 +56,7 @@ def try_out(recipe: Recipe) -> None:
         with failures_explained("calling it", where=f"{where}, step", asked_by="doctor"):
             for batch in islice(cycle(training.batches), _SKIPPED_STEPS + 1):
                 if not calls:
-                    training.step(batch)
+                    training.train_on(batch)
     finally:
         handle.remove()
     if not calls:

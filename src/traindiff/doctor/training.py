@@ -15,9 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from traindiff.doctor.subject import SEED
 from traindiff.errors import TraindiffError
-from traindiff.recipes.recipe import Recipe, Training, prepared
+from traindiff.recipes.recipe import Recipe, prepared
 from traindiff.sessions.record import record
 from traindiff.sessions.recorder import Recorder
+from traindiff.setups.training import Training
 from traindiff.taps.nested import tensors
 
 Outcome = dict[str, Tensor]
@@ -46,7 +47,7 @@ def train(recipe: Recipe, *, steps: int, backend: str | None, path: Path | None)
         )
         stack.callback(handle.remove)
         for step, batch in enumerate(islice(cycle(training.batches), steps)):
-            returned = training.step(batch)
+            returned = training.train_on(batch)
             found = tensors(returned, "loss")
             outcome |= {f"step {step} {slot}": tensor.detach().clone() for slot, tensor in found}
             outcome |= {f"step {step} parameter {name}": tensor for name, tensor in _state(training)}
@@ -83,7 +84,7 @@ def returning_modules(recipe: Recipe) -> set[str]:
                     found.add(name)
 
             stack.callback(module.register_forward_hook(note).remove)
-        training.step(next(iter(training.batches)))
+        training.train_on(next(iter(training.batches)))
     return found
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,36 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from traindiff.errors import ConfigError, Problem, type_of
-from traindiff.sessions.targets import Optimizers
+from traindiff.setups.training import Four, Training
 
 _RETURN = (
     "Return traindiff.Training(model=..., optimizer=..., batches=..., step=...), or a tuple of these four: a module, "
     "its optimizer, the batches, and a function that trains on one of them."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """One training, ready to start: what a recipe returns.
-
-    Attributes:
-        model: The root module that `step` calls.
-        optimizer: Whose calls are the steps; see `traindiff.record`.
-        batches: What `step` is called with, one after the other. The same in every run.
-        step: Trains on one batch: forward, backward, `optimizer.step()`, `zero_grad()`. What it returns is
-            logged: a loss, or numbers by name.
-        record: Further settings of `traindiff.record`, e.g. `{"batch_axis": {"lstm": 1}}`.
-    """
-
-    model: nn.Module
-    optimizer: Optimizers
-    batches: Iterable[Any]
-    step: Callable[[Any], Any]
-    record: Mapping[str, Any] = field(default_factory=dict)
-
-
-Four = tuple[nn.Module, Optimizers, Iterable[Any], Callable[[Any], Any]]
-"""Model, optimizer, batches and step of a `Training`."""
 
 
 class Recipe(Protocol):

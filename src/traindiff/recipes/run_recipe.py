@@ -12,7 +12,6 @@ import torch
 from traindiff.errors import ConfigError, Problem
 from traindiff.recipes.recipe import (
     Recipe,
-    Training,
     failures_explained,
     logged,
     name_of,
@@ -31,6 +30,7 @@ from traindiff.sessions.record import STANDARD_SETTINGS
 from traindiff.sessions.recorder import Recorder
 from traindiff.sessions.targets import Targets, find_targets
 from traindiff.settings import RecordSettings, check_names, record_settings
+from traindiff.setups.training import Training
 
 _NO_MORE = object()
 
@@ -121,7 +121,7 @@ def _train(
         if batch is _NO_MORE:
             return number
         with explained(f"calling it with batch {number}", where=f"{where}, step"):
-            returned = training.step(batch)
+            returned = training.train_on(batch)
         for name, value in logged(returned):
             recorder.log(name, value)
         if on_step:

@@ -1,0 +1,69 @@
+"""What a setup is: under which engine, in which dtype, with which optimizer and compiler a training runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Self, get_args
+
+Engine = Literal["plain", "ddp", "fsdp1", "fsdp2", "tp", "pp", "deepspeed"]
+ENGINES: tuple[str, ...] = get_args(Engine)
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES: tuple[str, ...] = get_args(Dtype)
+
+OffloadDevice = Literal["none", "cpu", "nvme"]
+OFFLOAD_DEVICES: tuple[str, ...] = get_args(OffloadDevice)
+
+OptimizerChoice = Literal["torch", "engine"]
+OPTIMIZERS: tuple[str, ...] = get_args(OptimizerChoice)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Under which engine, in which dtype, with which optimizer and compiler a training runs.
+
+    Attributes:
+        engine: What divides the training among ranks; `plain` is PyTorch on one process.
+        nproc: Number of ranks.
+        zero_stage: Of DeepSpeed's ZeRO, 0 to 3.
+        offload_device: Where DeepSpeed keeps the optimizer's state.
+        dtype: In which the model computes.
+        optimizer: `torch`: the recipe's own; `engine`: the engine's implementation of it.
+        compile: Compile the model with `torch.compile`, or with the engine's own call of it.
+        deepcompile: Let DeepSpeed's DeepCompile change the compiled graphs.
+        gradient_accumulation_steps: Micro-batches in which each rank computes its part of the batch.
+        gradient_clipping: Largest norm of all gradients together; 0 for none.
+        loss_scale: What the loss is multiplied by before the backward pass; None for the dtype's usual (dynamic
+            in float16, else none), 0 for dynamic.
+    """
+
+    engine: Engine = "plain"
+    nproc: int = 1
+    zero_stage: int = 0
+    offload_device: OffloadDevice = "none"
+    dtype: Dtype = "float32"
+    optimizer: OptimizerChoice = "torch"
+    compile: bool = False
+    deepcompile: bool = False
+    gradient_accumulation_steps: int = 1
+    gradient_clipping: float = 0.0
+    loss_scale: float | None = None
+
+    @property
+    def says(self) -> str:
+        """What is not as by default, in one line: `deepspeed, zero_stage=2, nproc=2`."""
+        settings = [
+            f"{one.name}={getattr(self, one.name)}"
+            for one in fields(self)
+            if one.name != "engine" and getattr(self, one.name) != one.default
+        ]
+        return ", ".join([self.engine, *settings])
+
+    def to_json(self) -> dict[str, Any]:
+        """All settings, by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        """What `to_json` made."""
+        return cls(**content)
