@@ -48,9 +48,21 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "report": frozenset({"health", "comparison", "findings", "recording", "vocabulary"}),
     "engines": frozenset({"taps", "kernels", "vocabulary"}),
     "interop": frozenset({"recording", "vocabulary"}),
-    "sessions": frozenset({"engines", "replicas", "taps", "kernels", "recording", "vocabulary"}),
+    "launching": frozenset({"vocabulary"}),
+    "sessions": frozenset({"launching", "engines", "replicas", "taps", "kernels", "recording", "vocabulary"}),
     "recipes": frozenset(
-        {"setups", "sessions", "replicas", "recording", "comparison", "floors", "merging", "vocabulary"}
+        {
+            "setups",
+            "launching",
+            "sessions",
+            "replicas",
+            "recording",
+            "comparison",
+            "report",
+            "floors",
+            "merging",
+            "vocabulary",
+        }
     ),
     "setups": frozenset({"sessions", "engines", "vocabulary"}),
     "doctor": frozenset({"setups", "recipes", "sessions", "taps", "kernels", "recording", "vocabulary"}),
@@ -60,6 +72,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "demo",
             "doctor",
             "recipes",
+            "setups",
+            "launching",
             "sessions",
             "engines",
             "interop",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from traindiff.errors import ConfigError, Problem
+from traindiff.observation import Observation
 from traindiff.recipes.recipe import (
     Recipe,
     failures_explained,
@@ -45,6 +46,7 @@ def run_recipe(
     forced_by: str | None = None,
     precision: torch.dtype | None = None,
     on_step: Callable[[int], None] | None = None,
+    last_seen: Callable[[Observation], None] | None = None,
     overwrite: bool = False,
     **settings: Any,
 ) -> str:
@@ -60,6 +62,7 @@ def run_recipe(
             been observed, in the steps that it has. A `ulp` replica then perturbs these values.
         precision: Compute everything in this dtype, whatever the training asks for.
         on_step: Called with the number of each batch after it was trained on.
+        last_seen: Called with each observation.
         overwrite: Replace a recording that is already at `path`.
         **settings: Of `traindiff.record`, over those of the training itself.
 
@@ -83,7 +86,7 @@ def run_recipe(
         replica = _replica(targets, checked, precision=precision, forced=forced is not None)
         with Recorder(
             os.fspath(path), targets, checked, overwrite=overwrite, replica=replica, forced=forced,
-            recipe=name_of(recipe),
+            recipe=name_of(recipe), last_seen=last_seen,
         ) as recorder:  # fmt: skip
             trained = _train(training, recorder, num_steps, on_step, where=where, asked_by=asked_by)
     if not trained:

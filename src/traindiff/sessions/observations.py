@@ -36,6 +36,7 @@ class Observations:
         containment: Guards hooks.
         on_full: Called when more waits to be written than should.
         forced: What is put in place of what was observed, if anything.
+        last_seen: Called with each observation before anything is done with it, if anything is.
 
     Attributes:
         layout: May be replaced as soon as more is known of it.
@@ -50,6 +51,7 @@ class Observations:
         containment: Containment,
         on_full: Callable[[], None],
         forced: ForcedValues | None,
+        last_seen: Callable[[Observation], None] | None = None,
     ) -> None:
         self.progress = progress
         self.layout = layout
@@ -57,6 +59,7 @@ class Observations:
         self._containment = containment
         self._on_full = on_full
         self._forced = forced
+        self._last_seen = last_seen
         self._summaries = SummaryStore()
         self._in_flight = InFlight()
         self._pending = Pending()
@@ -97,6 +100,8 @@ class Observations:
                 merge=part.merge, weight=weight, term=part.term,
                 factor=self.layout.factor(phase=phase, stage=stage, slot=slot), scaled=scaled,
             )  # fmt: skip
+            if self._last_seen is not None:
+                self._last_seen(seen)
             if self._forced is not None or not self._in_flight.holds(part.tensor, seen):
                 self._keep(part.tensor, seen)
 

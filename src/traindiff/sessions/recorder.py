@@ -17,7 +17,7 @@ from traindiff.engines.layout import in_pipeline
 from traindiff.engines.pipeline import Pipeline, find_pipeline
 from traindiff.engines.registry import ENGINES
 from traindiff.errors import ConfigError, Problem
-from traindiff.observation import ITSELF, NO_REPLICA, TAP_FAILED, Merge
+from traindiff.observation import ITSELF, NO_REPLICA, TAP_FAILED, Merge, Observation
 from traindiff.recording import RecordingWriter
 from traindiff.replicas.replica import NAME as REPLICA
 from traindiff.replicas.replica import Replica
@@ -50,6 +50,7 @@ class Recorder:
         replica: Replica | None = None,
         forced: ForcedValues | None = None,
         recipe: str | None = None,
+        last_seen: Callable[[Observation], None] | None = None,
     ) -> None:
         self.path = path
         self._settings = settings
@@ -72,6 +73,7 @@ class Recorder:
             containment=self._containment,
             on_full=self._containment.guarded("writer", self._write),
             forced=forced,
+            last_seen=last_seen,
         )
         self._files: RecordingWriter | None = None
         self._writer: BackgroundWriter | None = None
