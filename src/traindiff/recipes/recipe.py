@@ -13,11 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from traindiff.errors import ConfigError, Problem, type_of
+from traindiff.setups.building import built
+from traindiff.setups.setup import PLAIN, Setup
 from traindiff.setups.training import Four, Training
 
 _RETURN = (
     "Return traindiff.Training(model=..., optimizer=..., batches=..., step=...), or a tuple of these four: a module, "
     "its optimizer, the batches, and a function that trains on one of them."
+)
+_LOSS = (
+    "Give traindiff.Training(loss=...), a function of model and batch that returns the mean loss over the samples; "
+    "traindiff then makes the step."
 )
 
 
@@ -28,11 +34,21 @@ class Recipe(Protocol):
         """The training, ready to start."""
 
 
-def prepared(recipe: Recipe, *, seed: int, asked_by: str) -> Training:
-    """A fresh training, seeded.
+def prepared(recipe: Recipe, *, seed: int, asked_by: str, setup: Setup = PLAIN) -> Training:
+    """A fresh training, seeded, with a step.
+
+    Args:
+        recipe: Prepares it.
+        seed: Of torch's, NumPy's and Python's generators.
+        asked_by: The call, for messages.
+        setup: Under which engine, in which dtype, ... it is to run, in this process and, if there are several ranks,
+            in the process group that is there. Anything but the default needs a training with `loss`.
+
+    Returns:
+        The training that `recipe` returned; where it gave `loss`, with the `step`, model and optimizer of the setup.
 
     Raises:
-        ConfigError: The recipe failed, or returned something else.
+        ConfigError: The recipe failed, returned something else, or cannot be run under the setup.
     """
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
@@ -54,13 +70,20 @@ def prepared(recipe: Recipe, *, seed: int, asked_by: str) -> Training:
             ("model", training.model, isinstance(training.model, nn.Module), "a torch.nn.Module"),
             ("optimizer", training.optimizer, _has_optimizers(training.optimizer), "a torch.optim.Optimizer"),
             ("batches", training.batches, isinstance(training.batches, Iterable), "something to iterate over"),
-            ("step", training.step, callable(training.step), "a function"),
+            ("step", training.step, callable(training.step) or training.loss is not None, "a function"),
+            ("loss", training.loss, callable(training.loss) or training.loss is None, "a function"),
         )
         if not fits
     ]
+    if training.loss is not None and training.step is not None:
+        says = "are both given; only one of them can be what is trained with."
+        problems.append(Problem(where=f"{where}, loss and step", what=says, fix="Give loss alone, or step alone."))
+    if training.loss is None and setup != PLAIN:
+        says = f"is not given, without which the training cannot be run as: {setup.says}."
+        problems.append(Problem(where=f"{where}, loss", what=says, fix=_LOSS))
     if problems:
         raise ConfigError(asked_by, problems)
-    return training
+    return training if training.loss is None else built(training, setup, where=where, asked_by=asked_by)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from traindiff.sessions.record import STANDARD_SETTINGS
 from traindiff.sessions.recorder import Recorder
 from traindiff.sessions.targets import Targets, find_targets
 from traindiff.settings import RecordSettings, check_names, record_settings
+from traindiff.setups.setup import PLAIN, Setup
 from traindiff.setups.training import Training
 
 _NO_MORE = object()
@@ -48,6 +49,7 @@ def run_recipe(
     on_step: Callable[[int], None] | None = None,
     last_seen: Callable[[Observation], None] | None = None,
     overwrite: bool = False,
+    setup: Setup = PLAIN,
     **settings: Any,
 ) -> str:
     """Train for some steps, from scratch, and record it.
@@ -64,6 +66,8 @@ def run_recipe(
         on_step: Called with the number of each batch after it was trained on.
         last_seen: Called with each observation.
         overwrite: Replace a recording that is already at `path`.
+        setup: Under which engine, in which dtype, ... the training is run. Where that has several ranks, this is
+            called on each of them, in a process group.
         **settings: Of `traindiff.record`, over those of the training itself.
 
     Returns:
@@ -74,7 +78,7 @@ def run_recipe(
     """
     where = f"recipe {name_of(recipe)}"
     with undisturbed_random_state():
-        training = prepared(recipe, seed=seed, asked_by=asked_by)
+        training = prepared(recipe, seed=seed, asked_by=asked_by, setup=setup)
         chosen = {**training.record, **settings}
         unknown = [name for name in chosen if name not in STANDARD_SETTINGS]
         check_names(unknown, known=STANDARD_SETTINGS.keys(), where=f"{where}, record")

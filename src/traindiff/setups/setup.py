@@ -14,6 +14,9 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 OffloadDevice = Literal["none", "cpu", "nvme"]
 OFFLOAD_DEVICES: tuple[str, ...] = get_args(OffloadDevice)
 
+Precision = Literal["autocast", "master"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+
 OptimizerChoice = Literal["torch", "engine"]
 OPTIMIZERS: tuple[str, ...] = get_args(OptimizerChoice)
 
@@ -28,6 +31,9 @@ class Setup:
         zero_stage: Of DeepSpeed's ZeRO, 0 to 3.
         offload_device: Where DeepSpeed keeps the optimizer's state.
         dtype: In which the model computes.
+        precision: How a short dtype is used outside of FSDP and DeepSpeed, which have ways of their own. `autocast`:
+            as `torch.autocast` chooses operator by operator; `master`: every operator in the short dtype, on parameters
+            rounded from float32 ones, which the optimizer keeps.
         optimizer: `torch`: the recipe's own; `engine`: the engine's implementation of it.
         compile: Compile the model with `torch.compile`, or with the engine's own call of it.
         deepcompile: Let DeepSpeed's DeepCompile change the compiled graphs.
@@ -42,6 +48,7 @@ class Setup:
     zero_stage: int = 0
     offload_device: OffloadDevice = "none"
     dtype: Dtype = "float32"
+    precision: Precision = "autocast"
     optimizer: OptimizerChoice = "torch"
     compile: bool = False
     deepcompile: bool = False
@@ -67,3 +74,7 @@ class Setup:
     def from_json(cls, content: dict[str, Any]) -> Self:
         """What `to_json` made."""
         return cls(**content)
+
+
+PLAIN = Setup()
+"""PyTorch on one process, in float32, with the recipe's own optimizer."""

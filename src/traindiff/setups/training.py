@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ class Training:
             logged: a loss, or numbers by name. Left out where `loss` is given.
         loss: The mean loss over the samples of a batch, `loss(model, batch)`, from which traindiff makes the
             step: then it can also run the training under an engine, in another dtype, in micro-batches.
+        split: Equal parts of a batch, `split(batch, parts)`, in order; for batches of which traindiff does not see
+            what the samples are. By default all tensors in a batch are divided along their first axis.
         record: Further settings of `traindiff.record`, e.g. `{"batch_axis": {"lstm": 1}}`.
     """
 
@@ -31,6 +33,7 @@ class Training:
     batches: Iterable[Any]
     step: Callable[[Any], Any] | None = None
     loss: Callable[[nn.Module, Any], Tensor] | None = None
+    split: Callable[[Any, int], Sequence[Any]] | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def train_on(self, batch: Any) -> Any:

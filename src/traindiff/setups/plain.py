@@ -1,0 +1,22 @@
+"""PyTorch on one process: the trusted way, which others are compared with."""
+
+from __future__ import annotations
+
+from traindiff.setups.precision import autocast, computing_in
+from traindiff.setups.request import Request
+from traindiff.setups.stepping import Parts, stepped
+from traindiff.setups.training import Training
+from traindiff.setups.variants import compiled, with_optimizer
+
+
+def plain(request: Request) -> Training:
+    """The training as it is, in the setup's dtype."""
+    setup = request.setup
+    model, optimizer = request.model, with_optimizer(request)
+    if setup.precision == "master":
+        computing_in(model, setup)
+        return stepped(request, Parts(model=compiled(model, setup), optimizer=optimizer))
+    return stepped(
+        request,
+        Parts(model=compiled(model, setup), optimizer=optimizer, around=lambda: autocast(setup, request.device)),
+    )

@@ -1,0 +1,76 @@
+"""What an engine is asked for: a training to run, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+
+from traindiff.errors import ConfigError, Problem
+from traindiff.setups.setup import Setup
+from traindiff.setups.splitting import split
+from traindiff.setups.training import Training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A training to run, and how.
+
+    Attributes:
+        model: As the recipe made it.
+        optimizer: Of its parameters.
+        training: What the recipe returned; has `loss`.
+        setup: How to run it.
+        where: The recipe, for messages.
+        asked_by: The call, for messages.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    training: Training
+    setup: Setup
+    where: str
+    asked_by: str
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the process group; 0 without one."""
+        return distributed.get_rank() if distributed.is_initialized() else 0
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return distributed.get_world_size() if distributed.is_initialized() else 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the recipe has put the model."""
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The recipe's loss: the mean over the samples of `batch`."""
+        assert self.training.loss is not None
+        return self.training.loss(model, batch)
+
+    def micro_batches(self, batch: Any, *, part: int = 0, parts: int = 1) -> Sequence[Any]:
+        """This rank's part of each micro-batch of a global batch.
+
+        The global batch is first divided into micro-batches and each of them among the ranks, so that every
+        micro-batch is one of the global batch, as it is in a run on one process.
+
+        Args:
+            batch: One of the training's.
+            part: Which part of each micro-batch this rank works on.
+            parts: Among how many.
+        """
+        number = self.setup.gradient_accumulation_steps
+        divided = split(batch, number * parts, where=self.where, asked_by=self.asked_by, by=self.training.split)
+        return divided[part::parts]
+
+    def lacks(self, what: str, *, says: str, fix: str) -> ConfigError:
+        """The error of a training that does not give what the setup needs."""
+        return ConfigError(self.asked_by, [Problem(where=f"{self.where}, {what}", what=says, fix=fix)])

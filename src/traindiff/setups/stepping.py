@@ -1,0 +1,88 @@
+"""A step of a training with torch's own means: micro-batches, loss scale, clipping, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from traindiff.setups.loss_scaling import LossScaler, loss_scaler
+from traindiff.setups.request import Request
+from traindiff.setups.training import Training
+
+Clip = Callable[[float], Tensor]
+"""Scales all gradients down to a norm, unless that is infinite; returns what the norm was before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a step is made of under one engine.
+
+    Attributes:
+        model: What the recipe's loss calls.
+        optimizer: Steps its parameters.
+        part: Which part of each micro-batch this rank works on.
+        parts: Among how many.
+        clip: The engine's own way to clip, where it has one.
+        around: Entered for a loss: the dtype in which it is computed.
+        unfinished: Entered for micro-batches but the last.
+        scaler: Of a loss that is scaled.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    part: int = 0
+    parts: int = 1
+    clip: Clip | None = None
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    unfinished: Callable[[], AbstractContextManager[Any]] = nullcontext
+    scaler: LossScaler | None = None
+
+
+def stepped(request: Request, parts: Parts) -> Training:
+    """The training whose step does with `parts` what the setup says."""
+    setup = request.setup
+    limit = setup.gradient_clipping or float("inf")
+    scaler = parts.scaler or loss_scaler(setup, parts.optimizer, device=request.device)
+
+    def clip(largest_norm: float) -> Tensor:
+        return clip_gradients(parts.model.parameters(), largest_norm)
+
+    clipped = parts.clip or clip
+
+    def step(batch: Any) -> dict[str, Tensor]:
+        shares = request.micro_batches(batch, part=parts.part, parts=parts.parts)
+        total = torch.zeros((), device=request.device)
+        for number, share in enumerate(shares):
+            is_last = number == len(shares) - 1
+            with nullcontext() if is_last else parts.unfinished():
+                with parts.around():
+                    loss = request.loss(parts.model, share) / len(shares)
+                scaler.backward(loss)
+            total += loss.detach()
+        scaler.unscale()
+        norm = clipped(limit)
+        scaler.step()
+        parts.optimizer.zero_grad()
+        return {"loss": total, "grad_norm": norm}
+
+    return replace(request.training, model=parts.model, optimizer=parts.optimizer, step=step)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], largest_norm: float) -> Tensor:
+    """Scale all gradients down to a norm, unless that is infinite; returns what the norm was before.
+
+    Gradients that are divided among ranks are taken together; then this is a collective.
+    """
+    having = [parameter for parameter in parameters if parameter.grad is not None]
+    if largest_norm == float("inf"):
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in having if parameter.grad is not None])
+    else:
+        norm = nn.utils.clip_grad_norm_(having, largest_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
