@@ -9,6 +9,25 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.setup_options import (
+    AccumulationOption,
+    AskedSetup,
+    BaselineEngineOption,
+    ClippingOption,
+    CompileOption,
+    DeepcompileOption,
+    DtypeOption,
+    EngineOption,
+    LossScaleOption,
+    NprocOption,
+    OffloadOption,
+    OptimizerOption,
+    VerboseLoggingOption,
+    ZeroStageOption,
+    candidate_setup,
+    trusted_setup,
+)
+from traindiff.cli.spellings import OtherSpellings
 
 
 class PinWhen(StrEnum):
@@ -19,7 +38,7 @@ class PinWhen(StrEnum):
     never = "never"
 
 
-@app.command(short_help="Run two trainings, compare them, pin the fault down.")
+@app.command(cls=OtherSpellings, short_help="Run two trainings, compare them, pin the fault down.")
 @says_what_is_wrong
 def verify(
     recipe: Annotated[
@@ -56,6 +75,26 @@ def verify(
         float | None, typer.Option(help="Relative tolerance in place of floors, as in traindiff compare.")
     ] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that a run may go without ending a step. 600 for the first and then ten times the slowest, "
+            "but at least 60, if left out."
+        ),
+    ] = None,
+    engine: EngineOption = None,
+    baseline_engine: BaselineEngineOption = "plain",
+    nproc: NprocOption = None,
+    zero_stage: ZeroStageOption = None,
+    offload_device: OffloadOption = None,
+    dtype: DtypeOption = "float32",
+    optimizer: OptimizerOption = "torch",
+    compiled: CompileOption = False,
+    deepcompile: DeepcompileOption = False,
+    verbose_logging: VerboseLoggingOption = False,
+    gradient_accumulation_steps: AccumulationOption = 1,
+    gradient_clipping: ClippingOption = 0.0,
+    loss_scale: LossScaleOption = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
     form: FormatOption = "text",
     as_json: JsonOption = False,
@@ -67,19 +106,28 @@ def verify(
     names each operation that is wrong by itself. Exits like traindiff compare.
     """
     from traindiff.cli.progress import run_progress
-    from traindiff.recipes.loading import load_recipe
     from traindiff.recipes.runs import REPLICAS
     from traindiff.recipes.verify import verify as run
     from traindiff.report.verification import print_verification
 
-    trusted = load_recipe(recipe, asked_by="verify")
-    questioned = load_recipe(candidate, asked_by="verify") if candidate else trusted
+    asked = AskedSetup(
+        engine=engine, baseline_engine=baseline_engine, nproc=nproc, zero_stage=zero_stage,
+        offload_device=offload_device,
+        further={
+            "dtype": dtype, "optimizer": optimizer, "compile": compiled, "deepcompile": deepcompile,
+            "gradient_accumulation_steps": gradient_accumulation_steps, "gradient_clipping": gradient_clipping,
+            "loss_scale": loss_scale,
+        },
+    )  # fmt: skip
+    setup = candidate_setup(asked, world_size=None)
     replicas = REPLICAS if replica is None else tuple(replica)
     with run_progress(messages, steps=(2 + repeat + len(replicas)) * steps) as on_step:
         result = run(
-            trusted,
-            questioned,
+            recipe,
+            candidate or None,
             output,
+            setup=setup,
+            baseline_setup=trusted_setup(asked, setup),
             steps=steps,
             seed=seed,
             replicas=replicas,
@@ -88,6 +136,8 @@ def verify(
             rename=rename,
             rtol=rtol,
             atol=atol,
+            compiler_logs=verbose_logging,
+            timeout=timeout,
             progress=on_step,
         )
     print_result(result, "json" if as_json else form, text=lambda: print_verification(results, result, top=top))

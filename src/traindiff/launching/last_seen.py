@@ -51,8 +51,12 @@ class LastSeen:
 
     def __call__(self, seen: Seen) -> None:
         """Keep this one."""
-        text = f"step {seen.step}, micro-step {seen.micro_step}, {seen.phase}, {seen.path} {seen.slot}"
-        self._memory[:] = text.encode()[:BYTES].ljust(BYTES)
+        self._memory[:] = seen_text(seen).encode()[:BYTES].ljust(BYTES)
+
+
+def seen_text(seen: Seen) -> str:
+    """An observation in a few words."""
+    return f"step {seen.step}, micro-step {seen.micro_step}, {seen.phase}, {seen.path} {seen.slot}"
 
 
 def read_last_seen(path: Path) -> str:

@@ -102,6 +102,7 @@ def place_of(
         }  # fmt: skip
     return Place(
         rank=rank, local_rank=local_rank, world_size=world_size, store=store, environment=environment,
+        directory=str(Path.cwd()),
         threads=threads, output=outputs / f"rank-{rank}.txt", stack=scratch / f"stack-{rank}.txt",
         last_seen=scratch / f"last-seen-{rank}",
     )  # fmt: skip

@@ -28,6 +28,9 @@ _STACK_SECONDS = 1.0
 _OUTPUT_LINES = 12
 """Of what a rank printed, so many lines are shown."""
 
+_IMPORTED = ("torch", "torch.distributed", "torch._dynamo")
+"""By the server that processes come from. Making any optimizer imports the last one, which takes a second."""
+
 OnStep = Callable[[int, int], None]
 """Called with a rank and the number of a step that it has ended."""
 
@@ -69,7 +72,7 @@ class RankProcesses:
         on_step: OnStep | None = None,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "traindiff.launching.rank_process"])
+        context.set_forkserver_preload([*_IMPORTED, rank_main.__module__, function.__module__])
         self._patience = patience
         self._on_step = on_step
         self._ranks: list[_Rank] = []
@@ -193,6 +196,7 @@ class RankProcesses:
             num_steps=rank.num_steps, last_observation=read_last_seen(rank.place.last_seen),
             stack="" if how == "returned" else stack, output=_last_lines(rank.place.output, said.get("printed_bytes")),
             output_file=os.fspath(rank.place.output), result=said.get("result"), problems=tuple(problems),
+            explained=said.get("raised", {}).get("explained", False),
         )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ class RankEnd:
         output_file: The file that has all of it.
         result: What it returned, as JSON values.
         problems: Of a `ConfigError` that it raised: `where`, `what` and `fix` of each.
+        explained: Whether that only explains another exception, one of the function's own.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class RankEnd:
     output_file: str = ""
     result: Any = None
     problems: tuple[Mapping[str, str], ...] = ()
+    explained: bool = False
 
     @property
     def sentence(self) -> str:

@@ -32,6 +32,7 @@ class Place:
         world_size: Number of ranks.
         store: Where ranks find each other, `file:///PATH` or `tcp://HOST:PORT/PREFIX`; None without a process group.
         environment: Environment variables, all of them.
+        directory: Working directory.
         threads: Threads for computing.
         output: File for what the process prints.
         stack: File for its stacks.
@@ -43,6 +44,7 @@ class Place:
     world_size: int
     store: str | None
     environment: Mapping[str, str]
+    directory: str
     threads: int
     output: Path
     stack: Path
@@ -80,6 +82,7 @@ def rank_main(place: Place, function: Launched, args: Sequence[Any], connection:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who launched this is interrupted too, and ends it
     threading.Thread(target=_end_with_the_launcher, args=(connection,), daemon=True).start()
     _print_into(place.output)
+    os.chdir(place.directory)
     with place.stack.open("w") as stack:
         faulthandler.enable(file=stack)
         if hasattr(faulthandler, "register"):
@@ -125,6 +128,7 @@ def _told(error: BaseException) -> dict[str, Any]:
         problems = [{"where": one.where, "what": one.what, "fix": one.fix} for one in error.problems]
         cause = error.__cause__ or error
     return {
+        "explained": cause is not error,
         "says": f"{type(cause).__name__}: {cause}",
         "stack": "".join(traceback.format_exception(cause)),
         "problems": problems,
