@@ -76,5 +76,21 @@ class Setup:
         return cls(**content)
 
 
+def baseline_setup(setup: Setup) -> Setup:
+    """The trusted way to compute what a setup computes: PyTorch on one process, with the same mathematics.
+
+    Dtype, clipping and loss scale are those of `setup`: they change what is computed. Engine, ranks, micro-batches,
+    compiler, offloading and the implementation of the optimizer are not to change anything, and are left out. FSDP and
+    DeepSpeed compute in a short dtype on parameters rounded from float32 ones, and so does the baseline.
+    """
+    masters = setup.engine in ("fsdp1", "fsdp2", "deepspeed") and setup.dtype != "float32"
+    return Setup(
+        dtype=setup.dtype,
+        precision="master" if masters else setup.precision,
+        gradient_clipping=setup.gradient_clipping,
+        loss_scale=setup.loss_scale,
+    )
+
+
 PLAIN = Setup()
 """PyTorch on one process, in float32, with the recipe's own optimizer."""
