@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from torch.optim import Optimizer
 
 from traindiff.errors import ConfigError, Problem, type_of
-from traindiff.setups.plain import plain
 from traindiff.setups.request import Request
 from traindiff.setups.setup import Setup
 from traindiff.setups.training import Training
 
-_ENGINES = {"plain": plain}
+_MODULES: dict[str, str] = {
+    "plain": "plain",
+    "ddp": "ddp",
+    "fsdp1": "fsdp1",
+    "fsdp2": "fsdp2",
+    "tp": "tensor_parallel",
+    "pp": "pipeline_parallel",
+    "deepspeed": "deepspeed_engine",
+}
+"""By engine: the module here whose `build` makes a training of a request. It is imported when it is asked for."""
 
 
 def built(training: Training, setup: Setup, *, where: str, asked_by: str) -> Training:
@@ -25,8 +35,8 @@ def built(training: Training, setup: Setup, *, where: str, asked_by: str) -> Tra
         asked_by: The call, for messages.
 
     Returns:
-        A training with `step`, which takes this rank's part of a batch and returns what to log: its mean loss, and the
-        norm of all gradients before they are clipped. `model` and `optimizer` are what is to be recorded.
+        A training with `step`, which takes this rank's part of a batch and returns what to log: its mean loss and,
+        where gradients are clipped, the norm that they had. `model` and `optimizer` are what is to be recorded.
 
     Raises:
         ConfigError: The training lacks what the setup needs.
@@ -43,4 +53,5 @@ def built(training: Training, setup: Setup, *, where: str, asked_by: str) -> Tra
     request = Request(
         model=training.model, optimizer=optimizer, training=training, setup=setup, where=where, asked_by=asked_by
     )
-    return _ENGINES[setup.engine](request)
+    made: Training = import_module(f"traindiff.setups.{_MODULES[setup.engine]}").build(request)
+    return made

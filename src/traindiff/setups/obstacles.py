@@ -69,11 +69,12 @@ def _combinations(setup: Setup) -> Iterator[Problem]:
             what="would accumulate twice: a pipeline computes the batch in micro-batches anyway, one per rank.",
             fix="Leave gradient_accumulation_steps out.",
         )
-    if setup.engine == "pp" and (setup.dtype == "float16" or setup.loss_scale is not None):
+    if setup.engine in ("tp", "pp") and (setup.dtype == "float16" or setup.loss_scale is not None):
         yield Problem(
             where=f"{engine}, dtype={setup.dtype}, loss_scale={setup.loss_scale}",
-            what="needs stages that agree on leaving out a step that overflows, which a GradScaler does not do.",
-            fix="Use bfloat16 or float32 without a loss scale in a pipeline.",
+            what="needs a GradScaler that looks at the gradients of all ranks, and torch's does not where ranks divide "
+            "the model.",
+            fix="Use bfloat16 or float32, without a loss scale.",
         )
     if setup.precision == "master" and setup.engine != "plain":
         yield Problem(

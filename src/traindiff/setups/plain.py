@@ -9,7 +9,7 @@ from traindiff.setups.training import Training
 from traindiff.setups.variants import compiled, with_optimizer
 
 
-def plain(request: Request) -> Training:
+def build(request: Request) -> Training:
     """The training as it is, in the setup's dtype."""
     setup = request.setup
     model, optimizer = request.model, with_optimizer(request)

@@ -61,6 +61,18 @@ def computing_in(model: nn.Module, setup: Setup) -> None:
     model.register_forward_hook(after, always_call=True)
 
 
+def round_inputs(model: nn.Module, setup: Setup) -> None:
+    """Have floating-point inputs of the model rounded to the setup's dtype; nothing if that is float32."""
+    dtype = dtype_of(setup)
+    if dtype == torch.float32:
+        return
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return _in_dtype(args, dtype), _in_dtype(kwargs, dtype)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+
+
 def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value

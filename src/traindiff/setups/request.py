@@ -67,9 +67,11 @@ class Request:
             part: Which part of each micro-batch this rank works on.
             parts: Among how many.
         """
-        number = self.setup.gradient_accumulation_steps
-        divided = split(batch, number * parts, where=self.where, asked_by=self.asked_by, by=self.training.split)
-        return divided[part::parts]
+        return self.equal_parts(batch, self.setup.gradient_accumulation_steps * parts)[part::parts]
+
+    def equal_parts(self, batch: Any, parts: int) -> Sequence[Any]:
+        """Equal parts of a batch, in order, as the recipe or `split` divides it."""
+        return split(batch, parts, where=self.where, asked_by=self.asked_by, by=self.training.split)
 
     def lacks(self, what: str, *, says: str, fix: str) -> ConfigError:
         """The error of a training that does not give what the setup needs."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from traindiff.setups.request import Request
 from traindiff.setups.training import Training
 
 Clip = Callable[[float], Tensor]
-"""Scales all gradients down to a norm, unless that is infinite; returns what the norm was before."""
+"""Scales all gradients down to a norm; returns what it was before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class Parts:
         clip: The engine's own way to clip, where it has one.
         around: Entered for a loss: the dtype in which it is computed.
         unfinished: Entered for micro-batches but the last.
+        updating: Entered when gradients are unscaled and the optimizer steps.
         scaler: Of a loss that is scaled.
     """
 
@@ -42,19 +44,19 @@ class Parts:
     clip: Clip | None = None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     unfinished: Callable[[], AbstractContextManager[Any]] = nullcontext
+    updating: Callable[[], AbstractContextManager[Any]] = nullcontext
     scaler: LossScaler | None = None
 
 
 def stepped(request: Request, parts: Parts) -> Training:
-    """The training whose step does with `parts` what the setup says."""
+    """The training whose step does with `parts` what the setup says.
+
+    It returns this rank's mean loss and, where gradients are clipped, the norm that they had. A norm that changes
+    nothing is not reported: engines add it up in orders of their own.
+    """
     setup = request.setup
-    limit = setup.gradient_clipping or float("inf")
     scaler = parts.scaler or loss_scaler(setup, parts.optimizer, device=request.device)
-
-    def clip(largest_norm: float) -> Tensor:
-        return clip_gradients(parts.model.parameters(), largest_norm)
-
-    clipped = parts.clip or clip
+    clip = parts.clip or partial(_clip, parts.model)
 
     def step(batch: Any) -> dict[str, Tensor]:
         shares = request.micro_batches(batch, part=parts.part, parts=parts.parts)
@@ -66,23 +68,19 @@ def stepped(request: Request, parts: Parts) -> Training:
                     loss = request.loss(parts.model, share) / len(shares)
                 scaler.backward(loss)
             total += loss.detach()
-        scaler.unscale()
-        norm = clipped(limit)
-        scaler.step()
+        numbers = {"loss": total}
+        if setup.gradient_clipping:
+            with parts.updating():
+                scaler.unscale()
+            numbers["grad_norm"] = clip(setup.gradient_clipping)
+        with parts.updating():
+            scaler.step()
         parts.optimizer.zero_grad()
-        return {"loss": total, "grad_norm": norm}
+        return numbers
 
     return replace(request.training, model=parts.model, optimizer=parts.optimizer, step=step)
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], largest_norm: float) -> Tensor:
-    """Scale all gradients down to a norm, unless that is infinite; returns what the norm was before.
-
-    Gradients that are divided among ranks are taken together; then this is a collective.
-    """
-    having = [parameter for parameter in parameters if parameter.grad is not None]
-    if largest_norm == float("inf"):
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in having if parameter.grad is not None])
-    else:
-        norm = nn.utils.clip_grad_norm_(having, largest_norm)
+def _clip(model: nn.Module, largest_norm: float) -> Tensor:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), largest_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

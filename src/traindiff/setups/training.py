@@ -10,6 +10,12 @@ from torch import Tensor, nn
 
 from traindiff.sessions.targets import Optimizers
 
+TensorParallel = Mapping[str, Any] | Callable[[nn.Module, Any], object]
+"""Styles by path, or a function of model and mesh."""
+
+Pipeline = Sequence[str] | Callable[[nn.Module, int, int], nn.Module]
+"""Paths to cut before, or a function of model, stage and number of stages."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
@@ -25,6 +31,12 @@ class Training:
             step: then it can also run the training under an engine, in another dtype, in micro-batches.
         split: Equal parts of a batch, `split(batch, parts)`, in order; for batches of which traindiff does not see
             what the samples are. By default all tensors in a batch are divided along their first axis.
+        tensor_parallel: How tensor parallelism divides the model: by path or glob of paths what
+            `torch.distributed.tensor.parallel.parallelize_module` takes, or a function of model and mesh that divides
+            it in place. Every rank works on the whole batch.
+        pipeline: How a pipeline divides the model: a function of model, stage and number of stages that returns the
+            module of that stage, in which everything keeps its path; or the paths of modules before which the model
+            may be cut, in order, for torch's tracing frontend. `loss` then calls the model once per batch.
         record: Further settings of `traindiff.record`, e.g. `{"batch_axis": {"lstm": 1}}`.
     """
 
@@ -34,6 +46,8 @@ class Training:
     step: Callable[[Any], Any] | None = None
     loss: Callable[[nn.Module, Any], Tensor] | None = None
     split: Callable[[Any, int], Sequence[Any]] | None = None
+    tensor_parallel: TensorParallel | None = None
+    pipeline: Pipeline | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def train_on(self, batch: Any) -> Any:

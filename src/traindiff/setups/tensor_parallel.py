@@ -1,0 +1,65 @@
+"""`parallelize_module`: ranks divide the parameters as the recipe says, and work on the same batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import parallelize_module
+
+from traindiff.setups.parameters import follow, names_of
+from traindiff.setups.precision import autocast
+from traindiff.setups.request import Request
+from traindiff.setups.stepping import Parts, stepped
+from traindiff.setups.training import Training
+from traindiff.setups.variants import compiled, with_optimizer
+
+
+def build(request: Request) -> Training:
+    """The training with tensor parallelism over all ranks.
+
+    Raises:
+        ConfigError: The recipe does not say how the model is divided.
+    """
+    setup, model = request.setup, request.model
+    plan = request.training.tensor_parallel
+    if plan is None:
+        raise request.lacks(
+            "tensor_parallel",
+            says="is not given, without which it is not known how tensor parallelism divides the model.",
+            fix='Give traindiff.Training(tensor_parallel={"layers.*.up": ColwiseParallel(), ...}), as '
+            "parallelize_module takes it, or a function of model and mesh.",
+        )
+    names, optimizer = names_of(model), with_optimizer(request)
+    mesh = init_device_mesh(request.device.type, (request.world_size,), mesh_dim_names=("tp",))
+    if callable(plan):
+        plan(model, mesh)
+    else:
+        parallelize_module(model, mesh, dict(plan))
+    follow(request, optimizer, names, model)
+
+    def clip(largest_norm: float) -> Tensor:
+        return _clip(model, largest_norm)
+
+    return stepped(
+        request,
+        Parts(
+            model=compiled(model, setup),
+            optimizer=optimizer,
+            clip=clip,
+            around=lambda: autocast(setup, request.device),
+            updating=implicit_replication,  # its operators take divided parameters and copies at once
+        ),
+    )
+
+
+def _clip(model: nn.Module, largest_norm: float) -> Tensor:
+    """`clip_grad_norm_`, for gradients of which some are divided and others are copies."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norms = [nn.utils.get_total_norm([parameter.grad]) for parameter in parameters if parameter.grad is not None]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(whole))
+    nn.utils.clip_grads_with_norm_(parameters, largest_norm, total, foreach=False)
+    return total
