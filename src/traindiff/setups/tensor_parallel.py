@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,27 +41,22 @@ def build(request: Request) -> Training:
     else:
         parallelize_module(model, mesh, dict(plan))
     follow(request, optimizer, names, model)
-
-    def clip(largest_norm: float) -> Tensor:
-        return _clip(model, largest_norm)
-
     return stepped(
         request,
         Parts(
             model=compiled(model, setup),
             optimizer=optimizer,
-            clip=clip,
+            clip=partial(_clip, model),
             around=lambda: autocast(setup, request.device),
             updating=implicit_replication,  # its operators take divided parameters and copies at once
         ),
     )
 
 
-def _clip(model: nn.Module, largest_norm: float) -> Tensor:
+def _clip(model: nn.Module, largest_norm: float) -> None:
     """`clip_grad_norm_`, for gradients of which some are divided and others are copies."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norms = [nn.utils.get_total_norm([parameter.grad]) for parameter in parameters if parameter.grad is not None]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total: Tensor = torch.linalg.vector_norm(torch.stack(whole))
     nn.utils.clip_grads_with_norm_(parameters, largest_norm, total, foreach=False)
-    return total
