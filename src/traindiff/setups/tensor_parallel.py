@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 
-from traindiff.setups.parameters import follow, names_of
+from traindiff.setups.parameters import Names, follow, names_of
 from traindiff.setups.precision import autocast
 from traindiff.setups.request import Request
 from traindiff.setups.stepping import Parts, stepped
@@ -40,6 +40,7 @@ def build(request: Request) -> Training:
         plan(model, mesh)
     else:
         parallelize_module(model, mesh, dict(plan))
+    _tie_again(request, model, names)
     follow(request, optimizer, names, model)
     return stepped(
         request,
@@ -51,6 +52,27 @@ def build(request: Request) -> Training:
             updating=implicit_replication,  # its operators take divided parameters and copies at once
         ),
     )
+
+
+def _tie_again(request: Request, model: nn.Module, names: Names) -> None:
+    """Tie what was tied: `parallelize_module` makes new parameters of each module by itself.
+
+    Raises:
+        ConfigError: They are divided differently now, so that they cannot be one.
+    """
+    for name, first in names.first.items():
+        owner, _, attribute = name.rpartition(".")
+        one, other = model.get_parameter(first), model.get_parameter(name)
+        if one is other:
+            continue
+        placements = [getattr(parameter, "placements", None) for parameter in (one, other)]
+        if placements[0] != placements[1]:
+            raise request.lacks(
+                "tensor_parallel",
+                says=f"divides {first} as {placements[0]} and {name} as {placements[1]}, and they are tied.",
+                fix="Divide both in the same way, or neither.",
+            )
+        setattr(model.get_submodule(owner), attribute, one)
 
 
 def _clip(model: nn.Module, largest_norm: float) -> None:
