@@ -147,18 +147,23 @@ class LanguageModel(nn.Module):
 
 
 def build_model(size: ModelSize, *, seed: int) -> LanguageModel:
-    """A model with freshly drawn weights; torch's random number generators are left as they were.
+    """A model with freshly drawn weights; torch's random number generators are left as they were."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LanguageModel(size, seed=seed)
+        draw_weights(model, num_layers=size.num_layers)
+    return model
+
+
+def draw_weights(model: nn.Module, *, num_layers: int) -> None:
+    """Draw the weights of a GPT from torch's random number generator.
 
     Matrices are drawn from N(0, 0.02^2), those that write to the residual stream with a standard
     deviation smaller by sqrt(2 * layers), as in GPT-2; biases are 0.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LanguageModel(size, seed=seed)
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                smaller = sqrt(2 * size.num_layers) if name.endswith("proj.weight") else 1.0
-                nn.init.normal_(parameter, std=0.02 / smaller)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-    return model
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            smaller = sqrt(2 * num_layers) if name.endswith("proj.weight") else 1.0
+            nn.init.normal_(parameter, std=0.02 / smaller)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)

@@ -6,24 +6,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from traindiff.demo.loop import DemoSettings, TrainingLoop
+from traindiff.demo.divisible import build_divisible_model, divide, stage_of
+from traindiff.demo.model import ModelSize
+from traindiff.demo.text import Batch, make_batch, read_text
 from traindiff.setups.training import Training
+
+_BATCH_SIZE = 8
 
 
 def gpt() -> Training:
-    """The demo's GPT, on the source of Python's standard library; a batch is the number of a step."""
-    loop = TrainingLoop(DemoSettings(), micro_batches=1, seed=0)
+    """The demo's GPT on the source of Python's standard library, which every engine can run."""
+    size = ModelSize(width=128, num_heads=4)
+    seed = int(torch.randint(1 << 31, ()))
+    model, text = build_divisible_model(size, seed=seed), read_text()
+    parameters = list(model.parameters())
+    matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
-    def step(number: int) -> dict[str, float]:
-        numbers = loop.run_step(number)
-        return {"loss": numbers.loss, "grad_norm": numbers.gradient_norm}
+    def batch(step: int) -> Batch:
+        return make_batch(text, step, batch_size=_BATCH_SIZE, context=size.context, seed=seed)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch.inputs, sample_ids_B=batch.sample_ids)
+        return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
 
     return Training(
-        model=loop.model,
-        optimizer=loop.optimizer,
-        batches=range(1_000_000),
-        step=step,
-        record={"batch_axis": {"transformer.wpe": None}},
+        model=model,
+        optimizer=torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95)),
+        batches=map(batch, range(1_000_000)),
+        loss=loss,
+        tensor_parallel=divide,
+        pipeline=stage_of,
+        # One vector per position: with one sample, as many as there are bytes in the batch.
+        record={"batch_axis": {"embedding.wpe": None}},
     )
 
 

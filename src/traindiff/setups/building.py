@@ -35,8 +35,8 @@ def built(training: Training, setup: Setup, *, where: str, asked_by: str) -> Tra
         asked_by: The call, for messages.
 
     Returns:
-        A training with `step`, which takes this rank's part of a batch and returns what to log: its mean loss and,
-        where gradients are clipped, the norm that they had. `model` and `optimizer` are what is to be recorded.
+        A training with `step`, which takes this rank's part of a batch and returns what to log: its mean loss. `model`
+        and `optimizer` are what is to be recorded.
 
     Raises:
         ConfigError: The training lacks what the setup needs.

@@ -46,7 +46,7 @@ def build(request: Request) -> Training:
         if setup.compile or setup.deepcompile:
             engine.compile()
 
-    def step(batch: Any) -> dict[str, Tensor]:
+    def step(batch: Any) -> Tensor:
         shares = request.micro_batches(batch, part=request.rank, parts=request.world_size)
         total = torch.zeros((), device=request.device)
         with warnings.catch_warnings():
@@ -56,10 +56,7 @@ def build(request: Request) -> Training:
                 engine.backward(loss)
                 engine.step()
                 total += loss.detach() / len(shares)
-        numbers = {"loss": total}
-        if setup.gradient_clipping and (norm := engine.get_global_grad_norm()) is not None:
-            numbers["grad_norm"] = torch.as_tensor(norm)
-        return numbers
+        return total
 
     return replace(request.training, model=engine, optimizer=engine.optimizer, step=step)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -36,11 +35,6 @@ def build(request: Request) -> Training:
         device_id=request.device,
     )
     follow(request, optimizer, names, wrapped)
-
-    def clip(largest_norm: float) -> Tensor:
-        norm: Tensor = wrapped.clip_grad_norm_(largest_norm)
-        return norm
-
     return stepped(
         request,
         Parts(
@@ -48,7 +42,7 @@ def build(request: Request) -> Training:
             optimizer=optimizer,
             part=request.rank,
             parts=request.world_size,
-            clip=clip,
+            clip=wrapped.clip_grad_norm_,
             scaler=loss_scaler(setup, optimizer, device=request.device, made=ShardedGradScaler),
         ),
     )

@@ -41,7 +41,7 @@ def build(request: Request) -> Training:
 
     schedule = Schedule1F1B(stage, num_stages, loss_fn=loss_of, scale_grads=True)
 
-    def step(batch: Any) -> dict[str, Tensor]:
+    def step(batch: Any) -> Tensor:
         micro_batches[:] = request.equal_parts(batch, num_stages)
         call = joined([captured_call(request, one) for one in micro_batches])
         args = call.args if stage.is_first else ()
@@ -54,11 +54,10 @@ def build(request: Request) -> Training:
         add_up_gradients(shared)
         total = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=request.device)
         distributed.broadcast(total, src=num_stages - 1)
-        numbers = {"loss": total}
         if setup.gradient_clipping:
-            numbers["grad_norm"] = clip_over_stages(part, setup.gradient_clipping, shared)
+            clip_over_stages(part, setup.gradient_clipping, shared)
         optimizer.step()
         optimizer.zero_grad()
-        return numbers
+        return total
 
     return replace(request.training, model=part, optimizer=optimizer, batches=batches, step=step)

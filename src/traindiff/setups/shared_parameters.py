@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 from traindiff.setups.parameters import Names
 from traindiff.site import canonical_path
@@ -61,13 +61,11 @@ def add_up_gradients(shared: Sequence[Shared]) -> None:
         distributed.all_reduce(one.parameter.grad, group=one.group)
 
 
-def clip_over_stages(part: nn.Module, largest_norm: float, shared: Sequence[Shared]) -> Tensor:
-    """Scale the gradients of all stages down to a norm of all of them together; returns what it was. A collective."""
+def clip_over_stages(part: nn.Module, largest_norm: float, shared: Sequence[Shared]) -> None:
+    """Scale the gradients of all stages down to a norm of all of them together. A collective."""
     elsewhere = {id(one.parameter) for one in shared if not one.is_counted_here}
     parameters = [parameter for parameter in part.parameters() if parameter.grad is not None]
     counted = [one.grad for one in parameters if id(one) not in elsewhere and one.grad is not None]
     square = nn.utils.get_total_norm(counted).square()
     distributed.all_reduce(square)
-    total = square.sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, largest_norm, total)
-    return total
+    nn.utils.clip_grads_with_norm_(parameters, largest_norm, square.sqrt())

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from traindiff.setups.loss_scaling import LossScaler, loss_scaler
 from traindiff.setups.request import Request
 from traindiff.setups.training import Training
 
-Clip = Callable[[float], Tensor]
-"""Scales all gradients down to a norm; returns what it was before."""
+Clip = Callable[[float], object]
+"""Scales all gradients down to a norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +50,13 @@ class Parts:
 def stepped(request: Request, parts: Parts) -> Training:
     """The training whose step does with `parts` what the setup says.
 
-    It returns this rank's mean loss and, where gradients are clipped, the norm that they had. A norm that changes
-    nothing is not reported: engines add it up in orders of their own.
+    It returns this rank's mean loss. The norm of gradients that are clipped is in the recording anyway.
     """
     setup = request.setup
     scaler = parts.scaler or loss_scaler(setup, parts.optimizer, device=request.device)
     clip = parts.clip or partial(_clip, parts.model)
 
-    def step(batch: Any) -> dict[str, Tensor]:
+    def step(batch: Any) -> Tensor:
         shares = request.micro_batches(batch, part=parts.part, parts=parts.parts)
         total = torch.zeros((), device=request.device)
         for number, share in enumerate(shares):
@@ -68,19 +66,17 @@ def stepped(request: Request, parts: Parts) -> Training:
                     loss = request.loss(parts.model, share) / len(shares)
                 scaler.backward(loss)
             total += loss.detach()
-        numbers = {"loss": total}
         if setup.gradient_clipping:
             with parts.updating():
                 scaler.unscale()
-            numbers["grad_norm"] = clip(setup.gradient_clipping)
+            clip(setup.gradient_clipping)
         with parts.updating():
             scaler.step()
         parts.optimizer.zero_grad()
-        return numbers
+        return total
 
     return replace(request.training, model=parts.model, optimizer=parts.optimizer, step=step)
 
 
-def _clip(model: nn.Module, largest_norm: float) -> Tensor:
-    norm = nn.utils.clip_grad_norm_(model.parameters(), largest_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _clip(model: nn.Module, largest_norm: float) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), largest_norm)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 
-from traindiff.setups.parameters import follow, names_of
+from traindiff.setups.parameters import Names, follow, names_of
 from traindiff.setups.precision import autocast
 from traindiff.setups.request import Request
 from traindiff.setups.stepping import Parts, stepped
@@ -38,28 +40,45 @@ def build(request: Request) -> Training:
         plan(model, mesh)
     else:
         parallelize_module(model, mesh, dict(plan))
+    _tie_again(request, model, names)
     follow(request, optimizer, names, model)
-
-    def clip(largest_norm: float) -> Tensor:
-        return _clip(model, largest_norm)
-
     return stepped(
         request,
         Parts(
             model=compiled(model, setup),
             optimizer=optimizer,
-            clip=clip,
+            clip=partial(_clip, model),
             around=lambda: autocast(setup, request.device),
             updating=implicit_replication,  # its operators take divided parameters and copies at once
         ),
     )
 
 
-def _clip(model: nn.Module, largest_norm: float) -> Tensor:
+def _tie_again(request: Request, model: nn.Module, names: Names) -> None:
+    """Tie what was tied: `parallelize_module` makes new parameters of each module by itself.
+
+    Raises:
+        ConfigError: They are divided differently now, so that they cannot be one.
+    """
+    for name, first in names.first.items():
+        owner, _, attribute = name.rpartition(".")
+        one, other = model.get_parameter(first), model.get_parameter(name)
+        if one is other:
+            continue
+        placements = [getattr(parameter, "placements", None) for parameter in (one, other)]
+        if placements[0] != placements[1]:
+            raise request.lacks(
+                "tensor_parallel",
+                says=f"divides {first} as {placements[0]} and {name} as {placements[1]}, and they are tied.",
+                fix="Divide both in the same way, or neither.",
+            )
+        setattr(model.get_submodule(owner), attribute, one)
+
+
+def _clip(model: nn.Module, largest_norm: float) -> None:
     """`clip_grad_norm_`, for gradients of which some are divided and others are copies."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norms = [nn.utils.get_total_norm([parameter.grad]) for parameter in parameters if parameter.grad is not None]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total: Tensor = torch.linalg.vector_norm(torch.stack(whole))
     nn.utils.clip_grads_with_norm_(parameters, largest_norm, total, foreach=False)
-    return total
