@@ -264,7 +264,7 @@ def test_a_candidate_that_fails_is_incomplete_and_says_where_it_was(verify: Veri
     assert found.failed is not None
     assert (found.failed.run, found.failed.first) == ("candidate", 0)
     assert found.failed.says == (
-        "Rank 0 raised ZeroDivisionError: division by zero Before that it had ended no step. "
+        "Rank 0 raised ZeroDivisionError: division by zero. Before that it had ended no step. "
         "Its last observation: step 0, micro-step 0, forward, 2 output[0]."
     )
     assert "The run candidate failed. Rank 0 raised ZeroDivisionError" in str(found)
@@ -272,12 +272,23 @@ def test_a_candidate_that_fails_is_incomplete_and_says_where_it_was(verify: Veri
 
 
 def test_what_a_candidate_recorded_before_it_failed_is_compared(verify: Verify) -> None:
-    found = verify(mlp(other_gelu, failing), pin="never")
+    def failing_later(model: nn.Sequential) -> None:
+        calls: list[None] = []
+
+        def hook(*_: Any) -> None:
+            calls.append(None)
+            if len(calls) == 2:
+                raise ValueError("two steps are one too many")
+
+        model[3].register_forward_pre_hook(hook)
+
+    found = verify(mlp(other_gelu, failing_later), pin="never")
 
     assert (found.verdict, found.exit_code) == ("diverged", 1)
     assert found.first_divergence is not None
-    assert found.first_divergence.path == "1"
+    assert (found.first_divergence.step, found.first_divergence.path) == (0, "1")
     assert found.failed is not None
+    assert "Before that it had ended 1 step." in found.failed.says
 
 
 def test_a_baseline_that_fails_is_refused_with_where_it_was(verify: Verify) -> None:

@@ -54,7 +54,7 @@ class FailedRun:
         """What happened, in a sentence or two."""
         first = next(rank for rank in self.ranks if rank.rank == self.first)
         seen = f" Its last observation: {first.last_observation}." if first.last_observation else ""
-        return f"{first.says} Before that it had ended {_steps(first.num_steps)}.{seen}"
+        return f"{_sentence(first.says)} Before that it had ended {_steps(first.num_steps)}.{seen}"
 
     def lines(self) -> Iterator[str]:
         """What is shown in a terminal: the rank that explains the others in full, these in a line each."""
@@ -63,7 +63,7 @@ class FailedRun:
             if rank.rank != self.first:
                 seen = f" Its last observation: {rank.last_observation}." if rank.last_observation else ""
                 yield ""
-                yield f"{rank.says}{seen}"
+                yield f"{_sentence(rank.says)}{seen}"
             yield from _indented(rank.stack, rank.rank)
             if rank.rank == self.first and rank.output.strip():
                 yield f"  The end of what it printed ({rank.output_file}):"
@@ -77,6 +77,10 @@ class FailedRun:
             "first": self.first,
             "ranks": [asdict(rank) for rank in self.ranks],
         }
+
+
+def _sentence(says: str) -> str:
+    return says if says.endswith((".", "!", "?")) else f"{says}."
 
 
 def _steps(count: int) -> str:

@@ -46,12 +46,14 @@ class LastSeen:
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(b" " * BYTES)
+        self._count = 0
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), BYTES)
 
     def __call__(self, seen: Seen) -> None:
         """Keep this one."""
-        self._memory[:] = seen_text(seen).encode()[:BYTES].ljust(BYTES)
+        self._count += 1
+        self._memory[:] = f"{self._count} {seen_text(seen)}".encode()[:BYTES].ljust(BYTES)
 
 
 def seen_text(seen: Seen) -> str:
@@ -59,6 +61,8 @@ def seen_text(seen: Seen) -> str:
     return f"step {seen.step}, micro-step {seen.micro_step}, {seen.phase}, {seen.path} {seen.slot}"
 
 
-def read_last_seen(path: Path) -> str:
-    """What was observed last, in a few words; empty where nothing was."""
-    return path.read_bytes().decode(errors="replace").strip() if path.exists() else ""
+def read_last_seen(path: Path) -> tuple[int, str]:
+    """How many observations there were, and the last of them in a few words; 0 and nothing where there was none."""
+    text = path.read_bytes().decode(errors="replace").strip() if path.exists() else ""
+    count, _, last = text.partition(" ")
+    return (int(count), last) if last else (0, "")

@@ -15,7 +15,7 @@ from typing import Any
 
 from traindiff.launching.last_seen import read_last_seen
 from traindiff.launching.patience import Patience
-from traindiff.launching.rank_end import How, RankEnd
+from traindiff.launching.rank_end import WAITS, How, RankEnd
 from traindiff.launching.rank_process import Launched, Place, rank_main
 from traindiff.launching.stacks import is_in_a_collective, stacks_in
 
@@ -185,15 +185,16 @@ class RankProcesses:
             how, says = "returned", "returned."
         elif how == "hung":
             waited = self._patience.limit(rank.slowest)
-            waits = ", waiting for other ranks" if is_in_a_collective(stack) else ""
+            waits = f", {WAITS}" if is_in_a_collective(stack) else ""
             says = f"did not end step {rank.num_steps} in {waited:g} seconds{waits}."
         elif how == "stopped":
             says = "was stopped, because another rank had failed."
         else:
             how, says = "died", _death(rank.process.exitcode)
+        count, last = read_last_seen(rank.place.last_seen)
         return RankEnd(
             rank=rank.place.rank, how=how, says=says, after_seconds=(rank.said_at or time.monotonic()) - rank.began,
-            num_steps=rank.num_steps, last_observation=read_last_seen(rank.place.last_seen),
+            num_steps=rank.num_steps, num_observations=count, last_observation=last,
             stack="" if how == "returned" else stack, output=_last_lines(rank.place.output, said.get("printed_bytes")),
             output_file=os.fspath(rank.place.output), result=said.get("result"), problems=tuple(problems),
             explained=said.get("raised", {}).get("explained", False),

@@ -8,6 +8,9 @@ from typing import Any, Literal, Self
 
 How = Literal["returned", "raised", "died", "hung", "stopped"]
 
+WAITS = "waiting for other ranks"
+"""In the sentence of a rank that hangs in a collective."""
+
 _FIRST: tuple[How, ...] = ("died", "raised", "hung", "stopped", "returned")
 """Which end explains the others: what waits for a rank that died raises, or hangs."""
 
@@ -23,6 +26,7 @@ class RankEnd:
         says: What happened, a sentence that the rank begins: `raised ValueError: no data.`
         after_seconds: When, counted from the start.
         num_steps: Steps that it had ended.
+        num_observations: What it had observed: of ranks that hang, the one that waits for none has the fewest.
         last_observation: What it observed last, e.g. `step 3, micro-step 0, forward, layers.2 output[0]`.
         stack: Where it was: the traceback of what it raised, or the stacks of all its threads.
         output: The last lines of what it printed.
@@ -37,6 +41,7 @@ class RankEnd:
     says: str = ""
     after_seconds: float = 0.0
     num_steps: int = 0
+    num_observations: int = 0
     last_observation: str = ""
     stack: str = ""
     output: str = ""
@@ -82,10 +87,14 @@ class RanksError(RuntimeError):
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd:
     """The end that explains the others: of a rank that died, else the first that raised, else one that hung."""
-    return min(ends, key=lambda end: (_FIRST.index(end.how), _WAITS in end.says, end.after_seconds))
+    return min(ends, key=lambda end: _precedence(end))
 
 
-_WAITS = "waiting for other ranks"
+def _precedence(end: RankEnd) -> tuple[float, ...]:
+    """Ends sort by this: the one that explains the others comes first."""
+    if end.how == "hung":
+        return (_FIRST.index(end.how), WAITS in end.says, end.num_steps, end.num_observations)
+    return (_FIRST.index(end.how), end.after_seconds)
 
 
 def _lines(ends: Sequence[RankEnd]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -119,10 +120,11 @@ class Runs:
                 check_recipe(recipe, self.seed, setup, self.asked_by)
             return
         try:
-            launch(
-                check_on_rank, recipe, self.seed, setup, self.asked_by, world_size=1, grouped=False,
-                outputs=self.directory / LOGS / "check", patience=self.patience,
-            )  # fmt: skip
+            with tempfile.TemporaryDirectory(prefix="traindiff-check-") as outputs:
+                launch(
+                    check_on_rank, recipe, self.seed, setup, self.asked_by, world_size=1, grouped=False,
+                    outputs=Path(outputs), patience=self.patience,
+                )  # fmt: skip
         except RanksError as error:
             if error.first.problems:
                 raise _config_error(error, self.asked_by) from error

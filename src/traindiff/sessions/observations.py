@@ -40,6 +40,7 @@ class Observations:
 
     Attributes:
         layout: May be replaced as soon as more is known of it.
+        last_seen: See above; may be taken away.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Observations:
         self._containment = containment
         self._on_full = on_full
         self._forced = forced
-        self._last_seen = last_seen
+        self.last_seen = last_seen
         self._summaries = SummaryStore()
         self._in_flight = InFlight()
         self._pending = Pending()
@@ -100,8 +101,8 @@ class Observations:
                 merge=part.merge, weight=weight, term=part.term,
                 factor=self.layout.factor(phase=phase, stage=stage, slot=slot), scaled=scaled,
             )  # fmt: skip
-            if self._last_seen is not None:
-                self._last_seen(seen)
+            if self.last_seen is not None:
+                self.last_seen(seen)
             if self._forced is not None or not self._in_flight.holds(part.tensor, seen):
                 self._keep(part.tensor, seen)
 

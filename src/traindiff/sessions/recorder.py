@@ -116,6 +116,8 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._observations.last_seen = None  # what is observed from here on is not where the training was
         self.close()
 
     @property
@@ -150,6 +152,10 @@ class Recorder:
             problem = Problem.unknown_name(where=where, kind="a way to merge", found=merge, known=("mean", "sum"))
             raise ConfigError("log(...)", [problem], consequence="the value was not recorded")
         self._containment.guarded("log", self._log)(name, value, merge, weight)
+
+    def write(self) -> None:
+        """Write what was logged since the step ended, which otherwise waits for the step that follows."""
+        self._containment.guarded("writer", self._write)()
 
     def close(self) -> None:
         """Remove every tap, complete the files and let go of the model. Later calls do nothing."""
