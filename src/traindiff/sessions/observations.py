@@ -101,7 +101,9 @@ class Observations:
                 merge=part.merge, weight=weight, term=part.term,
                 factor=self.layout.factor(phase=phase, stage=stage, slot=slot), scaled=scaled,
             )  # fmt: skip
-            if self.last_seen is not None:
+            if (
+                self.last_seen is not None and path != "rng"
+            ):  # that is looked at when a forward pass ends, also by an error
                 self.last_seen(seen)
             if self._forced is not None or not self._in_flight.holds(part.tensor, seen):
                 self._keep(part.tensor, seen)

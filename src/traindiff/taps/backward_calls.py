@@ -53,7 +53,7 @@ class _Listener:
 
     def _reaches_gathered(self, roots: Sequence[Tensor]) -> bool:
         """The same of parameters that FSDP2 has gathered, which are others than those it divides."""
-        gathered = {id(one) for module in self._gathering for one in module.parameters(recurse=False)}
+        gathered = {id(one) for module in self._gathering for one in module.parameters()}
         return bool(gathered) and may_reach(roots, gathered)
 
     def _begin(self, roots: Sequence[Tensor]) -> None:
