@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.present_ranks import only_rank_0_speaks, rank_and_world_size
 from traindiff.cli.setup_options import (
     AccumulationOption,
     AskedSetup,
@@ -40,6 +41,7 @@ class PinWhen(StrEnum):
 
 @app.command(cls=OtherSpellings, short_help="Run two trainings, compare them, pin the fault down.")
 @says_what_is_wrong
+@only_rank_0_speaks
 def verify(
     recipe: Annotated[
         str,
@@ -119,9 +121,10 @@ def verify(
             "loss_scale": loss_scale,
         },
     )  # fmt: skip
-    setup = candidate_setup(asked, world_size=None)
+    rank, world_size = rank_and_world_size()
+    setup = candidate_setup(asked, world_size=world_size)
     replicas = REPLICAS if replica is None else tuple(replica)
-    with run_progress(messages, steps=(2 + repeat + len(replicas)) * steps) as on_step:
+    with run_progress(messages, steps=(2 + repeat + len(replicas)) * steps, shown=rank == 0) as on_step:
         result = run(
             recipe,
             candidate or None,
@@ -140,5 +143,6 @@ def verify(
             timeout=timeout,
             progress=on_step,
         )
-    print_result(result, "json" if as_json else form, text=lambda: print_verification(results, result, top=top))
+    if rank == 0:
+        print_result(result, "json" if as_json else form, text=lambda: print_verification(results, result, top=top))
     raise typer.Exit(result.exit_code)

@@ -19,7 +19,7 @@ from traindiff.launching.processes import OnStep
 from traindiff.launching.rank_end import RankEnd, RanksError
 from traindiff.launching.rank_process import Launched
 from traindiff.observation import Observation
-from traindiff.recipes.failed import RunFailedError, of_ranks, of_this_process
+from traindiff.recipes.failed import RunFailedError, of_ranks, of_this_process, refused
 from traindiff.recipes.recipe import Recipe, undisturbed_random_state
 from traindiff.recipes.recorded_run import (
     Named,
@@ -107,8 +107,8 @@ class Runs:
         if problems:
             raise ConfigError(self.asked_by, problems)
 
-    def check_recipe(self, recipe: Named, setup: Setup) -> None:
-        """Prepare a training once and refuse what cannot be used, before anything is run.
+    def refuse_unusable(self, recipe: Named, setup: Setup) -> None:
+        """Prepare a training once, before anything is run.
 
         Raises:
             ConfigError: The recipe cannot be used, or not under the setup.
@@ -128,7 +128,7 @@ class Runs:
         except RanksError as error:
             if error.first.problems:
                 raise _config_error(error, self.asked_by) from error
-            raise RunFailedError(of_ranks("check", error)) from error
+            raise refused(of_ranks("check", error), self.asked_by) from error
 
     def run(
         self, recipe: Named, name: str, *, num_steps: int, setup: Setup = PLAIN, compiler_logs: bool = False,

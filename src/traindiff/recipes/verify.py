@@ -12,11 +12,11 @@ from traindiff.errors import ConfigError, Problem
 from traindiff.floors.tolerance import parse_tolerance
 from traindiff.launching.launch import launch
 from traindiff.launching.patience import Patience
+from traindiff.launching.present_ranks import PresentRanks
 from traindiff.merging.renames import parse_renames
-from traindiff.recipes.failed import RunFailedError, refused
 from traindiff.recipes.questioned import Pin, Question, verify_against
 from traindiff.recipes.recorded_run import Named
-from traindiff.recipes.runs import REPLICAS, Launcher, Progress, Runs
+from traindiff.recipes.runs import REPLICAS, Progress, Runs
 from traindiff.recipes.trusted import names_of_runs, record_trusted
 from traindiff.recipes.verification_files import write_files
 from traindiff.replica_setting import parse_replica
@@ -88,7 +88,6 @@ def verify(
     compiler_logs: bool = False,
     timeout: float | None = None,
     progress: Progress | None = None,
-    launcher: Launcher = launch,
 ) -> Verification:
     """Run a trusted training and the one in question, compare them against measured noise, and pin down the fault.
 
@@ -98,7 +97,9 @@ def verify(
     in float32, in which smaller errors show.
 
     A recipe that is given by name (`"train.py:recipe"`) is run in fresh processes, one for each rank of its setup, and
-    so is a function whose setup has an engine. Other functions are run in this process.
+    so is a function whose setup has an engine. Other functions are run in this process. Where a launcher (torchrun,
+    deepspeed) has started several ranks, call this on all of them: rank 0 runs what has one rank, all run what has
+    several, and all get the result.
 
     Args:
         recipe: Prepares the trusted training; called once per run, so it must be the same each time.
@@ -120,7 +121,6 @@ def verify(
         timeout: Seconds that a run in processes of its own may go without ending a step. Where left out, 600 for the
             first step, then ten times the slowest step, but at least 60.
         progress: Called as the runs proceed.
-        launcher: What starts processes; another one where ranks are there already.
 
     Returns:
         The comparison, what was pinned down, and what it cost. `incomplete` where the candidate failed.
@@ -135,19 +135,24 @@ def verify(
         rename=rename, rtol=rtol, atol=atol, compiler_logs=compiler_logs,
     )  # fmt: skip
     check_question(question, trusted_setup, timeout=timeout, asked_by=asked_by)
-    runs = Runs(
-        directory=Path(output), seed=seed, progress=progress, record=record or {}, asked_by=asked_by,
-        patience=Patience(seconds=timeout), launcher=launcher,
-    )  # fmt: skip
-    runs.check([*names_of_runs(replicas, repeat=repeat), "candidate"])
-    try:
-        runs.check_recipe(question.candidate, setup)  # what cannot be used is said now, not after all other runs
-    except RunFailedError as failed:
-        raise refused(failed.run, asked_by) from failed
-    trusted = record_trusted(runs, recipe, trusted_setup, steps=steps, replicas=replicas, repeat=repeat)
-    verification = verify_against(trusted, question, runs)
-    write_files(verification, runs.directory)
-    return verification
+    ranks = PresentRanks.found()
+
+    def decide() -> Verification:
+        if ranks is not None:
+            for one in (trusted_setup, setup):
+                ranks.refuse_other_sizes(one.nproc, asked_by)
+        runs = Runs(
+            directory=Path(output), seed=seed, progress=progress, record=record or {}, asked_by=asked_by,
+            patience=Patience(seconds=timeout), launcher=ranks.launch if ranks else launch,
+        )  # fmt: skip
+        runs.check([*names_of_runs(replicas, repeat=repeat), "candidate"])
+        runs.refuse_unusable(question.candidate, setup)  # now, not after all other runs
+        trusted = record_trusted(runs, recipe, trusted_setup, steps=steps, replicas=replicas, repeat=repeat)
+        verification = verify_against(trusted, question, runs)
+        write_files(verification, runs.directory)
+        return verification
+
+    return ranks.together(decide) if ranks else decide()
 
 
 def check_question(question: Question, trusted_setup: Setup, *, timeout: float | None, asked_by: str) -> None:
