@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from traindiff.cli.app import UNUSABLE
-from traindiff.errors import TraindiffError
+from traindiff.cli.app import says_what_is_wrong
+
+if TYPE_CHECKING:
+    from traindiff.launching.present_ranks import PresentRanks
+
+_LAST_SECONDS = 1.0
+"""torchrun ends the others as soon as one rank fails, so that rank 0 should be the first."""
 
 
-def rank_and_world_size() -> tuple[int, int | None]:
-    """This process's rank, and how many a launcher has started; 0 and None where none has."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(os.environ.get("RANK", "0")), count) if count > 1 else (0, None)
+def on_rank_0(command: Callable[[PresentRanks | None], int]) -> int:
+    """The exit code of a command that rank 0 runs, while other ranks run what it launches.
+
+    Args:
+        command: Is given the ranks that are there already, None without a launcher. Prints, and returns an exit code.
+    """
+    from traindiff.launching.present_ranks import PresentRanks
+
+    ranks = PresentRanks.found()
+    if ranks is None:
+        return command(None)
+    code = ranks.together(lambda: _exit_code(lambda: command(ranks)))
+    if code and not ranks.leads:
+        time.sleep(_LAST_SECONDS)
+    return code
 
 
-def only_rank_0_speaks(command: Callable[..., Any]) -> Callable[..., Any]:
-    """On other ranks, exit with 2 where the command cannot do what it was asked for, and leave saying so to rank 0."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except TraindiffError:
-            if rank_and_world_size()[0] == 0:
-                raise
-            raise typer.Exit(UNUSABLE) from None
-
-    return run
+def _exit_code(command: Callable[[], int]) -> int:
+    """What the command returns, or exits with."""
+    try:
+        code: int = says_what_is_wrong(command)()
+    except typer.Exit as ends:
+        return ends.exit_code
+    return code

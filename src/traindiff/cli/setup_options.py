@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from traindiff.setups.setup import Setup
 
 _ENGINES = ("plain", "ddp", "fsdp1", "fsdp2", "tp", "pp", "deepspeed")
 _PANEL = "How the candidate is run"
@@ -71,57 +67,3 @@ ClippingOption = Annotated[float, _option("Largest norm of all gradients, on bot
 LossScaleOption = Annotated[
     float | None, _option("What the loss is multiplied by, on both sides; 0 for a dynamic scale.", min=0.0)
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedSetup:
-    """What was asked for, options that were left out as None.
-
-    Attributes:
-        engine: See `Setup`.
-        baseline_engine: Of the trusted training.
-        nproc: See `Setup`.
-        zero_stage: See `Setup`.
-        offload_device: See `Setup`.
-        further: Further settings of a `Setup`.
-    """
-
-    engine: str | None
-    baseline_engine: str
-    nproc: int | None
-    zero_stage: int | None
-    offload_device: str | None
-    further: dict[str, Any]
-
-
-def candidate_setup(asked: AskedSetup, *, world_size: int | None) -> Setup:
-    """The setup of the candidate: what was left out follows from the rest.
-
-    Args:
-        asked: What was asked for.
-        world_size: Number of ranks that are there already; None where none are.
-    """
-    from traindiff.setups.setup import Setup
-
-    of_deepspeed = asked.zero_stage is not None or asked.offload_device is not None or asked.further["deepcompile"]
-    engine: Any = asked.engine or ("deepspeed" if of_deepspeed else "plain")
-    usual = 1 if engine == "plain" else world_size or 2
-    offload: Any = asked.offload_device or "none"
-    return Setup(
-        engine=engine, nproc=asked.nproc or usual, zero_stage=asked.zero_stage or 0, offload_device=offload,
-        **asked.further,
-    )  # fmt: skip
-
-
-def trusted_setup(asked: AskedSetup, candidate: Setup) -> Setup:
-    """The setup of the baseline: plain, or under the engine that was asked for, on as many ranks."""
-    from traindiff.setups.setup import Setup, baseline_setup
-
-    if asked.baseline_engine == "plain":
-        return baseline_setup(candidate)
-    engine: Any = asked.baseline_engine
-    plain = Setup(engine=engine, nproc=candidate.nproc if candidate.nproc > 1 else asked.nproc or 2)
-    return replace(
-        plain, dtype=candidate.dtype, gradient_accumulation_steps=candidate.gradient_accumulation_steps,
-        gradient_clipping=candidate.gradient_clipping, loss_scale=candidate.loss_scale,
-    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,10 +10,9 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.present_ranks import only_rank_0_speaks, rank_and_world_size
+from traindiff.cli.present_ranks import on_rank_0
 from traindiff.cli.setup_options import (
     AccumulationOption,
-    AskedSetup,
     BaselineEngineOption,
     ClippingOption,
     CompileOption,
@@ -25,8 +25,6 @@ from traindiff.cli.setup_options import (
     OptimizerOption,
     VerboseLoggingOption,
     ZeroStageOption,
-    candidate_setup,
-    trusted_setup,
 )
 from traindiff.cli.spellings import OtherSpellings
 
@@ -41,7 +39,6 @@ class PinWhen(StrEnum):
 
 @app.command(cls=OtherSpellings, short_help="Run two trainings, compare them, pin the fault down.")
 @says_what_is_wrong
-@only_rank_0_speaks
 def verify(
     recipe: Annotated[
         str,
@@ -97,6 +94,13 @@ def verify(
     gradient_accumulation_steps: AccumulationOption = 1,
     gradient_clipping: ClippingOption = 0.0,
     loss_scale: LossScaleOption = None,
+    matrix: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Verify every combination of the grid in this file, TOML or JSON (docs/verify.md)."
+        ),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Run combinations again that are finished.")] = False,
     top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
     form: FormatOption = "text",
     as_json: JsonOption = False,
@@ -108,11 +112,18 @@ def verify(
     names each operation that is wrong by itself. Exits like traindiff compare.
     """
     from traindiff.cli.progress import run_progress
+    from traindiff.launching.present_ranks import PresentRanks
+    from traindiff.recipes.asked import Asked
+    from traindiff.recipes.asked_setup import AskedSetup, candidate_setup, trusted_setup
+    from traindiff.recipes.grid import read_grid
+    from traindiff.recipes.matrix import verify_matrix
+    from traindiff.recipes.questioned import Question
     from traindiff.recipes.runs import REPLICAS
-    from traindiff.recipes.verify import verify as run
+    from traindiff.recipes.verify import answered
+    from traindiff.report.matrix import print_matrix
     from traindiff.report.verification import print_verification
 
-    asked = AskedSetup(
+    given = AskedSetup(
         engine=engine, baseline_engine=baseline_engine, nproc=nproc, zero_stage=zero_stage,
         offload_device=offload_device,
         further={
@@ -121,28 +132,33 @@ def verify(
             "loss_scale": loss_scale,
         },
     )  # fmt: skip
-    rank, world_size = rank_and_world_size()
-    setup = candidate_setup(asked, world_size=world_size)
     replicas = REPLICAS if replica is None else tuple(replica)
-    with run_progress(messages, steps=(2 + repeat + len(replicas)) * steps, shown=rank == 0) as on_step:
-        result = run(
-            recipe,
-            candidate or None,
-            output,
-            setup=setup,
-            baseline_setup=trusted_setup(asked, setup),
-            steps=steps,
+
+    def decide(ranks: PresentRanks | None) -> int:
+        setup = candidate_setup(given, world_size=ranks.world_size if ranks else None)
+        asked = Asked(
+            recipe=recipe,
+            baseline_setup=trusted_setup(given, setup),
+            question=Question(
+                candidate=candidate or recipe, setup=setup, steps=steps, replicas=replicas, pin=pin.value,
+                rename=rename, rtol=rtol, atol=atol, compiler_logs=verbose_logging,
+            ),
+            output=output,
             seed=seed,
-            replicas=replicas,
             repeat=repeat,
-            pin=pin.value,
-            rename=rename,
-            rtol=rtol,
-            atol=atol,
-            compiler_logs=verbose_logging,
             timeout=timeout,
-            progress=on_step,
-        )
-    if rank == 0:
-        print_result(result, "json" if as_json else form, text=lambda: print_verification(results, result, top=top))
-    raise typer.Exit(result.exit_code)
+        )  # fmt: skip
+        chosen = "json" if as_json else form
+        if matrix is not None:
+            rows = verify_matrix(
+                asked, read_grid(matrix, given), fresh=fresh, ranks=ranks,
+                on_row=lambda row: messages.print(f"{row.name}: {row.verdict}", markup=False),
+            )  # fmt: skip
+            print_result(rows, chosen, text=lambda: print_matrix(results, rows))
+            return rows.exit_code
+        with run_progress(messages, steps=(2 + repeat + len(replicas)) * steps) as on_step:
+            result = answered(replace(asked, progress=on_step), ranks)
+        print_result(result, chosen, text=lambda: print_verification(results, result, top=top))
+        return result.exit_code
+
+    raise typer.Exit(on_rank_0(decide))

@@ -48,8 +48,8 @@ class PresentRanks:
         self._local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._prefix = f"traindiff-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        store, _, _ = next(distributed.rendezvous("env://"))
         stores: Any = distributed  # its exports are not typed
+        store, _, _ = next(stores.rendezvous("env://"))
         self._store: Any = stores.PrefixStore(self._prefix, store)
         self._number = 0
 

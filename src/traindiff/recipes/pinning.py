@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,41 +65,51 @@ def precisions(baseline: str) -> Iterator[torch.dtype | None]:
         yield torch.float32
 
 
-def forced_step(
-    runs: Runs,
-    recipe: Named,
-    *,
-    setup: Setup = PLAIN,
-    step: int,
-    precision: torch.dtype | None,
-    replicas: Sequence[str] = REPLICAS,
-) -> ForcedStep:
-    """Record what candidates are to be forced to in a step.
+class ForcedSteps:
+    """Steps of a trusted training that candidates can be forced to, each recorded when it is first asked for.
 
     Args:
         runs: Where, and how.
         recipe: Prepares the trusted training.
         setup: How it is run.
-        step: The step.
-        precision: Compute everything in this dtype; None for the training's own.
         replicas: How to perturb it; in another dtype those that round are used.
-
-    Raises:
-        ConfigError: The recipe cannot be used.
-        RunFailedError: The training failed.
     """
-    plain = ForcedStep(step=step, precision=precision, baseline="", noise=())
-    directory = f"pinned-step-{step}-{plain.name}"
-    baseline = runs.run(recipe, f"{directory}/baseline", setup=setup, detail="tensors", **plain.settings)
-    used = replicas if precision is None else [one for one in replicas if one.startswith("ulp")]
-    noise = [
-        runs.run(
-            recipe, f"{directory}/{one.replace(':', '-')}", setup=setup, replica=one, forced_by=baseline,
-            **plain.settings,
-        )
-        for one in used
-    ]  # fmt: skip
-    return ForcedStep(step=step, precision=precision, baseline=baseline, noise=tuple(noise))
+
+    def __init__(self, runs: Runs, recipe: Named, *, setup: Setup = PLAIN, replicas: Sequence[str] = REPLICAS) -> None:
+        self._runs = runs
+        self._recipe = recipe
+        self._setup = setup
+        self._replicas = replicas
+        self._recorded: dict[tuple[int, torch.dtype | None], ForcedStep] = {}
+
+    def step(self, step: int, precision: torch.dtype | None) -> ForcedStep:
+        """What candidates are forced to in a step.
+
+        Args:
+            step: The step.
+            precision: Compute everything in this dtype; None for the training's own.
+
+        Raises:
+            ConfigError: The recipe cannot be used.
+            RunFailedError: The training failed.
+        """
+        key = (step, precision)
+        if key not in self._recorded:
+            self._recorded[key] = self._record(ForcedStep(step=step, precision=precision, baseline="", noise=()))
+        return self._recorded[key]
+
+    def _record(self, plain: ForcedStep) -> ForcedStep:
+        directory = f"pinned-step-{plain.step}-{plain.name}"
+        settings = {**plain.settings, "setup": self._setup}
+        baseline = self._runs.run(self._recipe, f"{directory}/baseline", detail="tensors", **settings)
+        used = [one for one in self._replicas if plain.precision is None or one.startswith("ulp")]
+        noise = [
+            self._runs.run(
+                self._recipe, f"{directory}/{one.replace(':', '-')}", replica=one, forced_by=baseline, **settings
+            )
+            for one in used
+        ]
+        return replace(plain, baseline=baseline, noise=tuple(noise))
 
 
 def pin_down(

@@ -12,7 +12,7 @@ from traindiff.comparison.verification import SideOfVerification
 from traindiff.errors import ConfigError, RecordingError
 from traindiff.recipes.compiler_logs import compiler_log
 from traindiff.recipes.failed import RunFailedError
-from traindiff.recipes.pinning import forced_step, pin_down, precisions, why_not_forced
+from traindiff.recipes.pinning import ForcedSteps, pin_down, precisions, why_not_forced
 from traindiff.recipes.recorded_run import Named
 from traindiff.recipes.runs import LOGS, REPLICAS, Runs
 from traindiff.recipes.trusted import Trusted, recipe_name
@@ -48,16 +48,14 @@ class Question:
     compiler_logs: bool = False
 
 
-def verify_against(
-    trusted: Trusted, question: Question, runs: Runs, *, trusted_runs: Runs | None = None
-) -> Verification:
+def verify_against(trusted: Trusted, question: Question, runs: Runs, forced: ForcedSteps) -> Verification:
     """Run the candidate, compare, and pin down.
 
     Args:
         trusted: The baseline and its noise.
         question: What is asked.
         runs: Where the candidate is run.
-        trusted_runs: Where the baseline was run, if that is elsewhere.
+        forced: Steps of the baseline that the candidate can be forced to.
 
     Raises:
         ConfigError: The candidate cannot be used. One that fails while it trains is `incomplete`.
@@ -77,7 +75,7 @@ def verify_against(
     if step is not None and (why := why_not_forced(trusted.setup) or why_not_forced(question.setup)):
         step, note = None, f"Step {step} was not run again with forced tensors: {why}"
     if step is not None:
-        note = _pin(trusted, question, runs, trusted_runs or runs, step=step, into=pinned)
+        note = _pin(trusted, question, runs, forced, step=step, into=pinned)
     return Verification(
         comparison=comparison,
         pinned=tuple(pinned),
@@ -110,14 +108,13 @@ def _compared(trusted: Trusted, path: str, question: Question, failed: FailedRun
     )  # fmt: skip
 
 
-def _pin(trusted: Trusted, question: Question, runs: Runs, trusted_runs: Runs, *, step: int, into: list[Pinned]) -> str:
+def _pin(
+    trusted: Trusted, question: Question, runs: Runs, forced: ForcedSteps, *, step: int, into: list[Pinned]
+) -> str:
     """Run the step again with forced tensors, in each precision; gives back why not, or nothing."""
     try:
         for precision in precisions(trusted.baseline):
-            given = forced_step(
-                trusted_runs, trusted.recipe, setup=trusted.setup, step=step, precision=precision,
-                replicas=question.replicas,
-            )  # fmt: skip
+            given = forced.step(step, precision)
             into.append(pin_down(runs, given, question.candidate, setup=question.setup, rename=question.rename))
     except ConfigError as error:
         why = error.problems[0]

@@ -24,11 +24,16 @@ def write_files(verification: Verification, directory: Path) -> None:
         verification: What to write.
         directory: Where; made if it is not there.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     text, values = io.StringIO(), io.StringIO()
     print_verification(Console(file=text, width=_WIDTH, highlight=False), verification, top=_ROWS)
     as_json.write(verification, values)
-    for name, content in ((REPORT, text.getvalue()), (JSON, values.getvalue())):
-        unfinished = directory / f"{name}.unfinished"
-        unfinished.write_text(content, encoding="utf-8")
-        unfinished.replace(directory / name)
+    write_whole(directory / REPORT, text.getvalue())
+    write_whole(directory / JSON, values.getvalue())
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file at once: a reader sees what was there before, or all of this."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(content, encoding="utf-8")
+    unfinished.replace(path)

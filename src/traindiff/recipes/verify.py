@@ -10,10 +10,11 @@ from typing import Any, get_args
 from traindiff.comparison import Verification
 from traindiff.errors import ConfigError, Problem
 from traindiff.floors.tolerance import parse_tolerance
-from traindiff.launching.launch import launch
 from traindiff.launching.patience import Patience
 from traindiff.launching.present_ranks import PresentRanks
 from traindiff.merging.renames import parse_renames
+from traindiff.recipes.asked import Asked
+from traindiff.recipes.pinning import ForcedSteps
 from traindiff.recipes.questioned import Pin, Question, verify_against
 from traindiff.recipes.recorded_run import Named
 from traindiff.recipes.runs import REPLICAS, Progress, Runs
@@ -128,43 +129,57 @@ def verify(
     Raises:
         ConfigError: A recipe, setup or setting cannot be used, or the baseline fails or does not repeat itself.
     """
-    asked_by = "verify(...)"
-    trusted_setup = trusted_way(setup) if baseline_setup is None else baseline_setup
     question = Question(
         candidate=recipe if candidate is None else candidate, setup=setup, steps=steps, replicas=replicas, pin=pin,
         rename=rename, rtol=rtol, atol=atol, compiler_logs=compiler_logs,
     )  # fmt: skip
-    check_question(question, trusted_setup, timeout=timeout, asked_by=asked_by)
+    asked = Asked(
+        recipe=recipe, baseline_setup=trusted_way(setup) if baseline_setup is None else baseline_setup,
+        question=question, output=Path(output), seed=seed, repeat=repeat, record=record or {}, timeout=timeout,
+        progress=progress,
+    )  # fmt: skip
     ranks = PresentRanks.found()
-
-    def decide() -> Verification:
-        if ranks is not None:
-            for one in (trusted_setup, setup):
-                ranks.refuse_other_sizes(one.nproc, asked_by)
-        runs = Runs(
-            directory=Path(output), seed=seed, progress=progress, record=record or {}, asked_by=asked_by,
-            patience=Patience(seconds=timeout), launcher=ranks.launch if ranks else launch,
-        )  # fmt: skip
-        runs.check([*names_of_runs(replicas, repeat=repeat), "candidate"])
-        runs.refuse_unusable(question.candidate, setup)  # now, not after all other runs
-        trusted = record_trusted(runs, recipe, trusted_setup, steps=steps, replicas=replicas, repeat=repeat)
-        verification = verify_against(trusted, question, runs)
-        write_files(verification, runs.directory)
-        return verification
-
-    return ranks.together(decide) if ranks else decide()
+    return ranks.together(lambda: answered(asked, ranks)) if ranks else answered(asked)
 
 
-def check_question(question: Question, trusted_setup: Setup, *, timeout: float | None, asked_by: str) -> None:
+def answered(asked: Asked, ranks: PresentRanks | None = None) -> Verification:
+    """Verify as was asked for, and leave the report with the recordings.
+
+    Args:
+        asked: What was asked for.
+        ranks: Those that are there already, of which this process leads.
+
+    Raises:
+        ConfigError: See `verify`.
+    """
+    check_asked(asked, ranks)
+    runs = asked.runs(asked.output, ranks)
+    replicas, steps, repeat = asked.question.replicas, asked.question.steps, asked.repeat
+    runs.check([*names_of_runs(replicas, repeat=repeat), "candidate"])
+    runs.refuse_unusable(asked.question.candidate, asked.question.setup)  # now, not after all other runs
+    trusted = record_trusted(runs, asked.recipe, asked.baseline_setup, steps=steps, replicas=replicas, repeat=repeat)
+    forced = ForcedSteps(runs, trusted.recipe, setup=trusted.setup, replicas=replicas)
+    verification = verify_against(trusted, asked.question, runs, forced)
+    write_files(verification, runs.directory)
+    return verification
+
+
+def check_asked(asked: Asked, ranks: PresentRanks | None) -> None:
     """Refuse settings that cannot be used, and setups that cannot be run here.
 
     Raises:
         ConfigError: Lists all of them.
     """
-    setups = [trusted_setup, question.setup]
-    _check(asked_by, setups, steps=question.steps, replicas=question.replicas, pin=question.pin, timeout=timeout)
+    question, setups = asked.question, [asked.baseline_setup, asked.question.setup]
+    _check(
+        asked.asked_by, setups, steps=question.steps, replicas=question.replicas, pin=question.pin,
+        timeout=asked.timeout,
+    )  # fmt: skip
     parse_renames(question.rename)
     parse_tolerance(question.rtol, question.atol)
+    if ranks is not None:
+        for one in setups:
+            ranks.refuse_other_sizes(one.nproc, asked.asked_by)
 
 
 def _check(
