@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 from traindiff.setups.model_calls import captured_call
 from traindiff.setups.precision import dtype_of
 from traindiff.setups.request import Request
+from traindiff.setups.variants import compiled
 
 
 def stage_of(request: Request) -> tuple[Any, Any]:
@@ -40,8 +41,7 @@ def stage_of(request: Request) -> tuple[Any, Any]:
         stage = _traced(request, cut, first)
         batches = chain([first], ahead)
     _compute_in_dtype(request, stage.submod)
-    if request.setup.compile:
-        stage.submod.compile()
+    stage.submod = compiled(stage.submod, request.setup)
     return stage, batches
 
 
