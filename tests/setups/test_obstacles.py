@@ -97,7 +97,7 @@ def test_everything_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         "engine=deepspeed,", "engine=deepspeed", "deepcompile=True", "deepcompile=True", "offload_device=nvme",
         "DeepSpeed's", "DeepSpeed's",
     ]  # fmt: skip
-    assert "DeepSpeed's cpu_adam is compiled when it is first used, for which c++ and ninja was not found." in found
+    assert [one for one in found if one.startswith("DeepSpeed's cpu_adam") and one.endswith("not found: c++, ninja.")]
 
 
 def test_an_extension_that_is_built_needs_no_compiler(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +125,8 @@ def test_a_lock_that_a_killed_build_left_is_named_with_its_age_and_what_removes_
     (problem,) = obstacles_of(Setup(engine="deepspeed", optimizer="engine"))
 
     assert problem.where == "DeepSpeed's fused_adam"
-    assert problem.what.startswith(f"is locked by {path}, 3 hours old, and no compiler is running")
-    assert problem.fix == f"Remove it: rm {path}"
+    assert problem.what.startswith(f"has been locked for 3 hours by {path}, and no compiler is running")
+    assert problem.fix == f"Remove {path} and run again."
 
 
 def test_a_lock_of_a_build_that_has_just_begun_or_runs_is_left_alone(
@@ -148,7 +148,7 @@ def test_a_lock_of_an_extension_that_is_not_needed_is_left_alone(machine: Path) 
 
 
 @pytest.mark.parametrize(
-    ("seconds", "age"), [(45, "45 seconds old"), (61, "1 minute old"), (7200, "2 hours old"), (90000, "1 day old")]
+    ("seconds", "age"), [(45, "45 seconds"), (61, "1 minute"), (7200, "2 hours"), (90000, "1 day")]
 )
 def test_the_age_of_a_lock_is_told_in_its_largest_unit(seconds: float, age: str) -> None:
     assert build_tools.StaleLock(path=Path("lock"), age_seconds=seconds).age == age

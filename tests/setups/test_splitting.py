@@ -87,5 +87,5 @@ def test_what_cannot_be_divided_is_refused(batch: Any, says: str) -> None:
 
 
 def test_a_recipes_own_way_must_give_as_many_parts_as_asked_for() -> None:
-    with pytest.raises(ConfigError, match="gave 2 parts of a batch when asked for 3"):
+    with pytest.raises(ConfigError, match="returned 2 of a batch's parts when asked for 3"):
         parts(ROWS, by=lambda batch, count: [batch, batch])

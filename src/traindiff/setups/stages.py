@@ -12,9 +12,9 @@ from torch import distributed
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 from traindiff.setups.model_calls import captured_call
+from traindiff.setups.parameters import repeated_modules
 from traindiff.setups.precision import dtype_of
 from traindiff.setups.request import Request
-from traindiff.setups.variants import compiled
 
 
 def stage_of(request: Request) -> tuple[Any, Any]:
@@ -41,7 +41,9 @@ def stage_of(request: Request) -> tuple[Any, Any]:
         stage = _traced(request, cut, first)
         batches = chain([first], ahead)
     _compute_in_dtype(request, stage.submod)
-    stage.submod = compiled(stage.submod, request.setup)
+    if request.setup.compile:
+        for layer in repeated_modules(stage.submod) or [stage.submod]:
+            layer.compile()  # by themselves: what the schedule calls cannot be observed if it is compiled
     return stage, batches
 
 
