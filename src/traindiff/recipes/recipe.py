@@ -96,10 +96,12 @@ def failures_explained(doing: str, *, where: str, asked_by: str) -> Iterator[Non
     """Whatever fails in the user's code inside is an error of what the user named.
 
     Raises:
-        ConfigError: In place of any exception, `SystemExit` included.
+        ConfigError: In place of any exception, `SystemExit` included. One that is a `ConfigError` already stays.
     """
     try:
         yield
+    except ConfigError:
+        raise  # of what traindiff does in the user's name: a step that it made
     except (Exception, SystemExit) as error:
         says = f"{doing} raised {type(error).__name__}: {error}"
         problem = Problem(

@@ -33,11 +33,11 @@ class StaleLock:
 
     @property
     def age(self) -> str:
-        """As messages say it: `3 hours old`."""
+        """As messages say it: `3 hours`."""
         for unit, seconds in (("day", 86400), ("hour", 3600), ("minute", 60)):
             if (count := int(self.age_seconds // seconds)) >= 1:
-                return f"{count} {unit}{'s' if count > 1 else ''} old"
-        return f"{self.age_seconds:.0f} seconds old"
+                return f"{count} {unit}{'s' if count > 1 else ''}"
+        return f"{self.age_seconds:.0f} seconds"
 
 
 def extensions_directory() -> Path:

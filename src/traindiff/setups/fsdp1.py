@@ -35,6 +35,10 @@ def build(request: Request) -> Training:
         device_id=request.device,
     )
     follow(request, optimizer, names, wrapped)
+
+    def clip(largest_norm: float) -> None:
+        wrapped.clip_grad_norm_(largest_norm)  # looked up when it is called, so that recordings see it
+
     return stepped(
         request,
         Parts(
@@ -42,7 +46,7 @@ def build(request: Request) -> Training:
             optimizer=optimizer,
             part=request.rank,
             parts=request.world_size,
-            clip=wrapped.clip_grad_norm_,
+            clip=clip,
             scaler=loss_scaler(setup, optimizer, device=request.device, made=ShardedGradScaler),
         ),
     )

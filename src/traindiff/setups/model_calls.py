@@ -25,7 +25,7 @@ class ModelCall:
     kwargs: dict[str, Any]
 
 
-class _CalledError(Exception):
+class _Called(BaseException):  # noqa: N818  no error, and nothing that a loss should catch
     """Ends a loss as soon as it calls the model."""
 
     def __init__(self, call: ModelCall) -> None:
@@ -38,24 +38,29 @@ class _Asking(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Never returns."""
-        raise _CalledError(ModelCall(args=args, kwargs=kwargs))
+        raise _Called(ModelCall(args=args, kwargs=kwargs))
 
 
 class _Answering(nn.Module):
     """Stands in for the model to give an output that has been computed elsewhere, once."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, request: Request, output: Any) -> None:
         super().__init__()
+        self.request = request
         self.outputs = [output]
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """The output.
 
         Raises:
-            RuntimeError: It is asked for again.
+            ConfigError: It is asked for again.
         """
         if not self.outputs:
-            raise RuntimeError("the loss calls the model twice for one batch, which a pipeline cannot compute")
+            raise self.request.lacks(
+                "loss",
+                says="calls the model twice for one batch, which a pipeline cannot compute.",
+                fix="Call the first argument of loss once for all samples.",
+            )
         return self.outputs.pop()
 
 
@@ -67,7 +72,7 @@ def captured_call(request: Request, batch: Any) -> ModelCall:
     """
     try:
         request.loss(_Asking(), batch)
-    except _CalledError as called:
+    except _Called as called:
         return called.call
     raise request.lacks(
         "loss",
@@ -77,8 +82,12 @@ def captured_call(request: Request, batch: Any) -> ModelCall:
 
 
 def loss_of_output(request: Request, output: Any, batch: Any) -> Tensor:
-    """The recipe's loss of a batch for which the model's output is there."""
-    return request.loss(_Answering(output), batch)
+    """The recipe's loss of a batch for which the model's output is there.
+
+    Raises:
+        ConfigError: It calls the model more than once.
+    """
+    return request.loss(_Answering(request, output), batch)
 
 
 def joined(calls: Sequence[ModelCall]) -> ModelCall:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
@@ -123,7 +122,7 @@ def _lacking(setup: Setup) -> Iterator[Problem]:
     if setup.engine != "deepspeed":
         return
     if find_spec("deepspeed") is None:
-        fix = "Install it with: pip install 'traindiff[deepspeed]'"
+        fix = "Install it: pip install 'traindiff[deepspeed]' (it takes a minute)."
         yield Problem(where="engine=deepspeed", what="needs deepspeed, which is not installed.", fix=fix)
     if setup.deepcompile:
         yield from _lacking_for_deepcompile()
@@ -165,17 +164,17 @@ def _lacking_for_deepcompile() -> Iterator[Problem]:
 def _lacking_to_build(extension: str) -> Iterator[Problem]:
     where = f"DeepSpeed's {extension}"
     built = build_tools.is_built(extension)
-    missing: list[Any] = [] if built else build_tools.missing_tools()
+    missing = [] if built else build_tools.missing_tools()
     if missing:
         yield Problem(
             where=where,
-            what=f"is compiled when it is first used, for which {' and '.join(missing)} was not found.",
+            what=f"is compiled when it is first used, and of what it takes this was not found: {', '.join(missing)}.",
             fix="Install them with: apt-get install g++ ninja-build, or pip install ninja; or write optimizer=torch.",
         )
     if (lock := build_tools.stale_lock(extension)) is not None:
         yield Problem(
             where=where,
-            what=f"is locked by {lock.path}, {lock.age}, and no compiler is running: a build was killed, and whoever "
-            "needs the extension waits for ever.",
-            fix=f"Remove it: rm {lock.path}",
+            what=f"has been locked for {lock.age} by {lock.path}, and no compiler is running: a build was killed, and "
+            "whoever needs the extension waits for ever.",
+            fix=f"Remove {lock.path} and run again.",
         )

@@ -75,11 +75,14 @@ def follow(request: Request, optimizer: Optimizer, names: Names, *models: nn.Mod
 
 
 def repeated_modules(model: nn.Module) -> list[nn.Module]:
-    """What is wrapped by itself, as is usual: the layers in each `ModuleList`, of nested ones in the outermost."""
+    """What is wrapped by itself, as is usual: the layers in each `ModuleList`, of nested ones in the outermost.
+
+    What a stage of a pipeline does not have may be None.
+    """
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList):
-            found += [layer for layer in child if any(True for _ in layer.parameters())]
+            found += [layer for layer in child if layer is not None and any(True for _ in layer.parameters())]
         else:
             found += repeated_modules(child)
     return found

@@ -40,7 +40,7 @@ def split(batch: Any, parts: int, *, where: str, asked_by: str, by: Split | None
     if by is not None:
         given = by(batch, parts)
         if len(given) != parts:
-            says = f"gave {len(given)} parts of a batch when asked for {parts}."
+            says = f"returned {len(given)} of a batch's parts when asked for {parts}."
             raise _cannot(f"{where}, split", says, "Return as many as asked for, equally large.", asked_by)
         return given
     lengths = sorted({tensor.shape[0] for tensor in _tensors(batch)})

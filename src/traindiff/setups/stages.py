@@ -12,6 +12,7 @@ from torch import distributed
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 from traindiff.setups.model_calls import captured_call
+from traindiff.setups.parameters import repeated_modules
 from traindiff.setups.precision import dtype_of
 from traindiff.setups.request import Request
 
@@ -41,7 +42,8 @@ def stage_of(request: Request) -> tuple[Any, Any]:
         batches = chain([first], ahead)
     _compute_in_dtype(request, stage.submod)
     if request.setup.compile:
-        stage.submod.compile()
+        for layer in repeated_modules(stage.submod) or [stage.submod]:
+            layer.compile()  # by themselves: what the schedule calls cannot be observed if it is compiled
     return stage, batches
 
 
