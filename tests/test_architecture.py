@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "replicas",
             "recording",
             "comparison",
+            "findings",
             "report",
             "floors",
             "merging",

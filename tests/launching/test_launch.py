@@ -29,7 +29,7 @@ def seen(path: str) -> Observation:
 
 
 def greeting(here: Here, word: str) -> dict[str, Any]:
-    print(f"{word} from {here.rank}", flush=True)
+    sys.stdout.write(f"{word} from {here.rank}\n")
     os.system(f"echo and from a program of {here.rank}")
     for number in range(3):
         here.step_done(number)
@@ -40,7 +40,7 @@ def failing_on_one(here: Here, how: str) -> None:
     here.last_seen(seen("embed"))
     if here.rank == 1:
         here.last_seen(seen("layers.0"))
-        print("this is the end", flush=True)
+        sys.stdout.write("this is the end\n")
         ENDS[how]()
     distributed.barrier()
 
@@ -73,7 +73,9 @@ def failed(how: str, outputs: Path) -> RanksError:
 def test_each_rank_knows_its_place_and_what_it_returns_and_prints_is_kept(tmp_path: Path) -> None:
     heard: list[tuple[int, int]] = []
 
-    ends = launch(greeting, "hello", world_size=2, outputs=tmp_path, threads=1, on_step=lambda *step: heard.append(step))
+    ends = launch(
+        greeting, "hello", world_size=2, outputs=tmp_path, threads=1, on_step=lambda *step: heard.append(step)
+    )
 
     assert [end.result["environment"] for end in ends] == [["0", "0", "2"], ["1", "1", "2"]]
     assert sorted(heard) == [(rank, number) for rank in range(2) for number in range(3)]

@@ -60,7 +60,9 @@ def test_any_box_is_put_together_from_boxes(
 def test_a_flat_range_is_put_together_from_the_whole_or_from_flat_ranges(wanted: tuple[int, int], cut: int) -> None:
     shard = Shard(shape=(wanted[1],), global_shape=(6, 4, 3), offset=(wanted[0],))
     parts = [
-        Shard(shape=(size,), global_shape=(6, 4, 3), offset=(first,)) for first, size in ((0, cut), (cut, 72 - cut)) if size
+        Shard(shape=(size,), global_shape=(6, 4, 3), offset=(first,))
+        for first, size in ((0, cut), (cut, 72 - cut))
+        if size
     ]
 
     for given_parts in (parts, [Shard.whole((6, 4, 3))]):

@@ -47,9 +47,10 @@ class PresentRanks:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._prefix = f"traindiff-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         stores: Any = distributed  # its exports are not typed
         store, _, _ = next(stores.rendezvous("env://"))
+        started = f"traindiff-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._prefix = f"{started}-{store.add(f'{started}-calls-{self.rank}', 1)}"  # each call has its own keys
         self._store: Any = stores.PrefixStore(self._prefix, store)
         self._number = 0
 
