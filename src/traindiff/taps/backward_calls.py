@@ -34,7 +34,7 @@ def attach(context: TapContext) -> ExitStack:
 class _Listener:
     def __init__(self, context: TapContext) -> None:
         sink = self._sink = context.sink
-        self._parameter_ids = context.names
+        self._context = context
         self._is_concerned = True
         self._look = sink.guarded("backward_calls", self._follow)
         self._observe_loss = "loss" in context.observe
@@ -48,7 +48,7 @@ class _Listener:
         return self._is_concerned
 
     def _follow(self, roots: Sequence[Tensor]) -> None:
-        self._is_concerned = may_reach(roots, self._parameter_ids)
+        self._is_concerned = may_reach(roots, self._context.leaf_ids)
 
     def _begin(self, roots: Sequence[Tensor]) -> None:
         progress, chunk = self._sink.progress, self._sink.progress.chunk
