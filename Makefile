@@ -54,7 +54,7 @@ unit: $(VENV)/ready
 	$(BIN)/pytest -n 2 --ignore tests/no_torch -m "not deepspeed"
 
 test-deepspeed: $(VENV)/ready
-	$(BIN)/pytest -n 2 tests/engines/test_deepspeed*.py
+	$(BIN)/pytest -n 2 tests/engines/test_deepspeed*.py tests/setups/test_deepspeed*.py
 
 no-torch: $(LIGHT)/ready
 	! $(LIGHT)/bin/python -c "import torch" 2>/dev/null

@@ -211,6 +211,12 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     make(small.training(small.TracedModel(), pipeline=["blocks.1", "blocks.2"]), Setup(engine="pp", nproc=4))
 
 
+@situation("a pipeline that is traced, in a short dtype")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    made = small.training(small.TracedModel(), pipeline=["blocks.1", "blocks.2"])
+    make(made, Setup(engine="pp", nproc=2, dtype="bfloat16"))
+
+
 @situation("a pipeline whose loss does not call the model")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     made = small.training(loss=lambda model, batch: batch.float().mean())

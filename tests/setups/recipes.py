@@ -112,4 +112,16 @@ def traced() -> traindiff.Training:
     return training(TracedModel(), pipeline=["blocks.1", "blocks.2", "blocks.3"])
 
 
-RECIPES = {"blocks": blocks, "tied": tied, "traced": traced}
+def flat() -> traindiff.Training:
+    """Numbers in place of tokens, and no layers in lists: what is wrapped is the root alone."""
+    model = nn.Sequential(nn.Linear(LENGTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+    data = torch.Generator().manual_seed(1)
+    pairs = [(torch.randn(BATCH, LENGTH, generator=data), torch.arange(BATCH)) for _ in range(4)]
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(model(batch[0]).float(), batch[1])
+
+    return training(model, batches=pairs, loss=loss, pipeline=["2"])
+
+
+RECIPES = {"blocks": blocks, "tied": tied, "traced": traced, "flat": flat}

@@ -33,6 +33,11 @@ CASES: dict[str, Case] = {
         f"{engine} in bfloat16": ("blocks", Setup(engine=engine, dtype="bfloat16", gradient_clipping=0.5))
         for engine in ("ddp", "fsdp1", "fsdp2", "tp", "pp")
     },
+    **{f"{engine}, of numbers": ("flat", Setup(engine=engine)) for engine in ("ddp", "fsdp1", "fsdp2", "pp")},
+    **{
+        f"{engine}, of numbers in bfloat16": ("flat", Setup(engine=engine, dtype="bfloat16"))
+        for engine in ("fsdp1", "fsdp2")
+    },
     "ddp in float16": ("blocks", Setup(engine="ddp", dtype="float16")),
 }
 

@@ -25,7 +25,7 @@ class ModelCall:
     kwargs: dict[str, Any]
 
 
-class _Called(BaseException):
+class _Called(BaseException):  # no error, and nothing that a loss should catch
     """Ends a loss as soon as it calls the model."""
 
     def __init__(self, call: ModelCall) -> None:

@@ -21,7 +21,8 @@ def stage_of(request: Request) -> tuple[Any, Any]:
     """This rank's stage, and the training's batches.
 
     Raises:
-        ConfigError: The recipe does not say how the model is divided, or in fewer stages than there are ranks.
+        ConfigError: The recipe does not say how the model is divided, in fewer stages than there are ranks, or in a way
+            that a short dtype does not allow.
     """
     cut = request.training.pipeline
     if cut is None:
@@ -49,7 +50,13 @@ def stage_of(request: Request) -> tuple[Any, Any]:
 
 def _traced(request: Request, paths: Sequence[str], batch: Any) -> Any:
     """A stage of the model as torch's tracing frontend cuts it, with an example of what it is called with."""
-    num_stages = request.world_size
+    num_stages, dtype = request.world_size, request.setup.dtype
+    if dtype != "float32":
+        raise request.lacks(
+            "pipeline",
+            says=f"is cut by torch's tracing frontend, whose stages expect float32 and would be sent {dtype}.",
+            fix="Give a function of model, stage and number of stages that returns the module of that stage.",
+        )
     if len(paths) < num_stages - 1:
         raise request.lacks(
             "pipeline",

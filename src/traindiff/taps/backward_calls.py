@@ -34,8 +34,7 @@ def attach(context: TapContext) -> ExitStack:
 class _Listener:
     def __init__(self, context: TapContext) -> None:
         sink = self._sink = context.sink
-        self._parameter_ids = context.names
-        self._gathering = tuple(context.gathering.values())
+        self._context = context
         self._is_concerned = True
         self._look = sink.guarded("backward_calls", self._follow)
         self._observe_loss = "loss" in context.observe
@@ -49,12 +48,7 @@ class _Listener:
         return self._is_concerned
 
     def _follow(self, roots: Sequence[Tensor]) -> None:
-        self._is_concerned = may_reach(roots, self._parameter_ids) or self._reaches_gathered(roots)
-
-    def _reaches_gathered(self, roots: Sequence[Tensor]) -> bool:
-        """The same of parameters that FSDP2 has gathered, which are others than those it divides."""
-        gathered = {id(one) for module in self._gathering for one in module.parameters()}
-        return bool(gathered) and may_reach(roots, gathered)
+        self._is_concerned = may_reach(roots, self._context.leaf_ids)
 
     def _begin(self, roots: Sequence[Tensor]) -> None:
         progress, chunk = self._sink.progress, self._sink.progress.chunk

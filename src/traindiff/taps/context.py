@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -82,3 +82,11 @@ class TapContext:
     regions_of: Callable[[Tensor, str, str], Regions | None]
     optimizers: Mapping[str, OptimizerTap]
     before_every_step: bool
+
+    @property
+    def leaf_ids(self) -> Collection[int]:
+        """Of all parameters, and of what FSDP2 has put in their places just now: where a graph may end."""
+        if not self.gathering:
+            return self.names.keys()
+        gathered = {id(one) for module in self.gathering.values() for one in module.parameters()}
+        return self.names.keys() | gathered

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -27,14 +26,14 @@ def attach(context: TapContext) -> ExitStack:
     Returns:
         Close it to remove the tap.
     """
-    scaled = partial(_scaled, context.sink, context.names)
+    scaled = partial(_scaled, context)
     return tap_loss_scaler(ScalerListener(scaled=context.sink.guarded("loss_scale", scaled)))
 
 
-def _scaled(sink: Sink, parameter_ids: Collection[int], outputs: Any, scale: Tensor) -> None:
-    if not may_reach([tensor for _, tensor in tensors(outputs, "")], parameter_ids):
+def _scaled(context: TapContext, outputs: Any, scale: Tensor) -> None:
+    if not may_reach([tensor for _, tensor in tensors(outputs, "")], context.leaf_ids):
         return
-    emit_loss_scale(sink, scale)
+    emit_loss_scale(context.sink, scale)
 
 
 def emit_loss_scale(sink: Sink, scale: float | Tensor) -> None:
