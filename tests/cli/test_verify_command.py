@@ -39,19 +39,19 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture
 def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run the command in a directory with the script, one step of two replicas."""
+    """Run the command in a directory with the script, two steps of two replicas."""
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> Result:
-        few = ("--steps", "2", "--replica", "ulp:1", "--replica", "ulp:2")
+        few = ("--steps", "2", "--replica", "ulp:1", "--replica", "ulp:2", "--no-repeat")
         return CliRunner().invoke(app, ["verify", "train.py:recipe", *few, *arguments], catch_exceptions=False)
 
     return run
 
 
 def test_the_same_recipe_again_exits_with_zero(verify: Command) -> None:
-    result = verify()
+    result = verify("--repeat")
 
     assert result.exit_code == 0
     assert result.stdout.startswith(

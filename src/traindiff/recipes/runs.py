@@ -188,7 +188,8 @@ class Runs:
                 outputs=self.directory / LOGS / name, patience=self.patience, on_step=on_first_ranks_step,
             )  # fmt: skip
         except RanksError as error:
-            if error.first.problems and not error.first.explained:
+            first = error.first
+            if first.problems and not (first.explained and first.last_observation):  # the training had not begun
                 raise _config_error(error, run.asked_by) from error
             raise RunFailedError(of_ranks(name, error)) from error
         self.peak_bytes = max(self.peak_bytes, sum(end.result["peak_bytes"] for end in ends))
@@ -213,7 +214,7 @@ def _in_this_process(
             on_step=on_step, last_seen=last_seen, overwrite=True, **run.settings,
         )  # fmt: skip
     except ConfigError as error:
-        if error.__cause__ is None:
+        if error.__cause__ is None or not last[0]:  # the training had not begun
             raise
         raise RunFailedError(of_this_process(name, error, num_steps=done[0], last_observation=last[0])) from error
 
