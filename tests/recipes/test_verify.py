@@ -291,12 +291,13 @@ def test_what_a_candidate_recorded_before_it_failed_is_compared(verify: Verify) 
     assert "Before that it had ended 1 step." in found.failed.says
 
 
-def test_a_baseline_that_fails_is_refused_with_where_it_was(verify: Verify) -> None:
+def test_a_baseline_that_fails_is_refused_with_the_batch_and_the_exception(verify: Verify) -> None:
     with pytest.raises(traindiff.ConfigError) as caught:
         verify(mlp(), mlp(failing))
 
-    assert "run baseline\n    failed. Rank 0 raised ZeroDivisionError: division by zero" in str(caught.value)
-    assert "Its last observation: step 0, micro-step 0, forward, 2 output[0]." in str(caught.value)
+    assert str(caught.value).startswith("1 problem in verify(...), run baseline;")
+    assert "calling it with batch 0 raised ZeroDivisionError" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 # What it leaves behind, and what it took.

@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from traindiff.launching.hidden_main import main_hidden_from
 from traindiff.launching.last_seen import read_last_seen
 from traindiff.launching.patience import Patience
 from traindiff.launching.rank_end import WAITS, How, RankEnd
@@ -84,7 +85,8 @@ class RankProcesses:
             for place in places:
                 here, there = context.Pipe()
                 process = context.Process(target=rank_main, args=(place, function, args, there), daemon=True)
-                process.start()
+                with main_hidden_from((function, args)):
+                    process.start()
                 there.close()
                 now = time.monotonic()
                 self._ranks.append(_Rank(place=place, process=process, connection=here, began=now, step_began=now))

@@ -16,13 +16,16 @@ class RunFailedError(Exception):
 
     Args:
         run: What happened.
+        error: What says so of a run in this process.
 
     Attributes:
         run: What happened.
+        error: What says so of a run in this process; its traceback comes along.
     """
 
-    def __init__(self, run: FailedRun) -> None:
+    def __init__(self, run: FailedRun, error: ConfigError | None = None) -> None:
         self.run = run
+        self.error = error
         super().__init__(run.says)
 
 
@@ -48,7 +51,10 @@ def of_this_process(name: str, error: ConfigError, *, num_steps: int, last_obser
     return FailedRun(run=name, first=0, ranks=(rank,))
 
 
-def refused(run: FailedRun, asked_by: str) -> ConfigError:
+def refused(failed: RunFailedError, asked_by: str) -> ConfigError:
     """The error for a run without which nothing can be said."""
+    if failed.error is not None:
+        return failed.error
+    run = failed.run
     fix = "\n    ".join((_FIX, *list(run.lines())[1:]))
     return ConfigError(asked_by, [Problem(where=f"run {run.run}", what=f"failed. {run.says}", fix=fix)])

@@ -128,7 +128,7 @@ class Runs:
         except RanksError as error:
             if error.first.problems:
                 raise _config_error(error, self.asked_by) from error
-            raise refused(of_ranks("check", error), self.asked_by) from error
+            raise refused(RunFailedError(of_ranks("check", error)), self.asked_by) from error
 
     def run(
         self, recipe: Named, name: str, *, num_steps: int, setup: Setup = PLAIN, compiler_logs: bool = False,
@@ -216,7 +216,8 @@ def _in_this_process(
     except ConfigError as error:
         if error.__cause__ is None or not last[0]:  # the training had not begun
             raise
-        raise RunFailedError(of_this_process(name, error, num_steps=done[0], last_observation=last[0])) from error
+        failed = of_this_process(name, error, num_steps=done[0], last_observation=last[0])
+        raise RunFailedError(failed, error) from error
 
 
 def _config_error(error: RanksError, asked_by: str) -> ConfigError:

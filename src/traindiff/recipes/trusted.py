@@ -47,7 +47,7 @@ def record_trusted(
             _refuse_what_does_not_repeat(recipe, compare(baseline, noise[0]), runs.asked_by)
         noise += [runs.run(recipe, _name(one), num_steps=steps, setup=setup, replica=one) for one in replicas]
     except RunFailedError as failed:
-        raise refused(failed.run, runs.asked_by) from failed
+        raise refused(failed, runs.asked_by) from (failed.error.__cause__ if failed.error else failed)
     return Trusted(recipe=recipe, setup=setup, baseline=baseline, noise=tuple(noise))
 
 
