@@ -32,7 +32,7 @@ INSTEAD: Mapping[str, str] = {
     r"discrepanc(?:y|ies)|mismatch(?:es)?|deviations? (?:from|between)": "difference, or finding",
     r"(?:left|right)(?:-hand)? (?:side|run|recording|value)s?|on the (?:left|right)": "baseline or candidate",
     r"(?:old|new) (?:run|recording|side)s?": "baseline or candidate",
-    r"(?:reference|golden|trusted) recordings?": "baseline",
+    r"(?:reference|trusted) recordings?": "baseline",
     r"log ?(?:files?|director(?:y|ies))|trace files?": "recording",
     r"worker|data-parallel replicas?|replicated copies": "rank, or copies",
     r"hyperparameters?": "hyper-parameter",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.messages import command_line, comparing, reading, recipes, recording, setups, training
+from tests.messages import command_line, comparing, in_tests, reading, recipes, recording, setups, training
 from tests.messages.provoking import Chapter, said
 
 GOLDEN = Path(__file__).parent / "messages.txt"
@@ -17,6 +17,7 @@ CHAPTERS: Sequence[Chapter] = (
     comparing.chapter,
     recipes.chapter,
     setups.chapter,
+    in_tests.chapter,
     command_line.chapter,
 )
 
