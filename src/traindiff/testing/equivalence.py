@@ -92,7 +92,7 @@ def assert_equivalent(
 
 
 def require(result: Comparison | Verification, *, identical: bool, hint: str = "") -> None:
-    """Raise `AssertionError` unless the verdict is `equivalent` or `identical`; `hint` ends its message, a line of its own."""
+    """Raise `AssertionError` unless the verdict is `equivalent` or `identical`; `hint`, a line, ends its message."""
     __tracebackhide__ = True
     comparison = result.comparison if isinstance(result, Verification) else result
     verdict = result.verdict
