@@ -14,11 +14,14 @@ import traindiff
 from tests.messages.provoking import Chapter
 from tests.recipes.recipes import mlp, one_thread, other_gelu
 from tests.recording.samples import write
+from traindiff.comparison.failed_run import FailedRank, FailedRun
 from traindiff.demo.text import read_text
 from traindiff.demo.training import train
 from traindiff.doctor.checks import Plan, run_checks
 from traindiff.doctor.subject import check_backend, try_out
+from traindiff.launching.present_ranks import PresentRanks
 from traindiff.recipes.asked_setup import AskedSetup
+from traindiff.recipes.failed import RunFailedError, refused
 from traindiff.recipes.grid import read_grid
 from traindiff.recipes.loading import load_recipe
 
@@ -42,7 +45,8 @@ def training(**changes: Any) -> traindiff.Training:
 
 @situation("verify with settings that cannot be")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    traindiff.verify(mlp(), mlp(), here / "runs", steps=0, replicas=("ulp:x", "noise"), pin="allways")  # type: ignore[arg-type]
+    wrong: Any = {"steps": 0, "replicas": ("ulp:x", "noise"), "pin": "allways", "timeout": 0}
+    traindiff.verify(mlp(), mlp(), here / "runs", **wrong)
 
 
 @situation("verify where recordings of the user's own are")
@@ -54,6 +58,39 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 @situation("verify of a function that other processes cannot import")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.verify(mlp(), output=here / "runs", setup=traindiff.Setup(engine="ddp", nproc=2))
+
+
+@situation("verify whose baseline is killed")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    says = "Rank 0 was ended by signal 9, SIGKILL (was there enough memory?)."
+    killed = FailedRank(
+        rank=0, how="died", says=says, num_steps=2, last_observation="step 2, micro-step 0, forward, layers.3 output[0]"
+    )
+    raise refused(RunFailedError(FailedRun(run="baseline", first=0, ranks=(killed,))), "verify(...)")
+
+
+@situation("verify on another number of ranks than a launcher has started")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    ranks = object.__new__(PresentRanks)
+    ranks.world_size = 2
+    ranks.refuse_other_sizes(3, "verify(...)")
+
+
+@situation("a grid that varies nothing")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    (here / "grid.toml").write_text('exclude = "ddp"\n')
+    read_grid(here / "grid.toml", AskedSetup())
+
+
+@situation("a grid that does not exist")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    read_grid(here / "grid.toml", AskedSetup())
+
+
+@situation("a grid that is no TOML")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    (here / "grid.toml").write_text("engine = [")
+    read_grid(here / "grid.toml", AskedSetup())
 
 
 @situation("a grid with all that can be wrong with it")

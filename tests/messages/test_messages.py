@@ -14,7 +14,12 @@ NOT_PROVOKED = {
     "dtype {} is not supported": "no dtype that torch has today comes so far",
     "ZeRO has moved the parameter to NVMe": "needs DeepSpeed and a disk for its parameters",
     "its elements cannot be read: {}": "of the two kernels for the CPU one is in use; that for the GPU needs one",
-    "RanksError(_report(directory, processes, failed))": "of a tool for tests; tests/sessions/test_ranks.py has it",
+    "_config_error(error, run.asked_by)": "what a rank in a process of its own raised, raised again",
+    "Problem(**one)": "the same, of what rank 0 raised",
+    "ConfigError(raised['source'], problems, consequence=raised['consequence'])": "the same",
+    "TraindiffError(raised['says'])": "the same",
+    "rank 0 can no longer be reached: {}": "needs ranks of a launcher that die",
+    "interrupted": "needs somebody who interrupts",
 }
 """By the words of the source: messages that no situation provokes, and why."""
 

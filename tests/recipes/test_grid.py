@@ -67,8 +67,8 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("grid.toml", "engine = [", "is no TOML: "),
-        ("grid.json", "{", "is no JSON: "),
+        ("grid.toml", "engine = [", "is no TOML ("),
+        ("grid.json", "{", "is no JSON ("),
         ("grid.toml", "[settings]\nnproc = 2\n", "has nothing to vary."),
         ("missing.toml", None, "does not exist."),
     ],

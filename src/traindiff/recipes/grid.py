@@ -94,7 +94,7 @@ def _content(path: Path) -> Mapping[str, Any]:
         raise ConfigError("--matrix", [problem]) from None
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        problem = Problem(where=str(path), what=f"is no {kind}: {error}", fix=f"Correct it, as {kind}.")
+        problem = Problem(where=str(path), what=f"is no {kind} ({error}).", fix=f"Correct it, as {kind}.")
         raise ConfigError("--matrix", [problem]) from None
     return content if isinstance(content, Mapping) else {}
 

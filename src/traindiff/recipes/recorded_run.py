@@ -80,7 +80,7 @@ def refuse_unlaunchable(recipe: Recipe, asked_by: str) -> None:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         problem = Problem(
             where=f"recipe {name_of(recipe)}",
-            what=f"is to run in processes of its own, and they cannot import it: {error}",
+            what=f"is to run in processes of its own, and they cannot import it: {error}.",
             fix='Define it at the top of a file, and give it by name: "FILE.py:FUNCTION".',
         )
         raise ConfigError(asked_by, [problem]) from None
