@@ -9,7 +9,6 @@ from traindiff.alignment import exact
 from traindiff.comparison.judged import Judged
 from traindiff.comparison.step_judge import StepInput, StepJudge
 from traindiff.findings import Finding
-from traindiff.floors.calibration import Calibration
 from traindiff.floors.run_floors import RunFloors
 from traindiff.floors.site_floors import SiteFloors
 from traindiff.floors.tolerance import Tolerance
@@ -40,13 +39,11 @@ class Judge:
     def __init__(
         self,
         tolerance: Tolerance | None,
-        calibration: Calibration,
         *,
         forced: bool = False,
         coefficients: float = 0.0,
     ) -> None:
         self.judged = Judged(tolerance=tolerance)
-        self._calibration = calibration
         self._forced = forced
         self._found: dict[tuple[Key, str], Finding] = {}
         self._run = RunFloors(coefficients=coefficients)
@@ -88,7 +85,7 @@ class Judge:
             samples=given.samples,
             micro_steps=given.most_micro_steps,
             noise=given.noise,
-            calibration=self._calibration,
+            calibration=given.calibration,
             forced=self._forced,
         )
         if any(finding.kind == "random-state" for finding in given.found):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from traindiff.alignment import exact
@@ -15,6 +15,7 @@ from traindiff.comparison.factors import factor_meaning, factor_text
 from traindiff.comparison.judged import Judged
 from traindiff.findings import Finding
 from traindiff.findings.sentences import ranks_text
+from traindiff.floors.calibration import Calibration
 from traindiff.floors.gradients import common_factor
 from traindiff.floors.replicas import StepNoise
 from traindiff.floors.site_floors import SiteFloors
@@ -42,6 +43,7 @@ class StepInput:
         samples: Elements in the baseline's batch.
         batches: The single samples of both runs' batches.
         noise: What replicas of the baseline differ by in this step; None without them.
+        calibration: What replicas say in general; nothing without them.
         factors: Factors of which something is known, and what to say of them.
         clipped: The same of gradients only.
     """
@@ -58,6 +60,7 @@ class StepInput:
     samples: int
     batches: tuple[Samples, Samples] = ({}, {})
     noise: StepNoise | None = None
+    calibration: Calibration = field(default_factory=Calibration)
     factors: tuple[tuple[float, str], ...] = ()
     clipped: tuple[tuple[float, str], ...] = ()
 
