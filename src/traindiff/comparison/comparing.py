@@ -75,7 +75,7 @@ def compare(
             if one is not None:
                 one.release()
         if compared is not None and progress:
-            progress(compared)
+            progress(compared.aligned.step)
     return comparison.result()
 
 

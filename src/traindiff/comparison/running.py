@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from traindiff.alignment.exact import EXACT_KINDS, check_random_state
 from traindiff.alignment.gradient_norms import gradient_norms
@@ -30,7 +30,7 @@ from traindiff.comparison.verdict import Comparison, Word
 from traindiff.findings import Finding
 from traindiff.floors.calibration import Calibration
 from traindiff.floors.replicas import StepNoise
-from traindiff.floors.tolerance import Tolerance
+from traindiff.floors.tolerance import Tolerances
 from traindiff.merging.clips import clips
 from traindiff.merging.loss_scale import loss_scale
 from traindiff.merging.renames import Renaming
@@ -38,6 +38,19 @@ from traindiff.merging.run_steps import RunStep
 from traindiff.merging.samples import samples_of
 from traindiff.merging.step_table import Key, num_micro_steps
 from traindiff.rules import run_facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedStep:
+    """One step of two runs, compared.
+
+    Attributes:
+        aligned: What both runs have of it.
+        findings: Of this step, in execution order.
+    """
+
+    aligned: AlignedStep
+    findings: tuple[Finding, ...]
 
 
 class Noise:
@@ -68,7 +81,7 @@ class RunningComparison:
     """
 
     def __init__(
-        self, runs: TwoRuns, rename: Renaming, *, tolerance: Tolerance | None = None, noise: Noise | None = None
+        self, runs: TwoRuns, rename: Renaming, *, tolerance: Tolerances | None = None, noise: Noise | None = None
     ) -> None:
         self.runs = runs
         self._rename = rename
@@ -86,17 +99,16 @@ class RunningComparison:
         self._notes: dict[str, None] = {}
         self._other_dtypes: dict[tuple[str, str], set[Key]] = {}
 
-    def feed(self, baseline: RunStep | None, candidate: RunStep | None) -> int | None:
+    def feed(self, baseline: RunStep | None, candidate: RunStep | None) -> ComparedStep | None:
         """Compare one step of both runs; see `TwoRuns.pair`.
 
         Returns:
-            The number of the step; None where it was not compared.
+            The step; None where it was not compared.
         """
         given = self.runs.pair(baseline, candidate)
         if given is None:
             return None
-        self._step(given)
-        return given.step
+        return ComparedStep(aligned=given, findings=tuple(self._step(given)))
 
     def result(self) -> Comparison:
         """The comparison of the steps so far."""
@@ -122,7 +134,7 @@ class RunningComparison:
             differences=tuple(sorted(self._judge.judged.differences.values(), key=lambda row: row.order)),
         )
 
-    def _step(self, given: AlignedStep) -> None:
+    def _step(self, given: AlignedStep) -> list[Finding]:
         step, tables, pairs = given.step, given.tables, given.pairs
         for pair in pairs:
             if pair.baseline.dtype != pair.candidate.dtype:
@@ -145,7 +157,7 @@ class RunningComparison:
             pairs = [*pairs, *gradient_norms(pairs)]
         agreed = not self._judge.findings
         micro_steps = [num_micro_steps(table) for table in tables]
-        self._judge.judge(
+        found = self._judge.judge(
             StepInput(
                 step=step,
                 first=given.first,
@@ -170,6 +182,7 @@ class RunningComparison:
             divided = (micro_steps[0], micro_steps[1])
             self._aside = of_batch_statistics(first, self._facts[0].modules, given.aligned, divided)
             self._aside += of_unseen_targets(first, pairs)
+        return found
 
     def _with_names(self, finding: Finding) -> Finding:
         copies = self.runs.copies[RUNS.index(finding.evidence["run"])]
