@@ -13,6 +13,7 @@ from traindiff.lockstep.effective_settings import Settings, effective_settings
 from traindiff.lockstep.live_writer import LiveWriter
 from traindiff.lockstep.message import RunMessage
 from traindiff.lockstep.settings import LockstepSettings
+from traindiff.lockstep.state_parts import StatePart, state_parts
 from traindiff.lockstep.stepped import Stepped
 from traindiff.replicas.making import make_replica
 from traindiff.sessions.record import STANDARD_SETTINGS
@@ -73,6 +74,10 @@ class LiveSide:
     def settings(self) -> Settings:
         """What it is set to do now."""
         return effective_settings(self.stepped, self.targets)
+
+    def state(self) -> list[StatePart]:
+        """What it carries from one step to the next, as this rank holds it."""
+        return state_parts(self.targets, self.recorder.followed)
 
     def message(self) -> RunMessage:
         """What has come since the last message."""

@@ -260,7 +260,7 @@ class Lockstep:
         self._printer.settings(*(side.settings() for side in self._sides[:2]))
         self._printer.batch(number, outcome, self._live)
         if outcome.diverged and self._settings.resync:
-            self._printer.set_back(set_back(self._sides[0], self._sides[1], self._ranks))
+            self._printer.set_back(set_back(self._sides[0], self._sides[1], self._ranks, self._settings.rename))
             self._exchange.begin_again()
         return not outcome.diverged
 

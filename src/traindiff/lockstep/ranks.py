@@ -92,13 +92,16 @@ class Ranks:
             self._wait(distributed.broadcast(content, src=0, group=self._group, async_op=True))
         return content.numpy().tobytes()
 
-    def all_have(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, of one shape and dtype, by rank."""
+    def everyone(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, on all of them."""
         if self._group is None:
-            return [tensor]
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._wait(distributed.all_gather(found, tensor, group=self._group, async_op=True))
-        return found
+            return [message]
+        sizes = [int(size) for (size,) in self.meet([len(message)])]
+        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        mine[: len(message)] = _as_tensor(message)
+        found = [torch.empty_like(mine) for _ in sizes]
+        self._wait(distributed.all_gather(found, mine, group=self._group, async_op=True))
+        return [one[:size].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
     def fail(self, says: str) -> None:
         """Tell the other ranks that this one cannot go on, and wait a little until they know."""
@@ -176,4 +179,6 @@ class Ranks:
 
 
 def _as_tensor(message: bytes) -> Tensor:
+    if not message:
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -29,6 +29,7 @@ from traindiff.sessions.step_writer import OpenWriter, StepWriter, on_disk
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.taps.numbers import as_tensor
+from traindiff.taps.optimizer_step import OptimizerTap
 from traindiff.taps.progress import Progress
 
 
@@ -154,6 +155,11 @@ class Recorder:
             problem = Problem.unknown_name(where=where, kind="a way to merge", found=merge, known=("mean", "sum"))
             raise ConfigError("log(...)", [problem], consequence="the value was not recorded")
         self._containment.guarded("log", self._log)(name, value, merge, weight)
+
+    @property
+    def followed(self) -> Mapping[str, OptimizerTap]:
+        """The taps of the optimizers that are followed, by name; none when the recording has ended."""
+        return {} if self._attachment is None else self._attachment.followed
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
