@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -65,20 +66,28 @@ def _sources(key: StateKey) -> tuple[StateKey, ...]:
     return (key, StateKey(key.path, VALUE)) if key.slot == MASTER else (key,)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _About:
-    """What a rank says it holds of the baseline, and what the candidate there wants of it."""
+    """What a rank says of its parts.
 
-    def __init__(self, held: Mapping[StateKey, Sequence[Where]], wanted: Mapping[StateKey, bool], dtypes: Any) -> None:
-        self.held = held
-        self.wanted = wanted
-        self.dtypes = dtypes
+    Attributes:
+        held: Which parts of the baseline's tensors it holds.
+        dtypes: The dtypes of these.
+        wanted: What the candidate there wants; for each source of it, whether the rank itself holds enough.
+    """
+
+    held: Mapping[StateKey, Sequence[Where]]
+    dtypes: Mapping[StateKey, str]
+    wanted: Mapping[StateKey, Sequence[bool]]
 
 
 def _about(held: Mapping[StateKey, Sequence[StatePart]], wanted: Mapping[StateKey, Sequence[StatePart]]) -> Any:
     covered = []
     for key, parts in wanted.items():
-        own = next((held[source] for source in _sources(key) if source in held), ())
-        covered.append([*key, all(_covering(part.shard, own) is not None for part in parts)])
+        enough = [
+            all(_covering(part.shard, held.get(source, ())) is not None for part in parts) for source in _sources(key)
+        ]
+        covered.append([*key, enough])
     return {
         "held": [[*key, [_where(part.shard) for part in parts], _name(parts[0].tensor)] for key, parts in held.items()],
         "wanted": covered,
@@ -88,9 +97,9 @@ def _about(held: Mapping[StateKey, Sequence[StatePart]], wanted: Mapping[StateKe
 def _parsed(message: bytes) -> _About:
     about = json.loads(message)
     return _About(
-        {StateKey(path, slot): [_as_where(one) for one in places] for path, slot, places, _ in about["held"]},
-        {StateKey(path, slot): bool(covered) for path, slot, covered in about["wanted"]},
-        {StateKey(path, slot): name for path, slot, _, name in about["held"]},
+        held={StateKey(path, slot): [_as_where(one) for one in places] for path, slot, places, _ in about["held"]},
+        dtypes={StateKey(path, slot): name for path, slot, _, name in about["held"]},
+        wanted={StateKey(path, slot): enough for path, slot, enough in about["wanted"]},
     )
 
 
@@ -98,7 +107,8 @@ def _whole(
     source: StateKey, own: Sequence[StatePart], told: Sequence[_About], ranks: Ranks, key: StateKey
 ) -> Tensor | None:
     """All of one of the baseline's tensors, on every rank; None where each rank has what it needs of it."""
-    if all(about.wanted.get(key, True) for about in told):
+    number = _sources(key).index(source)
+    if all(about.wanted[key][number] for about in told if key in about.wanted):
         return None
     given: set[Where] = set()  # of copies, one is enough
     by_rank: list[list[Where]] = []
