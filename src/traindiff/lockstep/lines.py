@@ -47,7 +47,7 @@ def divergence_lines(compared: ComparedStep, *, batch: int, indices: Mapping[str
         first: What to say of the first finding.
     """
     pairs = {pair.baseline.key: pair for pair in compared.aligned.aligned.pairs}
-    for what, group in groupby(_in_order(compared.findings), key=_what):
+    for what, group in groupby(_in_order(_without_derived(compared.findings)), key=_what):
         found = list(group)
         looks: set[str] = set()
         for finding in found[:MOST_LINES]:
@@ -57,6 +57,12 @@ def divergence_lines(compared: ComparedStep, *, batch: int, indices: Mapping[str
             looks.add(finding.kind)
         if len(found) > MOST_LINES:
             yield f"  The same holds for {len(found) - MOST_LINES} more."
+
+
+def _without_derived(findings: Sequence[Finding]) -> list[Finding]:
+    """Without the norm of all gradients together, where it follows from a gradient that is told."""
+    told = any(one.phase == "grad" and one.path != ALL_GRADIENTS for one in findings)
+    return [one for one in findings if not (told and one.path == ALL_GRADIENTS and one.slot == "norm")]
 
 
 def _in_order(findings: Sequence[Finding]) -> list[Finding]:
@@ -79,7 +85,11 @@ def _line(what: str, finding: Finding, pairs: Mapping[Key, Pair], *, batch: int,
     if what == "MISALIGNED":
         return f"MISALIGNED batch={batch} {finding.says}"
     pair = _pair(finding, pairs)
-    rank = finding.rank if finding.rank is not None else _first_rank(pair)
+    if pair is not None and pair.candidate.apart:
+        rank, (absolute, relative, floor) = _farthest_copy(finding, pair)
+    else:
+        rank = finding.rank if finding.rank is not None else _first_rank(pair)
+        absolute, relative, floor = _sizes(finding, pair)
     fields = [f"DIVERGED {what} rank={rank} batch={batch}"]
     if what in _PARAMETERS:
         fields.append(f"param_idx={indices.get(finding.path, -1)}")
@@ -87,7 +97,6 @@ def _line(what: str, finding: Finding, pairs: Mapping[Key, Pair], *, batch: int,
         fields.append(f"name={'*' if finding.path == ALL_GRADIENTS else finding.path}")
     if what in ("ACTIVATION", "STATE"):
         fields.append(f"slot={finding.slot}")
-    absolute, relative, floor = _sizes(finding, pair)
     fields.append(f"abs_diff={absolute:.5e} rel_diff={relative:.5e} tol={floor:.5e}")
     if what == "ACTIVATION":
         fields.append(f"phase={finding.phase}")
@@ -105,6 +114,15 @@ def _pair(finding: Finding, pairs: Mapping[Key, Pair]) -> Pair | None:
 
 def _first_rank(pair: Pair | None) -> int:
     return min((part.rank for part in pair.candidate.parts), default=0) if pair is not None else 0
+
+
+def _farthest_copy(finding: Finding, pair: Pair) -> tuple[int, tuple[float, float, float]]:
+    """Of copies that should be the same, the rank whose copy is farthest from the baseline's, and its sizes."""
+    ranks = {part.rank: part.summary for part in pair.candidate.parts}
+    apart = {rank: float(distance(pair.baseline.summary, summary)) for rank, summary in ranks.items()}
+    rank = max(apart, key=lambda one: (apart[one], -one))
+    size = float(norm(pair.baseline.summary))
+    return rank, (apart[rank], apart[rank] / size if size else math.inf, finding.floor)
 
 
 def _sizes(finding: Finding, pair: Pair | None) -> tuple[float, float, float]:
