@@ -438,7 +438,7 @@ def test_what_is_wrong_with_the_settings_is_said_at_once() -> None:
         stepped(plain(), plain(), track_params=False, track_loss=False, track_grads=False)
     with pytest.raises(traindiff.ConfigError, match="has no batch"):
         stepped(plain(), plain(), [])
-    with pytest.raises(traindiff.ConfigError, match="was left out"):
+    with pytest.raises(traindiff.ConfigError, match="was not given"):
         traindiff.Lockstep(plain(), plain(), loss=loss_of, file=io.StringIO()).go()
     with pytest.raises(
         traindiff.ConfigError, match=r"what Model returns has a tensor of shape \[8, 7, 19\] for a loss"

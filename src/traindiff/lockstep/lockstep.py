@@ -52,8 +52,8 @@ class Lockstep:
         test_every: Compare in every so manieth step of the optimizers, from the first on.
         status_every: Print the losses of every so manieth batch, and of the last.
         track_params: Compare parameters.
-        param_tol: Largest relative L2 difference of a parameter that passes; left out, measured floors decide. The
-            same for the other three.
+        param_tol: Largest relative L2 difference of a parameter that passes, in place of floors, which decide where
+            it is left out. The same for the other three.
         track_loss: Compare losses.
         loss_tol: See `param_tol`.
         track_grads: Compare gradients, as the optimizers see them and in the stages before.
@@ -63,7 +63,7 @@ class Lockstep:
         resync: Go on after a divergence, with the candidate set back to the baseline's state.
         noise: Recordings of further correct runs of the baseline's training, e.g. those of `traindiff.calibrate`.
             Left out, a baseline given as `(model, optimizer)` is copied twice, and the copies are perturbed within
-            rounding and stepped along, unless all tolerances are given.
+            rounding and stepped along, unless nothing is judged by floors.
         rename: Regular expressions and replacements that turn the candidate's paths into the baseline's.
         select: Globs over canonical paths: what is observed.
         record: Further settings of `traindiff.record` for both sides, e.g. `{"batch_axis": 1}`.
@@ -173,7 +173,7 @@ class Lockstep:
         """
         if self._data is None:
             fix = "Give Lockstep(baseline, candidate, batches), or call step(batch) for each batch, then finish()."
-            problem = Problem(where="Lockstep(data=...)", what="was left out.", fix=fix)
+            problem = Problem(where="Lockstep(data=...)", what="was not given.", fix=fix)
             raise ConfigError("Lockstep.go()", [problem], consequence="nothing was trained")
         with self._told_to_others():
             for batch in self._batches(self._data):
@@ -217,7 +217,7 @@ class Lockstep:
         return min(known, default=None)
 
     def _copies(self, baseline: Stepped) -> tuple[list[Stepped], str]:
-        """Copies of the baseline that measure its noise, and what decides where no tolerance is given."""
+        """Copies of the baseline that measure its noise, and what decides where the user has not."""
         if not self._settings.measures or self._settings.noise:
             return [], "measured"
         why = uncopyable(baseline)
@@ -245,10 +245,10 @@ class Lockstep:
         have = [bool(flag) for (flag,) in self._ranks.meet([has_one])]
         if len(set(have)) > 1:
             without = [str(rank) for rank, one in enumerate(have) if not one]
+            enough = f", or batches={self._number}" if self._number else ""
             raise LockstepError(
                 f"{'Rank' if len(without) == 1 else 'Ranks'} {', '.join(without)} ran out of batches after "
-                f"{self._number}, and rank {have.index(True)} has more. Give all ranks as many, or batches="
-                f"{max(1, self._number)}."
+                f"{self._number}, and rank {have.index(True)} has more. Give all ranks as many{enough}."
             )
         return has_one
 

@@ -115,7 +115,7 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     what = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type_of(found)
     problem = Problem(
         where="Lockstep(loss=...)",
-        what=f"is left out, and what {type(model).__name__} returns has {what} for a loss.",
+        what=f"is not given, and what {type(model).__name__} returns has {what} for a loss.",
         fix="Give loss=f, where f(model, batch) returns the loss that is minimised.",
     )
     raise ConfigError("Lockstep(...)", [problem], consequence="nothing was trained")
