@@ -185,8 +185,8 @@ def test_what_one_rank_raises_ends_all_of_them_with_its_name() -> None:
 
     assert own == "ValueError: no such token"
     assert others == (
-        "LockstepError: Rank 1 cannot go on: ValueError: no such token traindiff.Lockstep: raised in batch 0, in the "
-        "step of the candidate, on rank 1."
+        "LockstepError: Rank 1 cannot go on: ValueError: no such token traindiff.Lockstep: raised in the step of the "
+        "candidate, in batch 0, on rank 1."
     )
 
 

@@ -369,7 +369,7 @@ def test_an_error_in_a_step_says_where_it_was_raised_and_leaves_no_hooks() -> No
     with pytest.raises(ValueError, match="no such token") as raised:
         stepped(plain(), (model, optimizer, fails))
 
-    assert raised.value.__notes__ == ["traindiff.Lockstep: raised in batch 0, in the step of the candidate, on rank 0."]
+    assert raised.value.__notes__ == ["traindiff.Lockstep: raised in the step of the candidate, in batch 0, on rank 0."]
     assert not any(module._forward_hooks for module in model.modules())
 
 

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from traindiff.comparison.verdict import Comparison
 from traindiff.errors import ConfigError, LockstepError, Problem
 from traindiff.lockstep.batch_guard import BatchGuard
-from traindiff.lockstep.copies import REPLICAS, copied, follow_settings, uncopyable
+from traindiff.lockstep.copies import REPLICAS, copied, uncopyable
 from traindiff.lockstep.exchange import Exchange
 from traindiff.lockstep.live_comparison import LiveComparison
 from traindiff.lockstep.live_side import LiveSide, noted
 from traindiff.lockstep.printer import Printer
-from traindiff.lockstep.random_state import RandomState
 from traindiff.lockstep.ranks import LOOK_SECONDS, Ranks
 from traindiff.lockstep.setting_back import set_back
 from traindiff.lockstep.settings import Paths, lockstep_settings
 from traindiff.lockstep.stepped import Stepped, stepped
+from traindiff.lockstep.training import train_all
 
 _NO_MORE = object()
 
@@ -255,7 +255,7 @@ class Lockstep:
     def _train(self, batch: Any) -> bool:
         """Train all sides on a batch, and compare them; whether they agree."""
         number, self._number = self._number, self._number + 1
-        self._step_all(batch, number)
+        train_all(self._sides, batch, self._guard, where=f"batch {number}, on rank {self._ranks.rank}")
         outcome = self._exchange.after_batch(wants_losses=self._printer.wants_losses(number))
         self._printer.settings(*(side.settings() for side in self._sides[:2]))
         self._printer.batch(number, outcome, self._live)
@@ -263,24 +263,6 @@ class Lockstep:
             self._printer.set_back(set_back(self._sides[0], self._sides[1], self._ranks, self._settings.rename))
             self._exchange.begin_again()
         return not outcome.diverged
-
-    def _step_all(self, batch: Any, number: int) -> None:
-        """The baseline first, and the candidate last; each begins with the same random state."""
-        baseline, candidate, *copies = self._sides
-        follow_settings(baseline.stepped, [one.stepped for one in copies])
-        self._guard.begin(batch)
-        before = after = RandomState.now()
-        for side in (baseline, *copies, candidate):
-            if side is not baseline:
-                before.restore()
-            where = f"in batch {number}, in the step of the {side.stepped.name}, on rank {self._ranks.rank}"
-            with noted(f"traindiff.Lockstep: raised {where}."):
-                side.step(self._guard.given())
-            self._guard.end(side.stepped.name)
-            if side is baseline:
-                after = RandomState.now()
-        after.restore()
-        self._guard.release()
 
     def _finish(self) -> Comparison:
         with self._told_to_others():

@@ -77,7 +77,7 @@ class Printer:
         """The outcome, on every rank."""
         if not passed and not comparison.findings:
             self._on_rank_0(*str(comparison).splitlines())
-        print(f"TEST {'PASSED' if passed else 'FAILED'}", file=self._file or sys.stdout, flush=True)
+        self._write(f"TEST {'PASSED' if passed else 'FAILED'}")
 
     def _status(self, batch: int, losses: tuple[float, float]) -> None:
         self._told = batch
@@ -86,4 +86,10 @@ class Printer:
     def _on_rank_0(self, *lines: str) -> None:
         if self._rank == 0:
             for line in lines:
-                print(line, file=self._file or sys.stdout, flush=True)
+                self._write(line)
+
+    def _write(self, line: str) -> None:
+        """A line at once, so that those of several ranks do not mix."""
+        file = self._file or sys.stdout
+        file.write(f"{line}\n")
+        file.flush()
