@@ -228,3 +228,28 @@ def test_a_rank_that_never_comes_is_named_after_the_time_given() -> None:
     says, _ = run_on_ranks(never_comes, 2, timeout_seconds=60)
 
     assert says.startswith("Rank 0 has waited 1 seconds for rank 1: still in a step, hanging in a collective")
+
+
+def changes_a_batch_on_rank_1() -> str:
+    model, optimizer = plain()
+    number = iter(range(9))
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = loss_of(model, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if next(number) == 1 and distributed.get_rank() == 1:
+            tokens.zero_()
+        return loss
+
+    with pytest.raises(traindiff.LockstepError) as raised:
+        stepped((model, optimizer, step), plain())
+    return str(raised.value)
+
+
+def test_what_lockstep_itself_refuses_on_one_rank_ends_all_of_them() -> None:
+    others, own = run_on_ranks(changes_a_batch_on_rank_1, 2, timeout_seconds=60)
+
+    assert own.startswith("The step of the baseline changed a tensor of batch 1 in place")
+    assert others == f"Rank 1 cannot go on: LockstepError: {own}"

@@ -151,7 +151,7 @@ class Lockstep:
     ) -> None:
         if error is None and self.comparison is None and self._number:
             self.finish()
-        elif error is not None and not isinstance(error, LockstepError):
+        elif error is not None:
             self._ranks.fail(f"{type(error).__name__}: {error}")
         self.close()
 
@@ -283,8 +283,6 @@ class Lockstep:
             yield
         except BaseException as error:
             self.close()
-            if isinstance(error, LockstepError):
-                raise
             if isinstance(error, RuntimeError):  # an engine's collective may have lost the rank that failed first
                 self._ranks.raise_failure(patience_seconds=LOOK_SECONDS)
             self._ranks.fail(f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', ()))}".rstrip())

@@ -105,7 +105,10 @@ class Ranks:
 
     def fail(self, says: str) -> None:
         """Tell the other ranks that this one cannot go on, and wait a little until they know."""
-        if self._store is None or self._failure() is not None:
+        if self._store is None:
+            return
+        self._store.set(f"seen-{self.rank}", "1")  # it waits for nobody any more
+        if self._failure() is not None:
             return
         self._store.set(_FAILED, json.dumps({"rank": self.rank, "says": says}))
         others = [f"seen-{rank}" for rank in range(self.size) if rank != self.rank]
