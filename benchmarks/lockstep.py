@@ -113,9 +113,7 @@ def main() -> None:
     options = parser.parse_args()
     num = sum(one.numel() for one in GPT(LAYERS, width=WIDTH, vocabulary=VOCABULARY).parameters())
     print(f"{machine()}; {num:,} parameters, {options.batch} x {CONTEXT} tokens on each of 2 ranks, gloo")
-    print(
-        "| what is compared | ZeRO stage | CPU time of rank 0 | quartiles | elapsed | quartiles | both steps, CPU time |"
-    )
+    print("| what is compared | ZeRO stage | CPU time of rank 0 | quartiles | elapsed | quartiles | both, CPU time |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for number, (name, how) in enumerate(HOW.items()):
         if options.only not in (None, number):
