@@ -14,7 +14,7 @@ from traindiff.floors.calibrating import calibrate, following
 from traindiff.floors.replicas import Replicas, StepNoise
 from traindiff.floors.tolerance import parse_tolerance
 from traindiff.merging.renames import parse_renames
-from traindiff.merging.run_steps import run_steps
+from traindiff.merging.run_steps import RunStep, run_steps
 from traindiff.recording import Recording, open_recording
 from traindiff.steps import StepSelection, parse_steps
 
@@ -70,13 +70,19 @@ def compare(
     )  # fmt: skip
     streams = (run_steps(run, copies) for run, copies in zip(runs, comparison.runs.copies, strict=True))
     for both in step_pairs(*streams):
-        compared = comparison.feed(*both)
+        step = _compared(comparison, *both)
         for one in both:
             if one is not None:
                 one.release()
-        if compared is not None and progress:
-            progress(compared.aligned.step)
+        if step is not None and progress:
+            progress(step)
     return comparison.result()
+
+
+def _compared(comparison: RunningComparison, baseline: RunStep | None, candidate: RunStep | None) -> int | None:
+    """Number of a step that was compared. Nothing else of it is kept when the next one is read."""
+    compared = comparison.feed(baseline, candidate)
+    return None if compared is None else compared.aligned.step
 
 
 def _refuse_candidate_as_noise(candidate: Recording, noise: Sequence[Recording]) -> None:
