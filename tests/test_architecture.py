@@ -48,9 +48,22 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "report": frozenset({"health", "comparison", "findings", "recording", "vocabulary"}),
     "engines": frozenset({"taps", "kernels", "vocabulary"}),
     "interop": frozenset({"recording", "vocabulary"}),
-    "sessions": frozenset({"engines", "replicas", "taps", "kernels", "recording", "vocabulary"}),
+    "launching": frozenset({"vocabulary"}),
+    "sessions": frozenset({"launching", "engines", "replicas", "taps", "kernels", "recording", "vocabulary"}),
     "recipes": frozenset(
-        {"setups", "sessions", "replicas", "recording", "comparison", "floors", "merging", "vocabulary"}
+        {
+            "setups",
+            "launching",
+            "sessions",
+            "replicas",
+            "recording",
+            "comparison",
+            "findings",
+            "report",
+            "floors",
+            "merging",
+            "vocabulary",
+        }
     ),
     "setups": frozenset({"sessions", "engines", "vocabulary"}),
     "testing": frozenset({"recipes", "sessions", "comparison", "recording", "vocabulary"}),
@@ -78,6 +91,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "demo",
             "doctor",
             "recipes",
+            "setups",
+            "launching",
             "sessions",
             "engines",
             "interop",

@@ -25,6 +25,7 @@ Running trainings and judging them, which needs torch:
     verify          Run two trainings, compare them, and pin the fault down: a `Verification`.
     calibrate       Run one training, and the runs from which its noise is measured.
     Lockstep        Train two engines side by side and compare them step by step: a `Comparison`.
+    Setup           Under which engine, in which dtype, ... a training is run.
     Recipe          A function that prepares a training from scratch and returns a `Training`.
 
 Errors, of which only `ConfigError` is for what the user wrote:
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from traindiff.recording import Recording, open_recording
     from traindiff.sessions.record import record
     from traindiff.sessions.recorder import Recorder
+    from traindiff.setups.setup import Setup
     from traindiff.setups.training import Training
     from traindiff.taps.inspect import inspect
 
@@ -87,6 +89,7 @@ _LAZY = {
     "Recipe": "traindiff.recipes.recipe",
     "Recorder": "traindiff.sessions.recorder",
     "Recording": "traindiff.recording",
+    "Setup": "traindiff.setups.setup",
     "Training": "traindiff.setups.training",
     "Verdict": "traindiff.health",
     "Verification": "traindiff.comparison",
@@ -115,6 +118,7 @@ __all__ = [
     "Recorder",
     "Recording",
     "RecordingError",
+    "Setup",
     "TraindiffError",
     "TraindiffWarning",
     "Training",

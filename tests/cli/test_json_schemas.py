@@ -136,6 +136,34 @@ def test_a_verification_fits_its_schema(
         assert_fits(one["comparison"], "comparison")
 
 
+def test_a_verification_of_a_candidate_that_failed_fits_its_schema(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(RECIPES)
+    candidate = ("--candidate", "tests.recipes.divided:raising", "--verbose-logging")
+
+    with one_thread():
+        found = printed("verify", "tests.recipes.divided:recipe", *candidate, "--steps", "2", "--replica", "ulp:1")
+
+    assert_fits(found, "verification")
+    assert found["failed"]["ranks"]
+    assert found["compiler"] is not None
+
+
+def test_a_matrix_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("grid.toml").write_text("[grid]\nnproc = [1, 2]\n")
+
+    with one_thread():
+        found = printed(
+            "verify", "tests.recipes.divided:recipe", "--matrix", "grid.toml", "--steps", "1", "--no-repeat"
+        )
+
+    assert_fits(found, "matrix")
+    assert [row["verdict"] for row in found["rows"]] == ["identical", "impossible"]
+
+
 def test_a_diagnosis_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(RECIPES)
@@ -161,6 +189,8 @@ DOCUMENTED = {
     "A finding": ("finding", ""),
     "A site of `unaligned`": ("comparison", "unaligned"),
     "`noise`": ("comparison", "noise"),
+    "`traindiff verify --matrix --json`": ("matrix", ""),
+    "A combination": ("matrix", "row"),
     "`traindiff check --json`": ("check", ""),
     "`traindiff show --json`": ("observations", ""),
     "An observation": ("observations", "observation"),

@@ -44,17 +44,18 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> Result:
-        few = ("--steps", "2", "--replica", "ulp:1", "--replica", "ulp:2")
+        few = ("--steps", "2", "--replica", "ulp:1", "--replica", "ulp:2", "--no-repeat")
         return CliRunner().invoke(app, ["verify", "train.py:recipe", *few, *arguments], catch_exceptions=False)
 
     return run
 
 
 def test_the_same_recipe_again_exits_with_zero(verify: Command) -> None:
-    result = verify()
+    result = verify("--repeat")
 
     assert result.exit_code == 0
     assert result.stdout.startswith(
+        "baseline   train.py:recipe (plain)\ncandidate  train.py:recipe (plain)\nfiles      traindiff-verify\n\n"
         "Your baseline's own noise is 0: run again, it gives the same bits.\n\n"
         "identical: every recorded tensor has the same bits, over 2 steps (0 to 1)\n"
     )
@@ -143,6 +144,59 @@ def test_what_cannot_be_used_is_explained_on_standard_error_and_exits_with_two(
 @pytest.mark.parametrize("option", [("--pin", "allways"), ("--steps", "0")])
 def test_options_that_do_not_exist_exit_with_two(option: tuple[str, str], verify: Command) -> None:
     assert verify(*option).exit_code == 2
+
+
+def run(*arguments: str) -> Result:
+    few = ("--steps", "1", "--replica", "ulp:1", "--replica", "ulp:2", "--no-repeat")
+    return CliRunner().invoke(app, ["verify", "tests.recipes.divided:recipe", *few, *arguments], catch_exceptions=False)
+
+
+def test_an_engine_is_run_on_two_ranks_and_its_report_is_left_with_the_recordings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    result = run("--engine", "ddp", "--gradient_accumulation_steps=2", "--iterations", "1", "--dtype", "torch.float32")
+
+    assert result.exit_code == 0
+    says = "candidate  tests.recipes.divided:recipe (ddp, nproc=2, gradient_accumulation_steps=2)\n"
+    assert says in result.stdout
+    assert says in Path("traindiff-verify/report.txt").read_text()
+    assert json.loads(Path("traindiff-verify/verification.json").read_text())["sides"][1]["setup"]["nproc"] == 2
+    assert sorted(path.name for path in Path("traindiff-verify/logs/candidate").iterdir()) == [
+        "rank-0.txt",
+        "rank-1.txt",
+    ]
+
+
+def test_what_cannot_be_run_here_exits_with_two_before_anything_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    result = run("--engine", "plain", "--nproc", "2", "--zero_stage", "1")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "2 problems in verify(...); nothing was done." in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_matrix_prints_a_table_and_a_line_as_each_combination_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("grid.toml").write_text("[grid]\nnproc = [1, 2]\n")
+
+    result = run("--matrix", "grid.toml", "--candidate", "tests.recipes.divided:other_epsilon", "--pin", "never")
+
+    assert result.exit_code == 1
+    assert result.stderr == "nproc=1: diverged\nnproc=2: impossible\n"
+    assert result.stdout.splitlines()[-1] == "2 combinations: 1 diverged, 1 impossible."
+    again = run(
+        "--matrix", "grid.toml", "--candidate", "tests.recipes.divided:other_epsilon", "--pin", "never", "-f", "csv"
+    )
+    assert again.stdout.splitlines()[0] == "name,verdict,says,seconds,output,exit_code,kept"
+    assert again.stdout.splitlines()[1].endswith(",traindiff-verify/nproc=1,1,True")
 
 
 def test_the_bar_counts_all_steps_and_grows_with_further_runs() -> None:

@@ -10,7 +10,7 @@ import torch
 import traindiff
 from tests.faults.recipe import Recipe
 from traindiff.comparison import Comparison
-from traindiff.recipes.pinning import ForcedStep, forced_step, pin_down
+from traindiff.recipes.pinning import ForcedStep, ForcedSteps, pin_down
 from traindiff.recipes.runs import REPLICAS, Runs
 
 STEPS = 5
@@ -64,7 +64,7 @@ class Baseline:
     recipe: Recipe
     runs: Runs
     free: list[str] = field(default_factory=list)
-    steps: dict[tuple[int, torch.dtype | None], ForcedStep] = field(default_factory=dict)
+    steps: ForcedSteps | None = None
 
     def recordings(self) -> list[str]:
         """The baseline's recording, then those of its replicas."""
@@ -77,9 +77,9 @@ class Baseline:
 
     def forced_step(self, step: int, precision: torch.dtype | None) -> ForcedStep:
         """See `traindiff.recipes.pinning`."""
-        if (step, precision) not in self.steps:
-            self.steps[step, precision] = forced_step(self.runs, self.recipe, step=step, precision=precision)
-        return self.steps[step, precision]
+        if self.steps is None:
+            self.steps = ForcedSteps(self.runs, self.recipe)
+        return self.steps.step(step, precision)
 
 
 def _run(runs: Runs, candidate: Recipe) -> str:

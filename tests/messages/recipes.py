@@ -18,6 +18,8 @@ from traindiff.demo.text import read_text
 from traindiff.demo.training import train
 from traindiff.doctor.checks import Plan, run_checks
 from traindiff.doctor.subject import check_backend, try_out
+from traindiff.recipes.asked_setup import AskedSetup
+from traindiff.recipes.grid import read_grid
 from traindiff.recipes.loading import load_recipe
 
 chapter = Chapter("Recipes: verify, calibrate, doctor, demo", [])
@@ -47,6 +49,18 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "runs" / "baseline")
     traindiff.verify(mlp(), mlp(), here / "runs")
+
+
+@situation("verify of a function that other processes cannot import")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.verify(mlp(), output=here / "runs", setup=traindiff.Setup(engine="ddp", nproc=2))
+
+
+@situation("a grid with all that can be wrong with it")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    text = '[grid]\nengin = ["ddp"]\nnproc = 2\n[setings]\n[[exclude]]\ndtpe = "float32"\n'
+    (here / "grid.toml").write_text(text)
+    read_grid(here / "grid.toml", AskedSetup())
 
 
 @situation("a recipe that returns nothing")

@@ -49,7 +49,10 @@ def test_a_training_verified_against_itself_is_identical(tmp_path: Path) -> None
 
     assert (found.verdict, found.exit_code, found.first_divergence) == ("identical", 0, None)
     assert (found.pinned, found.pin_note) == ((), "")
-    assert str(found).startswith("Your baseline's own noise is 0: run again, it gives the same bits.\n\nidentical: ")
+    assert str(found).startswith(
+        f"baseline   mlp (plain)\ncandidate  mlp (plain)\nfiles      {tmp_path}\n\n"
+        "Your baseline's own noise is 0: run again, it gives the same bits.\n\nidentical: "
+    )
     assert "Floors are measured from 3 replicas: ulp:1, ulp:2, reorder:1." in str(found)
 
 
@@ -215,7 +218,7 @@ def test_a_baseline_whose_numbers_vary_by_themselves_is_said_first_and_its_noise
     found = verify(mlp(varying), mlp(varying), pin="never")
 
     assert found.verdict == "equivalent"
-    first = str(found).partition("\n")[0]
+    first = str(found).splitlines()[4]
     assert first.startswith("Your baseline's own noise is 0.")
     assert "at most: run again, it differs by that in step" in first
 
@@ -250,15 +253,51 @@ def test_a_wrong_setting_is_refused_before_anything_runs(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_candidate_that_fails_says_in_which_run_and_with_which_batch(verify: Verify) -> None:
-    def failing(model: nn.Sequential) -> None:
-        model.register_forward_pre_hook(lambda *_: 1 / 0)
+def failing(model: nn.Sequential) -> None:
+    model[3].register_forward_pre_hook(lambda *_: 1 / 0)
 
+
+def test_a_candidate_that_fails_is_incomplete_and_says_where_it_was(verify: Verify) -> None:
+    found = verify(mlp(failing))
+
+    assert (found.verdict, found.exit_code) == ("incomplete", 3)
+    assert found.failed is not None
+    assert (found.failed.run, found.failed.first) == ("candidate", 0)
+    assert found.failed.says == (
+        "Rank 0 raised ZeroDivisionError: division by zero. Before that it had ended no step. "
+        "Its last observation: step 0, micro-step 0, forward, 2 output[0]."
+    )
+    assert "The run candidate failed. Rank 0 raised ZeroDivisionError" in str(found)
+    assert "model[3].register_forward_pre_hook(lambda *_: 1 / 0)" in str(found)
+
+
+def test_what_a_candidate_recorded_before_it_failed_is_compared(verify: Verify) -> None:
+    def failing_later(model: nn.Sequential) -> None:
+        calls: list[None] = []
+
+        def hook(*_: Any) -> None:
+            calls.append(None)
+            if len(calls) == 2:
+                raise ValueError("two steps are one too many")
+
+        model[3].register_forward_pre_hook(hook)
+
+    found = verify(mlp(other_gelu, failing_later), pin="never")
+
+    assert (found.verdict, found.exit_code) == ("diverged", 1)
+    assert found.first_divergence is not None
+    assert (found.first_divergence.step, found.first_divergence.path) == (0, "1")
+    assert found.failed is not None
+    assert "Before that it had ended 1 step." in found.failed.says
+
+
+def test_a_baseline_that_fails_is_refused_with_the_batch_and_the_exception(verify: Verify) -> None:
     with pytest.raises(traindiff.ConfigError) as caught:
-        verify(mlp(failing))
+        verify(mlp(), mlp(failing))
 
-    assert str(caught.value).startswith("1 problem in verify(...), run candidate;")
+    assert str(caught.value).startswith("1 problem in verify(...), run baseline;")
     assert "calling it with batch 0 raised ZeroDivisionError" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 # What it leaves behind, and what it took.

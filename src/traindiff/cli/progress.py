@@ -12,15 +12,16 @@ from traindiff.recipes.runs import Progress as OnStep
 
 
 @contextmanager
-def run_progress(console: Console, *, steps: int) -> Iterator[OnStep]:
+def run_progress(console: Console, *, steps: int, shown: bool = True) -> Iterator[OnStep]:
     """Show a bar over all steps of all runs; without a terminal, nothing.
 
     Args:
         console: Where to.
         steps: How many are known to come. Those of further runs are added when they begin.
+        shown: Whether there is to be one.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task("starting", total=steps)
         begun: dict[str, int] = {}
         done: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,23 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.present_ranks import on_rank_0
+from traindiff.cli.setup_options import (
+    AccumulationOption,
+    BaselineEngineOption,
+    ClippingOption,
+    CompileOption,
+    DeepcompileOption,
+    DtypeOption,
+    EngineOption,
+    LossScaleOption,
+    NprocOption,
+    OffloadOption,
+    OptimizerOption,
+    VerboseLoggingOption,
+    ZeroStageOption,
+)
+from traindiff.cli.spellings import OtherSpellings
 
 
 class PinWhen(StrEnum):
@@ -19,7 +37,7 @@ class PinWhen(StrEnum):
     never = "never"
 
 
-@app.command(short_help="Run two trainings, compare them, pin the fault down.")
+@app.command(cls=OtherSpellings, short_help="Run two trainings, compare them, pin the fault down.")
 @says_what_is_wrong
 def verify(
     recipe: Annotated[
@@ -56,6 +74,33 @@ def verify(
         float | None, typer.Option(help="Relative tolerance in place of floors, as in traindiff compare.")
     ] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that a run may go without ending a step. 600 for the first and then ten times the slowest, "
+            "but at least 60, if left out."
+        ),
+    ] = None,
+    engine: EngineOption = None,
+    baseline_engine: BaselineEngineOption = "plain",
+    nproc: NprocOption = None,
+    zero_stage: ZeroStageOption = None,
+    offload_device: OffloadOption = None,
+    dtype: DtypeOption = "float32",
+    optimizer: OptimizerOption = "torch",
+    compiled: CompileOption = False,
+    deepcompile: DeepcompileOption = False,
+    verbose_logging: VerboseLoggingOption = False,
+    gradient_accumulation_steps: AccumulationOption = 1,
+    gradient_clipping: ClippingOption = 0.0,
+    loss_scale: LossScaleOption = None,
+    matrix: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Verify every combination of the grid in this file, TOML or JSON (docs/verify.md)."
+        ),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Run combinations again that are finished.")] = False,
     top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
     form: FormatOption = "text",
     as_json: JsonOption = False,
@@ -67,28 +112,53 @@ def verify(
     names each operation that is wrong by itself. Exits like traindiff compare.
     """
     from traindiff.cli.progress import run_progress
-    from traindiff.recipes.loading import load_recipe
+    from traindiff.launching.present_ranks import PresentRanks
+    from traindiff.recipes.asked import Asked
+    from traindiff.recipes.asked_setup import AskedSetup, candidate_setup, trusted_setup
+    from traindiff.recipes.grid import read_grid
+    from traindiff.recipes.matrix import verify_matrix
+    from traindiff.recipes.questioned import Question
     from traindiff.recipes.runs import REPLICAS
-    from traindiff.recipes.verify import verify as run
+    from traindiff.recipes.verify import answered
+    from traindiff.report.matrix import print_matrix
     from traindiff.report.verification import print_verification
 
-    trusted = load_recipe(recipe, asked_by="verify")
-    questioned = load_recipe(candidate, asked_by="verify") if candidate else trusted
+    given = AskedSetup(
+        engine=engine, baseline_engine=baseline_engine, nproc=nproc, zero_stage=zero_stage,
+        offload_device=offload_device,
+        further={
+            "dtype": dtype, "optimizer": optimizer, "compile": compiled, "deepcompile": deepcompile,
+            "gradient_accumulation_steps": gradient_accumulation_steps, "gradient_clipping": gradient_clipping,
+            "loss_scale": loss_scale,
+        },
+    )  # fmt: skip
     replicas = REPLICAS if replica is None else tuple(replica)
-    with run_progress(messages, steps=(2 + repeat + len(replicas)) * steps) as on_step:
-        result = run(
-            trusted,
-            questioned,
-            output,
-            steps=steps,
+
+    def decide(ranks: PresentRanks | None) -> int:
+        setup = candidate_setup(given, world_size=ranks.world_size if ranks else None)
+        asked = Asked(
+            recipe=recipe,
+            baseline_setup=trusted_setup(given, setup),
+            question=Question(
+                candidate=candidate or recipe, setup=setup, steps=steps, replicas=replicas, pin=pin.value,
+                rename=rename, rtol=rtol, atol=atol, compiler_logs=verbose_logging,
+            ),
+            output=output,
             seed=seed,
-            replicas=replicas,
             repeat=repeat,
-            pin=pin.value,
-            rename=rename,
-            rtol=rtol,
-            atol=atol,
-            progress=on_step,
-        )
-    print_result(result, "json" if as_json else form, text=lambda: print_verification(results, result, top=top))
-    raise typer.Exit(result.exit_code)
+            timeout=timeout,
+        )  # fmt: skip
+        chosen = "json" if as_json else form
+        if matrix is not None:
+            rows = verify_matrix(
+                asked, read_grid(matrix, given), fresh=fresh, ranks=ranks,
+                on_row=lambda row: messages.print(f"{row.name}: {row.verdict}", markup=False),
+            )  # fmt: skip
+            print_result(rows, chosen, text=lambda: print_matrix(results, rows))
+            return rows.exit_code
+        with run_progress(messages, steps=(2 + repeat + len(replicas)) * steps) as on_step:
+            result = answered(replace(asked, progress=on_step), ranks)
+        print_result(result, chosen, text=lambda: print_verification(results, result, top=top))
+        return result.exit_code
+
+    raise typer.Exit(on_rank_0(decide))

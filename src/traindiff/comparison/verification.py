@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from traindiff.comparison import sentences
+from traindiff.comparison.compiler_log import CompilerLog
+from traindiff.comparison.failed_run import FailedRun
 from traindiff.comparison.verdict import EXIT_CODES, Comparison, Word
 from traindiff.findings import Finding
 from traindiff.findings.sentences import where_text
@@ -50,29 +53,62 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SideOfVerification:
+    """What was run on one side.
+
+    Attributes:
+        recipe: Its name.
+        setup: How it was run, all settings.
+        says: The same in a line, what is as by default left out.
+    """
+
+    recipe: str
+    setup: Mapping[str, Any]
+    says: str
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as JSON values."""
+        return {"recipe": self.recipe, "setup": dict(self.setup)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """The result of `traindiff.verify`; `str()` of it is the report in the terminal.
 
     Attributes:
         comparison: Baseline against candidate, each run freely.
+        sides: What was run, of the baseline and of the candidate.
+        output: Directory of the recordings, of `report.txt` and `verification.json`, and of what ranks printed.
+        failed: What happened to a candidate that did not come to its end; None for one that did.
         pinned: The step of the divergence run again, forced; empty where nothing was pinned down.
         pin_note: Why nothing was pinned down although that was asked for; empty otherwise.
+        compiler: What torch's compiler said of the candidate, where that was asked for.
         costs: What each run took, in order.
-        peak_bytes: Largest resident memory of the process that ran them.
+        peak_bytes: Largest resident memory of the processes of a run together.
     """
 
     comparison: Comparison
+    sides: tuple[SideOfVerification, SideOfVerification]
+    output: str
+    failed: FailedRun | None = None
     pinned: tuple[Pinned, ...] = ()
     pin_note: str = ""
+    compiler: CompilerLog | None = None
     costs: tuple[RunCost, ...] = ()
     peak_bytes: int = 0
 
     @property
     def verdict(self) -> Word:
-        """The word: the comparison's, or `diverged` if an operation is wrong by itself."""
+        """The word: the comparison's, or `diverged` if an operation is wrong by itself.
+
+        `incomplete` of a candidate that failed before anything else was wrong.
+        """
         word = self.comparison.verdict
-        wrong = any(one.comparison.findings for one in self.pinned)
-        return "diverged" if wrong and word in ("identical", "equivalent") else word
+        if word in ("identical", "equivalent"):
+            if any(one.comparison.findings for one in self.pinned):
+                return "diverged"
+            return "incomplete" if self.failed else word
+        return word
 
     @property
     def first_divergence(self) -> Finding | None:
@@ -93,22 +129,46 @@ class Verification:
             "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
             "verdict": self.verdict,
             "first_divergence": first.to_json() if first else None,
+            "sides": [side.to_json() for side in self.sides],
+            "output": self.output,
+            "failed": self.failed.to_json() if self.failed else None,
             "pinned": [
                 {"step": one.step, "precision": one.precision, "comparison": one.comparison.to_json()}
                 for one in self.pinned
             ],
             "pin_note": self.pin_note,
+            "compiler": self.compiler.to_json() if self.compiler else None,
             "costs": [{"name": one.name, "num_steps": one.num_steps, "seconds": one.seconds} for one in self.costs],
             "peak_bytes": self.peak_bytes,
         }
 
     def __str__(self) -> str:
-        lines = [sentences.text(self.comparison), *([self.pin_note] if self.pin_note else [])]
+        lines = [*what_was_run(self), "", sentences.text(self.comparison), *beside_the_comparison(self)]
         for one in self.pinned:
             lines += ["", pinned_heading(one)]
             lines += [f"  {where_text(found)}: {found.says}" for found in one.comparison.findings]
             lines += pinned_limits(self, one)
         return "\n".join([*lines, "", cost(self)])
+
+
+def what_was_run(verification: Verification) -> list[str]:
+    """What was run, and where its files are: the first lines of a report."""
+    baseline, candidate = verification.sides
+    return [
+        f"baseline   {baseline.recipe} ({baseline.says})",
+        f"candidate  {candidate.recipe} ({candidate.says})",
+        f"files      {verification.output}",
+    ]
+
+
+def beside_the_comparison(verification: Verification) -> list[str]:
+    """What is to be said beside the comparison of the free runs: of a run that failed, of the compiler, of pinning."""
+    lines: list[str] = []
+    if verification.failed:
+        lines += ["", *verification.failed.lines()]
+    if verification.compiler:
+        lines += ["", verification.compiler.says]
+    return [*lines, *(["", verification.pin_note] if verification.pin_note else [])]
 
 
 def pinned_heading(pinned: Pinned) -> str:

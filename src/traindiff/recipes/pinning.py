@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from traindiff.comparison import Pinned, compare
-from traindiff.recipes.recipe import Recipe
+from traindiff.recipes.recorded_run import Named
 from traindiff.recipes.runs import REPLICAS, Runs
 from traindiff.recording import open_recording
+from traindiff.setups.setup import PLAIN, Setup
 
 _SHORTER = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 
@@ -44,6 +45,17 @@ class ForcedStep:
         return {"num_steps": self.step + 1, "precision": self.precision, "steps": steps}
 
 
+def why_not_forced(setup: Setup) -> str:
+    """Why tensors of a training that is run so cannot be put in place of its own; empty where they can."""
+    if setup.compile or setup.deepcompile:
+        return "what compiled code computes cannot be replaced on the way. Verify the same without compile."
+    if setup.engine == "deepspeed":
+        return "DeepSpeed keeps gradients and master weights in flat buffers of its own."
+    if setup.engine == "pp":
+        return "stages of a pipeline hand on tensors before they could be replaced."
+    return ""
+
+
 def precisions(baseline: str) -> Iterator[torch.dtype | None]:
     """How a step is to be computed again: natively, and in float32 where the training computes in something shorter."""
     yield None
@@ -53,34 +65,60 @@ def precisions(baseline: str) -> Iterator[torch.dtype | None]:
         yield torch.float32
 
 
-def forced_step(
-    runs: Runs, recipe: Recipe, *, step: int, precision: torch.dtype | None, replicas: Sequence[str] = REPLICAS
-) -> ForcedStep:
-    """Record what candidates are to be forced to in a step.
+class ForcedSteps:
+    """Steps of a trusted training that candidates can be forced to, each recorded when it is first asked for.
 
     Args:
         runs: Where, and how.
         recipe: Prepares the trusted training.
-        step: The step.
-        precision: Compute everything in this dtype; None for the training's own.
+        setup: How it is run.
         replicas: How to perturb it; in another dtype those that round are used.
-
-    Raises:
-        ConfigError: The recipe cannot be used.
     """
-    plain = ForcedStep(step=step, precision=precision, baseline="", noise=())
-    directory = f"pinned-step-{step}-{plain.name}"
-    baseline = runs.run(recipe, f"{directory}/baseline", detail="tensors", **plain.settings)
-    used = replicas if precision is None else [one for one in replicas if one.startswith("ulp")]
-    noise = [
-        runs.run(recipe, f"{directory}/{one.replace(':', '-')}", replica=one, forced_by=baseline, **plain.settings)
-        for one in used
-    ]
-    return ForcedStep(step=step, precision=precision, baseline=baseline, noise=tuple(noise))
+
+    def __init__(self, runs: Runs, recipe: Named, *, setup: Setup = PLAIN, replicas: Sequence[str] = REPLICAS) -> None:
+        self._runs = runs
+        self._recipe = recipe
+        self._setup = setup
+        self._replicas = replicas
+        self._recorded: dict[tuple[int, torch.dtype | None], ForcedStep] = {}
+
+    def step(self, step: int, precision: torch.dtype | None) -> ForcedStep:
+        """What candidates are forced to in a step.
+
+        Args:
+            step: The step.
+            precision: Compute everything in this dtype; None for the training's own.
+
+        Raises:
+            ConfigError: The recipe cannot be used.
+            RunFailedError: The training failed.
+        """
+        key = (step, precision)
+        if key not in self._recorded:
+            self._recorded[key] = self._record(ForcedStep(step=step, precision=precision, baseline="", noise=()))
+        return self._recorded[key]
+
+    def _record(self, plain: ForcedStep) -> ForcedStep:
+        directory = f"pinned-step-{plain.step}-{plain.name}"
+        settings = {**plain.settings, "setup": self._setup}
+        baseline = self._runs.run(self._recipe, f"{directory}/baseline", detail="tensors", **settings)
+        used = [one for one in self._replicas if plain.precision is None or one.startswith("ulp")]
+        noise = [
+            self._runs.run(
+                self._recipe, f"{directory}/{one.replace(':', '-')}", replica=one, forced_by=baseline, **settings
+            )
+            for one in used
+        ]
+        return replace(plain, baseline=baseline, noise=tuple(noise))
 
 
 def pin_down(
-    runs: Runs, given: ForcedStep, candidate: Recipe, *, rename: Mapping[str, str] | Sequence[str] | None = None
+    runs: Runs,
+    given: ForcedStep,
+    candidate: Named,
+    *,
+    setup: Setup = PLAIN,
+    rename: Mapping[str, str] | Sequence[str] | None = None,
 ) -> Pinned:
     """Run the step of the candidate, with each tensor overwritten by the baseline's after it was observed.
 
@@ -90,12 +128,14 @@ def pin_down(
         runs: Where, and how.
         given: What it is forced to.
         candidate: Prepares the training in question.
+        setup: How it is run.
         rename: See `traindiff.compare`.
 
     Raises:
         ConfigError: The recipe cannot be used.
+        RunFailedError: The training failed.
     """
     name = f"pinned-step-{given.step}-{given.name}/candidate"
-    found = runs.run(candidate, name, forced_by=given.baseline, **given.settings)
+    found = runs.run(candidate, name, setup=setup, forced_by=given.baseline, **given.settings)
     comparison = compare(given.baseline, found, noise=given.noise, rename=rename, steps=str(given.step))
     return Pinned(step=given.step, precision=given.name, comparison=comparison)

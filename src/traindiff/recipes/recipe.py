@@ -78,12 +78,17 @@ def prepared(recipe: Recipe, *, seed: int, asked_by: str, setup: Setup = PLAIN) 
     if training.loss is not None and training.step is not None:
         says = "are both given; only one of them can be what is trained with."
         problems.append(Problem(where=f"{where}, loss and step", what=says, fix="Give loss alone, or step alone."))
-    if training.loss is None and setup != PLAIN:
-        says = f"is not given, without which the training cannot be run as: {setup.says}."
-        problems.append(Problem(where=f"{where}, loss", what=says, fix=_LOSS))
     if problems:
         raise ConfigError(asked_by, problems)
+    refuse_without_loss(training, setup, where=where, asked_by=asked_by)
     return training if training.loss is None else built(training, setup, where=where, asked_by=asked_by)
+
+
+def refuse_without_loss(training: Training, setup: Setup, *, where: str, asked_by: str) -> None:
+    """Raise `ConfigError` where the training's step is to be made for a setup, and there is no loss to make it from."""
+    if training.loss is None and setup != PLAIN:
+        says = f"is not given, without which the training cannot be run as: {setup.says}."
+        raise ConfigError(asked_by, [Problem(where=f"{where}, loss", what=says, fix=_LOSS)])
 
 
 @contextmanager

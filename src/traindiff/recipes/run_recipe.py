@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from traindiff.errors import ConfigError, Problem
+from traindiff.observation import Observation
 from traindiff.recipes.recipe import (
     Recipe,
     failures_explained,
@@ -46,6 +47,7 @@ def run_recipe(
     forced_by: str | None = None,
     precision: torch.dtype | None = None,
     on_step: Callable[[int], None] | None = None,
+    last_seen: Callable[[Observation], None] | None = None,
     overwrite: bool = False,
     setup: Setup = PLAIN,
     **settings: Any,
@@ -62,6 +64,7 @@ def run_recipe(
             been observed, in the steps that it has. A `ulp` replica then perturbs these values.
         precision: Compute everything in this dtype, whatever the training asks for.
         on_step: Called with the number of each batch after it was trained on.
+        last_seen: Called with each observation.
         overwrite: Replace a recording that is already at `path`.
         setup: Under which engine, in which dtype, ... the training is run. Where that has several ranks, this is
             called on each of them, in a process group.
@@ -87,7 +90,7 @@ def run_recipe(
         replica = _replica(targets, checked, precision=precision, forced=forced is not None)
         with Recorder(
             os.fspath(path), targets, checked, overwrite=overwrite, replica=replica, forced=forced,
-            recipe=name_of(recipe),
+            recipe=name_of(recipe), last_seen=last_seen,
         ) as recorder:  # fmt: skip
             trained = _train(training, recorder, num_steps, on_step, where=where, asked_by=asked_by)
     if not trained:
@@ -128,6 +131,7 @@ def _train(
             returned = training.train_on(batch)
         for name, value in logged(returned):
             recorder.log(name, value)
+        recorder.write()  # so that a step that has ended is all there, however the next one ends
         if on_step:
             on_step(number)
     return num_steps

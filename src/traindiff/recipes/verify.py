@@ -3,63 +3,80 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from traindiff.comparison import Comparison, Pinned, Verification, compare
+from traindiff.comparison import Verification
 from traindiff.errors import ConfigError, Problem
 from traindiff.floors.tolerance import parse_tolerance
+from traindiff.launching.patience import Patience
+from traindiff.launching.present_ranks import PresentRanks
 from traindiff.merging.renames import parse_renames
-from traindiff.recipes.pinning import forced_step, pin_down, precisions
-from traindiff.recipes.recipe import Recipe, name_of, prepared, undisturbed_random_state
+from traindiff.recipes.asked import Asked
+from traindiff.recipes.pinning import ForcedSteps
+from traindiff.recipes.questioned import Pin, Question, verify_against
+from traindiff.recipes.recorded_run import Named
 from traindiff.recipes.runs import REPLICAS, Progress, Runs
+from traindiff.recipes.trusted import names_of_runs, record_trusted
+from traindiff.recipes.verification_files import write_files
 from traindiff.replica_setting import parse_replica
+from traindiff.setups.obstacles import obstacles
+from traindiff.setups.setup import PLAIN, Setup
+from traindiff.setups.setup import baseline_setup as trusted_way
 
-Pin = Literal["divergence", "always", "never"]
+OUTPUT = "traindiff-verify"
+"""Directory of a verification where none is given."""
 
 
 def calibrate(
-    recipe: Recipe,
+    recipe: Named,
     output: str | os.PathLike[str],
     *,
     steps: int = 4,
     seed: int = 0,
     replicas: Sequence[str] = REPLICAS,
     repeat: bool = True,
+    setup: Setup = PLAIN,
+    timeout: float | None = None,
     progress: Progress | None = None,
 ) -> tuple[str, tuple[str, ...]]:
     """Record a training and the runs that measure its noise.
 
     Args:
-        recipe: Prepares the training; called once per run.
+        recipe: Prepares the training; called once per run. By name, it is run in processes of its own.
         output: Directory for the recordings.
         steps: Batches to train on in each run.
         seed: Of torch's, NumPy's and Python's generators.
         replicas: How to perturb it; see `traindiff.record(replica=...)`.
         repeat: Also run it again as it is: what that differs by is the machine's own noise.
+        setup: Under which engine, in which dtype, ... it is run.
+        timeout: Seconds that a run in processes of its own may go without ending a step; see `verify`.
         progress: Called as the runs proceed.
 
     Returns:
         The baseline's recording, and the recordings for `traindiff.compare(noise=...)`.
 
     Raises:
-        ConfigError: The recipe cannot be used, or does not repeat itself.
+        ConfigError: The recipe or the setup cannot be used, or the training fails, or does not repeat itself.
     """
     asked_by = "calibrate(...)"
-    _check(asked_by, steps=steps, replicas=replicas)
-    runs = Runs(directory=Path(output), seed=seed, progress=progress, asked_by=asked_by)
-    runs.check(("baseline", *_noise_names(replicas, repeat=repeat)))
-    return _calibrate(runs, recipe, steps=steps, replicas=replicas, repeat=repeat)
+    _check(asked_by, [setup], steps=steps, replicas=replicas, timeout=timeout)
+    runs = Runs(
+        directory=Path(output), seed=seed, progress=progress, asked_by=asked_by, patience=Patience(seconds=timeout)
+    )
+    runs.check(names_of_runs(replicas, repeat=repeat))
+    trusted = record_trusted(runs, recipe, setup, steps=steps, replicas=replicas, repeat=repeat)
+    return trusted.baseline, trusted.noise
 
 
 def verify(
-    recipe: Recipe,
-    candidate: Recipe,
-    output: str | os.PathLike[str],
+    recipe: Named,
+    candidate: Named | None = None,
+    output: str | os.PathLike[str] = OUTPUT,
     *,
+    setup: Setup = PLAIN,
+    baseline_setup: Setup | None = None,
     steps: int = 4,
     seed: int = 0,
     replicas: Sequence[str] = REPLICAS,
@@ -69,6 +86,8 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
     record: Mapping[str, Any] | None = None,
+    compiler_logs: bool = False,
+    timeout: float | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Run a trusted training and the one in question, compare them against measured noise, and pin down the fault.
@@ -78,10 +97,17 @@ def verify(
     operation is judged alone: natively, and where the training computes in a shorter dtype also
     in float32, in which smaller errors show.
 
+    A recipe that is given by name (`"train.py:recipe"`) is run in fresh processes, one for each rank of its setup, and
+    so is a function whose setup has an engine. Other functions are run in this process. Where a launcher (torchrun,
+    deepspeed) has started several ranks, call this on all of them: rank 0 runs what has one rank, all run what has
+    several, and all get the result.
+
     Args:
         recipe: Prepares the trusted training; called once per run, so it must be the same each time.
-        candidate: Prepares the training in question.
+        candidate: Prepares the training in question; `recipe` where left out.
         output: Directory for the recordings; those of an earlier call are replaced.
+        setup: Under which engine, in which dtype, ... the candidate is run.
+        baseline_setup: The same of the trusted training; where left out, what computes the same in plain PyTorch.
         steps: Batches to train on in each run.
         seed: Of torch's, NumPy's and Python's generators.
         replicas: How to perturb the baseline to measure its noise; see `traindiff.record(replica=...)`.
@@ -92,51 +118,79 @@ def verify(
         rtol: See `traindiff.compare`.
         atol: See `traindiff.compare`.
         record: Settings of `traindiff.record` for all runs, over those of the recipes.
+        compiler_logs: Have torch's compiler say what it does to the candidate, and gather that.
+        timeout: Seconds that a run in processes of its own may go without ending a step. Where left out, 600 for the
+            first step, then ten times the slowest step, but at least 60.
         progress: Called as the runs proceed.
 
     Returns:
-        The comparison, what was pinned down, and what it cost.
+        The comparison, what was pinned down, and what it cost. `incomplete` where the candidate failed.
 
     Raises:
-        ConfigError: A recipe cannot be used, the baseline does not repeat itself, or a setting is wrong.
+        ConfigError: A recipe, setup or setting cannot be used, or the baseline fails or does not repeat itself.
     """
-    asked_by = "verify(...)"
-    _check(asked_by, steps=steps, replicas=replicas, pin=pin)
-    parse_renames(rename)
-    parse_tolerance(rtol, atol)
-    with undisturbed_random_state():  # what cannot be used is said now, not after all runs of the baseline
-        prepared(candidate, seed=seed, asked_by=asked_by)
-    runs = Runs(directory=Path(output), seed=seed, progress=progress, record=record or {}, asked_by=asked_by)
-    runs.check(("baseline", *_noise_names(replicas, repeat=repeat), "candidate"))
-    baseline, noise = _calibrate(runs, recipe, steps=steps, replicas=replicas, repeat=repeat)
-    run = runs.run(candidate, "candidate", num_steps=steps)
-    comparison = compare(baseline, run, noise=noise, rename=rename, rtol=rtol, atol=atol)
-    step, note = _step_to_pin(comparison, pin)
-    pinned: list[Pinned] = []
-    if step is not None:
-        try:
-            pinned.extend(
-                pin_down(
-                    runs,
-                    forced_step(runs, recipe, step=step, precision=precision, replicas=replicas),
-                    candidate,
-                    rename=rename,
-                )
-                for precision in precisions(baseline)
-            )
-        except ConfigError as error:
-            why = error.problems[0]
-            note = f"Step {step} could not be run again with forced tensors: {why.where} {why.what} {why.fix}"
-    return Verification(
-        comparison=comparison,
-        pinned=tuple(pinned),
-        pin_note=note,
-        costs=tuple(runs.costs),
-        peak_bytes=_peak_bytes(),
-    )
+    question = Question(
+        candidate=recipe if candidate is None else candidate, setup=setup, steps=steps, replicas=replicas, pin=pin,
+        rename=rename, rtol=rtol, atol=atol, compiler_logs=compiler_logs,
+    )  # fmt: skip
+    asked = Asked(
+        recipe=recipe, baseline_setup=trusted_way(setup) if baseline_setup is None else baseline_setup,
+        question=question, output=Path(output), seed=seed, repeat=repeat, record=record or {}, timeout=timeout,
+        progress=progress,
+    )  # fmt: skip
+    ranks = PresentRanks.found()
+    return ranks.together(lambda: answered(asked, ranks)) if ranks else answered(asked)
 
 
-def _check(asked_by: str, *, steps: int, replicas: Sequence[str], pin: str = "never") -> None:
+def answered(asked: Asked, ranks: PresentRanks | None = None) -> Verification:
+    """Verify as was asked for, and leave the report with the recordings.
+
+    Args:
+        asked: What was asked for.
+        ranks: Those that are there already, of which this process leads.
+
+    Raises:
+        ConfigError: See `verify`.
+    """
+    check_asked(asked, ranks)
+    runs = asked.runs(asked.output, ranks)
+    replicas, steps, repeat = asked.question.replicas, asked.question.steps, asked.repeat
+    runs.check([*names_of_runs(replicas, repeat=repeat), "candidate"])
+    runs.refuse_unusable(asked.question.candidate, asked.question.setup)  # now, not after all other runs
+    trusted = record_trusted(runs, asked.recipe, asked.baseline_setup, steps=steps, replicas=replicas, repeat=repeat)
+    forced = ForcedSteps(runs, trusted.recipe, setup=trusted.setup, replicas=replicas)
+    verification = verify_against(trusted, asked.question, runs, forced)
+    write_files(verification, runs.directory)
+    return verification
+
+
+def check_asked(asked: Asked, ranks: PresentRanks | None) -> None:
+    """Refuse settings that cannot be used, and setups that cannot be run here.
+
+    Raises:
+        ConfigError: Lists all of them.
+    """
+    question, setups = asked.question, [asked.baseline_setup, asked.question.setup]
+    _check(
+        asked.asked_by, setups, steps=question.steps, replicas=question.replicas, pin=question.pin,
+        timeout=asked.timeout,
+    )  # fmt: skip
+    parse_renames(question.rename)
+    parse_tolerance(question.rtol, question.atol)
+    if ranks is not None:
+        for one in setups:
+            ranks.refuse_other_sizes(one.nproc, asked.asked_by)
+
+
+def _check(
+    asked_by: str,
+    setups: Sequence[Setup],
+    *,
+    steps: int,
+    replicas: Sequence[str],
+    pin: str = "never",
+    timeout: float | None,
+) -> None:
     problems = [
         found for one in replicas if isinstance(found := parse_replica(one, where=f"replicas, {one!r}"), Problem)
     ]
@@ -147,64 +201,10 @@ def _check(asked_by: str, *, steps: int, replicas: Sequence[str], pin: str = "ne
         problems.append(
             Problem(where=f"steps={steps}", what="must be a whole number, at least 1.", fix="Write steps=4.")
         )
+    if timeout is not None and not timeout > 0:
+        fix = "Write timeout=600, or leave it out."
+        problems.append(Problem(where=f"timeout={timeout:g}", what="must be a number of seconds above 0.", fix=fix))
+    for setup in setups:
+        problems += [found for found in obstacles(setup) if found not in problems]
     if problems:
         raise ConfigError(asked_by, problems)
-
-
-def _calibrate(
-    runs: Runs, recipe: Recipe, *, steps: int, replicas: Sequence[str], repeat: bool
-) -> tuple[str, tuple[str, ...]]:
-    baseline = runs.run(recipe, "baseline", num_steps=steps)
-    noise = []
-    if repeat:
-        noise.append(runs.run(recipe, "repeated", num_steps=steps))
-        _refuse_what_does_not_repeat(recipe, compare(baseline, noise[0]), runs.asked_by)
-    noise += [runs.run(recipe, _name(one), num_steps=steps, replica=one) for one in replicas]
-    return baseline, tuple(noise)
-
-
-def _noise_names(replicas: Sequence[str], *, repeat: bool) -> list[str]:
-    return [*(["repeated"] if repeat else []), *map(_name, replicas)]
-
-
-def _name(replica: str) -> str:
-    return replica.replace(":", "-")
-
-
-def _refuse_what_does_not_repeat(recipe: Recipe, comparison: Comparison, asked_by: str) -> None:
-    first = comparison.first_divergence
-    if first is not None and comparison.verdict == "misaligned":
-        problem = Problem(
-            where=f"recipe {name_of(recipe)}",
-            what=f"is not the same training when it is called again. In step {first.step}: {first.says}",
-            fix="Prepare model, data and generators from scratch in each call; torch, NumPy and random are seeded.",
-        )
-        raise ConfigError(asked_by, [problem])
-
-
-def _step_to_pin(comparison: Comparison, pin: Pin) -> tuple[int | None, str]:
-    """The step to run again with forced tensors; if none although that was asked for, why."""
-    first = comparison.first_divergence
-    if pin == "never" or not comparison.steps:
-        return None, ""
-    if first is not None:
-        return (first.step if comparison.verdict == "diverged" else None), ""
-    if pin != "always" or comparison.verdict not in ("identical", "equivalent"):
-        return None, ""
-    if comparison.representation:
-        says = (
-            "Nothing was run again with forced tensors: the candidate represents some otherwise, so the baseline's "
-            "values would be wrong in their place."
-        )
-        return None, says
-    return comparison.steps[-1], ""
-
-
-def _peak_bytes() -> int:
-    """Largest resident memory of this process so far; 0 where the system does not tell."""
-    with suppress(ImportError):
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    return 0

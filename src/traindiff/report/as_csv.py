@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from traindiff.comparison import Comparison, SiteDifference, Verification
+from traindiff.comparison.matrix import Matrix
 from traindiff.findings import Finding
 from traindiff.health import Verdict
 from traindiff.site import ROOT
@@ -19,15 +20,24 @@ COLUMNS = (
 """Columns of every table, in order. Cells without a value, and sizes that are not finite, are empty."""
 
 
-def write(result: Comparison | Verification | Verdict, file: IO[str]) -> None:
+MATRIX_COLUMNS = ("name", "verdict", "says", "seconds", "output", "exit_code", "kept")
+"""Columns of the table of a matrix, in order."""
+
+
+def write(result: Comparison | Verification | Verdict | Matrix, file: IO[str]) -> None:
     """A header, then rows in the order of execution.
 
     Of a comparison each site has a row with its largest difference in units of its floor, in `step`: `num_steps` in
     which it was compared, `num_identical_steps` of them with the same bits, and `kind` and `says` of the first finding
     there, if there is one. Further findings there, and those at sites that only one run has, follow. Of a verification
     this is the comparison of the free runs. Of a check each finding has a row, and `num_steps` are those in which it
-    was found.
+    was found. Of a matrix each combination has a row, with columns of its own.
     """
+    if isinstance(result, Matrix):
+        table = csv.DictWriter(file, MATRIX_COLUMNS, lineterminator="\n", extrasaction="ignore")
+        table.writeheader()
+        table.writerows(row.to_json() for row in result.rows)
+        return
     writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
     writer.writeheader()
     if isinstance(result, Verdict):

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from traindiff.comparison import Pinned, Verification
-from traindiff.comparison.verification import cost, pinned_heading, pinned_limits
+from traindiff.comparison.verification import beside_the_comparison, cost, pinned_heading, pinned_limits, what_was_run
 from traindiff.findings.sentences import phase_text
 from traindiff.report.terminal import columns, print_comparison
 
@@ -19,9 +19,12 @@ def print_verification(console: Console, verification: Verification, *, top: int
         verification: What to print.
         top: Rows per table at most; 0 prints no tables.
     """
+    for line in what_was_run(verification):
+        console.print(Text(line), soft_wrap=True)
+    console.print()
     print_comparison(console, verification.comparison, top=top)
-    if verification.pin_note:
-        console.print(Text(f"\n{verification.pin_note}"), soft_wrap=True)
+    for line in beside_the_comparison(verification):
+        console.print(Text(line), soft_wrap=True)
     for pinned in verification.pinned:
         _print_pinned(console, pinned, top=top)
         for note in pinned_limits(verification, pinned):

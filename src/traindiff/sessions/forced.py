@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from traindiff.observation import RECOMPUTED, Observation
 from traindiff.recording import Recording, StepObservations
+from traindiff.sessions.recorded_elements import elements_of
 from traindiff.shards import Shard
 from traindiff.summary import number
 
@@ -45,6 +47,11 @@ class _Part:
     shard: Shard
     within: StepObservations
     row: int
+
+    @property
+    def seen(self) -> Observation:
+        """The observation."""
+        return self.within.observations[self.row]
 
 
 class ForcedValues:
@@ -119,61 +126,51 @@ class ForcedValues:
         parts = self._parts.get(_site(seen))
         if not parts:
             return None, "the recording has no such observation"
-        if any(part.within.observations[part.row].scaled != seen.scaled for part in parts):
+        if seen.merge != "shard" or any(part.seen.merge != "shard" for part in parts):
+            return None, "it is a term of a sum"
+        if any(part.seen.scaled != seen.scaled for part in parts):
             return None, "a loss scale is in it in one of the runs only"
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             return None, "its elements share memory"
-        found = self._assembled(parts, seen)
+        found = elements_of(seen.shard, [(part.shard, partial(self._load, part)) for part in self._usable(parts, seen)])
         if found is None:
             return None, "the recording has no such rows of it"
         value = torch.from_numpy(np.array(found)).reshape(tensor.shape).to(tensor.dtype)
+        if seen.factor != parts[0].seen.factor:  # of ranks that each have the gradient of their own mean
+            value = value * (seen.factor / parts[0].seen.factor)
         if self._perturb is not None and tensor.is_floating_point():
             value = self._perturb(value, " ".join(map(str, (*_site(seen), seen.micro_step))))
         return value.to(tensor.device), ""
 
-    def _assembled(self, parts: list[_Part], seen: Observation) -> NDArray[Any] | None:
-        """The recorded values of the rows that were observed, from the micro-batches that hold them."""
-        shard = seen.shard
-        if not shard.batched or not all(part.shard.batched for part in parts):
-            return self._whole(parts, seen)
-        for part in parts:
-            if part.shard.offset == shard.offset and part.shard.shape == shard.shape:
-                return self._load(part)
-        self._split_otherwise.add(seen.step)
-        whole = sorted(parts, key=lambda part: part.shard.offset[0])
-        first, rows = shard.offset[0], shard.shape[0]
-        arrays = [self._load(part) for part in whole]
-        loaded = [array for array in arrays if array is not None]
-        starts = [part.shard.offset[0] for part in whole]
-        joined = np.concatenate(loaded) if loaded and len(loaded) == len(whole) else None
-        begins = starts[0] if starts else 0
-        if joined is None or first < begins or first + rows > begins + len(joined):
-            return None
-        return joined[first - begins : first - begins + rows]
+    def _usable(self, parts: Sequence[_Part], seen: Observation) -> Sequence[_Part]:
+        """The parts whose elements are those of the observation, where they overlap with it.
 
-    def _whole(self, parts: list[_Part], seen: Observation) -> NDArray[Any] | None:
-        """The recorded value of a tensor without a batch axis.
-
-        In a step that is split into other micro-batches, its gradient (of a position embedding, say) is a sum
-        over other samples, which the recording does not have.
+        In a step that is split into other micro-batches, or among ranks, the gradient of a tensor without a batch axis
+        (of a position embedding, say) is a sum over other samples, which the recording does not have.
         """
-        once_a_step = seen.phase not in _EACH_MICRO_STEP
-        if not once_a_step and seen.step in self._split_otherwise:
-            return None
-        for part in parts:
-            same_rows = part.shard.offset == seen.shard.offset and part.shard.shape == seen.shard.shape
-            if same_rows and (once_a_step or part.micro_step == seen.micro_step):
-                return self._load(part)
-        return None
+        shard = seen.shard
+        if shard.batched and all(part.shard.batched for part in parts):
+            if not any(_same_rows(part.shard, shard) for part in parts):
+                self._split_otherwise.add(seen.step)
+            return parts
+        if seen.phase not in _EACH_MICRO_STEP:
+            return parts
+        if seen.step in self._split_otherwise:
+            return ()
+        return [part for part in parts if part.micro_step == seen.micro_step]
 
     def _load(self, part: _Part) -> NDArray[Any] | None:
         summary = part.within.summaries[part.row]
-        seen = part.within.observations[part.row]
+        seen = part.seen
         if seen.dtype.startswith("float8"):
             return None
         if int(summary["count"]) == 1 and not part.shard.shape and seen.dtype.startswith("float"):
             return np.asarray(number(summary))  # of a number the summary holds everything; not of a whole one
         return self._recording.tensors(part.within, part.row).get("value")
+
+
+def _same_rows(recorded: Shard, shard: Shard) -> bool:
+    return recorded.offset[0] == shard.offset[0] and recorded.shape[0] == shard.shape[0]
 
 
 def _site(seen: Observation) -> _Site:

@@ -36,9 +36,11 @@ class Observations:
         containment: Guards hooks.
         on_full: Called when more waits to be written than should.
         forced: What is put in place of what was observed, if anything.
+        last_seen: Called with each observation before anything is done with it, if anything is.
 
     Attributes:
         layout: May be replaced as soon as more is known of it.
+        last_seen: See above; may be taken away.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Observations:
         containment: Containment,
         on_full: Callable[[], None],
         forced: ForcedValues | None,
+        last_seen: Callable[[Observation], None] | None = None,
     ) -> None:
         self.progress = progress
         self.layout = layout
@@ -57,6 +60,7 @@ class Observations:
         self._containment = containment
         self._on_full = on_full
         self._forced = forced
+        self.last_seen = last_seen
         self._summaries = SummaryStore()
         self._in_flight = InFlight()
         self._pending = Pending()
@@ -97,6 +101,10 @@ class Observations:
                 merge=part.merge, weight=weight, term=part.term,
                 factor=self.layout.factor(phase=phase, stage=stage, slot=slot), scaled=scaled,
             )  # fmt: skip
+            if (
+                self.last_seen is not None and path != "rng"
+            ):  # that is looked at when a forward pass ends, also by an error
+                self.last_seen(seen)
             if self._forced is not None or not self._in_flight.holds(part.tensor, seen):
                 self._keep(part.tensor, seen)
 

@@ -17,7 +17,7 @@ from traindiff.engines.layout import in_pipeline
 from traindiff.engines.pipeline import Pipeline, find_pipeline
 from traindiff.engines.registry import ENGINES
 from traindiff.errors import ConfigError, Problem
-from traindiff.observation import ITSELF, NO_REPLICA, TAP_FAILED, Merge
+from traindiff.observation import ITSELF, NO_REPLICA, TAP_FAILED, Merge, Observation
 from traindiff.replicas.replica import NAME as REPLICA
 from traindiff.replicas.replica import Replica
 from traindiff.sessions.attachment import Attachment
@@ -63,6 +63,7 @@ class Recorder:
         recipe: str | None = None,
         open_writer: OpenWriter | None = None,
         before_every_step: bool = False,
+        last_seen: Callable[[Observation], None] | None = None,
     ) -> None:
         self.path = path
         self._settings = settings
@@ -85,6 +86,7 @@ class Recorder:
             containment=self._containment,
             on_full=self._containment.guarded("writer", self._write),
             forced=forced,
+            last_seen=last_seen,
         )
         self._writer: StepWriter | None = None
         self._attachment: Attachment | None = None
@@ -121,6 +123,8 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._observations.last_seen = None  # what is observed from here on is not where the training was
         self.close()
 
     @property
@@ -174,6 +178,10 @@ class Recorder:
                 self._attachment.settle()
         finally:
             self._containment.paused = True
+
+    def write(self) -> None:
+        """Write what was logged since the step ended, which otherwise waits for the step that follows."""
+        self._containment.guarded("writer", self._write)()
 
     def close(self) -> None:
         """Remove every tap, complete the files and let go of the model. Later calls do nothing."""

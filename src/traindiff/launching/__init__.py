@@ -1,0 +1,1 @@
+"""Launching: a function on fresh processes, one per rank, watched until they end, whichever way."""

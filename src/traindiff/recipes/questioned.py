@@ -1,0 +1,144 @@
+"""The training in question: run, compared with the trusted one, and pinned down where they diverge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from traindiff.comparison import Comparison, Pinned, Verification, compare
+from traindiff.comparison.failed_run import FailedRun
+from traindiff.comparison.verification import SideOfVerification
+from traindiff.errors import ConfigError, RecordingError
+from traindiff.recipes.compiler_logs import compiler_log
+from traindiff.recipes.failed import RunFailedError
+from traindiff.recipes.pinning import ForcedSteps, pin_down, precisions, why_not_forced
+from traindiff.recipes.recorded_run import Named
+from traindiff.recipes.runs import LOGS, REPLICAS, Runs
+from traindiff.recipes.trusted import Trusted, recipe_name
+from traindiff.setups.setup import Setup
+
+Pin = Literal["divergence", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked of a candidate.
+
+    Attributes:
+        candidate: Prepares the training in question.
+        setup: How it is run.
+        steps: Batches to train on.
+        replicas: How to perturb the baseline of a step that is pinned down.
+        pin: When to pin a fault down.
+        rename: See `traindiff.compare`.
+        rtol: See `traindiff.compare`.
+        atol: See `traindiff.compare`.
+        compiler_logs: Have torch's compiler say what it does to the candidate.
+    """
+
+    candidate: Named
+    setup: Setup
+    steps: int
+    replicas: Sequence[str] = REPLICAS
+    pin: Pin = "divergence"
+    rename: Mapping[str, str] | Sequence[str] | None = None
+    rtol: float | None = None
+    atol: float | None = None
+    compiler_logs: bool = False
+
+
+def verify_against(trusted: Trusted, question: Question, runs: Runs, forced: ForcedSteps) -> Verification:
+    """Run the candidate, compare, and pin down.
+
+    Args:
+        trusted: The baseline and its noise.
+        question: What is asked.
+        runs: Where the candidate is run.
+        forced: Steps of the baseline that the candidate can be forced to.
+
+    Raises:
+        ConfigError: The candidate cannot be used. One that fails while it trains is `incomplete`.
+    """
+    failed: FailedRun | None = None
+    path = str(runs.directory / "candidate")
+    try:
+        runs.run(
+            question.candidate, "candidate", num_steps=question.steps, setup=question.setup,
+            compiler_logs=question.compiler_logs,
+        )  # fmt: skip
+    except RunFailedError as error:
+        failed = error.run
+    comparison = _compared(trusted, path, question, failed)
+    step, note = _step_to_pin(comparison, question.pin)
+    pinned: list[Pinned] = []
+    if step is not None and (why := why_not_forced(trusted.setup) or why_not_forced(question.setup)):
+        step, note = None, f"Step {step} was not run again with forced tensors: {why}"
+    if step is not None:
+        note = _pin(trusted, question, runs, forced, step=step, into=pinned)
+    return Verification(
+        comparison=comparison,
+        pinned=tuple(pinned),
+        pin_note=note,
+        sides=(_side(trusted.recipe, trusted.setup), _side(question.candidate, question.setup)),
+        failed=failed,
+        compiler=compiler_log(runs.directory / LOGS / "candidate") if question.compiler_logs else None,
+        output=str(runs.directory),
+        costs=tuple(runs.costs),
+        peak_bytes=runs.peak_bytes,
+    )
+
+
+def _side(recipe: Named, setup: Setup) -> SideOfVerification:
+    return SideOfVerification(recipe=recipe_name(recipe), setup=setup.to_json(), says=setup.says)
+
+
+def _compared(trusted: Trusted, path: str, question: Question, failed: FailedRun | None) -> Comparison:
+    """The comparison; where the candidate failed, of what it had recorded by then."""
+    try:
+        return compare(
+            trusted.baseline, path, noise=trusted.noise, rename=question.rename, rtol=question.rtol, atol=question.atol
+        )
+    except (RecordingError, ConfigError):
+        if failed is None:
+            raise
+    return Comparison(
+        baseline=trusted.baseline, candidate=path, verdict="incomplete", calibrated=False, findings=(),
+        unaligned=((), ()), steps=(), notes=("The candidate has recorded nothing.",), differences=(),
+    )  # fmt: skip
+
+
+def _pin(
+    trusted: Trusted, question: Question, runs: Runs, forced: ForcedSteps, *, step: int, into: list[Pinned]
+) -> str:
+    """Run the step again with forced tensors, in each precision; gives back why not, or nothing."""
+    try:
+        for precision in precisions(trusted.baseline):
+            given = forced.step(step, precision)
+            into.append(pin_down(runs, given, question.candidate, setup=question.setup, rename=question.rename))
+    except ConfigError as error:
+        why = error.problems[0]
+        return f"Step {step} could not be run again with forced tensors: {why.where} {why.what} {why.fix}"
+    except RunFailedError as error:
+        return (
+            f"Step {step} could not be run again with forced tensors: the run {error.run.run} failed. {error.run.says}"
+        )
+    return ""
+
+
+def _step_to_pin(comparison: Comparison, pin: Pin) -> tuple[int | None, str]:
+    """The step to run again with forced tensors; if none although that was asked for, why."""
+    first = comparison.first_divergence
+    if pin == "never" or not comparison.steps:
+        return None, ""
+    if first is not None:
+        return (first.step if comparison.verdict == "diverged" else None), ""
+    if pin != "always" or comparison.verdict not in ("identical", "equivalent"):
+        return None, ""
+    if comparison.representation:
+        says = (
+            "Nothing was run again with forced tensors: the candidate represents some otherwise, so the baseline's "
+            "values would be wrong in their place."
+        )
+        return None, says
+    return comparison.steps[-1], ""

@@ -1,0 +1,107 @@
+"""The grid of `traindiff verify --matrix`: combinations, exclusions, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import traindiff
+from traindiff.recipes.asked_setup import AskedSetup, candidate_setup, trusted_setup
+from traindiff.recipes.grid import read_grid
+
+GRID = """
+[grid]
+engine = ["ddp", "deepspeed"]
+dtype = ["torch.float32", "bfloat16"]
+
+[settings]
+gradient_clipping = 1.0
+
+[[exclude]]
+engine = "ddp"
+dtype = "bfloat16"
+"""
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_every_value_comes_with_every_other_but_for_what_is_excluded(tmp_path: Path) -> None:
+    found = read_grid(written(tmp_path / "grid.toml", GRID), AskedSetup(nproc=4))
+
+    assert [one.name for one in found] == [
+        "engine=ddp, dtype=torch.float32",
+        "engine=deepspeed, dtype=torch.float32",
+        "engine=deepspeed, dtype=bfloat16",
+    ]
+    setup = candidate_setup(found[1].asked, world_size=None)
+    assert (setup.engine, setup.dtype, setup.gradient_clipping, setup.nproc) == ("deepspeed", "float32", 1.0, 4)
+
+
+def test_json_says_the_same(tmp_path: Path) -> None:
+    content = {"grid": {"zero_stage": [1, 2]}, "settings": {"baseline_engine": "ddp"}}
+    found = read_grid(written(tmp_path / "grid.json", json.dumps(content)), AskedSetup())
+
+    setups = [candidate_setup(one.asked, world_size=None) for one in found]
+    assert [(one.engine, one.nproc, one.zero_stage) for one in setups] == [("deepspeed", 2, 1), ("deepspeed", 2, 2)]
+    assert trusted_setup(found[0].asked, setups[0]).says == "ddp, nproc=2"
+
+
+def test_all_that_is_wrong_with_a_file_is_said_at_once(tmp_path: Path) -> None:
+    text = '[grid]\nengin = ["ddp"]\nnproc = 2\n[setings]\n[[exclude]]\ndtpe = "float32"\n'
+
+    with pytest.raises(traindiff.ConfigError) as caught:
+        read_grid(written(tmp_path / "grid.toml", text), AskedSetup())
+
+    assert [problem.where for problem in caught.value.problems] == [
+        "setings", "[grid] engin", "[[exclude]] dtpe", "[grid] nproc",
+    ]  # fmt: skip
+    assert 'Did you mean "engine"?' in str(caught.value)
+    assert "Write [2]." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("grid.toml", "engine = [", "is no TOML: "),
+        ("grid.json", "{", "is no JSON: "),
+        ("grid.toml", "[settings]\nnproc = 2\n", "has nothing to vary."),
+        ("missing.toml", None, "does not exist."),
+    ],
+)
+def test_a_file_that_is_no_grid_is_refused(name: str, text: str | None, says: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+
+    with pytest.raises(traindiff.ConfigError) as caught:
+        read_grid(path, AskedSetup())
+
+    assert says in str(caught.value)
+
+
+def test_what_was_left_out_follows_from_the_rest() -> None:
+    def setup(world_size: int | None = None, **asked: object) -> tuple[str, int]:
+        found = candidate_setup(AskedSetup(**asked), world_size=world_size)  # type: ignore[arg-type]
+        return found.engine, found.nproc
+
+    assert setup() == ("plain", 1)
+    assert setup(zero_stage=0) == ("deepspeed", 2)
+    assert setup(offload_device="cpu") == ("deepspeed", 2)
+    assert setup(further={"deepcompile": True}) == ("deepspeed", 2)
+    assert setup(zero_stage=1, engine="ddp") == ("ddp", 2)  # which is refused, with a reason
+    assert setup(engine="tp", nproc=4) == ("tp", 4)
+    assert setup(engine="ddp", world_size=8) == ("ddp", 8)
+    assert setup(world_size=8) == ("plain", 1)
+
+
+def test_a_baseline_under_an_engine_has_the_candidates_ranks_dtype_clipping_and_micro_batches() -> None:
+    further = {"dtype": "bfloat16", "gradient_clipping": 1.0, "gradient_accumulation_steps": 2, "compile": True}
+    asked = AskedSetup(zero_stage=2, nproc=4, baseline_engine="ddp", further=further)
+    found = trusted_setup(asked, candidate_setup(asked, world_size=None))
+
+    assert found.says == "ddp, nproc=4, dtype=bfloat16, gradient_accumulation_steps=2, gradient_clipping=1.0"
