@@ -14,11 +14,11 @@ WIDTH, HEADS, VOCABULARY, BATCH, CONTEXT = 512, 8, 8_000, 4, 128
 class Block(nn.Module):
     """Attention and MLP, each behind a LayerNorm."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.fc, self.act, self.out = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc, self.act, self.out = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, context, width] -> the same."""
@@ -31,11 +31,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens -> logits; head and embedding share one matrix."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, *, width: int = WIDTH, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.h = nn.ModuleList(Block() for _ in range(layers))
-        self.ln_f, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(CONTEXT, width)
+        self.h = nn.ModuleList(Block(width) for _ in range(layers))
+        self.ln_f, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.wte.weight
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -67,6 +67,23 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     ),
     "setups": frozenset({"sessions", "engines", "vocabulary"}),
     "testing": frozenset({"recipes", "sessions", "comparison", "recording", "vocabulary"}),
+    "lockstep": frozenset(
+        {
+            "setups",
+            "sessions",
+            "engines",
+            "replicas",
+            "taps",
+            "kernels",
+            "comparison",
+            "floors",
+            "alignment",
+            "merging",
+            "findings",
+            "recording",
+            "vocabulary",
+        }
+    ),
     "doctor": frozenset({"setups", "recipes", "sessions", "taps", "kernels", "recording", "vocabulary"}),
     "demo": frozenset({"setups", "recipes", "sessions", "taps", "recording", "comparison", "report", "vocabulary"}),
     "cli": frozenset(

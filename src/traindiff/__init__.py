@@ -24,6 +24,7 @@ Running trainings and judging them, which needs torch:
 
     verify          Run two trainings, compare them, and pin the fault down: a `Verification`.
     calibrate       Run one training, and the runs from which its noise is measured.
+    Lockstep        Train two engines side by side and compare them step by step: a `Comparison`.
     Setup           Under which engine, in which dtype, ... a training is run.
     Recipe          A function that prepares a training from scratch and returns a `Training`.
 
@@ -36,6 +37,7 @@ Errors, of which only `ConfigError` is for what the user wrote:
             CorruptRecordingError   The bytes are not those that were written.
             MixedRecordingError     Its ranks are of different runs.
             FormatVersionError      A newer traindiff wrote it.
+        LockstepError           The ranks, or the sides, of a lockstep cannot go on together.
         NotPerturbedError       A part of a replica's training ran where it cannot be perturbed.
         UnsupportedTensorError  A tensor has no elements that could be read.
     TraindiffWarning            Something could not be observed; the training goes on.
@@ -56,6 +58,7 @@ from traindiff.errors import (
     ConfigError,
     CorruptRecordingError,
     FormatVersionError,
+    LockstepError,
     MixedRecordingError,
     NotARecordingError,
     NotPerturbedError,
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
     from traindiff.comparison import Comparison, Verification, compare
     from traindiff.findings import Finding
     from traindiff.health import Verdict, check
+    from traindiff.lockstep.lockstep import Lockstep
     from traindiff.recipes.recipe import Recipe
     from traindiff.recipes.verify import calibrate, verify
     from traindiff.recording import Recording, open_recording
@@ -81,6 +85,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Comparison": "traindiff.comparison",
     "Finding": "traindiff.comparison",
+    "Lockstep": "traindiff.lockstep.lockstep",
     "Recipe": "traindiff.recipes.recipe",
     "Recorder": "traindiff.sessions.recorder",
     "Recording": "traindiff.recording",
@@ -96,7 +101,7 @@ _LAZY = {
     "record": "traindiff.sessions.record",
     "verify": "traindiff.recipes.verify",
 }
-_NEEDS_TORCH = ("traindiff.sessions",)
+_NEEDS_TORCH = ("traindiff.sessions", "traindiff.lockstep")
 
 __all__ = [
     "Comparison",
@@ -104,6 +109,8 @@ __all__ = [
     "CorruptRecordingError",
     "Finding",
     "FormatVersionError",
+    "Lockstep",
+    "LockstepError",
     "MixedRecordingError",
     "NotARecordingError",
     "NotPerturbedError",

@@ -9,6 +9,7 @@
     - FormatVersionError     written by a newer traindiff
   + UnsupportedTensorError   no kernel can summarise this tensor
   + NotPerturbedError        a replica's training ran where it cannot be perturbed
+  + LockstepError            the ranks, or the sides, of a lockstep cannot go on together
 * TraindiffWarning           something could not be observed; the training goes on
 """
 
@@ -29,6 +30,10 @@ class UnsupportedTensorError(TraindiffError):
 
 class NotPerturbedError(TraindiffError):
     """A part of a replica's training ran where it cannot be perturbed, so that its recording measures no noise."""
+
+
+class LockstepError(TraindiffError):
+    """The ranks, or the two sides, of a lockstep cannot go on together; its message says which of them, and why."""
 
 
 class RecordingError(TraindiffError):

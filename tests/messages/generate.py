@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.messages import command_line, comparing, in_tests, reading, recipes, recording, setups, training
+from tests.messages import (
+    command_line,
+    comparing,
+    in_tests,
+    lockstep,
+    reading,
+    recipes,
+    recording,
+    setups,
+    training,
+)
 from tests.messages.provoking import Chapter, said
 
 GOLDEN = Path(__file__).parent / "messages.txt"
@@ -18,6 +28,7 @@ CHAPTERS: Sequence[Chapter] = (
     recipes.chapter,
     setups.chapter,
     in_tests.chapter,
+    lockstep.chapter,
     command_line.chapter,
 )
 

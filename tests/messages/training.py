@@ -64,8 +64,9 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     model = Small()
     with traindiff.record(here / "run", model) as run:
-        assert run._files is not None
-        run._files._data = FullDisk(run._files._data, room=100)  # type: ignore[assignment]
+        assert isinstance(run._writer, BackgroundWriter)
+        files = run._writer._writer
+        files._data = FullDisk(files._data, room=100)  # type: ignore[assignment]
         for _ in range(3):
             model(torch.ones(3, 4)).sum().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -15,7 +15,7 @@ from traindiff.merging.run_steps import RunStep
 from traindiff.merging.step_table import Entry, Key
 from traindiff.merging.updates import Updates
 from traindiff.observation import BOUNDARY, RECOMPUTED, SAMPLE
-from traindiff.recording import Recording
+from traindiff.recording import Run
 from traindiff.steps import StepSelection, parse_steps
 
 Tables = tuple[dict[Key, Entry], dict[Key, Entry]]
@@ -53,7 +53,7 @@ class Side:
         paths: Canonical paths of modules and parameters, under the run's own names.
     """
 
-    def __init__(self, recording: Recording, rename: Rename = str) -> None:
+    def __init__(self, recording: Run, rename: Rename = str) -> None:
         self.recording = recording
         self._rename = rename
         self._updates = Updates()

@@ -1,24 +1,23 @@
-"""Two recordings, step by step, with what both have brought together."""
+"""Two runs, step by step, with what both have brought together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from traindiff.alignment.gradient_stages import with_gradient_stages
 from traindiff.alignment.pairs import Aligned, align
 from traindiff.alignment.presence import Presence
 from traindiff.alignment.side import Side, SideStep, Tables, join, sites_in_order
-from traindiff.alignment.step_pairs import step_pairs
 from traindiff.alignment.unplaced import without_unplaced
 from traindiff.errors import ConfigError, Problem
 from traindiff.findings import Finding
 from traindiff.merging.distance import Pair
 from traindiff.merging.failed_taps import FailedTaps, without_lost
 from traindiff.merging.renames import Rename, Renaming
-from traindiff.merging.run_steps import RunStep, run_steps
+from traindiff.merging.run_steps import RunStep
 from traindiff.merging.tying import copies_elsewhere, ties_of
-from traindiff.recording import Recording
+from traindiff.recording import Run
 from traindiff.site import ROOT
 from traindiff.steps import StepSelection
 
@@ -62,7 +61,7 @@ class AlignedStep:
 
 
 class TwoRuns:
-    """Walks through two recordings in parallel.
+    """Brings together what two runs have of each step; `pair` is called with one step after the other.
 
     Args:
         runs: Baseline and candidate.
@@ -70,7 +69,7 @@ class TwoRuns:
         selection: Steps that are wanted.
 
     Attributes:
-        recordings: Baseline and candidate.
+        runs: Baseline and candidate.
         sides: The two runs, with what they hold.
         presence: What had no counterpart so far.
         failed: Taps that failed in each run.
@@ -82,9 +81,9 @@ class TwoRuns:
         ConfigError: Two of the candidate's paths get one name.
     """
 
-    def __init__(self, runs: tuple[Recording, Recording], rename: Renaming, selection: StepSelection) -> None:
+    def __init__(self, runs: tuple[Run, Run], rename: Renaming, selection: StepSelection) -> None:
         baseline, candidate = runs
-        self.recordings = runs
+        self.runs = runs
         self.sides = (Side(baseline), Side(candidate, rename))
         self.presence = Presence(
             known=(self.sides[0].paths, _renamed(self.sides[1].paths, rename)),
@@ -101,33 +100,35 @@ class TwoRuns:
         self.alone: tuple[list[int], list[int]] = ([], [])
         self._selection = selection
 
-    def each_step(self, visit: Callable[[AlignedStep], None]) -> None:
-        """Call with each step that both runs have, in the baseline's order; only one at a time is in memory."""
-        streams = (run_steps(run, copies) for run, copies in zip(self.recordings, self.copies, strict=True))
-        for both in step_pairs(*streams):
-            baseline, candidate = both
-            if baseline is not None and candidate is not None:
-                self._both(baseline, candidate, visit)
-            else:
-                for side, alone in enumerate(both):
-                    if alone is not None:
-                        self._one(side, alone)
-            for one in both:
-                if one is not None:
-                    one.release()
+    def pair(self, baseline: RunStep | None, candidate: RunStep | None) -> AlignedStep | None:
+        """Bring together one step of both runs. Steps must be given in order: later ones follow from earlier ones.
+
+        Args:
+            baseline: The baseline's; None where only the candidate has it.
+            candidate: The same of the candidate.
+
+        Returns:
+            The step; None where only one run has it, or it is not wanted.
+        """
+        if baseline is not None and candidate is not None:
+            return self._both(baseline, candidate)
+        for side, alone in enumerate((baseline, candidate)):
+            if alone is not None:
+                self._one(side, alone)
+        return None
 
     def _one(self, side: int, step: RunStep) -> None:
         self.sides[side].step(step)  # the next step begins where this one ended
         if step.finished and step.step in self._selection:
             self.alone[side].append(step.step)
 
-    def _both(self, baseline: RunStep, candidate: RunStep, visit: Callable[[AlignedStep], None]) -> None:
+    def _both(self, baseline: RunStep, candidate: RunStep) -> AlignedStep | None:
         steps = baseline, candidate
         for failed, step in zip(self.failed, steps, strict=True):
             failed.see(step.table, step=step.step)
         sides = self.sides[0].step(baseline), self.sides[1].step(candidate)
         if baseline.step not in self._selection:
-            return
+            return None
         tables = self._comparable(join(sides), steps)
         self.compared.append(baseline.step)
         aligned = align(*map(sites_in_order, tables))
@@ -135,11 +136,9 @@ class TwoRuns:
             if step.missing and side.is_pipeline:
                 self.presence.lack_stages.add(number)
         pairs, findings = self.presence.judge(aligned, step=baseline.step)
-        visit(
-            AlignedStep(
-                step=baseline.step, first=len(self.compared) == 1, baseline=baseline, sides=sides, tables=tables,
-                aligned=aligned, pairs=pairs, findings=findings,
-            )
+        return AlignedStep(
+            step=baseline.step, first=len(self.compared) == 1, baseline=baseline, sides=sides, tables=tables,
+            aligned=aligned, pairs=pairs, findings=findings,
         )  # fmt: skip
 
     def _comparable(self, tables: Tables, steps: tuple[RunStep, RunStep]) -> Tables:

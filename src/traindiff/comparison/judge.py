@@ -9,10 +9,9 @@ from traindiff.alignment import exact
 from traindiff.comparison.judged import Judged
 from traindiff.comparison.step_judge import StepInput, StepJudge
 from traindiff.findings import Finding
-from traindiff.floors.calibration import Calibration
 from traindiff.floors.run_floors import RunFloors
 from traindiff.floors.site_floors import SiteFloors
-from traindiff.floors.tolerance import Tolerance
+from traindiff.floors.tolerance import Tolerances
 from traindiff.merging.step_table import Key
 
 LOGGED = "logged"
@@ -39,14 +38,12 @@ class Judge:
 
     def __init__(
         self,
-        tolerance: Tolerance | None,
-        calibration: Calibration,
+        tolerance: Tolerances | None,
         *,
         forced: bool = False,
         coefficients: float = 0.0,
     ) -> None:
         self.judged = Judged(tolerance=tolerance)
-        self._calibration = calibration
         self._forced = forced
         self._found: dict[tuple[Key, str], Finding] = {}
         self._run = RunFloors(coefficients=coefficients)
@@ -75,8 +72,8 @@ class Judge:
             return False
         return finding.phase in ("forward", "backward") or finding.path in self._run.permuted
 
-    def judge(self, given: StepInput) -> None:
-        """Judge a step: extends `findings` and `differences`."""
+    def judge(self, given: StepInput) -> list[Finding]:
+        """Judge a step: extends `findings` and `differences`. Gives the findings of this step alone, in order."""
         self._run.settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
         if given.first:
             self._run.permuted |= exact.permuted_paths(given.pairs)
@@ -88,7 +85,7 @@ class Judge:
             samples=given.samples,
             micro_steps=given.most_micro_steps,
             noise=given.noise,
-            calibration=self._calibration,
+            calibration=given.calibration,
             forced=self._forced,
         )
         if any(finding.kind == "random-state" for finding in given.found):
@@ -110,6 +107,7 @@ class Judge:
             for pair in given.pairs
             if pair.baseline.key.phase in ("forward", "backward", "grad", "optimizer")
         }
+        return found
 
 
 def _key(finding: Finding) -> Key:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from traindiff.alignment.gradient_norms import GRADIENT_NORM
 from traindiff.comparison.verdict import SiteDifference
-from traindiff.floors.tolerance import Tolerance
-from traindiff.merging.distance import Pair, equal_bits
+from traindiff.floors.tolerance import Tolerances
+from traindiff.merging.distance import Pair, difference, equal_bits
 from traindiff.merging.step_table import Key
 
 
@@ -26,7 +27,7 @@ class Judged:
         absent: Paths of parameters that one run does not train, so that what follows needs no further word.
     """
 
-    tolerance: Tolerance | None = None
+    tolerance: Tolerances | None = None
     differences: dict[Key, SiteDifference] = field(default_factory=dict)
     all_equal: bool = True
     previous: dict[Key, Any] = field(default_factory=dict)
@@ -37,7 +38,25 @@ class Judged:
     def floor(self, pair: Pair, floor: float) -> float:
         """The floor of a pair, or what the user's tolerances make of it."""
         counter = pair.baseline.key.slot == "step"
-        return floor if self.tolerance is None or counter else self.tolerance.floor(pair)
+        chosen = None if self.tolerance is None or counter else self.tolerance.floor(pair)
+        return floor if chosen is None else chosen
+
+    @property
+    def judges_parameters(self) -> bool:
+        """Whether parameters themselves are judged after a step."""
+        return self.tolerance is not None and self.tolerance.judges_parameters
+
+    def size(self, pair: Pair) -> float | None:
+        """How far a pair is apart; see `traindiff.merging.distance.difference`."""
+        return math.inf if self.is_broken(pair) else difference(pair)
+
+    def is_broken(self, pair: Pair) -> bool:
+        """Whether there is NaN, or something infinite, where that is a difference in itself."""
+        if self.tolerance is None or not self.tolerance.non_finite_fails:
+            return False
+        activation = pair.baseline.key.phase in ("forward", "backward")
+        counts = ("nan",) if activation else ("nan", "positive_infinity", "negative_infinity")
+        return any(int(entry.summary[name]) for entry in (pair.baseline, pair.candidate) for name in counts)
 
     def note(self, pair: Pair, step: int, size: float, floor: float) -> None:
         """Remember the largest difference of a site."""

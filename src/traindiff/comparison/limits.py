@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from traindiff.alignment.side import Side
 from traindiff.alignment.two_runs import RUNS, TwoRuns
 from traindiff.findings.sentences import more_text, ranks_text
-from traindiff.recording import Recording
+from traindiff.recording import Run
 from traindiff.site import label
 from traindiff.tap_registry import NOT_BY_DEFAULT
 
@@ -31,7 +31,7 @@ def hints(runs: TwoRuns) -> list[str]:
 
 def _endings(runs: TwoRuns) -> Iterator[str]:
     """How ranks ended whose recording was not closed."""
-    for name, run in zip(RUNS, runs.recordings, strict=True):
+    for name, run in zip(RUNS, runs.runs, strict=True):
         yield from (f"{name}: {status.says}" for rank in run.ranks if (status := run.status(rank)).says)
 
 
@@ -41,14 +41,14 @@ def _failures(runs: TwoRuns) -> Iterator[str]:
 
 
 def _missing_ranks(runs: TwoRuns) -> Iterator[str]:
-    for name, run, side in zip(RUNS, runs.recordings, runs.sides, strict=True):
+    for name, run, side in zip(RUNS, runs.runs, runs.sides, strict=True):
         if run.missing_ranks:
             ranks = ranks_text(run.missing_ranks, capital=False)
             left = "left no recording" if len(run.missing_ranks) == 1 else "left no recordings"
             yield f"{name}: {ranks} {left}.{_lost_stages(run, side)}"
 
 
-def _lost_stages(run: Recording, side: Side) -> str:
+def _lost_stages(run: Run, side: Side) -> str:
     """What of a pipeline only ranks have that left no recording."""
     here = {stage for rank in run.ranks for stage in side.stages_of(rank)}
     stages = sorted({stage for rank in run.missing_ranks for stage in side.stages_of(rank)} - here)
@@ -83,7 +83,7 @@ def _nothing_in_common(runs: TwoRuns) -> str:
             f"The optimizers have other names: {names[0]} in the baseline, {names[1]} in the candidate. Steps "
             "are counted per optimizer; record both runs with the same names: optimizer={NAME: optimizer}."
         )
-    for name, run, steps in zip(RUNS, runs.recordings, runs.alone, strict=True):
+    for name, run, steps in zip(RUNS, runs.runs, runs.alone, strict=True):
         if not steps:
             return (
                 f"The {name} ({run.path}) has no finished step among those asked for. Record it until the optimizer "

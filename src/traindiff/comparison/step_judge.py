@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from traindiff.alignment import exact
@@ -15,6 +15,7 @@ from traindiff.comparison.factors import factor_meaning, factor_text
 from traindiff.comparison.judged import Judged
 from traindiff.findings import Finding
 from traindiff.findings.sentences import ranks_text
+from traindiff.floors.calibration import Calibration
 from traindiff.floors.gradients import common_factor
 from traindiff.floors.replicas import StepNoise
 from traindiff.floors.site_floors import SiteFloors
@@ -22,7 +23,7 @@ from traindiff.merging.distance import Pair, best_fit, difference, equal_bits, r
 from traindiff.merging.finding_at import finding_at
 from traindiff.merging.samples import Samples
 from traindiff.merging.step_table import Key, only_rank
-from traindiff.summary import norm
+from traindiff.summary import nonfinite_count, norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class StepInput:
         samples: Elements in the baseline's batch.
         batches: The single samples of both runs' batches.
         noise: What replicas of the baseline differ by in this step; None without them.
+        calibration: What replicas say in general; nothing without them.
         factors: Factors of which something is known, and what to say of them.
         clipped: The same of gradients only.
     """
@@ -58,6 +60,7 @@ class StepInput:
     samples: int
     batches: tuple[Samples, Samples] = ({}, {})
     noise: StepNoise | None = None
+    calibration: Calibration = field(default_factory=Calibration)
     factors: tuple[tuple[float, str], ...] = ()
     clipped: tuple[tuple[float, str], ...] = ()
 
@@ -101,13 +104,13 @@ class StepJudge:
             return self._batch(pair)
         if key.phase == "param" and key.stage == "before":
             return self._initial(pair)
-        size = difference(pair)
+        size = self._judged.size(pair)
         if size is None:
             return self._whole_numbers(pair)
         if self._is_turned(pair):
             self._turned(pair)
             return None
-        if key.phase == "param" and key.slot == "value":
+        if key.phase == "param" and key.slot == "value" and not self._judged.judges_parameters:
             return None  # it follows from the one before the step, and from the update
         floor = self._floors.of(pair)
         self._floors.saw(pair, size)
@@ -126,6 +129,8 @@ class StepJudge:
         if not self._given.first or pair.baseline.key.slot != "value":
             return None
         self._judged.note(pair, self._given.step, difference(pair) or 0.0, 0.0)
+        if self._judged.judges_parameters and (difference(pair) or 0.0) <= self._judged.floor(pair, 0.0):
+            return None
         return exact.check_initial_parameter(pair, step=self._given.step)
 
     def _whole_numbers(self, pair: Pair) -> Finding | None:
@@ -162,9 +167,9 @@ class StepJudge:
         found: list[Finding] = []
         seen: list[tuple[Pair, float]] = []
         for pair in pairs:
-            whole = difference(pair)
+            whole = self._judged.size(pair)
             judged = pair if factor is None else rescaled(pair, factor)
-            size = difference(judged)
+            size = self._judged.size(judged)
             if whole is None or size is None:
                 continue
             seen.append((pair, max(whole, size)))
@@ -242,6 +247,8 @@ class StepJudge:
         if baseline.shape != candidate.shape:
             says = f"The shape is {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate."
             return Diagnosis(kind="shape", says=says)
+        if self._judged.is_broken(pair) and difference(pair) != math.inf:
+            return Diagnosis(kind="non-finite", says=_says_of_both(pair))
         summed = baseline.key.phase == "grad" and baseline.key.stage in ("", "reduced", "unscaled")
         return diagnose(
             Case(
@@ -252,3 +259,10 @@ class StepJudge:
                 factors=self._factors(pair),
             )
         )  # fmt: skip
+
+
+def _says_of_both(pair: Pair) -> str:
+    """What is not finite in both runs, at the same places."""
+    count = int(nonfinite_count(pair.candidate.summary))
+    of_all = f"{count} of {int(pair.candidate.summary['count'])} elements"
+    return f"{of_all} {'is' if count == 1 else 'are'} NaN or infinite, at the same places in both runs."

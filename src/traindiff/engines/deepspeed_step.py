@@ -168,7 +168,8 @@ class EngineOptimizerTap(OptimizerTap):
         for held in self._engine.held:
             yield held.group, held.tensor, held.pieces
 
-    def _state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        """See `OptimizerTap`."""
         found: list[Mapping[str, Any]] = [one.state[parameter] for one in self._engine.inner if parameter in one.state]
         if not found or not self._counts_by_group:
             return found[0] if found else {}

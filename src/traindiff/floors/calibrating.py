@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from traindiff.alignment.exact import check_batch, check_initial_parameter, check_random_state
 from traindiff.alignment.hyper_parameters import check_hyper_parameters
 from traindiff.alignment.side import Side, SideStep
+from traindiff.alignment.step_pairs import StepsOnDemand
 from traindiff.errors import ConfigError, Problem
 from traindiff.findings import Finding
 from traindiff.floors.adaptive import adaptive_parameters, is_quotient
 from traindiff.floors.calibration import Calibration, NoiseRecording
 from traindiff.floors.gradients import summed_rows, terms_by_module
 from traindiff.floors.measured import FEW, basis
-from traindiff.floors.replicas import Replicas, is_measured, made_as, noise_of
+from traindiff.floors.replicas import NoiseRun, Replicas, StepNoise, is_measured, made_as, noise_of, step_noise
 from traindiff.merging.distance import Pair
-from traindiff.merging.run_steps import run_steps
+from traindiff.merging.run_steps import RunStep, run_steps
 from traindiff.merging.step_table import Entry, Key
 from traindiff.observation import ITSELF, NO_REPLICA
-from traindiff.recording import Recording
+from traindiff.recording import Recording, Run
 from traindiff.rounding import UNIT_ROUNDOFF
 from traindiff.steps import StepSelection
 from traindiff.summary import finite_count, norm
@@ -43,42 +44,121 @@ def calibrate(baseline: Recording, recordings: Sequence[Recording], selection: S
     Raises:
         ConfigError: A recording is of another training.
     """
-    replicas = Replicas(recordings)
+    calibrating = Calibrating(baseline, following(recordings))
     side = Side(baseline)
-    seen = [_Seen(made_as(recording)) for recording in recordings]
-    constants: dict[str, float] = {}
-    covered: set[tuple[str, int]] = set()
-    parameters: OwnedParameters = {}
     for number, run_step in enumerate(run_steps(baseline)):
         step = side.step(run_step)
-        if run_step.step not in selection:
-            continue
+        if run_step.step in selection:
+            calibrating.see(run_step, step, first=number == 0)
+    calibrating.refuse_what_does_not_align()
+    return calibrating.calibration()
+
+
+def following(recordings: Sequence[Recording]) -> list[NoiseRun]:
+    """Noise recordings, each with its steps, from the first on."""
+    return [(recording, StepsOnDemand(run_steps(recording))) for recording in recordings]
+
+
+class Calibrating:
+    """What replicas say about the noise of a baseline, as they follow it step by step.
+
+    Args:
+        baseline: The run.
+        noise: Further correct runs of the same training, and their steps.
+    """
+
+    def __init__(self, baseline: Run, noise: Sequence[NoiseRun]) -> None:
+        self._baseline = baseline
+        self._groups = Side(baseline).groups
+        self._runs = [run for run, _ in noise]
+        self._replicas = Replicas(noise)
+        self._seen = [_Seen(made_as(run)) for run in self._runs]
+        self._constants: dict[str, float] = {}
+        self._covered: set[tuple[str, int]] = set()
+        self._parameters: OwnedParameters = {}
+
+    def see(self, run_step: RunStep, step: SideStep, *, first: bool) -> StepNoise:
+        """Hold the replicas against each other in one step of the baseline; steps must be given in order.
+
+        Args:
+            run_step: The step.
+            step: What the baseline has of it.
+            first: Whether it is the first that the baseline has.
+
+        Returns:
+            Distances of those that differ from the baseline at all, so far.
+
+        Raises:
+            ConfigError: A recording is of another training.
+        """
         distances: dict[Key, list[tuple[int, float, Pair]]] = {}
-        for index, (own, pairs) in enumerate(replicas.pairs(run_step, step)):
+        of_runs: list[list[Pair]] = []
+        for index, (own, pairs) in enumerate(self._replicas.pairs(run_step, step)):
+            of_runs.append(pairs)
             if own is None:
                 continue
-            _refuse_another_training(replicas.sides[index], (side, step, own, pairs), run_step.step, first=number == 0)
-            covered.add((run_step.optimizer, run_step.step))
-            seen[index].partial = seen[index].partial or _partial(own)
-            seen[index].aligned += len(pairs)
+            self._refuse_another_training(index, (step, own, pairs), run_step.step, first=first)
+            self._covered.add((run_step.optimizer, run_step.step))
+            seen = self._seen[index]
+            seen.partial = seen.partial or _partial(own)
+            seen.aligned += len(pairs)
             for pair in pairs:
                 if is_measured(pair.baseline.key):
                     size = noise_of(pair)
-                    seen[index].note(pair.baseline.key, run_step.step, size)
+                    seen.note(pair.baseline.key, run_step.step, size)
                     distances.setdefault(pair.baseline.key, []).append((index, size, pair))
-        _hold_out(distances, step.before, parameters, constants)
-        parameters = _owned_parameters(distances)
-    _refuse_what_does_not_align(recordings, [one.aligned for one in seen])
-    repeated = [one.largest for one in seen if not one.replica and one.largest is not None]
-    return Calibration(
-        recordings=tuple(
-            NoiseRecording(path=recording.path, replica=one.replica, differs=one.differs, partial=one.partial)
-            for recording, one in zip(recordings, seen, strict=True)
-        ),
-        constants=constants,
-        own=max(repeated, key=lambda found: found[0], default=None),
-        covered=frozenset(covered),
-    )
+        _hold_out(distances, step.before, self._parameters, self._constants)
+        self._parameters = _owned_parameters(distances)
+        return step_noise(pairs for pairs, seen in zip(of_runs, self._seen, strict=True) if seen.differs)
+
+    def calibration(self) -> Calibration:
+        """What the steps so far have shown."""
+        repeated = [one.largest for one in self._seen if not one.replica and one.largest is not None]
+        return Calibration(
+            recordings=tuple(
+                NoiseRecording(path=run.path, replica=one.replica, differs=one.differs, partial=one.partial)
+                for run, one in zip(self._runs, self._seen, strict=True)
+            ),
+            constants=dict(self._constants),
+            own=max(repeated, key=lambda found: found[0], default=None),
+            covered=frozenset(self._covered),
+        )
+
+    def refuse_what_does_not_align(self) -> None:
+        """Raise `ConfigError` where a recording has nothing in common with the baseline."""
+        problems = [
+            Problem(
+                where=f"noise {run.path}",
+                what="has no step and site in common with the baseline.",
+                fix="Record it with the baseline's script, over the same steps.",
+            )
+            for run, one in zip(self._runs, self._seen, strict=True)
+            if not one.aligned
+        ]
+        if problems:
+            raise ConfigError("compare(noise=...)", problems, consequence="nothing was compared")
+
+    def _refuse_another_training(
+        self, index: int, compared: tuple[SideStep, SideStep, Sequence[Pair]], step: int, *, first: bool
+    ) -> None:
+        expected, actual, pairs = compared
+        side = self._replicas.sides[index]
+        tables = expected.table, actual.table
+        found: list[Finding] = [*check_random_state(*tables, step=step)]
+        found += check_hyper_parameters((tables[0], self._groups), (tables[1], side.groups), step=step)
+        for pair in pairs:
+            if pair.baseline.key.phase == "batch":
+                found += filter(None, [check_batch(pair, step=step)])
+            elif first and pair.baseline.key[:2] == ("param", "before") and pair.baseline.key.slot == "value":
+                found += filter(None, [check_initial_parameter(pair, step=step)])
+        if found:
+            problem = Problem(
+                where=f"noise {side.recording.path}",
+                what=f"is no other run of the baseline's training. In step {step}: {found[0].says}",
+                fix="Record it with the baseline's script, seed and data, and record(replica=...) or nothing else "
+                "changed.",
+            )
+            raise ConfigError("compare(noise=...)", [problem], consequence="nothing was compared")
 
 
 @dataclass(slots=True)
@@ -160,38 +240,3 @@ def _storage(pair: Pair, before: Mapping[str, Entry]) -> float:
         return 0.0
     size = float(norm(pair.baseline.summary))
     return float(norm(before[key.path].summary)) / size if size else math.inf
-
-
-def _refuse_another_training(
-    side: Side, compared: tuple[Side, SideStep, SideStep, Sequence[Pair]], step: int, *, first: bool
-) -> None:
-    baseline, expected, actual, pairs = compared
-    tables = expected.table, actual.table
-    found: list[Finding] = [*check_random_state(*tables, step=step)]
-    found += check_hyper_parameters((tables[0], baseline.groups), (tables[1], side.groups), step=step)
-    for pair in pairs:
-        if pair.baseline.key.phase == "batch":
-            found += filter(None, [check_batch(pair, step=step)])
-        elif first and pair.baseline.key[:2] == ("param", "before") and pair.baseline.key.slot == "value":
-            found += filter(None, [check_initial_parameter(pair, step=step)])
-    if found:
-        problem = Problem(
-            where=f"noise {side.recording.path}",
-            what=f"is no other run of the baseline's training. In step {step}: {found[0].says}",
-            fix="Record it with the baseline's script, seed and data, and record(replica=...) or nothing else changed.",
-        )
-        raise ConfigError("compare(noise=...)", [problem], consequence="nothing was compared")
-
-
-def _refuse_what_does_not_align(recordings: Sequence[Recording], aligned: Sequence[int]) -> None:
-    problems = [
-        Problem(
-            where=f"noise {recording.path}",
-            what="has no step and site in common with the baseline.",
-            fix="Record it with the baseline's script, over the same steps.",
-        )
-        for recording, number in zip(recordings, aligned, strict=True)
-        if not number
-    ]
-    if problems:
-        raise ConfigError("compare(noise=...)", problems, consequence="nothing was compared")

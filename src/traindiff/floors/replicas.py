@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from traindiff.alignment.gradient_norms import gradient_norms
 from traindiff.alignment.pairs import align
 from traindiff.alignment.side import Side, SideStep, join, sites_in_order
-from traindiff.alignment.step_pairs import StepsOnDemand
 from traindiff.merging.distance import Pair, difference
-from traindiff.merging.run_steps import RunStep, run_steps
+from traindiff.merging.run_steps import RunStep
 from traindiff.merging.step_table import Key
-from traindiff.recording import Recording
+from traindiff.recording import Run
 
 UNMEASURED = ("batch", "rng")
 """Phases and paths that are compared bit by bit, or not at all."""
@@ -22,17 +22,28 @@ StepNoise = Mapping[Key, tuple[float, ...]]
 """By site: relative L2 difference of each replica that has it from the baseline. inf: whole numbers that differ."""
 
 
-def made_as(recording: Recording) -> str:
+def made_as(recording: Run) -> str:
     """How a noise recording was made, e.g. `ulp:1`; empty for a run that was simply repeated."""
     return str(recording.run["settings"].get("replica") or "")
+
+
+class FollowingSteps(Protocol):
+    """The steps of a run that follows another one."""
+
+    def until(self, optimizer: str, step: int) -> Iterable[RunStep]:
+        """The steps up to and with this one that were not given yet, in ascending order per optimizer."""
+
+
+NoiseRun = tuple[Run, FollowingSteps]
+"""One of the further correct runs of the baseline's training, and its steps."""
 
 
 class Replicas:
     """The noise recordings, as they follow the baseline through its steps."""
 
-    def __init__(self, recordings: Sequence[Recording]) -> None:
-        self.sides = [Side(recording) for recording in recordings]
-        self._streams = [StepsOnDemand(run_steps(recording)) for recording in recordings]
+    def __init__(self, runs: Sequence[NoiseRun]) -> None:
+        self.sides = [Side(run) for run, _ in runs]
+        self._streams = [steps for _, steps in runs]
 
     def pairs(self, baseline: RunStep, step: SideStep) -> Iterator[tuple[SideStep | None, list[Pair]]]:
         """Per noise recording: its own step and that brought together with the baseline's; None if it has none."""
@@ -45,13 +56,22 @@ class Replicas:
 
     def noise(self, baseline: RunStep, step: SideStep) -> StepNoise:
         """Distances from the baseline in one step."""
-        noise: dict[Key, tuple[float, ...]] = {}
-        for _, pairs in self.pairs(baseline, step):
-            for pair in pairs:
-                key = pair.baseline.key
-                if is_measured(key):
-                    noise[key] = (*noise.get(key, ()), noise_of(pair))
-        return noise
+        return step_noise(pairs for _, pairs in self.pairs(baseline, step))
+
+
+def step_noise(of_runs: Iterable[Sequence[Pair]]) -> StepNoise:
+    """Distances from the baseline in one step.
+
+    Args:
+        of_runs: Per noise recording: its step brought together with the baseline's.
+    """
+    noise: dict[Key, tuple[float, ...]] = {}
+    for pairs in of_runs:
+        for pair in pairs:
+            key = pair.baseline.key
+            if is_measured(key):
+                noise[key] = (*noise.get(key, ()), noise_of(pair))
+    return noise
 
 
 def _pairs(baseline: SideStep, replica: SideStep) -> list[Pair]:

@@ -3,11 +3,53 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from traindiff.errors import ConfigError, Problem
 from traindiff.merging.distance import Pair
 from traindiff.summary import norm
+
+
+class Tolerances(Protocol):
+    """What the user set in place of floors."""
+
+    @property
+    def judges_parameters(self) -> bool:
+        """Whether parameters themselves are judged after a step, and not what the step did to them."""
+
+    @property
+    def non_finite_fails(self) -> bool:
+        """Whether NaN and infinities are a difference also where both runs have them at the same places."""
+
+    def floor(self, pair: Pair) -> float | None:
+        """The largest relative difference that is no finding; None where floors decide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TolerancesByPhase:
+    """Relative tolerances of some phases; where there is none, floors decide.
+
+    NaN and infinities are a difference, also where both runs have them. Of activations that is said of NaN alone: masks
+    are infinite on purpose.
+    """
+
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def judges_parameters(self) -> bool:
+        """See `Tolerances`."""
+        return "param" in self.phases
+
+    @property
+    def non_finite_fails(self) -> bool:
+        """See `Tolerances`."""
+        return True
+
+    def floor(self, pair: Pair) -> float | None:
+        """See `Tolerances`."""
+        return self.phases.get(pair.baseline.key.phase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +58,16 @@ class Tolerance:
 
     rtol: float
     atol: float
+
+    @property
+    def judges_parameters(self) -> bool:
+        """See `Tolerances`: that follows from the parameters before, and from the update."""
+        return False
+
+    @property
+    def non_finite_fails(self) -> bool:
+        """See `Tolerances`."""
+        return False
 
     def floor(self, pair: Pair) -> float:
         """The same, relative to the baseline's norm."""

@@ -12,7 +12,7 @@ from traindiff.findings.sentences import ranks_text
 from traindiff.health.verdict import Verdict
 from traindiff.merging.failed_taps import FailedTaps, without_lost
 from traindiff.merging.run_steps import run_steps
-from traindiff.recording import Recording, open_recording
+from traindiff.recording import Run, open_recording
 from traindiff.rules import RULES, run_facts
 from traindiff.rules.run_judge import RunJudge
 from traindiff.steps import StepSelection, parse_steps
@@ -92,12 +92,12 @@ def check(
     )
 
 
-def _endings(run: Recording) -> list[str]:
+def _endings(run: Run) -> list[str]:
     """How ranks ended whose recording was not closed; all finished steps of them are checked."""
     return [status.says for rank in run.ranks if (status := run.status(rank)).says]
 
 
-def _missing(run: Recording, missing: dict[int, int]) -> list[str]:
+def _missing(run: Run, missing: dict[int, int]) -> list[str]:
     """What ranks that are missing, or end earlier than others, leave open."""
     notes = []
     if run.missing_ranks:

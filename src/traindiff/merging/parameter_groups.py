@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from traindiff.merging.renames import Rename
-from traindiff.recording import Recording
+from traindiff.recording import Run
 
 Numbers = Mapping[int, Mapping[tuple[str, int], int]]
 """By rank: the number of a group in the whole model, by optimizer and the number that it has there."""
 
 
-def group_numbers(recording: Recording) -> Numbers:
+def group_numbers(recording: Run) -> Numbers:
     """Numbers of groups where the ranks of a pipeline have not all as many; empty where they do.
 
     As many groups on all ranks are taken for the same ones. Else, whether group 0 of one rank is group 0 of another is
@@ -49,7 +49,7 @@ Groups = Mapping[str, list[list[str]]]
 """Parameters of each group of each optimizer, by the optimizer's name; from `rank.json`."""
 
 
-def parameter_groups(recording: Recording, rename: Rename) -> Groups:
+def parameter_groups(recording: Run, rename: Rename) -> Groups:
     """Parameters of each group, of all ranks: those of a pipeline have some each."""
     numbers = group_numbers(recording)
     found: dict[str, dict[int, list[str]]] = {}

@@ -1,14 +1,14 @@
-"""Walk through one recording step by step, with one step of all its ranks in memory."""
+"""One run step by step, merged over its ranks, with one step of all of them in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from traindiff.merging.parameter_groups import group_numbers, group_paths
 from traindiff.merging.step_table import Entry, Key, Part, step_table
 from traindiff.merging.tying import NO_COPIES, Copies, under_one_name
-from traindiff.recording import Recording, StepObservations
+from traindiff.recording import Recording, Run, StepObservations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,34 @@ class RunStep:
         self.table.clear()
 
 
+class StepMerger:
+    """Merges the steps of a run over its ranks, one after the other.
+
+    Args:
+        run: The run.
+        copies: Parameters that are filed under other names, by rank.
+    """
+
+    def __init__(self, run: Run, copies: Copies = NO_COPIES) -> None:
+        own = group_paths(group_numbers(run))
+        self._names = {rank: {**own.get(rank, {}), **copies.get(rank, {})} for rank in {*own, *copies}}
+        self._ranks = range(run.world_size)
+        # Settings of the optimizer are there whenever it was called; without them, what earlier steps had tells.
+        self._called = "optimizer" in run.run["settings"].get("observe", ())
+        self._shows_calls: set[str] = set()
+
+    def merged(self, of_ranks: Sequence[StepObservations]) -> RunStep:
+        """One step, from what each rank has recorded of it; at least one has."""
+        optimizer, step = of_ranks[0].optimizer, of_ranks[0].step
+        table = step_table(_parts(of_ranks, self._names))
+        shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
+        finished = shown or not (self._called or optimizer in self._shows_calls)
+        if shown:
+            self._shows_calls.add(optimizer)
+        missing = tuple(sorted({*self._ranks} - {one.rank for one in of_ranks}))
+        return RunStep(optimizer=optimizer, step=step, table=table, finished=finished, missing=missing)
+
+
 def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunStep]:
     """Steps of a recording in the order in which they were taken.
 
@@ -41,35 +69,27 @@ def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunS
         recording: The run.
         copies: Parameters that are filed under other names, by rank.
     """
-    own = group_paths(group_numbers(recording))
-    names = {rank: {**own.get(rank, {}), **copies.get(rank, {})} for rank in {*own, *copies}}
+    merger = StepMerger(recording, copies)
     streams = {rank: recording.steps(rank) for rank in recording.ranks}
     heads = {rank: head for rank, stream in streams.items() if (head := next(stream, None)) is not None}
-    # Settings of the optimizer are there whenever it was called; without them, what earlier steps had tells.
-    called = "optimizer" in recording.run["settings"].get("observe", ())
-    shows_calls: set[str] = set()
     while heads:
         first = heads[min(heads)]
         # The rank may have begun later than others.
         lead = min((head for head in heads.values() if head.optimizer == first.optimizer), key=lambda head: head.step)
         here = [head for head in heads.values() if (head.optimizer, head.step) == (lead.optimizer, lead.step)]
-        table = step_table(_parts(here, names))
-        shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
-        finished = shown or not (called or lead.optimizer in shows_calls)
-        if shown:
-            shows_calls.add(lead.optimizer)
-        missing = tuple(sorted({*range(recording.world_size)} - {head.rank for head in here}))
+        merged = merger.merged(here)
         ranks = [head.rank for head in here]
         here.clear()
-        yield RunStep(optimizer=lead.optimizer, step=lead.step, table=table, finished=finished, missing=missing)
-        del first, lead, table
+        del first, lead
+        yield merged
+        del merged
         for rank in ranks:
             del heads[rank]  # before the next one is read
             if (following := next(streams[rank], None)) is not None:
                 heads[rank] = following
 
 
-def _parts(steps: list[StepObservations], copies: Copies) -> Iterator[Part]:
+def _parts(steps: Sequence[StepObservations], copies: Copies) -> Iterator[Part]:
     for step in steps:
         if step.rank in copies:
             yield from under_one_name(step, copies[step.rank])

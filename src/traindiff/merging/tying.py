@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from traindiff.merging.renames import Rename
 from traindiff.merging.step_table import Part
-from traindiff.recording import Recording, StepObservations
+from traindiff.recording import Run, StepObservations
 
 Copies = Mapping[int, Mapping[str, str]]
 """By rank: the name under which a parameter is filed by each name that it has there."""
@@ -21,7 +21,7 @@ _FURTHER_TERMS = 1 << 16
 """Added to the terms that a rank has of a sum under another name: more than there are ranks, so none is a copy."""
 
 
-def ties_of(recording: Recording, rename: Rename = str) -> dict[str, str]:
+def ties_of(recording: Run, rename: Rename = str) -> dict[str, str]:
     """Name under which a tied parameter is filed by each of its further names, on any rank."""
     return {
         rename(other): rename(path)
@@ -30,7 +30,7 @@ def ties_of(recording: Recording, rename: Rename = str) -> dict[str, str]:
     }
 
 
-def copies_elsewhere(recording: Recording, ties: Mapping[str, str], rename: Rename = str) -> Copies:
+def copies_elsewhere(recording: Run, ties: Mapping[str, str], rename: Rename = str) -> Copies:
     """Parameters of a run which the other run ties to one that this run holds on other ranks.
 
     Args:

@@ -9,7 +9,7 @@ from traindiff.findings import Finding
 from traindiff.merging.parameter_groups import Groups, parameter_groups
 from traindiff.merging.renames import Rename
 from traindiff.merging.step_table import Entry, Key
-from traindiff.recording import Recording
+from traindiff.recording import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class RunFacts:
     held_in: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
-def run_facts(recording: Recording, rename: Rename = str) -> RunFacts:
+def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
     """What does not change during a run.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib import import_module
@@ -111,6 +111,11 @@ class Attachment:
     def settle(self) -> None:
         """End the steps of optimizers that ran in compiled code, which has returned by now."""
         self._optimizers.settle()
+
+    @property
+    def followed(self) -> Mapping[str, OptimizerTap]:
+        """The taps of the optimizers that are followed, by name."""
+        return self._optimizers.taps
 
     def describe(self) -> dict[str, Any]:
         """Names, shapes and dtypes of what is observed, for `rank.json`."""

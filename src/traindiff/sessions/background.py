@@ -60,6 +60,14 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._run, name="traindiff writer", daemon=True)
         self._thread.start()
 
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """Write or replace `run.json` at once, if this is rank 0."""
+        self._writer.write_run(run)
+
+    def write_rank(self, content: Mapping[str, Any]) -> None:
+        """Write or replace `rank.json` at once."""
+        self._writer.write_rank(content)
+
     def write_step(
         self, observations: Sequence[Observation], summaries: Sequence[Any], details: Mapping[int, Detail] = NO_DETAILS
     ) -> None:

@@ -68,6 +68,9 @@ class Containment:
         strict: Raise errors instead.
         report: Called once per disabled tap with its name and the error in one line.
         around: Makes a context for each hook to run in.
+
+    Attributes:
+        paused: No hook is run but those that clean up: another training is running, beside the one that is observed.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Containment:
         self._around = around
         self._report = report
         self._disabled: set[str] = set()
+        self.paused = False
         run_as_it_is(_Guard.__call__, callees=True)
 
     def guarded(self, tap: str, hook: Callable[..., None], *, always: bool = False) -> Callable[..., Any]:
@@ -99,7 +103,7 @@ class Containment:
 
     def run(self, tap: str, hook: Callable[[], Any], *, always: bool) -> Any:
         """Call `hook`, unless its tap is disabled; gives what it returns, or None."""
-        if tap in self._disabled and not always:
+        if (self.paused or tap in self._disabled) and not always:
             return None
         try:
             with self._around():

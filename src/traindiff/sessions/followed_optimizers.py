@@ -34,6 +34,9 @@ class FollowedOptimizers:
         taps: Filled with the tap of each optimizer that is followed, by its name.
         on_step: Called with an optimizer's name when a step of it has ended and was observed.
         on_discovery: Called when an optimizer was found.
+
+    Attributes:
+        taps: The tap of each optimizer that is followed, by its name.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class FollowedOptimizers:
     ) -> None:
         self._context = context
         self._targets = targets
-        self._taps = taps
+        self.taps = taps
         self._on_step = on_step
         self._on_discovery = on_discovery
         self._discovered = ExitStack()
@@ -65,14 +68,14 @@ class FollowedOptimizers:
 
     def settle(self) -> None:
         """End the steps of optimizers that ran in compiled code, which has returned by now."""
-        for tap in self._taps.values():
+        for tap in self.taps.values():
             tap.settle()
 
     def describe(self) -> list[dict[str, Any]]:
         """Names, types and groups of parameters, for `rank.json`."""
         return [
             {"name": name, "type": type(tap.optimizer).__qualname__, "groups": tap.groups()}
-            for name, tap in self._taps.items()
+            for name, tap in self.taps.items()
         ]
 
     def _follow(self, name: str, optimizer: Optimizer | EngineOptimizer) -> ExitStack:
@@ -80,13 +83,13 @@ class FollowedOptimizers:
         replayed = "replay" in context.observe
         if isinstance(optimizer, EngineOptimizer):
             engine_tap = EngineOptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
-            self._taps[name] = engine_tap
+            self.taps[name] = engine_tap
             attach = engine_tap.attach
             for one in engine_tap.replays() if replayed else ():
                 attach = partial(one.attach, around=attach)
             return attach()
         tap = OptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
-        self._taps[name] = tap
+        self.taps[name] = tap
         if not replayed:
             return tap.attach()
         replay = OptimizerReplayTap(
@@ -100,7 +103,7 @@ class FollowedOptimizers:
             yield number, parameter, self._targets.layout.ranges_of(parameter, pieces)
 
     def _discover(self, optimizer: Optimizer) -> None:
-        name = f"optimizer[{len(self._taps)}]" if self._taps else "optimizer"
+        name = f"optimizer[{len(self.taps)}]" if self.taps else "optimizer"
         self._discovered.enter_context(self._follow(name, optimizer))
         self._on_discovery()
 

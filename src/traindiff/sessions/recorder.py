@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -18,23 +18,34 @@ from traindiff.engines.pipeline import Pipeline, find_pipeline
 from traindiff.engines.registry import ENGINES
 from traindiff.errors import ConfigError, Problem
 from traindiff.observation import ITSELF, NO_REPLICA, TAP_FAILED, Merge, Observation
-from traindiff.recording import RecordingWriter
 from traindiff.replicas.replica import NAME as REPLICA
 from traindiff.replicas.replica import Replica
 from traindiff.sessions.attachment import Attachment
-from traindiff.sessions.background import BackgroundWriter
 from traindiff.sessions.containment import Containment
 from traindiff.sessions.environment import describe
 from traindiff.sessions.forced import ForcedValues
 from traindiff.sessions.observations import Observations
+from traindiff.sessions.step_writer import OpenWriter, StepWriter, on_disk
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.taps.numbers import as_tensor
+from traindiff.taps.optimizer_step import OptimizerTap
 from traindiff.taps.progress import Progress
 
 
 class Recorder:
     """A recording in progress. Made by `traindiff.record`; ended by `close` or its `with` block.
+
+    Args:
+        path: Directory to write, or what the run is called.
+        targets: What is observed.
+        settings: How.
+        overwrite: Replace a recording that is already at `path`.
+        replica: Perturbs the training, where that is wanted.
+        forced: What is put in place of what was observed, if anything.
+        recipe: Name of the recipe that has prepared the training.
+        open_writer: Makes what takes the steps; left out, they go to a recording at `path`.
+        before_every_step: Record parameters before each step, not only where the step before was not recorded.
 
     Attributes:
         path: Directory that is being written.
@@ -50,6 +61,8 @@ class Recorder:
         replica: Replica | None = None,
         forced: ForcedValues | None = None,
         recipe: str | None = None,
+        open_writer: OpenWriter | None = None,
+        before_every_step: bool = False,
         last_seen: Callable[[Observation], None] | None = None,
     ) -> None:
         self.path = path
@@ -75,8 +88,7 @@ class Recorder:
             forced=forced,
             last_seen=last_seen,
         )
-        self._files: RecordingWriter | None = None
-        self._writer: BackgroundWriter | None = None
+        self._writer: StepWriter | None = None
         self._attachment: Attachment | None = None
         self._undo = ExitStack()
         rank, world_size = _rank_and_world_size()
@@ -91,18 +103,13 @@ class Recorder:
             "recipe": recipe,
             **describe(),
         }
-        self._files = RecordingWriter(
-            path,
-            run=self._run,
-            rank=rank,
-            world_size=world_size,
-            overwrite=overwrite,
-        )
-        self._writer = writer = BackgroundWriter(self._files)
+        open_writer = open_writer or on_disk(path, overwrite=overwrite)
+        self._writer = writer = open_writer(self._run, rank, world_size)
         with ExitStack() as undo:
             undo.callback(self._containment.guarded("writer", writer.close, always=True))
             self._attachment = Attachment(
-                targets, settings, self._observations, replica=replica, before_every_step=forced is not None,
+                targets, settings, self._observations, replica=replica,
+                before_every_step=before_every_step or forced is not None,
                 on_step=self._end_step, on_discovery=self._write_rank, on_schedule=self._follow_pipeline,
             )  # fmt: skip
             undo.callback(self._attachment.close)
@@ -153,12 +160,32 @@ class Recorder:
             raise ConfigError("log(...)", [problem], consequence="the value was not recorded")
         self._containment.guarded("log", self._log)(name, value, merge, weight)
 
+    @property
+    def followed(self) -> Mapping[str, OptimizerTap]:
+        """The taps of the optimizers that are followed, by name; none when the recording has ended."""
+        return {} if self._attachment is None else self._attachment.followed
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Have only what happens inside this block observed, from the first such block on.
+
+        A training beside this one calls the same functions of torch: what it does belongs to none of this one's steps.
+        """
+        self._containment.paused = False
+        try:
+            yield
+            if self._attachment is not None:
+                self._attachment.settle()
+        finally:
+            self._containment.paused = True
+
     def write(self) -> None:
         """Write what was logged since the step ended, which otherwise waits for the step that follows."""
         self._containment.guarded("writer", self._write)()
 
     def close(self) -> None:
         """Remove every tap, complete the files and let go of the model. Later calls do nothing."""
+        self._containment.paused = False
         undo, self._undo = self._undo, ExitStack()
         with undo:
             if self._attachment is not None:
@@ -167,7 +194,7 @@ class Recorder:
             self._containment.guarded("writer", self._write)()
             if self._forced is not None:  # only now is it known what could not be
                 self._containment.guarded("writer", self._write_rank)()
-        self._writer = self._files = self._attachment = None
+        self._writer = self._attachment = None
         self._progress.observing = False  # for hooks on a graph that outlives this
         self._observations.clear()
 
@@ -180,8 +207,8 @@ class Recorder:
         layout = self._observations.layout = in_pipeline(self._observations.layout, model, pipeline)
         data = layout.data
         self._progress.data_rank, self._progress.data_size = data.rank, data.size
-        if self._files is not None:
-            self._files.write_run({**self._run, "mesh": self._observations.layout.to_json()})
+        if self._writer is not None:
+            self._writer.write_run({**self._run, "mesh": self._observations.layout.to_json()})
             self._write_rank()
 
     def _end_step(self, name: str) -> None:
@@ -200,7 +227,7 @@ class Recorder:
                 self._writer.write_step(*step)
 
     def _write_rank(self) -> None:
-        if self._files is not None and self._attachment is not None:
+        if self._writer is not None and self._attachment is not None:
             not_forced = {} if self._forced is None else {"not_forced": self._forced.not_forced}
             pipeline = {} if self._pipeline is None else {"pipeline": self._pipeline.to_json()}
             run = {
@@ -208,7 +235,7 @@ class Recorder:
                 "mesh": self._observations.layout.to_json(),
                 "pid": os.getpid(),
             }
-            self._files.write_rank({**self._attachment.describe(), **not_forced, **pipeline, **run})
+            self._writer.write_rank({**self._attachment.describe(), **not_forced, **pipeline, **run})
 
     def _log(self, name: str, value: float | Tensor, merge: Merge, weight: float | None) -> None:
         if self._attachment is not None:

@@ -248,3 +248,14 @@ def loader_iterators() -> type[Any]:
 def drawing_of(iterator: Any) -> Any:
     """What draws the indices of an iterator's batches: one per loader, of which an iterator knows nothing else."""
     return iterator._index_sampler
+
+
+def default_store() -> Any:
+    """The key-value store through which the ranks of the default process group have found each other.
+
+    There is no public way to get it after `init_process_group` has made it; torch's own `monitored_barrier` and
+    elastic agents use it in the same way.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

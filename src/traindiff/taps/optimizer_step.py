@@ -193,7 +193,7 @@ class OptimizerTap:
                     self._numbers(value, path=f"{self.name}.groups[{number}]", slot=key)
 
     def _state(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
-        for key, value in self._state_of(parameter).items():
+        for key, value in self.state_of(parameter).items():
             if isinstance(value, (int, float)):
                 for piece in pieces:
                     self._numbers(value, path=piece.path, slot=key)
@@ -206,7 +206,8 @@ class OptimizerTap:
                 for piece in pieces:
                     self._emit(tensor, phase="optimizer", path=piece.path, slot=slot)
 
-    def _state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        """What the optimizer keeps of something that it steps on; empty where it keeps nothing."""
         state: Mapping[str, Any] = inner_optimizer(self.optimizer).state.get(parameter, {})
         return state
 
