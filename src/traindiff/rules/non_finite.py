@@ -1,0 +1,145 @@
+"""Where a run first is not finite: the origin, whose inputs still were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import inf
+
+from traindiff.findings import Finding
+from traindiff.merging.finding_at import finding_at
+from traindiff.merging.loss_scale import is_loss_scale
+from traindiff.merging.step_table import Entry, Held, Key
+from traindiff.observation import MASTER, SAMPLE
+from traindiff.rounding import LARGEST
+from traindiff.rules.rule import Rule
+from traindiff.rules.stepping import has_loss_scale
+from traindiff.site import label
+from traindiff.summary import largest, nonfinite_count
+
+NEAR = 16.0
+"""A tensor whose largest magnitude is within this factor of what its dtype holds may overflow in the next operation."""
+
+_PASS = frozenset({"batch", "forward", "loss", "backward"})
+
+
+class FiniteThroughout(Rule):
+    """The first NaN or infinity in execution order: everything observed before it in the step is finite.
+
+    Found once; what follows from it is not found again, unless all is finite in between. There is no limit: the first
+    non-finite number is one too many. Non-finite and right are
+
+    * -inf in a batch, in a tensor whose finite elements are all 0, or that is called a mask, and in what modules
+      return (masked scores), as long as nothing comes of it but finite numbers;
+    * gradients of a step that a loss scaler leaves out: it is there to find those;
+    * infinities in buffers (masks, ranges that were not measured yet), settings of optimizers, limits of clipping, and
+      numbers that are only logged.
+
+    In place of `DebugUnderflowOverflow` of transformers, which sees forward passes only.
+    """
+
+    name = "non-finite"
+    finds = "The first NaN or infinity in execution order, whose inputs are finite."
+    kinds = ("non-finite",)
+    judges_unfinished = True
+    tells_runs_apart = False
+
+    def begin(self) -> None:
+        """See `Rule.begin`."""
+        self._last_was_finite = True
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
+        """See the class."""
+        scaled = has_loss_scale(table)
+        found: list[tuple[tuple[float, int], Entry, Held | None]] = []
+        for key, entry in table.items():
+            if not entry.unobserved and nonfinite_count(entry.summary) and not _is_right(key, entry, scaled=scaled):
+                part = _first_part(entry)
+                found.append((_moment(key, entry, part), entry, part))
+        was_finite, self._last_was_finite = self._last_was_finite, not found
+        if found and was_finite:
+            _, origin, part = min(found, key=lambda one: one[0])
+            yield _finding(table, origin, part, step=step)
+
+
+def _is_right(key: Key, entry: Entry, *, scaled: bool) -> bool:
+    """Whether something that is not finite may be so in a correct run."""
+    summary = entry.summary
+    only_masks = not int(summary["nan"]) and not int(summary["positive_infinity"])
+    if key.phase == "update" or key.stage in (SAMPLE, "clipped") or key.group or key.slot == "logged":
+        return True
+    if is_loss_scale(key) or (key.phase == "param" and key.slot not in ("value", MASTER)):
+        return not int(summary["nan"])
+    if key.phase == "batch":
+        zero = float(summary["minimum"]) == float(summary["maximum"]) == 0.0
+        return only_masks and (zero or "mask" in key.slot)
+    if key.phase == "forward":
+        return only_masks
+    return scaled and key.phase in ("backward", "grad")
+
+
+def _first_part(entry: Entry) -> Held | None:
+    """The first micro-step and rank that is not finite."""
+    return next((part for part in entry.parts if nonfinite_count(part.summary)), None)
+
+
+def _moment(key: Key, entry: Entry, part: Held | None) -> tuple[float, int]:
+    """When in the step: a micro-step's backward pass comes before the next one's forward pass."""
+    if key.stage == "before":
+        return -1, entry.order
+    return (part.micro_step if part and key.phase in _PASS else inf), entry.order
+
+
+def _finding(table: Mapping[Key, Entry], origin: Entry, part: Held | None, *, step: int) -> Finding:
+    summary = part.summary if part else origin.summary
+    nan, count = int(summary["nan"]), int(summary["count"])
+    infinite = int(nonfinite_count(summary)) - nan
+    before = _before(table, origin)
+    what = " and ".join(f"{number} {name}" for number, name in ((nan, "NaN"), (infinite, "infinite")) if number)
+    says = f"{label(origin.key.path, origin.key.slot)} has {what} of {count} elements"
+    size = 0.0
+    if before is None:
+        says += ", and nothing was observed before it."
+    else:
+        size = float(largest(before.summary))
+        name = f"{before.key.phase} {label(before.key.path, before.key.slot)}"
+        says += f", and all that was observed before it is finite, up to {name} (largest magnitude {size:.3g})."
+    evidence = {"nan": nan, "infinite": infinite, "elements": count, "largest_before": size}
+    ranks = {one.rank for one in origin.parts}
+    return finding_at(
+        origin, step=step, kind="non-finite", says=f"{says} {_advice(origin, size)}", evidence=evidence,
+        micro_step=part.micro_step if part and origin.key.phase in _PASS else None,
+        rank=part.rank if part and len(ranks) > 1 else None,
+    )  # fmt: skip
+
+
+def _before(table: Mapping[Key, Entry], origin: Entry) -> Entry | None:
+    """The tensor that was observed last before the origin and is finite: where the order tells, one of its inputs."""
+    found = None
+    for key, entry in table.items():
+        if entry.order >= origin.order:
+            break
+        numbers = entry.dtype in LARGEST and key.stage != SAMPLE and not key.group and not entry.unobserved
+        if numbers and not nonfinite_count(entry.summary):
+            found = entry
+    return found
+
+
+def _advice(origin: Entry, size: float) -> str:
+    """What to look at."""
+    key, limit = origin.key, LARGEST.get(origin.dtype, inf)
+    if key.phase == "batch":
+        return "Look at how this batch was made."
+    if key.stage == "before":
+        return "The training begins with it: look at the initialisation, or at the checkpoint."
+    if key.phase in ("forward", "backward") and size > limit / NEAR:
+        return f"{origin.dtype} ends at {limit:.3g}: use bfloat16 or float32 here, or smaller numbers."
+    if key.phase == "forward":
+        return "Look at divisions, logarithms, roots and exponentials in it."
+    if key.phase == "loss":
+        return "Look at logarithms and divisions in the loss, and at batches of which nothing counts."
+    if key.phase in ("backward", "grad"):
+        return (
+            "The forward pass is finite: look at roots and norms at 0, and at 0 x infinity behind a `where`. "
+            "torch.autograd.set_detect_anomaly(True) names the operation."
+        )
+    return "The gradients are finite: look at the learning rate, at eps and at the second moments."
