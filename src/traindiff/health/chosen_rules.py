@@ -7,6 +7,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def chosen_rules(rules: Names = None, skip: Names = None, config: Config = None)
         rule for name, rule in known.items() if (wanted is None or name in wanted) and name not in (left_out or ())
     )
     if not problems and not chosen:
-        fix = "Leave both out to ask all rules, or name a rule that is not left out."
+        fix = "Write neither to ask all rules, or name a rule in one of them only."
         problems.append(Problem(where="rules and skip", what="leave no rule to ask.", fix=fix))
     if problems:
         raise ConfigError("check(...)", problems, consequence=CONSEQUENCE)
@@ -73,10 +74,16 @@ def _names(
         problems.append(Problem(where=where, what=f"is {type_of(given)}, not names of rules.", fix=fix))
         return None
     names = [name.strip() for name in names]
-    problems += [
-        Problem.unknown_name(where=where, kind="a rule", found=name, known=known) for name in names if name not in known
-    ]
+    problems += [_no_rule(name, known, where=where) for name in names if name not in known]
     return frozenset(names)
+
+
+def _no_rule(name: str, known: Mapping[str, type[Rule]], *, where: str) -> Problem:
+    """A name that no rule has; there are too many rules to list them all."""
+    nearest = get_close_matches(name, known, n=1)
+    suggestion = f'Did you mean "{nearest[0]}"? ' if nearest else ""
+    fix = f"{suggestion}traindiff check --list lists all rules."
+    return Problem(where=where, what=f'"{name}" is not a rule.', fix=fix)
 
 
 def _limits(config: Config, known: Mapping[str, type[Rule]]) -> dict[str, dict[str, float]]:
@@ -94,7 +101,7 @@ def _limits(config: Config, known: Mapping[str, type[Rule]]) -> dict[str, dict[s
     limits: dict[str, dict[str, float]] = {}
     for name, values in found.items():
         if name not in known:
-            problems.append(Problem.unknown_name(where=f"[{name}]", kind="a rule", found=str(name), known=known))
+            problems.append(_no_rule(str(name), known, where=f"[{name}]"))
         elif not isinstance(values, Mapping):
             fix = f"Write a table: [{name}], and below it LIMIT = NUMBER."
             problems.append(Problem(where=str(name), what=f"is {type_of(values)}, not limits of a rule.", fix=fix))
@@ -116,7 +123,7 @@ def _limits_of(rule: type[Rule], values: Mapping[str, Any], problems: list[Probl
             kind = f"a limit of {rule.name}"
             problems.append(Problem.unknown_name(where=where, kind=kind, found=name, known=rule.limits))
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            fix = f"Write a number, e.g. {name} = {rule.limits[name].default:g}, which it is if left out."
+            fix = f"Write a number, e.g. {name} = {rule.limits[name].default:g}, as it is by default."
             problems.append(Problem(where=where, what=f"is {value!r}, not a number from 0 up.", fix=fix))
         else:
             chosen[name] = float(value)

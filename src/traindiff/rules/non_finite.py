@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import inf
+from typing import Any
 
 from traindiff.findings import Finding
 from traindiff.merging.finding_at import finding_at
@@ -18,6 +19,9 @@ from traindiff.summary import largest, nonfinite_count
 
 NEAR = 16.0
 """A tensor whose largest magnitude is within this factor of what its dtype holds may overflow in the next operation."""
+
+NARROW = LARGEST["float16"]
+"""Infinities without a NaN in a dtype that ends here, or before, are numbers that it cannot hold."""
 
 _PASS = frozenset({"batch", "forward", "loss", "backward"})
 
@@ -105,8 +109,9 @@ def _finding(table: Mapping[Key, Entry], origin: Entry, part: Held | None, *, st
         says += f", and all that was observed before it is finite, up to {name} (largest magnitude {size:.3g})."
     evidence = {"nan": nan, "infinite": infinite, "elements": count, "largest_before": size}
     ranks = {one.rank for one in origin.parts}
+    says = f"{says} {_advice(origin, overflows=_overflows(origin, summary, size))}"
     return finding_at(
-        origin, step=step, kind="non-finite", says=f"{says} {_advice(origin, size)}", evidence=evidence,
+        origin, step=step, kind="non-finite", says=says, evidence=evidence,
         micro_step=part.micro_step if part and origin.key.phase in _PASS else None,
         rank=part.rank if part and len(ranks) > 1 else None,
     )  # fmt: skip
@@ -124,15 +129,21 @@ def _before(table: Mapping[Key, Entry], origin: Entry) -> Entry | None:
     return found
 
 
-def _advice(origin: Entry, size: float) -> str:
+def _overflows(origin: Entry, summary: Any, size: float) -> bool:
+    """Whether numbers have become too large for the dtype, as it seems, rather than wrong."""
+    end = LARGEST.get(origin.dtype, inf)
+    return size > end / NEAR or (end <= NARROW and not int(summary["nan"]))
+
+
+def _advice(origin: Entry, *, overflows: bool) -> str:
     """What to look at."""
-    key, limit = origin.key, LARGEST.get(origin.dtype, inf)
+    key = origin.key
     if key.phase == "batch":
         return "Look at how this batch was made."
     if key.stage == "before":
         return "The training begins with it: look at the initialisation, or at the checkpoint."
-    if key.phase in ("forward", "backward") and size > limit / NEAR:
-        return f"{origin.dtype} ends at {limit:.3g}: use bfloat16 or float32 here, or smaller numbers."
+    if key.phase in ("forward", "backward") and overflows:
+        return f"{origin.dtype} ends at {LARGEST[origin.dtype]:.5g}: use bfloat16 or float32 here, or smaller numbers."
     if key.phase == "forward":
         return "Look at divisions, logarithms, roots and exponentials in it."
     if key.phase == "loss":

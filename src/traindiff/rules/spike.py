@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from statistics import median
 from typing import Any, ClassVar
 
 from traindiff.findings import Finding
@@ -22,7 +21,7 @@ WINDOW = 32
 """Steps that say what is usual."""
 
 BEGINNING = 5
-"""Steps whose median is the loss with which a run began."""
+"""Steps whose largest loss is the one with which a run began."""
 
 
 class NothingSpikes(Rule):
@@ -69,7 +68,7 @@ class NothingSpikes(Rule):
     def _loss(self, entry: Entry, value: float, cause: Moved | None, *, step: int) -> Iterator[Finding]:
         if len(self._losses) >= self.limit("least_steps"):
             usual, spread = self._losses.median, self._losses.spread
-            gained = max(0.0, median(self._first_losses) - usual)
+            gained = max(0.0, max(self._first_losses) - usual)
             least = max(abs(usual), 0.5 * gained, self.limit("deviations") * spread)
             if value - usual > least:
                 says = (
