@@ -72,7 +72,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.check(str(record(here / "run")), rules="non-finit,spike", skip="spikes")
 
 
-@situation("check: no rule is left")
+@situation("check: rules that are all skipped")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.check(str(record(here / "run")), rules="spike", skip="spike")
 

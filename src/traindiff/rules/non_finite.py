@@ -78,6 +78,8 @@ def _is_right(key: Key, entry: Entry, *, scaled: bool) -> bool:
         return only_masks and (zero or "mask" in key.slot)
     if key.phase == "forward":
         return only_masks
+    if key.phase == "loss":
+        return entry.factor != 1.0 and not int(summary["nan"])  # what the loss scale made of it
     return scaled and key.phase in ("backward", "grad")
 
 
@@ -124,7 +126,7 @@ def _before(table: Mapping[Key, Entry], origin: Entry) -> Entry | None:
         if entry.order >= origin.order:
             break
         numbers = entry.dtype in LARGEST and key.stage != SAMPLE and not key.group and not entry.unobserved
-        if numbers and not nonfinite_count(entry.summary):
+        if numbers and entry.exact and not nonfinite_count(entry.summary):
             found = entry
     return found
 

@@ -16,8 +16,9 @@ from traindiff.rules.rule import Limit, Rule
 class BatchesChange(Rule):
     """Batches with the same elements as the step before, and micro-batches with the same samples.
 
-    All inputs of the model are compared, by fingerprints that do not depend on the order. Training on one batch is how
-    a model is tried, and data may be a single batch, so it is a warning.
+    All inputs of the model are compared, by fingerprints that do not depend on the order. Optimizers that compute the
+    loss themselves (LBFGS) may do so several times on one batch, and their micro-steps are not compared. Training on
+    one batch is how a model is tried, and data may be a single batch, so it is a warning.
     """
 
     name = "repeated-batch"
@@ -43,7 +44,7 @@ class BatchesChange(Rule):
         found = {}
         if now == self._before:
             found["the step before"] = inputs[0].without_parts()
-        if _same_in_micro_steps(table):
+        if _same_in_micro_steps(table) and not _has_closure(table, inputs[0]):
             found["micro-steps"] = inputs[0].without_parts()
         self._before = now
         self._in_a_row.see(found, step=step)
@@ -72,3 +73,8 @@ def _same_in_micro_steps(table: Mapping[Key, Entry]) -> bool:
         by_rank.setdefault(rank, set()).add(tuple(sorted(samples)))
     num_micro_steps = len({micro_step for _, micro_step in found})
     return num_micro_steps > 1 and all(len(samples) == 1 for samples in by_rank.values())
+
+
+def _has_closure(table: Mapping[Key, Entry], first_input: Entry) -> bool:
+    """Whether the optimizer computes the loss itself: it was called before the first forward pass."""
+    return any(key.group and entry.order < first_input.order for key, entry in table.items())

@@ -21,7 +21,8 @@ class LossDecreases(Rule):
     """Losses whose last 16 steps have no smaller median than the first 16.
 
     A model that is nearly as good as it will get does not improve either, so it is a warning, and only after 100 steps.
-    Trainings with several losses are not judged: what each is for is not known.
+    Only losses that are positive throughout are judged: of others (returns of a policy), and of trainings with several,
+    what is better is not known.
     """
 
     name = "stalled-loss"
@@ -38,6 +39,7 @@ class LossDecreases(Rule):
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=ENDS)
         self._num_steps = 0
+        self._positive = True
         self._seen: tuple[int, Entry] | None = None
 
     def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
@@ -45,6 +47,7 @@ class LossDecreases(Rule):
         loss = loss_of(table)
         if loss is not None:
             self._num_steps += 1
+            self._positive = self._positive and loss[1] > 0.0
             self._seen = self._seen or (step, loss[0].without_parts())
             if len(self._first) < ENDS:
                 self._first.append(loss[1])
@@ -53,7 +56,7 @@ class LossDecreases(Rule):
 
     def end(self) -> Iterator[Finding]:
         """See the class."""
-        if self._seen is None or self._num_steps < max(self.limit("least_steps"), 2 * ENDS):
+        if self._seen is None or not self._positive or self._num_steps < max(self.limit("least_steps"), 2 * ENDS):
             return
         began, ended = median(self._first), median(self._last)
         if ended < began:
