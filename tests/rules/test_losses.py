@@ -44,10 +44,13 @@ def test_an_update_that_makes_the_loss_spike_is_what_moved_first(tmp_path: Path)
     finding = found(traindiff.check(run), "loss-spike")
     assert finding.step == 23
     assert (finding.evidence["moved_first"], finding.evidence["moved_in_step"]) == (
-        "optimizer optimizer.groups[0] lr",
+        "the learning rate of optimizer.groups[0]",
         22,
     )
-    assert "What moved first is optimizer optimizer.groups[0] lr of step 22, 1e+03 x as large as usual." in finding.says
+    assert (
+        "What moved first is the learning rate of optimizer.groups[0] in step 22, 1e+03 x as large as usual."
+        in finding.says
+    )
 
 
 def test_one_batch_that_a_nearly_perfect_model_gets_wrong_is_no_spike(tmp_path: Path) -> None:

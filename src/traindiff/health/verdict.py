@@ -73,7 +73,9 @@ class Verdict:
             return f"{self.verdict}: nothing could be checked"
         count = len(self.ranks)
         where = f" on {count} ranks" if count > 1 else ""
-        return f"{self.verdict}: {MEANINGS[self.verdict]}, over {steps_text(self.steps)}{where}"
+        warned = len(grouped(self.warnings))
+        also = f"; {warned} warning{'s' if warned > 1 else ''}" if warned else ""
+        return f"{self.verdict}: {MEANINGS[self.verdict]}, over {steps_text(self.steps)}{where}{also}"
 
     def __str__(self) -> str:
         lines = [self.sentence()]

@@ -12,6 +12,7 @@ from traindiff.rounding import LARGEST
 from traindiff.rules.rule import Limit, Rule
 from traindiff.rules.stepping import has_loss_scale
 from traindiff.site import label
+from traindiff.summary import nonfinite_count
 
 FILLED = 0.999
 """From this share of the largest number on, a value is taken for one that masks were filled with (`finfo.min`)."""
@@ -47,8 +48,8 @@ class FarFromOverflow(Rule):
             if key.phase not in phases or entry.unobserved:
                 continue
             end = LARGEST.get(entry.dtype)
-            if end is None:
-                continue
+            if end is None or nonfinite_count(entry.summary):
+                continue  # what has overflowed is another rule's
             ends = (-float(entry.summary["minimum"]), float(entry.summary["maximum"]))
             size = entry.factor * max((one for one in ends if one < FILLED * end), default=0.0)
             if size * headroom < end:

@@ -103,8 +103,8 @@ class NothingSpikes(Rule):
         if cause is None:
             return finding_at(entry, step=step, kind=kind, says=f"{says} No tensor moved before it.", evidence=evidence)
         key = cause.entry.key
-        where = f"{key.phase} {label(key.path, key.slot)}"
-        when = "" if cause.step == step else f" of step {cause.step}"
+        where = f"the learning rate of {key.path}" if key.group else f"{key.phase} {label(key.path, key.slot)}"
+        when = "" if cause.step == step else f" in step {cause.step}"
         says += f" What moved first is {where}{when}, {cause.factor:.3g} x as large as usual."
         evidence |= {"moved_first": where, "moved_in_step": cause.step, "moved_factor": cause.factor}
         return finding_at(entry, step=step, kind=kind, says=says, evidence=evidence)
