@@ -20,7 +20,7 @@ def test_gradients_that_vanish_behind_many_sigmoids_are_found_in_the_first_layer
     assert verdict.verdict == "unhealthy"
     assert (finding.step, finding.phase, finding.path) == (0, "grad", "0.weight")
     assert finding.evidence["largest_at"] == "28.weight"
-    assert finding.evidence["size"] < 6e-8 * finding.evidence["largest"]
+    assert finding.evidence["size"] < 1e-9 * finding.evidence["largest"]
     assert finding.evidence["num_steps"] == 12
     assert "The gradient of 0.weight vanishes" in finding.says
 
@@ -51,6 +51,35 @@ def test_gradients_that_explode_in_a_recurrence_are_found(tmp_path: Path) -> Non
     assert (finding.step, finding.path, finding.evidence["last_at"]) == (0, "step.weight", "head.weight")
     assert finding.evidence["size"] > 1e5 * finding.evidence["last"]
     assert "the layer nearest the loss" in finding.says
+
+
+def test_clipping_does_not_hide_gradients_that_explode(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Chaotic()
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=1e-9), steps=4, clip=1.0)
+
+    assert found(traindiff.check(run), "exploding-gradients").path == "step.weight"
+
+
+class WithMinorLoss(nn.Module):
+    """What it returns last counts next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.minor = nn.Linear(20, 32), nn.Linear(32, 4), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        result: Tensor = self.second(hidden) + 1e-7 * self.minor(hidden)
+        return result
+
+
+def test_a_last_layer_that_counts_little_does_not_make_the_others_explode(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = WithMinorLoss()
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=0.1), steps=12)
+
+    assert kinds(traindiff.check(run)) == set()
 
 
 class Detached(nn.Module):

@@ -53,6 +53,20 @@ def test_an_update_that_makes_the_loss_spike_is_what_moved_first(tmp_path: Path)
     )
 
 
+def test_a_gradient_that_is_clipped_still_spikes(tmp_path: Path) -> None:
+    model = classifier()
+
+    def batches(step: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = points(step)
+        return (30.0 * inputs.roll(1, 0) if step == 25 else inputs), labels
+
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=0.05), steps=28, batches=batches, clip=0.5)
+
+    finding = found(traindiff.check(run), "gradient-spike")
+    assert (finding.step, finding.path) == (25, "(all parameters)")
+    assert finding.evidence["value"] > 10.0 * finding.evidence["median"]
+
+
 def test_one_batch_that_a_nearly_perfect_model_gets_wrong_is_no_spike(tmp_path: Path) -> None:
     model = classifier()
 

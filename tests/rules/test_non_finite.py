@@ -72,6 +72,24 @@ def test_an_overflow_of_float16_is_called_one(tmp_path: Path) -> None:
     assert "float16 ends at 65504: use bfloat16 or float32 here" in finding.says
 
 
+def test_minus_infinity_of_which_comes_nan_is_the_origin_where_there_was_none_before(tmp_path: Path) -> None:
+    def hide_all(x: Tensor) -> Tensor:
+        return x.masked_fill(torch.arange(len(x))[:, None] == 3, -torch.inf)
+
+    model = classifier()
+    model.insert(2, Faulty(hide_all))
+    model.insert(3, nn.Softmax(-1))  # of nothing but -inf it is NaN
+
+    def set_step(step: int) -> None:
+        model[2].step = step
+
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=0.1), steps=5, before_step=set_step)
+
+    finding = found(traindiff.check(run), "non-finite")
+    assert (finding.step, finding.phase, finding.path) == (3, "forward", "2")
+    assert finding.evidence["infinite"] == 32
+
+
 def test_a_batch_that_is_not_finite_is_the_origin(tmp_path: Path) -> None:
     model = classifier()
 

@@ -17,9 +17,10 @@ from traindiff.rules.weight_updates import weight_updates
 class UpdatesAreSmall(Rule):
     """Weights that steps move by a large part of their own norm, again and again.
 
-    Usual is about 1e-3. A weight that begins at 0 is replaced by its first update, halved by the second, and so on;
-    where updates point in random directions the tenth is still 0.32 of what the weight has become. So half of it, ten
-    times in a row, is a weight that has forgotten what it had learned.
+    Usual is about 1e-3; in the healthy trainings on which the limit was tried, the largest of a single step after the
+    tenth is 0.1, and 0.5 with sigmoids and a learning rate of 0.5. A weight that begins at 0 is replaced by its first
+    update, halved by the second, and so on; where updates point in random directions the tenth is still 0.32 of what
+    the weight has become. So half of it, ten times in a row, is a weight that has forgotten what it had learned.
     """
 
     name = "large-updates"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from traindiff.findings import Finding
 from traindiff.merging.finding_at import finding_at
@@ -33,7 +33,7 @@ class FiniteThroughout(Rule):
     non-finite number is one too many. Non-finite and right are
 
     * -inf in a batch, in a tensor whose finite elements are all 0, or that is called a mask, and in what modules
-      return (masked scores), as long as nothing comes of it but finite numbers;
+      return (masked scores), as long as nothing comes of it but finite numbers, or it was there in steps before;
     * gradients of a step that a loss scaler leaves out: it is there to find those;
     * infinities in buffers (masks, ranges that were not measured yet), settings of optimizers, limits of clipping, and
       numbers that are only logged.
@@ -50,19 +50,40 @@ class FiniteThroughout(Rule):
     def begin(self) -> None:
         """See `Rule.begin`."""
         self._last_was_finite = True
+        self._masks: set[Key] | None = None
 
     def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
         """See the class."""
         scaled = has_loss_scale(table)
-        found: list[tuple[tuple[float, int], Entry, Held | None]] = []
+        found: list[_Suspect] = []
+        masks: list[_Suspect] = []
         for key, entry in table.items():
-            if not entry.unobserved and nonfinite_count(entry.summary) and not _is_right(key, entry, scaled=scaled):
-                part = _first_part(entry)
-                found.append((_moment(key, entry, part), entry, part))
+            if not entry.unobserved and nonfinite_count(entry.summary):
+                if not _is_right(key, entry, scaled=scaled):
+                    found.append(_suspect(entry))
+                elif key.phase == "forward":
+                    masks.append(_suspect(entry))
         was_finite, self._last_was_finite = self._last_was_finite, not found
         if found and was_finite:
-            _, origin, part = min(found, key=lambda one: one[0])
-            yield _finding(table, origin, part, step=step)
+            # -inf where there was none in any step before is no mask.
+            fresh = [] if self._masks is None else [one for one in masks if one.entry.key not in self._masks]
+            first = min([*found, *fresh], key=lambda one: one.moment)
+            yield _finding(table, first.entry, first.part, step=step)
+        elif not found:
+            self._masks = (self._masks or set()) | {one.entry.key for one in masks}
+
+
+class _Suspect(NamedTuple):
+    """Something that is not finite: when in the step, where, and the first part of it that is."""
+
+    moment: tuple[float, int]
+    entry: Entry
+    part: Held | None
+
+
+def _suspect(entry: Entry) -> _Suspect:
+    part = _first_part(entry)
+    return _Suspect(_moment(entry.key, entry, part), entry, part)
 
 
 def _is_right(key: Key, entry: Entry, *, scaled: bool) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from traindiff.findings import Finding
+from traindiff.merging.clips import clips
 from traindiff.merging.finding_at import finding_at
 from traindiff.merging.step_table import Entry, Key
 from traindiff.rules.losses import loss_of
@@ -115,9 +116,12 @@ def _deviations(away: float, spread: float) -> str:
 
 
 def _gradient_norm(table: Mapping[Key, Entry]) -> tuple[Entry, float] | None:
-    """The norm of all gradients, and the entry of the largest; None in steps that a loss scaler leaves out."""
+    """The norm of all gradients before clipping, and where it is; None in steps that a loss scaler leaves out."""
     if may_be_left_out(table):
         return None
+    clipped = [(clip.entry, clip.norm) for clip in clips(table) if clip.norm is not None]
+    if len(clipped) == 1:
+        return clipped[0]
     gradients = [entry for key, entry in table.items() if key[:2] == ("grad", "") and not entry.unobserved]
     if not gradients:
         return None
