@@ -67,6 +67,43 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     compared(here, noise=here / "candidate")
 
 
+@situation("check: rules that there are not")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.check(str(record(here / "run")), rules="non-finit,spike", skip="spikes")
+
+
+@situation("check: rules that are all skipped")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.check(str(record(here / "run")), rules="spike", skip="spike")
+
+
+@situation("check: rules that are none")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.check(str(record(here / "run")), rules=3)  # type: ignore[arg-type]
+
+
+@situation("check: limits that there are not, and values that are none")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    limits: Any = {
+        "spikes": {"deviations": 20},
+        "spike": {"deviation": 20, "norm_factor": "ten"},
+        "non-finite": {"least_steps": 3},
+        "underflow": 0.5,
+    }
+    traindiff.check(str(record(here / "run")), config=limits)
+
+
+@situation("check: a file of limits that is not there")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.check(str(record(here / "run")), config="limits.toml")
+
+
+@situation("check: a file of limits that is not TOML")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    (here / "limits.toml").write_text("spike: 20\n")
+    traindiff.check(str(record(here / "run")), config=str(here / "limits.toml"))
+
+
 @situation("check: steps that are none")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.check(str(record(here / "run")), steps="last")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,24 +10,44 @@ import typer
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
 
 
+def _list_rules(wanted: bool) -> None:  # noqa: FBT001  the shape of typer's callbacks
+    if wanted:
+        from traindiff.health import RULES
+        from traindiff.report.rules import print_rules
+
+        print_rules(results, RULES)
+        raise typer.Exit
+
+
 @app.command(short_help="Check one run by itself, without a baseline.")
 @says_what_is_wrong
 def check(
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording of the run to check.")],
     steps: Annotated[str | None, typer.Option(help='Steps to check, e.g. "0-9,20,30-".')] = None,
+    rules: Annotated[str | None, typer.Option(metavar="A,B", help="Rules to ask, by name. All, if left out.")] = None,
+    skip: Annotated[str | None, typer.Option(metavar="A,B", help="Rules to leave out.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="Limits: a table [RULE] of LIMIT = NUMBER for each rule.")
+    ] = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of the table of further findings.")] = 12,
     form: FormatOption = "text",
     as_json: JsonOption = False,
+    _: Annotated[
+        bool, typer.Option("--list", callback=_list_rules, is_eager=True, help="List all rules with their limits.")
+    ] = False,
 ) -> None:
-    """Check one run by itself: copies on ranks agree, the optimizer does what it says, reported numbers fit.
+    """Check one run by itself: hold it against rules that a healthy run keeps (docs/rules.md).
 
-    Exits with 0 if the run is healthy, 1 if it is not, 2 if the input cannot be used, and 3 if a part of the
-    run was not recorded.
+    Exits with 0 if the run is healthy, warnings or not, 1 if it is not, 2 if the input cannot be used, and 3 if a
+    part of the run was not recorded.
     """
     from traindiff.health import check as check_recording
     from traindiff.report.check import print_check
 
     with messages.status("checking") as status:
-        result = check_recording(recording, steps=steps, progress=lambda step: status.update(f"checking step {step}"))
+        result = check_recording(
+            recording, steps=steps, rules=rules, skip=skip, config=config,
+            progress=lambda step: status.update(f"checking step {step}"),
+        )  # fmt: skip
     print_result(result, "json" if as_json else form, text=lambda: print_check(results, result, top=top))
     raise typer.Exit(result.exit_code)

@@ -2,5 +2,6 @@
 
 from traindiff.health.checking import check
 from traindiff.health.verdict import Verdict
+from traindiff.rules import RULES, Rule
 
-__all__ = ["Verdict", "check"]
+__all__ = ["RULES", "Rule", "Verdict", "check"]

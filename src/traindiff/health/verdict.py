@@ -35,6 +35,7 @@ class Verdict:
         verdict: `healthy`, `unhealthy` or `incomplete`.
         findings: What is wrong, in the order of the training; of what is wrong in several steps, the first, with
             `num_steps` in its evidence.
+        warnings: What is worth knowing and leaves the run healthy, in the same order.
         steps: Steps that were checked, ascending.
         ranks: Ranks that were recorded.
         notes: What limits the verdict, one sentence each.
@@ -43,6 +44,7 @@ class Verdict:
     recording: str
     verdict: Word
     findings: tuple[Finding, ...]
+    warnings: tuple[Finding, ...] = ()
     steps: tuple[int, ...]
     ranks: tuple[int, ...]
     notes: tuple[str, ...]
@@ -59,6 +61,7 @@ class Verdict:
             "recording": self.recording,
             "verdict": self.verdict,
             "findings": [finding.to_json() for finding in self.findings],
+            "warnings": [warning.to_json() for warning in self.warnings],
             "steps": list(self.steps),
             "ranks": list(self.ranks),
             "notes": list(self.notes),
@@ -70,11 +73,14 @@ class Verdict:
             return f"{self.verdict}: nothing could be checked"
         count = len(self.ranks)
         where = f" on {count} ranks" if count > 1 else ""
-        return f"{self.verdict}: {MEANINGS[self.verdict]}, over {steps_text(self.steps)}{where}"
+        warned = len(grouped(self.warnings))
+        also = f"; {warned} warning{'s' if warned > 1 else ''}" if warned else ""
+        return f"{self.verdict}: {MEANINGS[self.verdict]}, over {steps_text(self.steps)}{where}{also}"
 
     def __str__(self) -> str:
         lines = [self.sentence()]
-        for group in grouped(self.findings):
-            says = " ".join(filter(None, (group.first.says, also_text(group.paths))))
-            lines += ["", where_text(group.first), f"  {says}"]
+        for word, findings in (("", self.findings), ("Warning: ", self.warnings)):
+            for group in grouped(findings):
+                says = " ".join(filter(None, (group.first.says, also_text(group.paths))))
+                lines += ["", f"{word}{where_text(group.first)}", f"  {says}"]
         return "\n".join([*lines, *([""] if self.notes else []), *self.notes])

@@ -23,6 +23,10 @@ class CopiesAgree(Rule):
     is wrong is not known.
     """
 
+    name = "ranks-disagree"
+    finds = "A rank holds another copy of a parameter, a reduced gradient or optimizer state than the others."
+    kinds = ("ranks-disagree",)
+
     def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
         """See the class."""
         for key, entry in table.items():

@@ -25,6 +25,10 @@ class BoundariesHold(Rule):
     The finding is at the module of the receiving stage that comes first in the order of execution.
     """
 
+    name = "boundary"
+    finds = "A stage of a pipeline received something else than the one before it sent."
+    kinds = ("boundary",)
+
     def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
         """See the class."""
         for key, before in table.items():

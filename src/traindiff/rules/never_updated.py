@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from traindiff.findings import Finding
 from traindiff.merging.step_table import Entry, Key
-from traindiff.observation import MASTER, SKIPPED
+from traindiff.observation import MASTER
 from traindiff.rounding import UNIT_ROUNDOFF
-from traindiff.rules.rule import Rule, RunFacts
-from traindiff.summary import nonfinite_count, norm, number
+from traindiff.rules.rule import Limit, Rule
+from traindiff.rules.stepping import learning_rates, may_be_left_out
+from traindiff.summary import norm
 
 LEAST_STEPS = 2
 """Steps that must have passed over a parameter before it is said that it never changes."""
@@ -56,20 +58,26 @@ class ParametersMove(Rule):
     left out; where these are most of a model, as where its head is trained alone, that is a note.
     """
 
+    name = "never-updated"
+    finds = "A parameter never changes, although steps pass that should move it, or no optimizer holds it."
+    kinds = ("never-updated",)
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "least_steps": Limit(default=LEAST_STEPS, says="steps that must have passed over it; one may be chance"),
+    }
     tells_runs_apart = False  # a comparison sees the other run's update
 
-    def __init__(self, facts: RunFacts, *, strictness: float = 1.0) -> None:
-        super().__init__(facts, strictness=strictness)
+    def begin(self) -> None:
+        """See `Rule.begin`."""
         self._resting: dict[str, _Resting] = {}
         self._moved: set[str] = set()
-        self._unheld = facts.trainable - facts.held_in.keys() if facts.held_in else frozenset[str]()
+        self._unheld = self.facts.trainable - self.facts.held_in.keys() if self.facts.held_in else frozenset[str]()
 
     def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
         """Takes note of the step; what never changes is known at the end."""
-        rates = _learning_rates(table)
+        rates = learning_rates(table)
         after = dict(_parameters(table, stage=""))
         moving: set[str] = set()
-        if not _may_be_left_out(table):
+        if not may_be_left_out(table):
             moving = {path for path, one in after.items() if _should_move(table, one, self._rate(path, rates))}
             if any(rates.values()):
                 moving |= self._unheld
@@ -85,7 +93,7 @@ class ParametersMove(Rule):
         """See the class."""
         forgotten = set() if self._rest_is_meant else self._held_by_none
         for path, resting in self._resting.items():
-            if resting.steps >= LEAST_STEPS and path in self.facts.held_in:
+            if resting.steps >= self.limit("least_steps") and path in self.facts.held_in:
                 says = f"{path} gets gradients that should move it in {resting.steps} steps, and never changes."
                 yield _finding(path, resting, stage="", says=says)
             elif path in forgotten:
@@ -107,7 +115,8 @@ class ParametersMove(Rule):
     @property
     def _held_by_none(self) -> set[str]:
         """Parameters that no optimizer holds, although they require a gradient, and that were seen not to change."""
-        return {path for path in self._unheld & self._resting.keys() if self._resting[path].steps >= LEAST_STEPS}
+        least = self.limit("least_steps")
+        return {path for path in self._unheld & self._resting.keys() if self._resting[path].steps >= least}
 
     @property
     def _rest_is_meant(self) -> bool:
@@ -150,15 +159,6 @@ def _parameters(table: Mapping[Key, Entry], *, stage: str) -> Iterator[tuple[str
             yield key.path, known
 
 
-def _may_be_left_out(table: Mapping[Key, Entry]) -> bool:
-    """Whether a loss scaler has left the step out, or may have: it does that where any gradient is not finite."""
-    return any(
-        (key.phase == "optimizer" and key.slot == SKIPPED)
-        or (key[:2] == ("grad", "") and not entry.unobserved and nonfinite_count(entry.summary))
-        for key, entry in table.items()
-    )
-
-
 def _should_move(table: Mapping[Key, Entry], parameter: Entry, rate: float) -> bool:
     """Whether a step would change more of a parameter than rounding could."""
     gradient = table.get(Key("grad", "", parameter.key.path, "grad", 0, 0))
@@ -167,8 +167,3 @@ def _should_move(table: Mapping[Key, Entry], parameter: Entry, rate: float) -> b
     u = UNIT_ROUNDOFF.get(parameter.dtype, math.inf)
     size = min(float(norm(gradient.summary)), math.sqrt(int(gradient.summary["count"])))
     return rate * size > 2.0 * u * float(norm(parameter.summary))
-
-
-def _learning_rates(table: Mapping[Key, Entry]) -> dict[str, float]:
-    """Learning rates by the path of their group."""
-    return {key.path: number(entry.summary) for key, entry in table.items() if key.group and key.slot == "lr"}

@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from traindiff.findings import Finding
 from traindiff.merging.distance import best_fit
 from traindiff.merging.step_table import Entry, Key
 from traindiff.rounding import UNIT_ROUNDOFF
-from traindiff.rules.rule import Rule
+from traindiff.rules.rule import Limit, Rule
 from traindiff.summary import finite_count, largest, norm
 
 LIMIT = 2.0
@@ -113,10 +113,24 @@ class Replayed:
 class UpdatesFollowSettings(Rule):
     """Parameters that their optimizer did not move as its formula and its settings say."""
 
+    name = "update-rule"
+    finds = "The optimizer does something else than its settings say, or its updates are lost to rounding."
+    kinds = ("update-rule", "never-updated", "lost-update")
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "residual": Limit(
+            default=LIMIT,
+            says="how many roundings an update may be away from its replay; right optimizers stay below 1",
+        ),
+        "lost_share": Limit(
+            default=LOST_SHARE,
+            says="share of the elements of a parameter that should move and do not, above which updates are lost",
+        ),
+    }
+
     def step(self, table: Mapping[Key, Entry], *, step: int) -> list[Finding]:
         """See the class."""
-        limit = LIMIT / self.strictness
-        share = LOST_SHARE / self.strictness
+        limit = self.limit("residual") / self.strictness
+        share = self.limit("lost_share") / self.strictness
         replays = list(replayed(table))
         wrong = [one for one in replays if one.worst > limit]
         votes = Counter(name for one in wrong for name in one.fitting(limit))

@@ -10,7 +10,7 @@ from traindiff.findings import Finding
 from traindiff.merging.finding_at import finding_at
 from traindiff.merging.step_table import Entry, Key
 from traindiff.rules.gradient_sets import Gradients, counted_often, set_of
-from traindiff.rules.rule import Rule, RunFacts
+from traindiff.rules.rule import Rule
 from traindiff.summary import number
 
 NORMS = re.compile(r"(.*[./_ -])?(grad(ient)?s?[._ -]?norm|total[._ -]?norm|gnorm)", re.IGNORECASE)
@@ -34,8 +34,12 @@ class ReportedNumbersFit(Rule):
     numbers being equal, which they may be by chance: it is told the second time that it is seen in a row.
     """
 
-    def __init__(self, facts: RunFacts, *, strictness: float = 1.0) -> None:
-        super().__init__(facts, strictness=strictness)
+    name = "reported-numbers"
+    finds = "A logged gradient norm, clip coefficient or loss scale does not fit the recorded gradients."
+    kinds = ("reported-norm", "clip-coefficient", "loss-scale")
+
+    def begin(self) -> None:
+        """See `Rule.begin`."""
         self._in_a_row: dict[str, int] = {}
 
     def step(self, table: Mapping[Key, Entry], *, step: int) -> list[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from traindiff.findings import Finding
 from traindiff.merging.parameter_groups import Groups, parameter_groups
@@ -65,6 +66,19 @@ def _held_in(groups: Groups) -> dict[str, frozenset[str]]:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A number that a rule holds a run against.
+
+    Attributes:
+        default: What it is where the user sets nothing.
+        says: What it is, in which unit, and why this much: a phrase that follows its name.
+    """
+
+    default: float
+    says: str
+
+
 class Rule:
     """Something that a run must keep by itself. One object judges one run, step by step, in order.
 
@@ -73,14 +87,42 @@ class Rule:
     Args:
         facts: What is known of the run.
         strictness: Divides the rule's limits: 2 finds what is half as large.
+        limits: What the user sets in place of the defaults, by name.
     """
+
+    name: ClassVar[str]
+    """What users choose it by."""
+
+    finds: ClassVar[str]
+    """What it finds: a sentence."""
+
+    kinds: ClassVar[tuple[str, ...]]
+    """Kinds of its findings (docs/findings.md)."""
+
+    limits: ClassVar[Mapping[str, Limit]] = {}
+    """What users can set, by name."""
+
+    warns: ClassVar[bool] = False
+    """Whether what it finds is a warning: worth knowing, and no reason to call a run unhealthy."""
+
+    judges_unfinished: ClassVar[bool] = False
+    """Whether it is also given the last step of a run, where that ended before the optimizer was called."""
 
     tells_runs_apart = True
     """Whether `traindiff compare` asks it too. No for what a comparison finds by itself, and better."""
 
-    def __init__(self, facts: RunFacts, *, strictness: float = 1.0) -> None:
+    def __init__(self, facts: RunFacts, *, strictness: float = 1.0, limits: Mapping[str, float] | None = None) -> None:
         self.facts = facts
         self.strictness = strictness
+        self._chosen = limits or {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Make what the rule keeps from step to step: little, and not more with every step."""
+
+    def limit(self, name: str) -> float:
+        """One of `limits`, as the user or the rule sets it."""
+        return self._chosen.get(name, self.limits[name].default)
 
     def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterable[Finding]:  # noqa: ARG002
         """What is wrong in a step.

@@ -16,21 +16,41 @@ class RunJudge:
         rules: What it must keep.
         facts: What is known of it.
         strictness: Divides the limits of the rules: 2 finds what is half as large.
+        limits: What the user sets in place of the rules' own limits, by the rule's name and the limit's.
 
     Attributes:
         unknown: What could not be judged so far: sentences, in the order in which they were found out.
     """
 
-    def __init__(self, rules: Iterable[type[Rule]], facts: RunFacts, *, strictness: float = 1.0) -> None:
-        self._rules = [rule(facts, strictness=strictness) for rule in rules]
+    def __init__(
+        self,
+        rules: Iterable[type[Rule]],
+        facts: RunFacts,
+        *,
+        strictness: float = 1.0,
+        limits: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        chosen = limits or {}
+        self._rules = [rule(facts, strictness=strictness, limits=chosen.get(rule.name)) for rule in rules]
         self._found: set[tuple[str, str]] = set()
         self.unknown: dict[str, None] = {}
 
     def step(self, table: Mapping[Key, Entry], *, step: int) -> list[Finding]:
         """What is wrong in a step, in the order of execution."""
-        found = [finding for rule in self._rules for finding in rule.step(table, step=step)]
+        return self._judged(self._rules, table, step=step)
+
+    def unfinished(self, table: Mapping[Key, Entry], *, step: int) -> list[Finding]:
+        """What is wrong in a step that ended before the optimizer was called, in the order of execution."""
+        return self._judged([rule for rule in self._rules if rule.judges_unfinished], table, step=step)
+
+    def _judged(self, rules: Iterable[Rule], table: Mapping[Key, Entry], *, step: int) -> list[Finding]:
+        found = [finding for rule in rules for finding in rule.step(table, step=step)]
         self._found.update((finding.kind, finding.path) for finding in found)
         return sorted(found, key=lambda finding: finding.order)
+
+    def is_warning(self, finding: Finding) -> bool:
+        """Whether a finding is of a rule that warns."""
+        return any(finding.kind in rule.kinds for rule in self._rules if rule.warns)
 
     def note_unknown(self, table: Mapping[Key, Entry]) -> None:
         """Remember what of a step the rules cannot judge."""

@@ -21,6 +21,10 @@ class TiedGradientsAddUp(Rule):
     summaries of one run.
     """
 
+    name = "tied-gradient"
+    finds = "The gradient of an embedding that is also the head lacks the head's part."
+    kinds = ("tied-gradient",)
+
     def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterable[Finding]:
         """See the class."""
         for other, path in self.facts.tied.items():

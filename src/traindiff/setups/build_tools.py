@@ -46,8 +46,10 @@ def extensions_directory() -> Path:
         return Path(chosen)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     cuda, hip = torch.version.cuda, torch.version.hip
-    kind = f"rocm{hip.replace('.', '')}" if hip else f"cu{cuda.replace('.', '')}" if cuda else "cpu"
-    return cache / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_{kind}"
+    accelerator = f"rocm{hip.replace('.', '')}" if hip else f"cu{cuda.replace('.', '')}" if cuda else "cpu"
+    return (
+        cache / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_{accelerator}"
+    )
 
 
 def is_built(extension: str) -> bool:
