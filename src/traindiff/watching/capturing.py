@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from traindiff.taps._torch_compat import without_onednn
 from traindiff.taps.nested import replaced, tensors
+from traindiff.watching.calls import slots, within
 from traindiff.watching.operations import NotWritableError, Operation, to_json
 
 
@@ -23,6 +25,7 @@ class CapturedCall:
         inputs: Numbers of its tensors, by slot: `input[0]`, `input.mask`.
         weights: Numbers of parameters and buffers, by name.
         outputs: Numbers of what it returned, by slot.
+        gradients: Numbers of the gradients that came back to its outputs, by slot; empty where only the forward pass counts.
         operations: In the order in which they were run.
         tensors: Values of what came from outside, of random draws too, by number.
     """
@@ -30,20 +33,31 @@ class CapturedCall:
     inputs: dict[str, int] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, int] = field(default_factory=dict)
+    gradients: dict[str, int] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
     tensors: dict[int, Tensor] = field(default_factory=dict)
 
 
-def capture(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CapturedCall:
+def capture(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    gradients: Mapping[str, Tensor] | None = None,
+    random_state: Tensor | None = None,
+) -> CapturedCall:
     """Call a copy of a module and write down what it does.
 
-    The module itself is not called, so that its buffers, counters and hooks stay as they are. Random numbers are drawn
-    anew, from generators that are given back as they were: masks of dropout are others than in the call that failed.
+    The module itself is not called, so that its buffers, counters and hooks stay as they are. Random generators are given
+    back as they were.
 
     Args:
         module: Any. Its parameters and buffers must be whole here.
         args: Positional arguments; tensors in them are copied.
         kwargs: The others.
+        gradients: What came back to its outputs, by slot.
+        random_state: Of the CPU's generator when the call began, so that masks of dropout are those of the call. Left
+            out, as on a GPU, they are others.
 
     Returns:
         The call.
@@ -53,31 +67,27 @@ def capture(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """
     copied = _copy(module)
     given = [one for _, one in tensors((list(args), dict(kwargs)), "input")]
-    by_id = {id(one): one.detach().clone() for one in given}
+    by_id = {id(one): _copied(one) for one in given}
     writer = _Writer()
     call = writer.call
-    for position, one in enumerate(args):
-        call.inputs.update((slot, writer.keep(by_id[id(each)])) for slot, each in _slots(one, f"input[{position}]"))
-    for name, one in kwargs.items():
-        call.inputs.update((slot, writer.keep(by_id[id(each)])) for slot, each in _slots(one, f"input.{name}"))
+    for slot, one in slots(args, kwargs):
+        if isinstance(one, Tensor):
+            call.inputs[slot] = writer.keep(by_id[id(one)])
     named = (*copied.named_parameters(remove_duplicate=False), *copied.named_buffers(remove_duplicate=False))
     call.weights.update((name, writer.keep(one)) for name, one in named)
     devices = {one.device.index or 0 for one in (*given, *copied.parameters()) if one.device.type == "cuda"}
     try:
-        # Without oneDNN a recurrent layer is made of operators that exist in every dtype.
-        without = torch.backends.mkldnn.flags(enabled=False)
-        with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices)), without, writer:
+        with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices)), without_onednn(), writer:
+            if random_state is not None:
+                torch.set_rng_state(random_state)
             output = copied.forward(*replaced(list(args), by_id), **replaced(dict(kwargs), by_id))
     except NotWritableError:
         raise
     except Exception as error:
         raise NotWritableError(f"calling it again raised {type(error).__name__}: {error}") from error
-    call.outputs.update((slot, writer.number(one)) for slot, one in tensors(output, "output"))
+    call.outputs.update((slot, writer.number(one)) for slot, one in within(output, "output") if isinstance(one, Tensor))
+    call.gradients.update((slot, writer.keep(one)) for slot, one in (gradients or {}).items())
     return call
-
-
-def _slots(value: Any, slot: str) -> list[tuple[str, Tensor]]:
-    return [(slot, value)] if isinstance(value, Tensor) else list(tensors(value, slot))
 
 
 def _copy(module: nn.Module) -> nn.Module:
@@ -86,7 +96,9 @@ def _copy(module: nn.Module) -> nn.Module:
     for one in (*module.parameters(), *module.buffers()):
         if type(one) not in (nn.Parameter, Tensor):
             raise NotWritableError(f"a parameter is a {type(one).__name__}, which holds only a part of it here")
-        value = one.detach().clone()
+        if hasattr(one, "ds_shape"):
+            raise NotWritableError("DeepSpeed holds only a part of a parameter here")
+        value = _copied(one)
         memo[id(one)] = nn.Parameter(value, requires_grad=False) if isinstance(one, nn.Parameter) else value
     hooks = [(inner, name, value) for inner in module.modules() for name, value in _hooks_of(inner)]
     for inner, name, _ in hooks:
@@ -98,6 +110,13 @@ def _copy(module: nn.Module) -> nn.Module:
     finally:
         for inner, name, value in hooks:
             inner.__dict__[name] = value
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    try:
+        return tensor.detach().clone()
+    except RuntimeError as error:  # no memory, as a rule
+        raise NotWritableError(f"copying a parameter raised {type(error).__name__}: {error}") from error
 
 
 def _hooks_of(module: nn.Module) -> list[tuple[str, Any]]:
