@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from traindiff.errors import UnsupportedTensorError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import Tensor
 
 
@@ -19,7 +22,8 @@ class Extent:
     """The least and the largest absolute value.
 
     Attributes:
-        smallest: Least absolute value, infinities included; NaN where an element is NaN, or where there are no elements.
+        smallest: Least absolute value, infinities included; NaN where an element is NaN, or where there are no
+            elements.
         largest: Largest absolute value; NaN and infinite as above.
         count: Elements.
     """
@@ -43,14 +47,20 @@ def extent(tensor: Tensor) -> Extent:
     Raises:
         UnsupportedTensorError: It has no elements that could be read.
     """
-    from traindiff.kernels.registry import EXTENTS
-
-    for kernel in EXTENTS:
-        if tensor.device.type in kernel.device_types and (fast := kernel.load()) is not None and fast.reads(tensor):
+    for device_types, fast in _kernels():
+        if tensor.device.type in device_types and fast.reads(tensor):
             found: Extent = fast.extent(tensor)
             return found
     smallest, largest, count = magnitudes(tensor)
     return Extent(float(smallest), float(largest), count)
+
+
+@cache
+def _kernels() -> list[tuple[frozenset[str], ModuleType]]:
+    """The kernels whose packages are installed."""
+    from traindiff.kernels.registry import EXTENTS
+
+    return [(kernel.device_types, module) for kernel in EXTENTS if (module := kernel.load()) is not None]
 
 
 def magnitudes(tensor: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -26,6 +26,7 @@ class Call:
         behind: Path of the module that had returned last before it was called; None where none had.
         frame: What is printed of it.
         arguments: Positional and named arguments, while it runs.
+        outputs: What it has returned, by slot, until it has been looked at.
         random_state: Of the CPU's generator when it began, while it runs.
         held_back: Inputs whose -inf may be a mask; whether they are is seen by what the module makes of them.
         takers: Calls that took its outputs, by slot.
@@ -39,6 +40,7 @@ class Call:
     behind: str | None
     frame: Frame
     arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+    outputs: Mapping[str, Any] = field(default_factory=dict)
     random_state: Tensor | None = None
     held_back: list[str] = field(default_factory=list)
     takers: dict[str, list[tuple[Call, str]]] = field(default_factory=dict)
@@ -55,6 +57,7 @@ class Call:
         if trained and self.arguments is not None:
             self.recipe = Recipe(*self.arguments, keeps=keeps_inputs)
         self.arguments = self.random_state = None
+        self.outputs = {}
 
 
 class Recipe:

@@ -25,7 +25,8 @@ class CapturedCall:
         inputs: Numbers of its tensors, by slot: `input[0]`, `input.mask`.
         weights: Numbers of parameters and buffers, by name.
         outputs: Numbers of what it returned, by slot.
-        gradients: Numbers of the gradients that came back to its outputs, by slot; empty where only the forward pass counts.
+        gradients: Numbers of the gradients that came back to its outputs, by slot; empty where only the forward pass
+            counts.
         operations: In the order in which they were run.
         tensors: Values of what came from outside, of random draws too, by number.
     """
@@ -48,8 +49,8 @@ def capture(
 ) -> CapturedCall:
     """Call a copy of a module and write down what it does.
 
-    The module itself is not called, so that its buffers, counters and hooks stay as they are. Random generators are given
-    back as they were.
+     The module itself is not called, so that its buffers, counters and hooks stay as they are. Random generators are
+    given back as they were.
 
     Args:
         module: Any. Its parameters and buffers must be whole here.
@@ -62,8 +63,10 @@ def capture(
     Returns:
         The call.
 
+
     Raises:
-        NotWritableError: The module cannot be copied, fails, or calls an operator whose arguments cannot be written down.
+        NotWritableError: The module cannot be copied, fails, or calls an operator whose arguments cannot be written
+            down.
     """
     copied = _copy(module)
     given = [one for _, one in tensors((list(args), dict(kwargs)), "input")]
@@ -136,7 +139,7 @@ class _Writer(TorchDispatchMode):
     """Writes down every operator that is called inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.call = CapturedCall()
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []  # ids are those of objects that live

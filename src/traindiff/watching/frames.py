@@ -34,6 +34,16 @@ class Line:
     reading: Reading | None = None
     note: str = ""
 
+    @property
+    def is_given(self) -> bool:
+        """Whether this is an input."""
+        return self.name.startswith("input")
+
+    @property
+    def is_output(self) -> bool:
+        """Whether this is an output."""
+        return self.name.startswith("output")
+
     def __str__(self) -> str:
         """As printed: `2.17e-07 4.50e+00 weight`."""
         if self.reading is None:

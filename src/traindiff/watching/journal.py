@@ -32,6 +32,8 @@ class Journal:
 
     def add(self, frame: Frame, *, step: int) -> None:
         """Keep a frame; print it, if its step is traced."""
+        if frame in self._frames[frame.part]:
+            return
         self._frames[frame.part].append(frame)
         if step in self._traced:
             if self._begun != step:

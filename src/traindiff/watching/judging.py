@@ -59,18 +59,19 @@ class Judging:
     Args:
         journal: Gets each frame when it is judged.
         progress: Where the training is.
-        on_found: Called with an origin, when it was seen, and its frame.
+        on_found: Called with an origin, and when it was seen.
+
+    Attributes:
+        seen: Whether something that is not finite was found in this step, whatever was made of it.
     """
 
-    def __init__(
-        self, *, journal: Journal, progress: Progress, on_found: Callable[[Found, Moment, Frame | None], None]
-    ) -> None:
+    def __init__(self, *, journal: Journal, progress: Progress, on_found: Callable[[Found, Moment], None]) -> None:
         self._journal = journal
         self._progress = progress
         self._on_found = on_found
         self._waiting: deque[_Event] = deque()
-        self._held: tuple[Found, Moment, Frame | None] | None = None
-        self.seen = False  # in this step, whatever was made of it
+        self._held: Found | None = None
+        self.seen = False
 
     def consider(
         self,
@@ -96,7 +97,7 @@ class Judging:
                 self._journal.add(frame, step=self._progress.step)
             return
         moment = Moment.now(self._progress)
-        chosen = (lambda: self._settled(judge, moment, frame)) if settles else judge
+        chosen = (lambda: self._settled(judge)) if settles else judge
         self._waiting.append(_Event(readings=readings, judge=chosen, frame=frame, moment=moment))
         if not put_off:
             self.drain()
@@ -114,13 +115,9 @@ class Judging:
                 continue
             self.seen = True
             if event.moment.loss_scaled and found.phase in ("backward", "loss"):
-                self._held = self._held or (found, event.moment, event.frame)
+                self._held = self._held or found
                 continue
-            self._on_found(found, event.moment, event.frame)
-
-    def hold_back(self, found: Found) -> None:
-        """Something is not finite whose meaning a later moment shows."""
-        self._held = self._held or (found, Moment.now(self._progress), None)
+            self._on_found(found, event.moment)
 
     def end_step(self) -> bool:
         """Forget what was held back in a step that has ended; gives whether anything in it was not finite."""
@@ -132,8 +129,6 @@ class Judging:
         self._waiting.clear()
         self._held = None
 
-    def _settled(self, judge: Callable[[], Found | None], moment: Moment, frame: Frame | None) -> Found | None:  # noqa: ARG002
+    def _settled(self, judge: Callable[[], Found | None]) -> Found | None:
         found = judge()
-        if found is not None and self._held is not None:
-            return self._held[0]
-        return found
+        return self._held if found is not None and self._held is not None else found

@@ -23,7 +23,8 @@ class Masks:
     def excuse(self, site: str, reading: Reading, tensor: Tensor | None) -> bool:
         """Whether what is not finite of a tensor is nothing but a mask's -inf.
 
-        A tensor without gradient that holds only 0 and -inf (or the least number of its dtype) is a mask wherever it is.
+        A tensor without gradient that holds only 0 and -inf (or the least number of its dtype) is a mask wherever it
+        is.
 
         Args:
             site: Path and slot.
@@ -34,7 +35,7 @@ class Masks:
             return False
         if any(fnmatchcase(site, pattern) for pattern in self._declared):
             return True
-        return tensor is not None and not tensor.requires_grad and is_additive_mask(tensor)
+        return not reading.has_gradient and (tensor is None or is_additive_mask(tensor))
 
     @staticmethod
     def may_mask(reading: Reading, tensor: Tensor | None) -> bool:

@@ -1,13 +1,11 @@
-"""Follow the calls of modules: what each takes and gives, forward and backward."""
+"""Follow the calls of modules: what each takes and gives."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -15,29 +13,24 @@ from torch import Tensor, nn
 from traindiff.sessions.targets import Targets
 from traindiff.site import path_in_whole
 from traindiff.taps._torch_compat import inside_backward
-from traindiff.taps.compiled import tap_compiled_module
-from traindiff.taps.compiled_observers import ModuleObserver
 from traindiff.taps.silent_modules import takes_hooks
 from traindiff.taps.sink import Sink
 from traindiff.watching import origin
-from traindiff.watching.calls import Call, Recipe, slots, within
+from traindiff.watching.calls import Call, slots, within
+from traindiff.watching.compiled_calls import CompiledCalls
 from traindiff.watching.frames import Frame, Line
 from traindiff.watching.judging import Judging
 from traindiff.watching.masks import Masks
+from traindiff.watching.module_gradients import ModuleGradients
 from traindiff.watching.origin import Found
 from traindiff.watching.reading import Reader, Reading
+from traindiff.watching.signs import Signs
 
 TAP = "module_calls"
 
-_IN_FLIGHT = 8
-"""Calls whose inputs are kept while their backward pass runs, so that it can be captured."""
-
-Gradients = dict[str, Tensor]
-Arguments = tuple[Sequence[Any], Mapping[str, Any]]
-
 
 class ModuleCalls:
-    """The frames of the forward and the backward pass.
+    """The frames of the forward pass, and of the backward pass through the same calls.
 
     Args:
         targets: What is watched.
@@ -46,6 +39,7 @@ class ModuleCalls:
         judging: Judges them.
         masks: What may hold -inf.
         weights: What was last read of parameters, by canonical path.
+        signs: Looks for early signs.
         keeps_inputs: Keep what modules are given until their backward pass, or the end of the step.
 
     Attributes:
@@ -63,6 +57,7 @@ class ModuleCalls:
         judging: Judging,
         masks: Masks,
         weights: Mapping[str, Reading],
+        signs: Signs,
         keeps_inputs: bool,
     ) -> None:
         self._targets = targets
@@ -71,34 +66,34 @@ class ModuleCalls:
         self._judging = judging
         self._masks = masks
         self._weights = weights
+        self._signs = signs
         self._keeps_inputs = keeps_inputs
-        self._keeping: list[Recipe] = []
+        self._guarded = partial(sink.guarded, TAP)
+        self._gradients = ModuleGradients(
+            sink=sink, guarded=self._guarded, reader=reader, judging=judging, signs=signs, keeps_inputs=keeps_inputs
+        )
+        self._compiled = CompiledCalls(
+            sink=sink, guarded=self._guarded, reader=reader, judging=judging, masks=masks, called=self._count
+        )
         self._roots = frozenset(id(root) for root in targets.roots)
         self._running: list[Call] = []
         self._returned: str | None = None
-        self._made: dict[int, tuple[ReferenceType[Tensor], int, Call, str]] = {}
-        self._in_flight: deque[tuple[Call, Arguments | None, Gradients]] = deque(maxlen=_IN_FLIGHT)
         self.order: dict[str, int] = {}
         self.num_calls = 0
 
     def attach(self) -> ExitStack:
         """Follow the modules. Close the result to end that."""
-        guarded = partial(self._sink.guarded, TAP)
         with ExitStack() as undo:
             for path, module in self._targets.modules.items():
                 if not takes_hooks(module):
                     continue
                 site = path_in_whole(path)
-                own = [(name, self._targets.first_name(f"{path}.{name}" if path else name))
-                       for name, _ in module.named_parameters(recurse=False)]  # fmt: skip
-                before, after = guarded(partial(self._before, site, own)), guarded(self._after)
+                names = [name for name, _ in module.named_parameters(recurse=False)]
+                own = [(name, self._targets.first_name(f"{path}.{name}" if path else name)) for name in names]
+                before, after = self._guarded(partial(self._before, site, own)), self._guarded(self._after)
                 undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 undo.callback(module.register_forward_hook(after, with_kwargs=True).remove)
-                observer = ModuleObserver(
-                    output=guarded(partial(self._compiled_output, site, type(module).__name__)),
-                    gradient=guarded(partial(self._compiled_gradient, site, type(module).__name__)),
-                )
-                undo.enter_context(tap_compiled_module(module, observer))
+                undo.enter_context(self._compiled.attach(site, module))
             undo.callback(self.let_go)
             return undo.pop_all()
 
@@ -110,12 +105,16 @@ class ModuleCalls:
     def let_go(self) -> None:
         """Forget all calls."""
         self._running.clear()
-        self._made.clear()
-        self._in_flight.clear()
         self._returned = None
-        for recipe in self._keeping:  # which hooks on a graph may hold, that holds their tensors
-            recipe.let_go()
-        self._keeping.clear()
+        self._gradients.let_go()
+
+    def running(self) -> Iterator[Call]:
+        """Calls that have begun and not ended, outermost first."""
+        yield from self._running
+
+    def _count(self, path: str) -> None:
+        self.num_calls += 1
+        self.order[path] = self.num_calls
 
     def _before(
         self,
@@ -125,7 +124,8 @@ class ModuleCalls:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        if not self._watches:
+        progress = self._sink.progress
+        if not progress.observing or progress.hidden:
             return
         again = inside_backward()
         if id(module) in self._roots and not again:
@@ -137,26 +137,19 @@ class ModuleCalls:
             path=path, module=module, parent=self._running[-1] if self._running else None, behind=self._returned,
             frame=frame, arguments=(args, kwargs), random_state=torch.random.get_rng_state(),
         )  # fmt: skip
-        readings = []
-        for slot, value in slots(args, kwargs):
-            if not isinstance(value, Tensor):
-                frame.lines.append(Line(name=slot, note="None" if value is None else "not a tensor"))
-                continue
-            reading = self._reader.read(value)
-            readings.append(reading)
-            frame.lines.append(Line(name=slot, reading=reading))
-            self._take(call, slot, value)
+        for slot, tensor in self._add_lines(frame, slots(args, kwargs)):
+            self._gradients.take(call, slot, tensor)
         self._running.append(call)
-        self.num_calls += 1
-        self.order[path] = self.num_calls
+        self._count(path)
+        readings = [line.reading for line in frame.lines if line.reading is not None and line.is_given]
         if readings and not again:
             self._judging.consider(readings, partial(self._judge_inputs, call))
 
     def _judge_inputs(self, call: Call) -> Found | None:
-        given = {} if call.arguments is None else {slot: one for slot, one in slots(*call.arguments)}
+        given = {} if call.arguments is None else dict(slots(*call.arguments))
         for line in call.frame.lines:
             reading, tensor = line.reading, given.get(line.name)
-            if reading is None or not reading.is_non_finite or not line.name.startswith("input"):
+            if reading is None or not reading.is_non_finite or not line.is_given:
                 continue
             if self._masks.excuse(f"{call.path} {line.name}", reading, tensor):
                 continue
@@ -172,35 +165,23 @@ class ModuleCalls:
         call = self._pop(module)
         if call is None:
             return
-        found = list(within(output, "output"))
-        readings = []
-        for slot, value in found:
-            if isinstance(value, Tensor):
-                reading = self._reader.read(value)
-                readings.append(reading)
-                call.frame.lines.append(Line(name=slot, reading=reading))
-            else:
-                call.frame.lines.append(Line(name=slot, note="None" if value is None else "not a tensor"))
-        again = bool(call.frame.note)
-        judge = self._nothing if again else partial(self._judge_outputs, call, dict(found))
+        call.outputs = dict(within(output, "output"))
+        outputs = self._add_lines(call.frame, call.outputs.items())
+        trained = [(slot, tensor) for slot, tensor in outputs if tensor.requires_grad]
+        readings = [line.reading for line in call.frame.lines if line.reading is not None and line.is_output]
+        judge = (lambda: None) if call.frame.note else partial(self._judge_outputs, call)
         self._judging.consider(readings, judge, frame=call.frame)
-        self._returned = call.path
-        trained = [(slot, one) for slot, one in found if isinstance(one, Tensor) and one.requires_grad]
-        call.finished(trained=bool(trained), keeps_inputs=self._keeps_inputs)
-        if call.recipe is not None and self._keeps_inputs:
-            self._keeping.append(call.recipe)
         for slot, tensor in trained:
-            if not tensor.is_leaf:
-                tensor.register_hook(self._sink.guarded(TAP, partial(self._gradient, call, slot)))
-            if self._maker(tensor) is None:  # a module that returns what one in it returned has not made it
-                self._made[id(tensor)] = ref(tensor), tensor._version, call, slot
+            self._signs.look(call.path, slot, self._reader.read(tensor), tensor, step=self._sink.progress.step)
+        self._returned = call.path
+        call.finished(trained=bool(trained), keeps_inputs=self._keeps_inputs)
+        self._gradients.follow(call, trained)
 
-    def _judge_outputs(self, call: Call, outputs: Mapping[str, Any]) -> Found | None:
+    def _judge_outputs(self, call: Call) -> Found | None:
         for line in call.frame.lines:
-            reading = line.reading
-            if reading is None or not reading.is_non_finite or not line.name.startswith("output"):
+            reading, tensor = line.reading, call.outputs.get(line.name)
+            if reading is None or not reading.is_non_finite or not line.is_output:
                 continue
-            tensor = outputs.get(line.name)
             if self._masks.excuse(f"{call.path} {line.name}", reading, tensor):
                 continue
             if call.held_back:
@@ -212,97 +193,16 @@ class ModuleCalls:
             return origin.of_output(call, line.name, reading)
         return None
 
-    def _take(self, call: Call, slot: str, tensor: Tensor) -> None:
-        """Note whose output a module takes; what is nobody's has its gradient followed here."""
-        if not tensor.requires_grad or not torch.is_grad_enabled():
-            return
-        maker = self._maker(tensor)
-        if maker is not None:
-            maker[0].takers.setdefault(maker[1], []).append((call, slot))
-        elif not tensor.is_leaf:
-            tensor.register_hook(self._sink.guarded(TAP, partial(self._input_gradient, call, slot)))
-
-    def _maker(self, tensor: Tensor) -> tuple[Call, str] | None:
-        """The call that has returned a tensor as it is now, and the slot."""
-        known = self._made.get(id(tensor))
-        if known is None or known[0]() is not tensor or known[1] != tensor._version:
-            return None
-        return known[2:]
-
-    def _gradient(self, call: Call, slot: str, gradient: Tensor | None) -> None:
-        if gradient is None or not self._watches:
-            return
-        reading = self._reader.read(gradient)
-        frame = self._arrive(call, slot, gradient, reading)
-        for taker, taken in call.takers.get(slot, ()):
-            if taker.backward is not None:
-                taker.backward.lines.append(Line(name=f"grad {taken}", reading=reading))
-        self._judging.consider([reading], partial(self._judge_gradient, call, slot, reading), frame=frame)
-
-    def _judge_gradient(self, call: Call, slot: str, reading: Reading) -> Found:
-        return self._with_inputs(origin.of_gradient(call, slot, reading))
-
-    def _input_gradient(self, call: Call, slot: str, gradient: Tensor | None) -> None:
-        if gradient is None or not self._watches:
-            return
-        reading = self._reader.read(gradient)
-        if call.backward is not None:
-            call.backward.lines.append(Line(name=f"grad {slot}", reading=reading))
-        self._judging.consider([reading], lambda: self._with_inputs(origin.of_input_gradient(call, slot, reading)))
-
-    def _arrive(self, call: Call, slot: str, gradient: Tensor, reading: Reading) -> Frame | None:
-        """A gradient has come back to a call; gives its frame if this is the first."""
-        line = Line(name=f"grad {slot}", reading=reading)
-        if call.backward is not None:
-            call.backward.lines.append(line)
-            for waiting, _, gradients in self._in_flight:
-                if waiting is call:
-                    gradients[slot] = gradient
-            return None
-        call.backward = Frame(part="backward", path=call.path, kind=call.kind, lines=[line])
-        # Its backward pass runs next, and what autograd has kept for it lives until then.
-        arguments = None if call.recipe is None else call.recipe.arguments()
-        self._in_flight.append((call, arguments, {slot: gradient}))
-        return call.backward
-
-    def _with_inputs(self, found: Found) -> Found:
-        """An origin in the backward pass with what the call was given, where that still lives."""
-        for call, arguments, gradients in self._in_flight:
-            if call is found.call:
-                return Found(
-                    phase=found.phase, path=found.path, slot=found.slot, says=found.says, call=call,
-                    arguments=arguments, gradients=gradients,
-                )  # fmt: skip
+    def _add_lines(self, frame: Frame, values: Any) -> list[tuple[str, Tensor]]:
+        """Add what a module takes or gives to its frame; gives the tensors in it by slot."""
+        found = []
+        for slot, value in values:
+            if isinstance(value, Tensor):
+                frame.lines.append(Line(name=slot, reading=self._reader.read(value)))
+                found.append((slot, value))
+            else:
+                frame.lines.append(Line(name=slot, note="None" if value is None else "not a tensor"))
         return found
-
-    def _compiled_output(self, path: str, kind: str, tensor: Tensor, slot: str) -> None:
-        if not self._watches:
-            return
-        self.num_calls += 1
-        self.order[path] = self.num_calls
-        reading = self._reader.read_again(tensor)
-        frame = Frame(part="forward", path=path, kind=kind, lines=[Line(name=slot, reading=reading)], note="compiled")
-        masked = self._masks.excuse(f"{path} {slot}", reading, tensor) if reading.is_non_finite else False
-        judge = self._nothing if masked else partial(origin.of_seen_output, path, slot, reading)
-        self._judging.consider([reading], judge, frame=frame, put_off=True)
-
-    def _compiled_gradient(self, path: str, kind: str, tensor: Tensor, slot: str) -> None:
-        if not self._watches:
-            return
-        reading = self._reader.read_again(tensor)
-        line = Line(name=f"grad {slot}", reading=reading)
-        frame = Frame(part="backward", path=path, kind=kind, lines=[line], note="compiled")
-        says = f"The gradient that comes back to {path} {slot} in compiled code is not finite; those before it are."
-        found = Found(phase="backward", path=path, slot=f"grad {slot}", says=says)
-        self._judging.consider([reading], lambda: found, frame=frame, put_off=True)
-
-    @staticmethod
-    def _nothing() -> None:
-        return None
-
-    @property
-    def _watches(self) -> bool:
-        return self._sink.progress.observing and not self._sink.progress.hidden
 
     def _pop(self, module: nn.Module) -> Call | None:
         """The running call of a module; calls above it have raised."""
@@ -312,7 +212,3 @@ class ModuleCalls:
                 del self._running[position:]
                 return call
         return None
-
-    def running(self) -> Iterator[Call]:
-        """Calls that have begun and not ended, outermost first."""
-        yield from self._running

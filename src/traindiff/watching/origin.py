@@ -11,6 +11,7 @@ from torch import Tensor
 
 from traindiff.site import ROOT
 from traindiff.watching.calls import Call
+from traindiff.watching.frames import Frame
 from traindiff.watching.reading import Reading
 
 
@@ -53,6 +54,7 @@ class Found:
         random_state: Of the CPU's generator when the call began, where it is known.
         gradients: Gradients of the call's outputs by slot, where its backward pass is what failed.
         tensors: Further tensors to save, by name.
+        frame: What is printed of the call in which it was seen, which has not ended.
     """
 
     phase: str
@@ -64,14 +66,15 @@ class Found:
     random_state: Tensor | None = None
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    frame: Frame | None = None
 
 
 def of_input(call: Call, slot: str, reading: Reading, tensor: Tensor | None) -> Found:
     """An input is not finite, and nothing before it was: the batch, or code between modules."""
     kept = {} if tensor is None else {slot: tensor}
     if call.parent is None:
-        says = f"The batch: {_site(call.path, slot)} {_is(reading)} when the forward pass begins; nothing was computed yet."
-        return Found(phase="batch", path=call.path, slot=slot, says=says, tensors=kept)
+        says = f"The batch: {_site(call.path, slot)} {_is(reading)} when the forward pass begins."
+        return Found(phase="batch", path=call.path, slot=slot, says=says, tensors=kept, frame=call.frame)
     parent = call.parent
     since = f"between {_named(call.behind)} and {_named(call.path)}" if call.behind else f"before {_named(call.path)}"
     says = (
@@ -80,7 +83,7 @@ def of_input(call: Call, slot: str, reading: Reading, tensor: Tensor | None) -> 
     )
     return Found(
         phase="forward", path=call.path, slot=slot, says=says, call=parent, arguments=parent.arguments,
-        random_state=parent.random_state, tensors=kept,
+        random_state=parent.random_state, tensors=kept, frame=call.frame,
     )  # fmt: skip
 
 
@@ -88,19 +91,16 @@ def of_output(call: Call, slot: str, reading: Reading) -> Found:
     """An output is not finite; the inputs are."""
     given = [line for line in call.frame.lines if line.reading is not None and not line.name.startswith("output")]
     whole = f"{_site(call.path, slot)} {_is(reading)}"
-    weights = f" {_and(names)} are not" if (names := _bad_weights(call)) else ""
-    if weights:
-        says = f"{whole}, and so {'is' if len(names) == 1 else 'are'} {_and(names)} of {_named(call.path)}, changed outside of the optimizer."
+    if names := _bad_weights(call):
+        says = f"{whole}, as does {_and(names)} of {_named(call.path)}, changed outside of the optimizer."
     else:
-        sizes = [line for line in given if line.reading is not None and line.reading.extent is not None]
         largest = ", ".join(
             f"{line.name} up to {line.reading.extent.largest:.3g}"
-            for line in sizes
+            for line in given
             if line.reading is not None and line.reading.extent is not None and line.reading.dtype.is_floating_point
         )
-        says = (
-            f"{whole}; what {call.kind} was given is finite{f' ({largest})' if largest else ''}{_limit(reading.dtype)}."
-        )
+        sizes = f" ({largest})" if largest else ""
+        says = f"{whole}; what {call.kind} was given is finite{sizes}{_limit(reading.dtype)}."
     return Found(
         phase="forward", path=call.path, slot=slot, says=says, call=call, arguments=call.arguments,
         random_state=call.random_state,
@@ -123,6 +123,14 @@ def of_seen_output(path: str, slot: str, reading: Reading) -> Found:
         "It was computed in compiled code, where inputs are not seen."
     )
     return Found(phase="forward", path=path, slot=slot, says=says)
+
+
+def of_seen_gradient(path: str, slot: str, reading: Reading) -> Found:
+    """A gradient in compiled code is not finite; every one before it is."""
+    says = (
+        f"The gradient that comes back to {_site(path, slot)} in compiled code {_is(reading)}; those before it do not."
+    )
+    return Found(phase="backward", path=path, slot=f"grad {slot}", says=says)
 
 
 def of_loss(reading: Reading, outputs: bool) -> Found:  # noqa: FBT001
@@ -225,6 +233,9 @@ def _grown(call: Call | None) -> str:
     """How large the gradients are that a module's backward pass was given."""
     if call is None or call.backward is None:
         return ""
-    found = [line.reading.extent.largest for line in call.backward.lines
-             if line.name.startswith("grad output") and line.reading is not None and line.reading.extent is not None]  # fmt: skip
+    found = [
+        line.reading.extent.largest
+        for line in call.backward.lines
+        if line.name.startswith("grad output") and line.reading is not None and line.reading.extent is not None
+    ]
     return f" from gradients up to {max(found):.3g}" if found else ""

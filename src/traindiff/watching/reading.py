@@ -24,10 +24,11 @@ class Reading:
         dtype: Of the tensor.
         shape: Of the tensor.
         reason: Why nothing can be read; empty where something can.
+        has_gradient: Whether the tensor is a part of a graph.
         masks: Whether what is not finite of it is -inf alone; None where nobody has looked.
     """
 
-    __slots__ = ("dtype", "extent", "masks", "reason", "shape")
+    __slots__ = ("dtype", "extent", "has_gradient", "masks", "reason", "shape")
 
     def __init__(self, tensor: Tensor) -> None:
         self.extent: Extent | None = None
@@ -35,6 +36,7 @@ class Reading:
         self.shape = () if tensor.is_nested else tuple(tensor.shape)
         self.reason = ""
         self.masks: bool | None = None
+        self.has_gradient = tensor.requires_grad
 
     @property
     def has_arrived(self) -> bool:
@@ -56,8 +58,8 @@ class Reader:
     """Reads tensors.
 
     Args:
-        at_once: Types of devices whose tensors are read when they are seen; those of others are read by their device, and
-            what it finds arrives with `end_step` of the step after.
+        at_once: Types of devices whose tensors are read when they are seen; those of others are read by their device,
+            and what it finds arrives with `end_step` of the step after.
     """
 
     def __init__(self, at_once: frozenset[str] = frozenset({"cpu"})) -> None:

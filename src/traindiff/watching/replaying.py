@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 
 from traindiff.site import ROOT
-from traindiff.watching.capturing import CapturedCall
 from traindiff.watching.rerunning import Made, Rerun, rerun
 from traindiff.watching.saving import load
 
@@ -32,8 +31,8 @@ class Replay:
         native: The call in its own dtypes.
         float32: In float32.
         float64: In float64.
-        cause: Of what is not finite: the `dtype`; the `mathematics`, which is not finite in float64 either; it was `given`;
-            or it did not happen again.
+        cause: Of what is not finite: the `dtype`; the `mathematics`, which is not finite in float64 either; it was
+            `given`; or it did not happen again.
         says: The same in a sentence, with numbers.
     """
 
@@ -76,22 +75,22 @@ def replay(directory: Path, *, device: str = "cpu") -> Replay:
     """
     call, content = load(directory)
     native, *others = (rerun(call, dtype, device) for dtype in (None, torch.float32, torch.float64))
-    cause, says = _judged(call, native, *others)
+    cause, says = _judged(native, *others)
     return Replay(
         path=content["path"] or ROOT, module=content["module"], origin=content["origin"]["says"], native=native,
         float32=others[0], float64=others[1], cause=cause, says=says,
     )  # fmt: skip
 
 
-def _judged(call: CapturedCall, native: Rerun, float32: Rerun, float64: Rerun) -> tuple[Cause, str]:
+def _judged(native: Rerun, float32: Rerun, float64: Rerun) -> tuple[Cause, str]:
     first = native.first_non_finite
     given = [slot for slot, one in native.inputs.items() if not one.is_finite]
     if first is None:
         if native.failed:
             return "not run", f"It could not be run again: {native.failed}."
         return "not reproduced", (
-            "Everything is finite when it is run again. The numbers may have come from other random masks, or from a kernel "
-            "that sums in another order."
+            "Everything is finite when it is run again. Other random masks may be the difference, or a kernel that "
+            "sums in another order."
         )
     where = f"operator {first.position}, {first.name}{', backward' if first.backward else ''}"
     if given:
@@ -106,8 +105,8 @@ def _judged(call: CapturedCall, native: Rerun, float32: Rerun, float64: Rerun) -
             largest = same.contents.largest
             above = f", above {dtype}'s {limit:.6g}" if largest > limit else ""
             return "dtype", (
-                f"The overflow is {dtype}'s: {where} makes what is not finite; in {name} the largest is {largest:.3g}{above}, "
-                "and everything is finite."
+                f"The overflow is {dtype}'s: {where} makes what is not finite; in {name} the largest is "
+                f"{largest:.3g}{above}, and everything is finite."
             )
     if float64.failed:
         return "not run", f"{where} makes what is not finite; in float64 it could not be run: {float64.failed}."
@@ -140,7 +139,7 @@ def _row(index: int, found: Replay) -> dict[str, Any]:
 
 def _number(value: float) -> float | None:
     """JSON has no NaN: None stands for that of no finite element."""
-    return None if value != value else value  # noqa: PLR0124
+    return None if value != value else value
 
 
 def table(found: Replay) -> list[str]:

@@ -91,8 +91,8 @@ def rerun(call: CapturedCall, dtype: torch.dtype | None = None, device: str = "c
         device: Where.
 
     Returns:
-        What came out. An operator that cannot be run (it is not installed here, or has no kernel for the dtype) ends it,
-        and is named in `failed`.
+        What came out. An operator that cannot be run (it is not installed here, or has no kernel for the dtype) ends
+        it, and is named in `failed`.
     """
     result = Rerun(dtype=dtype)
     values = _Values(call, dtype, torch.device(device))

@@ -35,10 +35,7 @@ def save(directory: Path, found: Found, origin: Origin, frames: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "frames.txt").write_text(frames, encoding="utf-8")
     call, reason = _captured(found)
-    if call is not None:
-        kept = {str(number): one for number, one in call.tensors.items()}
-    else:
-        kept = _at_hand(found)
+    kept = _at_hand(found) if call is None else {str(number): one for number, one in call.tensors.items()}
     written = {name: one for name, tensor in kept.items() if (one := _writable(tensor)) is not None}
     save_file(written, directory / "tensors.safetensors")
     content: dict[str, Any] = {
@@ -78,7 +75,7 @@ def load(directory: Path) -> tuple[CapturedCall, dict[str, Any]]:
     try:
         kept = load_file(directory / "tensors.safetensors")
         return _from_json(content["call"], kept), content
-    except Exception as error:  # safetensors has errors of its own for damaged files
+    except Exception as error:  # noqa: BLE001  safetensors has errors of its own for damaged files
         raise NotARecordingError(f"{directory} is damaged ({type(error).__name__}: {error}).") from None
 
 

@@ -19,8 +19,8 @@ from traindiff.watching.judging import Judging
 from traindiff.watching.origin import Found
 from traindiff.watching.reading import Reader, Reading
 
-Seen = tuple[str, str, Reading, Tensor]
-"""Path and slot of a tensor, what was read of it, and itself."""
+Seen = tuple[str, str, Reading, Tensor | None]
+"""Path and slot of a tensor, what was read of it, and itself, unless a device has yet to read it."""
 
 
 class StepParts:
@@ -57,16 +57,16 @@ class StepParts:
     def emit(self, tensor: Tensor, *, phase: str, path: str, slot: str, stage: str = "", **_: Any) -> None:
         """Read a tensor; it is judged together with those that are seen with it."""
         if phase == "grad" and not stage:
-            self._gradients.append((path, slot, self._reader.read(tensor), tensor))
+            self._gradients.append(_seen(path, slot, self._reader.read(tensor), tensor))
         elif phase == "param" and slot != "buffer":
             reading = self._reader.read_again(tensor)  # engines write without moving its version
             if slot == "value":
                 self.weights[path] = reading
-            (self._first if stage else self._written).append((path, slot, reading, tensor))
+            (self._first if stage else self._written).append(_seen(path, slot, reading, tensor))
         elif phase == "optimizer" and slot == SKIPPED:
             self.skipped.append((self.progress.step, self._loss_scale))
         elif phase == "optimizer" and (path in self.weights or slot == "lr"):
-            self._written.append((path, slot, self._reader.read_again(tensor), tensor))
+            self._written.append(_seen(path, slot, self._reader.read_again(tensor), tensor))
         elif phase == "loss" and path == LOSS_SCALE:
             self._loss_scale = self._reader.read_again(tensor)
         elif phase == "loss":
@@ -122,7 +122,7 @@ class StepParts:
     def _judge_gradients(self, seen: list[Seen]) -> None:
         self._judging.drain()
         self._of_gradients.update((path, reading) for path, _, reading, _ in seen)
-        frames = {}
+        frames: dict[str, Frame] = {}
         for path, slot, reading, _ in seen:
             frame = frames.setdefault(path, Frame(part="gradients", path=path, kind="Parameter"))
             frame.lines.append(Line(name=slot, reading=reading))
@@ -159,7 +159,7 @@ class StepParts:
             self._judging.consider(readings, judge, frame=frames.get(path), settles=True)
 
     def _of_step(self, path: str, seen: list[Seen]) -> Found | None:
-        tensors = {f"{path} {slot}": tensor for _, slot, _, tensor in seen}
+        tensors = {f"{path} {slot}": tensor for _, slot, _, tensor in seen if tensor is not None}
         for _, slot, reading, _ in sorted(seen, key=lambda one: one[1] == "value"):
             if reading.is_non_finite:
                 if slot == "lr":
@@ -172,3 +172,7 @@ class StepParts:
 
     def _end_scaler(self, _: Optimizer) -> None:
         self._in_scaler = False
+
+
+def _seen(path: str, slot: str, reading: Reading, tensor: Tensor) -> Seen:
+    return path, slot, reading, tensor if reading.has_arrived else None

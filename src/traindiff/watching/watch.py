@@ -55,9 +55,9 @@ def watch(
             ...  # forward, backward, optimizer.step(), as ever
     ```
 
-    The first tensor in execution order that is not finite although everything that it was computed from is finite, is the
-    origin. It is named in one sentence, below the last frames; the call of the module that made it is saved with its
-    tensors for `traindiff replay`; and `NonFiniteError` is raised where it happened. Until then the training
+    The first tensor in execution order that is not finite although everything that it was computed from is finite, is
+    the origin. It is named in one sentence, below the last frames; the call of the module that made it is saved with
+    its tensors for `traindiff replay`; and `NonFiniteError` is raised where it happened. Until then the training
     computes the same bits as without it, and nothing is printed.
 
     Args:
@@ -66,11 +66,11 @@ def watch(
         frames: How many frames of each part of a step are kept and printed.
         trace: Steps of which every frame is printed, counted from 0. In these nothing is detected.
         abort_after: Raise `StoppedError` when this step has ended.
-        on_detect: `"raise"` a `NonFiniteError`, `"warn"` and let the training go on, or a function that is called with the
-            `Origin`.
+        on_detect: `"raise"` a `NonFiniteError`, `"warn"` and let the training go on, or a function that is called with
+            the `Origin`.
         output: Directory for what is saved, one below it for each origin; None saves nothing.
-        masks: Globs over sites of inputs and outputs that may hold -inf, e.g. `"* input.attention_mask"`. What holds nothing but 0
-            and -inf, and -inf that a module turns into finite numbers, needs no declaration.
+        masks: Globs over sites of inputs and outputs that may hold -inf, e.g. `"* input.attention_mask"`. What holds
+            nothing but 0 and -inf, and -inf that a module turns into finite numbers, needs no declaration.
         warn: Early signs to warn of; see docs/watch.md.
         keep_inputs: Keep what each module is given until its backward pass is over, so that this can be captured in any
             case. Left out, it is captured where autograd keeps the same tensors, and costs no memory.

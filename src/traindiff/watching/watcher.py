@@ -23,7 +23,6 @@ from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.taps.loss_scaler import tap_loss_scaler
 from traindiff.taps.progress import Progress
-from traindiff.watching.frames import Frame
 from traindiff.watching.journal import Journal
 from traindiff.watching.judging import Judging, Moment
 from traindiff.watching.masks import Masks
@@ -32,14 +31,15 @@ from traindiff.watching.origin import Found, Origin
 from traindiff.watching.reading import Reader
 from traindiff.watching.saving import save
 from traindiff.watching.settings import WatchSettings
+from traindiff.watching.signs import Signs
 from traindiff.watching.step_parts import StepParts
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that are watched now: one watch is enough for each."""
 
 _NO_CALLS = (
-    "watch(...): the optimizer stepped in step {step}, but no module of the model was seen to be called in it: its hooks were "
-    "removed, or the training calls another module than the one that was given. Losses, gradients and parameters are "
+    "watch(...): the optimizer stepped in step {step}, but no module of the model was seen to be called in it: its "
+    "hooks were removed, or the training calls another module than the one given. Gradients and parameters are "
     "still watched. Give watch() the module that the training calls, after its hooks were changed."
 )
 
@@ -80,9 +80,10 @@ class Watcher:
         self._parts = StepParts(
             progress=self._progress, containment=containment, reader=self._reader, judging=self._judging
         )
+        self._signs = Signs(settings.warn, warn=self._warn)
         self._calls = ModuleCalls(
             targets, sink=self._parts, reader=self._reader, judging=self._judging, masks=Masks(settings.masks),
-            weights=self._parts.weights, keeps_inputs=settings.keep_inputs,
+            weights=self._parts.weights, signs=self._signs, keeps_inputs=settings.keep_inputs,
         )  # fmt: skip
         self._parts.order = self._calls.order
         self._attachment: Attachment | None = None
@@ -143,6 +144,7 @@ class Watcher:
         self._judging.clear()
         self._journal.clear()
         self._parts.let_go()
+        self._signs.let_go()
         self._reader.forget()
 
     def _end_step(self, name: str) -> None:
@@ -157,6 +159,7 @@ class Watcher:
             self._judging.drain()
         finally:
             self._parts.end_step()
+            self._signs.end_step(step)
             self._calls.end_step()
             self._reader.forget()
             self._journal.end_step(step)
@@ -169,13 +172,13 @@ class Watcher:
         if self._settings.abort_after is not None and step >= self._settings.abort_after:
             raise StoppedError(f"watch(abort_after={self._settings.abort_after}): step {step} has ended.")
 
-    def _detect(self, found: Found, moment: Moment, frame: Frame | None) -> None:
+    def _detect(self, found: Found, moment: Moment) -> None:
         """Report an origin, and do what was asked for."""
         if self._is_quiet or self._journal.traces(moment.step):
             return
         self._is_quiet = self._settings.on_detect != "raise"
-        if frame is None and found.call is not None and found.phase in ("batch", "forward"):
-            self._journal.add(found.call.frame, step=moment.step)
+        if found.frame is not None:
+            self._journal.add(found.frame, step=moment.step)
         says = f"rank {self._rank}: {found.says}" if self._rank is not None else found.says
         origin = Origin(
             step=moment.step, micro_step=moment.micro_step, rank=self._rank or 0, phase=found.phase, path=found.path,

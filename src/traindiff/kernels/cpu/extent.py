@@ -74,7 +74,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 @cache
 def _function(name: str) -> Callable[..., None]:
-    """Build it: `extent(x, count, found)` writes the least and the largest magnitude as float64; `count` is at least 1."""
+    """Build `extent(x, count, found)`, which writes the least and the largest magnitude; `count` is at least 1."""
     code = machine_code(f"extent_{name}", lambda: _module(name))
     found: Callable[..., None] = code("extent", ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
     return found
