@@ -27,6 +27,7 @@ class CapturedCall:
         outputs: Numbers of what it returned, by slot.
         gradients: Numbers of the gradients that came back to its outputs, by slot; empty where only the forward pass
             counts.
+        trained: Numbers of the inputs and parameters by which the backward pass differentiates.
         operations: In the order in which they were run.
         tensors: Values of what came from outside, of random draws too, by number.
     """
@@ -35,6 +36,7 @@ class CapturedCall:
     weights: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, int] = field(default_factory=dict)
+    trained: list[int] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     tensors: dict[int, Tensor] = field(default_factory=dict)
 
@@ -76,8 +78,12 @@ def capture(
     for slot, one in slots(args, kwargs):
         if isinstance(one, Tensor):
             call.inputs[slot] = writer.keep(by_id[id(one)])
-    named = (*copied.named_parameters(remove_duplicate=False), *copied.named_buffers(remove_duplicate=False))
+    trained = dict(copied.named_parameters(remove_duplicate=False))
+    named = (*trained.items(), *copied.named_buffers(remove_duplicate=False))
     call.weights.update((name, writer.keep(one)) for name, one in named)
+    if gradients:
+        differentiated = (*call.inputs.values(), *(call.weights[name] for name in trained))
+        call.trained += [number for number in differentiated if call.tensors[number].is_floating_point()]
     devices = {one.device.index or 0 for one in (*given, *copied.parameters()) if one.device.type == "cuda"}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices)), without_onednn(), writer:

@@ -48,9 +48,10 @@ class Moment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Event:
     readings: Sequence[Reading]
-    judge: Callable[[], Found | None] | None
+    judge: Callable[[], Found | None]
     frame: Frame | None
     moment: Moment
+    settles: bool
 
 
 class Judging:
@@ -97,8 +98,7 @@ class Judging:
                 self._journal.add(frame, step=self._progress.step)
             return
         moment = Moment.now(self._progress)
-        chosen = (lambda: self._settled(judge)) if settles else judge
-        self._waiting.append(_Event(readings=readings, judge=chosen, frame=frame, moment=moment))
+        self._waiting.append(_Event(readings=readings, judge=judge, frame=frame, moment=moment, settles=settles))
         if not put_off:
             self.drain()
 
@@ -108,16 +108,16 @@ class Judging:
             event = self._waiting.popleft()
             if event.frame is not None:
                 self._journal.add(event.frame, step=event.moment.step)
-            if event.judge is None or not any(reading.is_non_finite for reading in event.readings):
+            if not any(reading.is_non_finite for reading in event.readings):
                 continue
             found = event.judge()
             if found is None:
                 continue
             self.seen = True
-            if event.moment.loss_scaled and found.phase in ("backward", "loss"):
+            if event.moment.loss_scaled and not event.settles and found.phase in ("backward", "loss"):
                 self._held = self._held or found
                 continue
-            self._on_found(found, event.moment)
+            self._on_found(self._held or found, event.moment)
 
     def end_step(self) -> bool:
         """Forget what was held back in a step that has ended; gives whether anything in it was not finite."""
@@ -128,7 +128,3 @@ class Judging:
         """Forget everything."""
         self._waiting.clear()
         self._held = None
-
-    def _settled(self, judge: Callable[[], Found | None]) -> Found | None:
-        found = judge()
-        return self._held if found is not None and self._held is not None else found

@@ -100,7 +100,7 @@ def of_output(call: Call, slot: str, reading: Reading) -> Found:
             if line.reading is not None and line.reading.extent is not None and line.reading.dtype.is_floating_point
         )
         sizes = f" ({largest})" if largest else ""
-        says = f"{whole}; what {call.kind} was given is finite{sizes}{_limit(reading.dtype)}."
+        says = f"{whole}; what {call.kind} was given is finite{sizes}{_limit(reading)}."
     return Found(
         phase="forward", path=call.path, slot=slot, says=says, call=call, arguments=call.arguments,
         random_state=call.random_state,
@@ -188,7 +188,7 @@ def of_step(path: str, slot: str, reading: Reading, gradient: Reading | None, te
         largest = gradient.extent.largest
         square = f", its square {largest * largest:.3g}" if slot.endswith("_sq") else ""
         given = f": its gradient is finite (up to {largest:.3g}{square})"
-    says = f"{what} {_is(reading)} after the step{given}{_limit(reading.dtype)}."
+    says = f"{what} {_is(reading)} after the step{given}{_limit(reading)}."
     return Found(phase="param" if slot == "value" else "optimizer", path=path, slot=slot, says=says, tensors=tensors)
 
 
@@ -223,10 +223,10 @@ def _and(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _limit(dtype: torch.dtype) -> str:
-    if not dtype.is_floating_point:
+def _limit(reading: Reading) -> str:
+    if reading.is_nan or not reading.dtype.is_floating_point:
         return ""
-    return f"; the largest {str(dtype).removeprefix('torch.')} is {torch.finfo(dtype).max:.3g}"
+    return f"; the largest {str(reading.dtype).removeprefix('torch.')} is {torch.finfo(reading.dtype).max:.3g}"
 
 
 def _grown(call: Call | None) -> str:

@@ -138,8 +138,9 @@ def _made(position: int, name: str, tensor: Tensor, *, backward: bool) -> Made:
     return Made(position=position, name=name, backward=backward, dtype=tensor.dtype, contents=contents(tensor))
 
 
-def _keep(gradients: list[tuple[int, str, Tensor]], position: int, name: str, gradient: Tensor) -> None:
-    gradients.append((position, name, gradient.detach().clone()))
+def _keep(gradients: list[tuple[int, str, Tensor]], position: int, name: str, gradient: Tensor | None) -> None:
+    if gradient is not None:  # autograd passes the operator, for another of its outputs
+        gradients.append((position, name, gradient.detach().clone()))
 
 
 def _run_backward(call: CapturedCall, values: _Values, gradients: list[tuple[int, str, Tensor]], result: Rerun) -> str:
@@ -169,7 +170,7 @@ class _Values:
         self._dtype = dtype
         self._device = device
         self._kept: Mapping[int, Tensor] = call.tensors
-        self._trained = {*call.inputs.values(), *call.weights.values()} if call.gradients else set()
+        self._trained = frozenset(call.trained)
         self._leaves: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
 
@@ -177,7 +178,7 @@ class _Values:
         if number not in self._found:
             value = self._kept[number]
             value = value.to(device=self._device, dtype=self._other(value.dtype), copy=True)
-            if number in self._trained and value.is_floating_point():
+            if number in self._trained:
                 self._leaves[number] = value.requires_grad_()
                 value = value.clone()  # operators may write into it, as they may not into a leaf
             self._found[number] = value

@@ -122,6 +122,7 @@ def _writable(tensor: Tensor) -> Tensor | None:
 def _to_json(call: CapturedCall) -> dict[str, Any]:
     return {
         "inputs": call.inputs, "weights": call.weights, "outputs": call.outputs, "gradients": call.gradients,
+        "trained": call.trained,
         "operations": [one.to_json() for one in call.operations],
     }  # fmt: skip
 
@@ -129,6 +130,7 @@ def _to_json(call: CapturedCall) -> dict[str, Any]:
 def _from_json(content: Mapping[str, Any], kept: Mapping[str, Tensor]) -> CapturedCall:
     return CapturedCall(
         inputs=content["inputs"], weights=content["weights"], outputs=content["outputs"],
-        gradients=content["gradients"], operations=[Operation.from_json(one) for one in content["operations"]],
+        gradients=content["gradients"], trained=content["trained"],
+        operations=[Operation.from_json(one) for one in content["operations"]],
         tensors={int(number): one for number, one in kept.items()},
     )  # fmt: skip

@@ -24,6 +24,9 @@ SAMPLE = 4096
 NEAR = 4.0
 """A magnitude is near the largest number of its dtype within this factor: two doublings."""
 
+_FEWEST = 256
+"""Elements below which a share says nothing."""
+
 _MASK = 0.99
 """From this share of the largest number on it is a mask that stands for -inf (`torch.finfo(dtype).min`)."""
 
@@ -100,8 +103,13 @@ class Signs:
 
     def _say_samples(self, taken: list[tuple[str, torch.dtype, Tensor]], step: int) -> None:
         found: dict[str, list[tuple[float, str]]] = {}
+        together: dict[tuple[str, torch.dtype], list[Tensor]] = {}
         for site, dtype, sample in taken:
-            values = np.abs(sample.cpu().numpy())
+            together.setdefault((site, dtype), []).append(sample)
+        for (site, dtype), samples in together.items():
+            values = np.abs(torch.cat(samples).cpu().numpy())
+            if values.size < _FEWEST:
+                continue
             tiny = torch.finfo(dtype).smallest_normal
             shares = _Shares(
                 zeros=float((values == 0).mean()), subnormals=float(((values > 0) & (values < tiny)).mean())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import warnings
 import weakref
@@ -36,6 +37,8 @@ from traindiff.watching.step_parts import StepParts
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that are watched now: one watch is enough for each."""
+
+_logger = logging.getLogger("traindiff")
 
 _NO_CALLS = (
     "watch(...): the optimizer stepped in step {step}, but no module of the model was seen to be called in it: its "
@@ -229,7 +232,10 @@ class Watcher:
         self.show()
 
     def _warn(self, message: str) -> None:
-        warnings.warn(message, TraindiffWarning, stacklevel=2)
+        try:
+            warnings.warn(message, TraindiffWarning, stacklevel=2)
+        except TraindiffWarning as warning:  # the user turned warnings into errors, which would end the training here
+            _logger.warning("%s", warning)
 
     def _print(self, text: str) -> None:
         self._settings.file.write(f"{text}\n")
