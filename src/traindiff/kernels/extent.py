@@ -52,7 +52,10 @@ def extent(tensor: Tensor) -> Extent:
             found: Extent = fast.extent(tensor)
             return found
     smallest, largest, count = magnitudes(tensor)
-    return Extent(float(smallest), float(largest), count)
+    try:
+        return Extent(float(smallest), float(largest), count)
+    except RuntimeError as error:  # fake tensors
+        raise UnsupportedTensorError(f"its elements cannot be read: {type(error).__name__}: {error}") from error
 
 
 @cache
