@@ -16,6 +16,7 @@ from tests.messages import (
     setups,
     training,
 )
+from tests.messages import command_line, comparing, in_tests, reading, recipes, recording, training, watching
 from tests.messages.provoking import Chapter, said
 
 GOLDEN = Path(__file__).parent / "messages.txt"
@@ -23,6 +24,7 @@ GOLDEN = Path(__file__).parent / "messages.txt"
 CHAPTERS: Sequence[Chapter] = (
     recording.chapter,
     training.chapter,
+    watching.chapter,
     reading.chapter,
     comparing.chapter,
     recipes.chapter,

@@ -8,7 +8,7 @@ debug_overflow = DebugUnderflowOverflow(model)
 
 Each tensor is read once for its least and largest magnitude, and again only where these are not finite. Tensors in
 dicts and dataclasses are looked at; what makes the original raise an error of its own (empty, boolean, sparse and
-float8 tensors) is printed. For detection in the backward pass, in gradients and in the optimizer, use `traindiff.watch`.
+float8 tensors) is printed. `traindiff.watch` also sees the backward pass, gradients and the optimizer.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,7 @@ class ModuleCalls:
         self._roots = frozenset(id(root) for root in targets.roots)
         self._running: list[Call] = []
         self._returned: str | None = None
+        self._hooks: list[tuple[ReferenceType[nn.Module], int]] = []
         self.order: dict[str, int] = {}
         self.num_calls = 0
 
@@ -92,7 +94,9 @@ class ModuleCalls:
                 own = [(name, self._targets.first_name(f"{path}.{name}" if path else name)) for name in names]
                 before, after = self._guarded(partial(self._before, site, own)), self._guarded(self._after)
                 undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                undo.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+                hook = module.register_forward_hook(after, with_kwargs=True)
+                undo.callback(hook.remove)
+                self._hooks.append((ref(module), hook.id))
                 undo.enter_context(self._compiled.attach(site, module))
             undo.callback(self.let_go)
             return undo.pop_all()
@@ -107,6 +111,12 @@ class ModuleCalls:
         self._running.clear()
         self._returned = None
         self._gradients.let_go()
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether no call was ever seen, or somebody else has removed a hook."""
+        modules = ((reference(), number) for reference, number in self._hooks)
+        return not self.order or any(one is not None and number not in one._forward_hooks for one, number in modules)
 
     def running(self) -> Iterator[Call]:
         """Calls that have begun and not ended, outermost first."""

@@ -55,11 +55,11 @@ class Replay:
         first = self.native.first_non_finite
         return {
             "schema": {"name": SCHEMA, "version": SCHEMA_VERSION},
-            "path": self.path, "module": self.module, "origin": self.origin, "cause": self.cause, "says": self.says,
+            "site": self.path, "module": self.module, "origin": self.origin, "cause": self.cause, "says": self.says,
             "first_non_finite": None if first is None else {"position": first.position, "operator": first.name,
                                                             "backward": first.backward},
             "operators": [_row(position, self) for position in range(len(self.native.made))],
-            "failed": {name: run.failed for name, run in self.runs().items() if run.failed},
+            "failed": [{"run": name, "says": run.failed} for name, run in self.runs().items() if run.failed],
         }  # fmt: skip
 
     def runs(self) -> dict[str, Rerun]:

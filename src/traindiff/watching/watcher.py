@@ -156,7 +156,7 @@ class Watcher:
         if not primary:
             self._progress.end_step(name, observing=True)
             return
-        missing = not self._calls.num_calls and not self._has_warned
+        missing = not self._calls.num_calls and not self._has_warned and self._calls.is_blind
         try:
             self._reader.end_step()
             self._judging.drain()
