@@ -23,7 +23,7 @@ def test_the_example_overflows_where_the_documentation_says(tmp_path: Path) -> N
     trained = run(str(ROOT / "examples" / "overflow.py"), directory=tmp_path)
     assert trained.returncode == 1
     document = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
-    titles = re.findall(r"^ {18}(.*)$", document, re.MULTILINE)
+    titles = re.findall(r"^ {18}(\S.*)$", document, re.MULTILINE)
     printed = re.findall(r"^ {18}(\S.*)$", trained.stderr.partition("Traceback")[0], re.MULTILINE)
     assert printed == titles
     assert re.search(r"1\.wo output holds infinity; what Linear was given is finite", trained.stderr)
