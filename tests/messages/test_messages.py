@@ -15,6 +15,7 @@ NOT_PROVOKED = {
     "ZeRO has moved the parameter to NVMe": "needs DeepSpeed and a disk for its parameters",
     "its elements cannot be read: {}": "of the two kernels for the CPU one is in use; that for the GPU needs one",
     "LockstepError(told['error'])": "on ranks other than 0, of what rank 0 has raised; tests/lockstep/test_on_ranks.py",
+    "an argument is a {}": "a part of the message of a call of an operator that cannot be written down",
     "RanksError(_report(directory, processes, failed))": "of a tool for tests; tests/sessions/test_ranks.py has it",
 }
 """By the words of the source: messages that no situation provokes, and why."""

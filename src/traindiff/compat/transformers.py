@@ -204,7 +204,7 @@ class UnderflowOverflowCallback:
         """Every other event is none of its business; it needs no transformers to say so."""
         if name.startswith("on_"):
             return _ignore
-        raise AttributeError(name)
+        return object.__getattribute__(self, name)
 
 
 def _ignore(args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG001

@@ -55,7 +55,7 @@ def extent(tensor: Tensor) -> Extent:
     try:
         return Extent(float(smallest), float(largest), count)
     except RuntimeError as error:  # fake tensors
-        raise UnsupportedTensorError(f"its elements cannot be read: {type(error).__name__}: {error}") from error
+        raise UnsupportedTensorError(f"its elements cannot be read: {error}") from error
 
 
 @cache
