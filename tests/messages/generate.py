@@ -15,8 +15,8 @@ from tests.messages import (
     recording,
     setups,
     training,
+    watching,
 )
-from tests.messages import command_line, comparing, in_tests, reading, recipes, recording, training, watching
 from tests.messages.provoking import Chapter, said
 
 GOLDEN = Path(__file__).parent / "messages.txt"

@@ -43,7 +43,7 @@ _logger = logging.getLogger("traindiff")
 _NO_CALLS = (
     "watch(...): the optimizer stepped in step {step}, but no module of the model was seen to be called in it: "
     "the watch was taken off the modules, or the training calls another one than was given. Gradients and parameters "
-    "are still watched. Give watch() the module that the training calls, after everything else that changes its modules."
+    "are still watched. Give watch() the module that the training calls, after all else that changes its modules."
 )
 
 
