@@ -50,7 +50,6 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "interop": frozenset({"recording", "vocabulary"}),
     "launching": frozenset({"vocabulary"}),
     "sessions": frozenset({"launching", "engines", "replicas", "taps", "kernels", "recording", "vocabulary"}),
-    "sessions": frozenset({"engines", "replicas", "taps", "kernels", "recording", "vocabulary"}),
     "watching": frozenset({"sessions", "engines", "taps", "kernels", "vocabulary"}),
     "compat": frozenset({"watching", "kernels", "vocabulary"}),
     "recipes": frozenset(

@@ -165,6 +165,8 @@ def test_a_matrix_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     assert_fits(found, "matrix")
     assert [row["verdict"] for row in found["rows"]] == ["identical", "impossible"]
+
+
 @pytest.mark.parametrize("factor", [1e39, math.nan, 0.0])
 def test_a_replay_fits_its_schema(factor: float, tmp_path: Path) -> None:
     class Ratio(torch.nn.Module):
