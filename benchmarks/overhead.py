@@ -63,6 +63,19 @@ class Row:
         return traindiff.record(path, training.model, training.optimizer, strict=True, **self.settings)
 
 
+def watching(training: Training) -> AbstractContextManager[Any]:
+    """`traindiff.watch` with everything that it does by default."""
+    return traindiff.watch(training.model, training.optimizer)
+
+
+def debug_underflow_overflow(training: Training) -> AbstractContextManager[Any]:
+    """The detector of transformers, which has no way to be removed."""
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    DebugUnderflowOverflow(training.model)
+    return nullcontext()
+
+
 ROWS = [
     Row(name="nothing (how far ratios of equal work scatter)", goal=None),
     Row(name="parameters, gradients, activations, their gradients, every step", goal=1.10, settings={"observe": FOUR}),
@@ -77,15 +90,8 @@ ROWS = [
         compiled=True,
     ),
     Row(name="2 threads, wall: the four classes, every step", goal=1.20, settings={"observe": FOUR}, threads=2),
+    Row(name="`watch`: NaN and infinity, forward, backward, gradients, optimizer", goal=1.08, watch=watching),
 ]
-
-
-def debug_underflow_overflow(training: Training) -> AbstractContextManager[Any]:
-    """The detector of transformers, which has no way to be removed."""
-    from transformers.debug_utils import DebugUnderflowOverflow
-
-    DebugUnderflowOverflow(training.model)
-    return nullcontext()
 
 
 def run(row: Row, directory: Path, *, rounds: int) -> tuple[Ratio, int]:

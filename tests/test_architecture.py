@@ -50,6 +50,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "interop": frozenset({"recording", "vocabulary"}),
     "launching": frozenset({"vocabulary"}),
     "sessions": frozenset({"launching", "engines", "replicas", "taps", "kernels", "recording", "vocabulary"}),
+    "watching": frozenset({"sessions", "engines", "taps", "kernels", "vocabulary"}),
+    "compat": frozenset({"watching", "kernels", "vocabulary"}),
     "recipes": frozenset(
         {
             "setups",
@@ -96,6 +98,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "sessions",
             "engines",
             "interop",
+            "watching",
             "report",
             "health",
             "comparison",

@@ -13,6 +13,11 @@ Recording a training, which needs torch:
     inspect         Observe an intermediate tensor that no module returns.
     shard           Say which part of a larger tensor a plain one is on each rank.
 
+Watching a training, which needs torch:
+
+    watch           Name where the first NaN or infinity is made; gives the `Watcher`, with `close`.
+    Origin          Where that was.
+
 Judging recordings, which needs no torch:
 
     compare         Two recordings: a `Comparison`, with `verdict`, `first_divergence` and `findings`.
@@ -38,6 +43,8 @@ Errors, of which only `ConfigError` is for what the user wrote:
             MixedRecordingError     Its ranks are of different runs.
             FormatVersionError      A newer traindiff wrote it.
         LockstepError           The ranks, or the sides, of a lockstep cannot go on together.
+        NonFiniteError          A training that is watched has made its first NaN or infinity.
+        StoppedError            A training that is watched has come to the step after which it was to stop.
         NotPerturbedError       A part of a replica's training ran where it cannot be perturbed.
         UnsupportedTensorError  A tensor has no elements that could be read.
     TraindiffWarning            Something could not be observed; the training goes on.
@@ -60,9 +67,11 @@ from traindiff.errors import (
     FormatVersionError,
     LockstepError,
     MixedRecordingError,
+    NonFiniteError,
     NotARecordingError,
     NotPerturbedError,
     RecordingError,
+    StoppedError,
     TraindiffError,
     TraindiffWarning,
     UnsupportedTensorError,
@@ -81,11 +90,15 @@ if TYPE_CHECKING:
     from traindiff.setups.setup import Setup
     from traindiff.setups.training import Training
     from traindiff.taps.inspect import inspect
+    from traindiff.watching.origin import Origin
+    from traindiff.watching.watch import watch
+    from traindiff.watching.watcher import Watcher
 
 _LAZY = {
     "Comparison": "traindiff.comparison",
     "Finding": "traindiff.comparison",
     "Lockstep": "traindiff.lockstep.lockstep",
+    "Origin": "traindiff.watching.origin",
     "Recipe": "traindiff.recipes.recipe",
     "Recorder": "traindiff.sessions.recorder",
     "Recording": "traindiff.recording",
@@ -93,6 +106,7 @@ _LAZY = {
     "Training": "traindiff.setups.training",
     "Verdict": "traindiff.health",
     "Verification": "traindiff.comparison",
+    "Watcher": "traindiff.watching.watcher",
     "calibrate": "traindiff.recipes.verify",
     "check": "traindiff.health",
     "compare": "traindiff.comparison",
@@ -100,8 +114,9 @@ _LAZY = {
     "open_recording": "traindiff.recording",
     "record": "traindiff.sessions.record",
     "verify": "traindiff.recipes.verify",
+    "watch": "traindiff.watching.watch",
 }
-_NEEDS_TORCH = ("traindiff.sessions", "traindiff.lockstep")
+_NEEDS_TORCH = ("traindiff.sessions", "traindiff.lockstep", "traindiff.watching")
 
 __all__ = [
     "Comparison",
@@ -112,19 +127,23 @@ __all__ = [
     "Lockstep",
     "LockstepError",
     "MixedRecordingError",
+    "NonFiniteError",
     "NotARecordingError",
     "NotPerturbedError",
+    "Origin",
     "Recipe",
     "Recorder",
     "Recording",
     "RecordingError",
     "Setup",
+    "StoppedError",
     "TraindiffError",
     "TraindiffWarning",
     "Training",
     "UnsupportedTensorError",
     "Verdict",
     "Verification",
+    "Watcher",
     "__version__",
     "calibrate",
     "check",
@@ -134,6 +153,7 @@ __all__ = [
     "record",
     "shard",
     "verify",
+    "watch",
 ]
 
 

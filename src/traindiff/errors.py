@@ -10,6 +10,8 @@
   + UnsupportedTensorError   no kernel can summarise this tensor
   + NotPerturbedError        a replica's training ran where it cannot be perturbed
   + LockstepError            the ranks, or the sides, of a lockstep cannot go on together
+  + NonFiniteError           a training that is watched has made its first NaN or infinity
+  + StoppedError             a training that is watched has come to the step after which it was to stop
 * TraindiffWarning           something could not be observed; the training goes on
 """
 
@@ -34,6 +36,14 @@ class NotPerturbedError(TraindiffError):
 
 class LockstepError(TraindiffError):
     """The ranks, or the two sides, of a lockstep cannot go on together; its message says which of them, and why."""
+
+
+class NonFiniteError(TraindiffError, ValueError):
+    """A training that is watched has made its first NaN or infinity; the message names where."""
+
+
+class StoppedError(TraindiffError, ValueError):
+    """A training that is watched has come to the step after which it was to stop."""
 
 
 class RecordingError(TraindiffError):

@@ -113,7 +113,8 @@ def check_names(unknown: Collection[str], *, known: Collection[str], where: str 
         Problem.unknown_name(where=where.format(name), kind="a setting", found=name, known=known) for name in unknown
     ]
     if problems:
-        raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
+        source = f"{where.partition('(')[0]}(...)"
+        raise ConfigError(source, problems, consequence="nothing was attached to the model")
 
 
 def recording_path(value: object) -> str:

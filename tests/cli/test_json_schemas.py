@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 from typer.testing import CliRunner
@@ -18,7 +21,7 @@ import traindiff
 from tests.cli.conftest import GOLDEN
 from tests.made_up import at, record
 from tests.recipes.recipes import one_thread
-from traindiff.cli import check, compare, doctor, show, verify  # noqa: F401  each registers its command
+from traindiff.cli import check, compare, doctor, replay, show, verify  # noqa: F401  each registers its command
 from traindiff.cli.app import app
 from traindiff.report.observations import COLUMNS
 
@@ -164,6 +167,23 @@ def test_a_matrix_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [row["verdict"] for row in found["rows"]] == ["identical", "impossible"]
 
 
+@pytest.mark.parametrize("factor", [1e39, math.nan, 0.0])
+def test_a_replay_fits_its_schema(factor: float, tmp_path: Path) -> None:
+    class Ratio(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * factor if factor else x / factor
+
+    model = torch.nn.Sequential(Ratio())
+    with traindiff.watch(model, output=tmp_path, file=io.StringIO()), pytest.raises(traindiff.NonFiniteError):
+        model(torch.ones(3))
+    (where,) = tmp_path.iterdir()
+
+    found = printed("replay", str(where))
+
+    assert_fits(found, "replay")
+    assert found["cause"] == ("dtype" if factor > 1 else "mathematics")
+
+
 def test_a_diagnosis_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(RECIPES)
@@ -173,7 +193,7 @@ def test_a_diagnosis_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "command", [("compare", "a", "b"), ("check", "a"), ("show", "a"), ("verify", "a"), ("doctor", "a")]
+    "command", [("compare", "a", "b"), ("check", "a"), ("show", "a"), ("verify", "a"), ("doctor", "a"), ("replay", "a")]
 )
 def test_what_cannot_be_used_leaves_standard_output_empty(command: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False)
@@ -192,6 +212,8 @@ DOCUMENTED = {
     "`traindiff verify --matrix --json`": ("matrix", ""),
     "A combination": ("matrix", "row"),
     "`traindiff check --json`": ("check", ""),
+    "`traindiff replay --json`": ("replay", ""),
+    "A tensor that an operator made": ("replay", "made"),
     "`traindiff show --json`": ("observations", ""),
     "An observation": ("observations", "observation"),
     "`traindiff doctor --json`": ("doctor", ""),

@@ -19,7 +19,7 @@ def command(*arguments: str) -> str:
     """What a command prints on standard error."""
     from typer.testing import CliRunner
 
-    from traindiff.cli import check, compare, demo, doctor, show, verify  # noqa: F401  each registers its command
+    from traindiff.cli import check, compare, demo, doctor, replay, show, verify  # noqa: F401  each registers its command
     from traindiff.cli.app import app
 
     result = CliRunner().invoke(app, arguments, prog_name="traindiff", catch_exceptions=False)
@@ -45,6 +45,7 @@ for title, arguments in {
     "a recipe that does not exist": ("verify", "trian.py:recipe"),
     "a moment to pin that there is not": ("verify", "--pin", "sometimes"),
     "a fault that there is not": ("demo", "--fault", "lost_gradient"),
+    "a directory without a saved module": ("replay", "baseline"),
 }.items():
 
     def _provoke(here: Path, patched: pytest.MonkeyPatch, arguments: tuple[str, ...] = arguments) -> str:

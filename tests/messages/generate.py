@@ -15,6 +15,7 @@ from tests.messages import (
     recording,
     setups,
     training,
+    watching,
 )
 from tests.messages.provoking import Chapter, said
 
@@ -23,6 +24,7 @@ GOLDEN = Path(__file__).parent / "messages.txt"
 CHAPTERS: Sequence[Chapter] = (
     recording.chapter,
     training.chapter,
+    watching.chapter,
     reading.chapter,
     comparing.chapter,
     recipes.chapter,

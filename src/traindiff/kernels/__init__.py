@@ -47,7 +47,8 @@ def cpu_kernel_in_use() -> tuple[str, str]:
     """Which kernel summarises tensors on the CPU, and why it is not the fast one; empty if it is."""
     if not any(kernel.load() for kernel in AT_ONCE):
         return "NumPy reference", "the NumPy reference, far slower: llvmlite is not installed (pip install llvmlite)"
-    from traindiff.kernels.cpu.module import frame, host
+    from traindiff.kernels.cpu.machine_code import host
+    from traindiff.kernels.cpu.module import frame
 
     frame()  # shows that code can be built
     return f"SIMD code built through llvmlite for {host()}", ""

@@ -36,6 +36,11 @@ AT_ONCE: tuple[Kernel, ...] = (
 )
 """Kernels that give a summary when they are called; the first that reads a tensor has it."""
 
+EXTENTS: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.kernels.cpu.extent", device_types=frozenset({"cpu"}), needs="llvmlite"),
+)
+"""Kernels that give an extent when they are called, by `reads(tensor)` and `extent(tensor)`."""
+
 PUT_OFF: tuple[Kernel, ...] = (
     Kernel(module="traindiff.kernels.gpu.rows", device_types=frozenset({"cuda"}), needs="triton"),
 )

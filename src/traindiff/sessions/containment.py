@@ -68,6 +68,7 @@ class Containment:
         strict: Raise errors instead.
         report: Called once per disabled tap with its name and the error in one line.
         around: Makes a context for each hook to run in.
+        passes: Errors that are meant for the training.
 
     Attributes:
         paused: No hook is run but those that clean up: another training is running, beside the one that is observed.
@@ -79,8 +80,10 @@ class Containment:
         strict: bool,
         report: Callable[[str, str], None],
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        passes: tuple[type[Exception], ...] = (),
     ) -> None:
         self._strict = strict
+        self._passes = passes
         self._around = around
         self._report = report
         self._disabled: set[str] = set()
@@ -109,7 +112,7 @@ class Containment:
             with self._around():
                 return hook()
         except Exception as error:  # whatever it is, the training goes on
-            if self._strict:
+            if self._strict or isinstance(error, self._passes):
                 raise
             self._disable(tap, error)
             return None

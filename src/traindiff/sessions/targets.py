@@ -118,9 +118,21 @@ class Targets:
 
 
 def find_targets(
-    model: object, optimizer: Optimizers, *, select: Sequence[str], shards: Sequence[DeclaredShard] = ()
+    model: object,
+    optimizer: Optimizers,
+    *,
+    select: Sequence[str],
+    shards: Sequence[DeclaredShard] = (),
+    caller: str = "record",
 ) -> Targets:
     """Look up what `select` chooses of `model`.
+
+    Args:
+        model: The module that the training loop calls, or several.
+        optimizer: What steps.
+        select: Globs over canonical paths.
+        shards: What is declared of plain tensors.
+        caller: The function to which the user gave these.
 
     Raises:
         ConfigError: `model` is not a module, `optimizer` is none, nothing is selected, or a declaration in `shards`
@@ -132,14 +144,14 @@ def find_targets(
     if not isinstance(model, nn.Module):
         problems.append(
             Problem(
-                where="record(model=...)",
+                where=f"{caller}(model=...)",
                 what=f"is {type_of(model)}, not a torch.nn.Module.",
                 fix="Give the module that the training loop calls.",
             )
         )
-    optimizers = _by_name(optimizer, problems)
+    optimizers = _by_name(optimizer, problems, caller)
     if problems or not isinstance(model, nn.Module):
-        raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
+        raise ConfigError(f"{caller}(...)", problems, consequence="nothing was attached to the model")
 
     modules: dict[str, Any] = _named_modules(model)
     layout = find_layout(model, shards=shards, modules=modules)
@@ -201,7 +213,7 @@ def _canonical(by_path: Mapping[str, Any]) -> dict[str, Any]:
     return {canonical: by_path[path] for path, canonical in canonical_paths(by_path).items()}
 
 
-def _by_name(optimizer: object, problems: list[Problem]) -> dict[str, Optimizer]:
+def _by_name(optimizer: object, problems: list[Problem], caller: str) -> dict[str, Optimizer]:
     if optimizer is None:
         return {}
     if isinstance(optimizer, Mapping):
@@ -212,7 +224,7 @@ def _by_name(optimizer: object, problems: list[Problem]) -> dict[str, Optimizer]
         named = {"optimizer": optimizer}
     problems += [
         Problem(
-            where=f"record(optimizer=...), {name}",
+            where=f"{caller}(optimizer=...), {name}",
             what=f"is {type_of(one)}, not a torch.optim.Optimizer.",
             fix="Give the optimizer whose step() the training calls, or leave it out to have it found.",
         )

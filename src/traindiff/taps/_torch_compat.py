@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -97,6 +98,20 @@ def is_compiled(module: torch.nn.Module) -> bool:
     There is no public way to ask.
     """
     return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Inside it, layers are made of operators that exist in every dtype.
+
+    The public way, `torch.backends.mkldnn.flags`, sets the precision of oneDNN on Intel GPUs too, and warns of it.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # noqa: FBT003
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def leave_dispatch_mode(mode: Any) -> None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
 from traindiff.kernels.cpu import floats, integers
 from traindiff.kernels.cpu.code import Code
 from traindiff.kernels.cpu.dtypes import DTYPES, Dtype, FloatDtype, IntegerDtype
+from traindiff.kernels.cpu.machine_code import machine_code
 from traindiff.kernels.cpu.profiles import place_function, profiles_function
 from traindiff.kernels.cpu.state import COUNTS, FIELDS, SIZE
 from traindiff.kernels.cpu.values import F32, F64, I64, POINTER, Value, vector
@@ -74,30 +74,8 @@ def build_module(name: str) -> ir.Module:
     return module
 
 
-def host() -> str:
-    """The processor for which functions are built."""
-    name: str = llvm.get_host_cpu_name()
-    return name
-
-
 def _function(module: str, name: str, *arguments: Any) -> Any:
-    return ctypes.CFUNCTYPE(None, *arguments)(_engine(module).get_function_address(name))
-
-
-@cache
-def _engine(name: str) -> Any:
-    """Machine code for this host, which owns its memory and is therefore kept. No compiler is needed."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    features = llvm.get_host_cpu_features().flatten()
-    machine = llvm.Target.from_default_triple().create_target_machine(cpu=host(), features=features, opt=3)
-    parsed = llvm.parse_assembly(str(build_module(name)))
-    parsed.verify()
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-    builder.getModulePassManager().run(parsed, builder)
-    engine = llvm.create_mcjit_compiler(parsed, machine)
-    engine.finalize_object()
-    return engine
+    return machine_code(module, lambda: build_module(module))(name, *arguments)
 
 
 def _add_floats_function(module: ir.Module, dtype: FloatDtype) -> None:

@@ -1,0 +1,1 @@
+"""Names under which other tools' users know what traindiff does: same arguments, same output."""

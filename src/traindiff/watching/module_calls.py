@@ -1,0 +1,224 @@
+"""Follow the calls of modules: what each takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+
+from traindiff.sessions.targets import Targets
+from traindiff.site import path_in_whole
+from traindiff.taps._torch_compat import inside_backward
+from traindiff.taps.silent_modules import takes_hooks
+from traindiff.taps.sink import Sink
+from traindiff.watching import origin
+from traindiff.watching.calls import Call, slots, within
+from traindiff.watching.compiled_calls import CompiledCalls
+from traindiff.watching.frames import Frame, Line
+from traindiff.watching.judging import Judging
+from traindiff.watching.masks import Masks
+from traindiff.watching.module_gradients import ModuleGradients
+from traindiff.watching.origin import Found
+from traindiff.watching.reading import Reader, Reading
+from traindiff.watching.signs import Signs
+
+TAP = "module_calls"
+
+
+class ModuleCalls:
+    """The frames of the forward pass, and of the backward pass through the same calls.
+
+    Args:
+        targets: What is watched.
+        sink: Guards hooks, and knows where the training is.
+        reader: Reads tensors.
+        judging: Judges them.
+        masks: What may hold -inf.
+        weights: What was last read of parameters, by canonical path.
+        signs: Looks for early signs.
+        keeps_inputs: Keep what modules are given until their backward pass, or the end of the step.
+
+    Attributes:
+        order: How many calls had been made when a module was last called, by its path: the backward pass runs the other
+            way round.
+        num_calls: Calls so far in this step.
+    """
+
+    def __init__(
+        self,
+        targets: Targets,
+        *,
+        sink: Sink,
+        reader: Reader,
+        judging: Judging,
+        masks: Masks,
+        weights: Mapping[str, Reading],
+        signs: Signs,
+        keeps_inputs: bool,
+    ) -> None:
+        self._targets = targets
+        self._sink = sink
+        self._reader = reader
+        self._judging = judging
+        self._masks = masks
+        self._weights = weights
+        self._signs = signs
+        self._keeps_inputs = keeps_inputs
+        self._guarded = partial(sink.guarded, TAP)
+        self._gradients = ModuleGradients(
+            sink=sink, guarded=self._guarded, reader=reader, judging=judging, signs=signs, keeps_inputs=keeps_inputs
+        )
+        self._compiled = CompiledCalls(
+            sink=sink, guarded=self._guarded, reader=reader, judging=judging, masks=masks, called=self._count
+        )
+        self._roots = frozenset(id(root) for root in targets.roots)
+        self._running: list[Call] = []
+        self._returned: str | None = None
+        self._hooks: list[tuple[ReferenceType[nn.Module], int]] = []
+        self.order: dict[str, int] = {}
+        self.num_calls = 0
+
+    def attach(self) -> ExitStack:
+        """Follow the modules. Close the result to end that."""
+        with ExitStack() as undo:
+            for path, module in self._targets.modules.items():
+                if not takes_hooks(module):
+                    continue
+                site = path_in_whole(path)
+                names = [name for name, _ in module.named_parameters(recurse=False)]
+                own = [(name, self._targets.first_name(f"{path}.{name}" if path else name)) for name in names]
+                before, after = self._guarded(partial(self._before, site, own)), self._guarded(self._after)
+                undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                hook = module.register_forward_hook(after, with_kwargs=True)
+                undo.callback(hook.remove)
+                self._hooks.append((ref(module), hook.id))
+                undo.enter_context(self._compiled.attach(site, module))
+            undo.callback(self.let_go)
+            return undo.pop_all()
+
+    def end_step(self) -> None:
+        """A step has ended."""
+        self.num_calls = 0
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Forget all calls."""
+        self._running.clear()
+        self._returned = None
+        self._gradients.let_go()
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether no call was ever seen, or somebody else has removed a hook."""
+        modules = ((reference(), number) for reference, number in self._hooks)
+        return not self.order or any(one is not None and number not in one._forward_hooks for one, number in modules)
+
+    def running(self) -> Iterator[Call]:
+        """Calls that have begun and not ended, outermost first."""
+        yield from self._running
+
+    def _count(self, path: str) -> None:
+        self.num_calls += 1
+        self.order[path] = self.num_calls
+
+    def _before(
+        self,
+        path: str,
+        own: Sequence[tuple[str, str]],
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        progress = self._sink.progress
+        if not progress.observing or progress.hidden:
+            return
+        again = inside_backward()
+        if id(module) in self._roots and not again:
+            self._running.clear()  # of a forward pass that has raised
+            self._returned = None
+        frame = Frame(part="forward", path=path, kind=type(module).__name__, note="recomputed" if again else "")
+        frame.lines += [Line(name=name, reading=self._weights[key]) for name, key in own if key in self._weights]
+        call = Call(
+            path=path, module=module, parent=self._running[-1] if self._running else None, behind=self._returned,
+            frame=frame, arguments=(args, kwargs), random_state=torch.random.get_rng_state(),
+        )  # fmt: skip
+        for slot, tensor in self._add_lines(frame, slots(args, kwargs)):
+            self._gradients.take(call, slot, tensor)
+        self._running.append(call)
+        self._count(path)
+        readings = [line.reading for line in frame.lines if line.reading is not None and line.is_given]
+        if readings and not again:
+            self._judging.consider(readings, partial(self._judge_inputs, call))
+
+    def _judge_inputs(self, call: Call) -> Found | None:
+        given = {} if call.arguments is None else dict(slots(*call.arguments))
+        for line in call.frame.lines:
+            reading, tensor = line.reading, given.get(line.name)
+            if reading is None or not reading.is_non_finite or not line.is_given:
+                continue
+            if self._masks.excuse(f"{call.path} {line.name}", reading, tensor):
+                continue
+            if self._masks.may_mask(reading, tensor):
+                call.held_back.append(line.name)  # scores, masked: what the module makes of them will tell
+                continue
+            return origin.of_input(call, line.name, reading, tensor)
+        return None
+
+    def _after(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any  # noqa: ARG002
+    ) -> None:  # fmt: skip
+        call = self._pop(module)
+        if call is None:
+            return
+        call.outputs = dict(within(output, "output"))
+        outputs = self._add_lines(call.frame, call.outputs.items())
+        trained = [(slot, tensor) for slot, tensor in outputs if tensor.requires_grad]
+        readings = [line.reading for line in call.frame.lines if line.reading is not None and line.is_output]
+        judge = (lambda: None) if call.frame.note else partial(self._judge_outputs, call)
+        self._judging.consider(readings, judge, frame=call.frame)
+        for slot, tensor in trained:
+            self._signs.look(call.path, slot, self._reader.read(tensor), tensor, step=self._sink.progress.step)
+        self._returned = call.path
+        call.finished(trained=bool(trained), keeps_inputs=self._keeps_inputs)
+        self._gradients.follow(call, trained)
+
+    def _judge_outputs(self, call: Call) -> Found | None:
+        for line in call.frame.lines:
+            reading, tensor = line.reading, call.outputs.get(line.name)
+            if reading is None or not reading.is_non_finite or not line.is_output:
+                continue
+            if self._masks.excuse(f"{call.path} {line.name}", reading, tensor):
+                continue
+            if call.held_back:
+                if self._masks.may_mask(reading, tensor):
+                    continue  # masked as before: a module that changes no number
+                line = next(one for one in call.frame.lines if one.name == call.held_back[0])
+                assert line.reading is not None
+                return origin.of_input(call, line.name, line.reading, None)
+            return origin.of_output(call, line.name, reading)
+        return None
+
+    def _add_lines(self, frame: Frame, values: Any) -> list[tuple[str, Tensor]]:
+        """Add what a module takes or gives to its frame; gives the tensors in it by slot."""
+        found = []
+        for slot, value in values:
+            if isinstance(value, Tensor):
+                frame.lines.append(Line(name=slot, reading=self._reader.read(value)))
+                found.append((slot, value))
+            else:
+                frame.lines.append(Line(name=slot, note="None" if value is None else "not a tensor"))
+        return found
+
+    def _pop(self, module: nn.Module) -> Call | None:
+        """The running call of a module; calls above it have raised."""
+        for position in range(len(self._running) - 1, -1, -1):
+            if self._running[position].module is module:
+                call = self._running[position]
+                del self._running[position:]
+                return call
+        return None

@@ -1,0 +1,261 @@
+"""A watch in progress: its hooks, what they see, and what is done about it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+from traindiff.errors import ConfigError, NonFiniteError, Problem, StoppedError, TraindiffWarning
+from traindiff.sessions.attachment import Attachment
+from traindiff.sessions.containment import Containment
+from traindiff.sessions.targets import Targets
+from traindiff.settings import RecordSettings
+from traindiff.taps.loss_scaler import tap_loss_scaler
+from traindiff.taps.progress import Progress
+from traindiff.watching.journal import Journal
+from traindiff.watching.judging import Judging, Moment
+from traindiff.watching.masks import Masks
+from traindiff.watching.module_calls import ModuleCalls
+from traindiff.watching.origin import Found, Origin
+from traindiff.watching.reading import Reader
+from traindiff.watching.saving import save
+from traindiff.watching.settings import WatchSettings
+from traindiff.watching.signs import Signs
+from traindiff.watching.step_parts import StepParts
+
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that are watched now: one watch is enough for each."""
+
+_logger = logging.getLogger("traindiff")
+
+_NO_CALLS = (
+    "watch(...): the optimizer stepped in step {step}, but no module of the model was seen to be called in it: "
+    "the watch was taken off the modules, or the training calls another one than was given. Gradients and parameters "
+    "are still watched. Give watch() the module that the training calls, after all else that changes its modules."
+)
+
+
+class Watcher:
+    """A training that is watched. Made by `traindiff.watch`; ended by `close` or its `with` block.
+
+    Args:
+        targets: What is watched.
+        settings: How.
+        observed: What taps of a recording see of it.
+        reader: Reads tensors; where left out, those on a CPU when they are seen.
+
+    Attributes:
+        origins: What was found so far.
+    """
+
+    def __init__(
+        self, targets: Targets, settings: WatchSettings, observed: RecordSettings, *, reader: Reader | None = None
+    ) -> None:
+        if any(root in _watched for root in targets.roots):
+            problem = Problem(
+                where="watch(model=...)",
+                what="is watched already.",
+                fix="Close the first watch, or use that one: it watches everything.",
+            )
+            raise ConfigError("watch(...)", [problem], consequence="nothing was attached to the model")
+        self.origins: list[Origin] = []
+        self._settings = settings
+        self._is_quiet = False
+        self._has_warned = False
+        self._rank = _rank()
+        self._reader = reader or Reader()
+        self._progress = Progress(optimizer=targets.primary)
+        containment = Containment(strict=False, report=lambda *_: None, passes=(NonFiniteError, StoppedError))
+        self._journal = Journal(size=settings.frames, traced=settings.trace, file=settings.file)
+        self._judging = Judging(journal=self._journal, progress=self._progress, on_found=self._detect)
+        self._parts = StepParts(
+            progress=self._progress, containment=containment, reader=self._reader, judging=self._judging
+        )
+        self._signs = Signs(settings.warn, warn=self._warn)
+        self._calls = ModuleCalls(
+            targets, sink=self._parts, reader=self._reader, judging=self._judging, masks=Masks(settings.masks),
+            weights=self._parts.weights, signs=self._signs, keeps_inputs=settings.keep_inputs,
+        )  # fmt: skip
+        self._parts.order = self._calls.order
+        self._attachment: Attachment | None = None
+        with ExitStack() as undo:
+            self._attachment = Attachment(
+                targets, observed, self._parts, replica=None, before_every_step=False, on_step=self._end_step,
+                on_discovery=lambda: None, on_schedule=lambda *_: None,
+            )  # fmt: skip
+            undo.callback(self._attachment.close)
+            undo.enter_context(self._calls.attach())
+            undo.enter_context(tap_loss_scaler(self._parts.scaler_listener()))
+            for root in targets.roots:
+                _watched.add(root)
+                undo.callback(_watched.discard, root)
+            undo.callback(atexit.unregister, _close_at_exit(self))
+            self._undo = undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, (NonFiniteError, StoppedError, KeyboardInterrupt, SystemExit)):
+            self._show_after(error)
+        self.close()
+
+    @property
+    def step(self) -> int:
+        """The step that the training is in, counted from 0."""
+        return self._progress.step
+
+    @property
+    def skipped_steps(self) -> list[tuple[int, float | None]]:
+        """Steps that a loss scaler has left out because of infinite gradients, with the loss scale; None if unknown."""
+        return [
+            (step, None if scale is None or scale.extent is None else scale.extent.largest)
+            for step, scale in self._parts.skipped
+        ]
+
+    def show(self) -> None:
+        """Print the frames that are kept now."""
+        self._print("\n".join(self._journal.lines()))
+
+    def close(self) -> None:
+        """Remove every hook and let go of the model. Later calls do nothing."""
+        undo, self._undo = self._undo, ExitStack()
+        with undo:
+            if self._attachment is not None:
+                self._attachment.settle()
+                self._reader.wait()
+                self._attachment = None
+                try:
+                    self._judging.drain()
+                except NonFiniteError as error:  # what a device found last: there is nothing left to stop
+                    self._warn(str(error))
+        self._progress.observing = False  # for hooks on a graph that outlives this
+        self._judging.clear()
+        self._journal.clear()
+        self._parts.let_go()
+        self._signs.let_go()
+        self._reader.forget()
+
+    def _end_step(self, name: str) -> None:
+        """A step of an optimizer has ended."""
+        primary, step = name == self._progress.optimizer, self._progress.step
+        if not primary:
+            self._progress.end_step(name, observing=True)
+            return
+        missing = not self._calls.num_calls and not self._has_warned and self._calls.is_blind
+        try:
+            self._reader.end_step()
+            self._judging.drain()
+        finally:
+            self._parts.end_step()
+            self._signs.end_step(step)
+            self._calls.end_step()
+            self._reader.forget()
+            self._journal.end_step(step)
+            if not self._judging.end_step():
+                self._is_quiet = False
+            self._progress.end_step(name, observing=True)
+        if missing:
+            self._has_warned = True
+            self._warn(_NO_CALLS.format(step=step))
+        if self._settings.abort_after is not None and step >= self._settings.abort_after:
+            raise StoppedError(f"watch(abort_after={self._settings.abort_after}): step {step} has ended.")
+
+    def _detect(self, found: Found, moment: Moment) -> None:
+        """Report an origin, and do what was asked for."""
+        if self._is_quiet or self._journal.traces(moment.step):
+            return
+        self._is_quiet = self._settings.on_detect != "raise"
+        if found.frame is not None:
+            self._journal.add(found.frame, step=moment.step)
+        says = f"rank {self._rank}: {found.says}" if self._rank is not None else found.says
+        origin = Origin(
+            step=moment.step, micro_step=moment.micro_step, rank=self._rank or 0, phase=found.phase, path=found.path,
+            slot=found.slot, says=says,
+        )  # fmt: skip
+        report = "\n".join(self._report(origin, moment))
+        self._print(f"\n{report}")
+        origin = replace(origin, saved=self._save(found, origin, report))
+        self.origins.append(origin)
+        if callable(self._settings.on_detect):
+            self._settings.on_detect(origin)
+            return
+        where = f"traindiff replay {origin.saved} runs it again." if origin.saved else ""
+        message = f"Detected inf/nan during {moment}. {says} {where}".rstrip()
+        if self._settings.on_detect == "raise":
+            raise NonFiniteError(message)
+        self._warn(message)
+
+    def _report(self, origin: Origin, moment: Moment) -> list[str]:
+        lines = [f"Detected inf/nan during {moment}", *self._journal.lines(), "", origin.says]
+        if self.skipped_steps:
+            named = [f"{step} (scale {scale:g})" if scale else str(step) for step, scale in self.skipped_steps[-5:]]
+            lines.append(
+                f"Left out by the loss scaler before: {len(self.skipped_steps)} steps, last {', '.join(named)}."
+            )
+        return lines
+
+    def _save(self, found: Found, origin: Origin, report: str) -> str | None:
+        if self._settings.output is None:
+            return None
+        place = Path(self._settings.output) / f"rank-{origin.rank:05d}-step-{origin.step:06d}-{len(self.origins)}"
+        try:
+            save(place, found, origin, report)
+        except OSError as error:
+            self._warn(f"watch(output={self._settings.output!r}): the tensors could not be saved: {error}")
+            return None
+        return str(place)
+
+    def _show_after(self, error: BaseException) -> None:
+        """The training has raised an error of its own: what came before it may say why."""
+        if self._journal.is_empty:
+            return
+        running = [call.path or "(root)" for call in self._calls.running()]
+        inside = f" in {running[-1]}" if running else ""
+        self._print(
+            f"\n{type(error).__name__}{inside} during {Moment.now(self._progress)}; nothing was NaN or infinite before."
+        )
+        self.show()
+
+    def _warn(self, message: str) -> None:
+        try:
+            warnings.warn(message, TraindiffWarning, stacklevel=2)
+        except TraindiffWarning as warning:  # the user turned warnings into errors, which would end the training here
+            _logger.warning("%s", warning)
+
+    def _print(self, text: str) -> None:
+        self._settings.file.write(f"{text}\n")
+        self._settings.file.flush()
+
+
+def _close_at_exit(watcher: Watcher) -> Callable[[], None]:
+    """Close the watch when the interpreter exits, without keeping it alive until then."""
+    reference = weakref.ref(watcher)
+
+    def close() -> None:
+        if (still_there := reference()) is not None:
+            still_there.close()
+
+    atexit.register(close)
+    return close
+
+
+def _rank() -> int | None:
+    """This process's rank; None where it is alone."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() if torch.distributed.get_world_size() > 1 else None
+    return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ else None

@@ -1,0 +1,184 @@
+"""The detector of transformers, under its names: the same arguments, and the same output byte for byte."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import traindiff
+from traindiff.compat.transformers import (
+    DebugUnderflowOverflow,
+    UnderflowOverflowCallback,
+    detect_overflow,
+    get_abs_min_max,
+)
+
+
+class Several(nn.Module):
+    def forward(self, x: Tensor, flag: int) -> Any:
+        return x, (x * 2, None), "text", None, torch.tensor(3)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 2)
+        self.several = Several()
+        self.last = nn.Linear(2, 1)
+        self.factor = 1.0
+        with torch.no_grad():
+            self.table.weight.copy_(torch.tensor([[1.0, -2.0], [0.5, 4.0], [0.25, 8.0]]))
+            self.last.weight.fill_(-0.5)
+            self.last.bias.fill_(0.125)
+
+    def forward(self, tokens: Tensor) -> Any:
+        hidden = self.several(self.table(tokens), 1)[0]
+        return self.last(hidden * self.factor), None
+
+
+TOKENS = torch.tensor([0, 2])
+
+FRAMES = """                  table Embedding
+2.50e-01 8.00e+00 weight
+0.00e+00 2.00e+00 input[0]
+2.50e-01 8.00e+00 output
+                  several Several
+2.50e-01 8.00e+00 input[0]
+     not a tensor input[1]
+2.50e-01 8.00e+00 output[0]
+5.00e-01 1.60e+01 output[1][0]
+             None output[1][1]
+     not a tensor output[2]
+             None output[3]
+3.00e+00 3.00e+00 output[4]
+"""
+
+LAST = """                  last Linear
+5.00e-01 5.00e-01 weight
+1.25e-01 1.25e-01 bias
+2.50e-01 8.00e+00 input[0]
+6.25e-01 4.00e+00 output
+                   Net
+0.00e+00 2.00e+00 input[0]
+6.25e-01 4.00e+00 output[0]
+             None output[1]
+"""
+
+BROKEN = """                  last Linear
+5.00e-01 5.00e-01 weight
+1.25e-01 1.25e-01 bias
+     inf      inf input[0]
+     nan      nan output
+"""
+
+
+def start(number: int) -> str:
+    return f"\n\n                  *** Starting batch number={number} ***\nabs min  abs max  metadata\n"
+
+
+def test_the_last_frames_are_printed_and_a_value_error_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Net()
+    DebugUnderflowOverflow(model)
+    model(TOKENS)
+    model.factor = math.inf
+    with pytest.raises(ValueError, match="DebugUnderflowOverflow: inf/nan detected, aborting as there is no point"):
+        model(TOKENS)
+
+    assert capsys.readouterr().out == (
+        "input[0] has infs\noutput has nans\noutput has infs\n"
+        "\nDetected inf/nan during batch_number=1\nLast 7 forward frames:\nabs min  abs max  metadata\n"
+        + start(0) + FRAMES + LAST + start(1) + FRAMES + BROKEN + "\n\n\n"
+    )  # fmt: skip
+
+
+def test_only_so_many_frames_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Net()
+    DebugUnderflowOverflow(model, max_frames_to_save=2)
+    model.factor = math.inf
+    with pytest.raises(ValueError, match="inf/nan"):
+        model(TOKENS)
+
+    several = "                  several Several\n" + FRAMES.split("several Several\n")[1]
+    assert capsys.readouterr().out == (
+        "input[0] has infs\noutput has nans\noutput has infs\n"
+        "\nDetected inf/nan during batch_number=0\nLast 2 forward frames:\nabs min  abs max  metadata\n"
+        + several + BROKEN + "\n\n\n"
+    )  # fmt: skip
+
+
+def test_traced_batches_are_printed_in_full_and_training_stops_where_it_should(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = Net()
+    DebugUnderflowOverflow(model, trace_batch_nums=[1], abort_after_batch_num=1)
+    model(TOKENS)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(traindiff.StoppedError, match="aborting after 2 batches due to `abort_after_batch_num=1` arg"):
+        model(TOKENS)
+
+    assert capsys.readouterr().out == start(1) + FRAMES + LAST
+
+
+def test_tensors_in_dicts_are_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    class Output(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return OrderedDict(logits=x / 0, hidden=(x,))
+
+    model = nn.Sequential(Output())
+    DebugUnderflowOverflow(model)
+    with pytest.raises(ValueError, match="inf/nan"):
+        model(torch.ones(2))
+    printed = capsys.readouterr().out
+    assert "output.logits has infs" in printed
+    assert "1.00e+00 1.00e+00 output.hidden[0]" in printed
+
+
+def test_the_companions_say_what_they_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert get_abs_min_max(torch.tensor([-3.0, 0.5]), "weight") == "5.00e-01 3.00e+00 weight"
+    assert get_abs_min_max(torch.tensor([1.0, -math.inf]), "x") == "1.00e+00      inf x"
+    assert get_abs_min_max(torch.zeros(0), "x") == "            empty x"
+    assert not detect_overflow(torch.ones(3), "x")
+    assert detect_overflow(torch.tensor([math.nan, math.inf]), "x")
+    assert capsys.readouterr().out == "x has nans\nx has infs\n"
+
+
+def test_the_callback_watches_from_the_beginning_of_a_training_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Net()
+    callback = UnderflowOverflowCallback(trace_batch_nums=[0])
+    callback.on_init_end(None, None, None)
+    callback.on_train_begin(None, None, None, model=model)
+    callback.on_step_end(None, None, None, model=model)
+    model(TOKENS)
+    assert capsys.readouterr().out == start(0) + FRAMES + LAST
+    callback.on_train_end(None, None, None, model=model)
+    model.factor = math.inf
+    model(TOKENS)
+    assert not hasattr(callback, "stop")
+
+
+def test_it_is_the_same_as_the_original_where_that_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    original = pytest.importorskip("transformers.debug_utils")
+    said = []
+    for kind in (original.DebugUnderflowOverflow, DebugUnderflowOverflow):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for factors in ([1.0] * 4, [1.0, math.inf], [1e30, 1e39], [math.nan]):
+                for arguments in (
+                    {},
+                    {"trace_batch_nums": [0, 2]},
+                    {"abort_after_batch_num": 1, "max_frames_to_save": 3},
+                ):
+                    model = Net().to(dtype)
+                    kind(model, **arguments)
+                    error = ""
+                    try:
+                        for model.factor in factors:
+                            model(TOKENS)
+                    except ValueError as raised:
+                        error = str(raised)
+                    said.append((capsys.readouterr().out, error))
+    assert said[: len(said) // 2] == said[len(said) // 2 :]

@@ -1,0 +1,34 @@
+"""What docs/watch.md and the README show of the example in float16 is what it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_the_example_overflows_where_the_documentation_says(tmp_path: Path) -> None:
+    trained = run(str(ROOT / "examples" / "overflow.py"), directory=tmp_path)
+    assert trained.returncode == 1
+    document = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
+    titles = re.findall(r"^ {18}(\S.*)$", document, re.MULTILINE)
+    printed = re.findall(r"^ {18}(\S.*)$", trained.stderr.partition("Traceback")[0], re.MULTILINE)
+    assert printed == titles
+    assert re.search(r"1\.wo output holds infinity; what Linear was given is finite", trained.stderr)
+
+    (saved,) = (tmp_path / "traindiff-watch").iterdir()
+    replayed = run("-m", "traindiff", "replay", str(saved), directory=tmp_path)
+    assert replayed.returncode == 0
+    assert "The overflow is float16's: operator 1, aten.mm.default makes what is not finite" in replayed.stdout
