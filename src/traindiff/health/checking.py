@@ -9,6 +9,7 @@ from dataclasses import replace
 from traindiff.errors import ConfigError
 from traindiff.findings import Finding
 from traindiff.findings.sentences import ranks_text
+from traindiff.health.history import RunHistory
 from traindiff.health.verdict import Verdict
 from traindiff.merging.failed_taps import FailedTaps, without_lost
 from traindiff.merging.run_steps import run_steps
@@ -22,6 +23,7 @@ def check(
     recording: str | os.PathLike[str],
     *,
     steps: str | int | Iterable[int] | None = None,
+    history: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Verdict:
     """Check one run by itself: no baseline is needed.
@@ -37,6 +39,7 @@ def check(
     Args:
         recording: A local path or any fsspec URL.
         steps: Steps to check, e.g. `"0-9,20"`. Default: all.
+        history: Keep the size of every site in every step, in bounded memory, for a report that shows them.
         progress: Called with the number of each step after it was checked.
 
     Returns:
@@ -56,6 +59,7 @@ def check(
     checked: list[int] = []
     missing: dict[int, int] = {}  # by rank: the first step that it did not record
     failed = FailedTaps()
+    kept = RunHistory() if history else None
     for step in run_steps(run):
         if step.step not in selection or not step.finished:
             continue
@@ -65,6 +69,8 @@ def check(
         failed.see(step.table, step=step.step)
         table = without_lost(step.table, failed.lost)
         judge.note_unknown(table)
+        if kept is not None:
+            kept.note(table, step.step)
         for finding in judge.step(table, step=step.step):
             what = (finding.kind, finding.phase, finding.stage, finding.path, finding.slot)
             found.setdefault(what, finding)
@@ -89,6 +95,7 @@ def check(
             *(f"{reason}, so it is not checked." for reason in judge.unknown),
             *judge.notes(),
         ),
+        history=kept,
     )
 
 

@@ -1,0 +1,87 @@
+// Curves over the steps, drawn by uPlot.
+
+const plots = new Set();
+
+// Draw curves: `series` of {label, values, colour, dash, fill, width}; values are null where there are none.
+function plot(parent, { title, note = "", series, log = false, height = 190, bands = [], mark = () => null }) {
+  const box = element("div", { class: "plot" });
+  box.append(element("h4", {}, title, " ", element("small", {}, note)));
+  parent.append(box);
+  const drawn = series.map((one) => (log ? one.values.map((value) => (value > 0 && Number.isFinite(value) ? value : null)) : one.values));
+  if (!drawn.some((values) => values.some((value) => value !== null && Number.isFinite(value)))) {
+    box.append(element("p", { class: "none" }, log ? "0 throughout: the same bits." : "Nothing finite to draw."));
+    return;
+  }
+  const one = { box, uplot: null };
+  one.draw = () => {
+    one.uplot?.destroy();
+    const axis = { stroke: css("faint"), grid: { stroke: css("line"), width: 1 }, ticks: { stroke: css("line"), width: 1 }, font: "11px system-ui, sans-serif" };
+    one.uplot = new uPlot({
+      width: Math.max(240, box.clientWidth), height, ms: 1,
+      cursor: { points: { size: 6 }, drag: { x: true, y: false }, sync: { key: "steps" } },
+      scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+      axes: [{ ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6, 1e7] },
+        { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : digits(tick))) }],
+      series: [{ label: "step" }, ...series.map((about) => ({
+        label: about.label, stroke: about.colour ? css(about.colour) : "transparent", width: about.width ?? 1.6,
+        dash: about.dash, fill: about.fill ? css("band") : undefined, fillTo: about.fill && log ? (u) => u.scales.y.min : undefined,
+        value: (_, value) => digits(value), points: { show: drawn[0].length < 40 && !about.fill && !about.silent, size: 4 }, spanGaps: false,
+      }))],
+      bands: bands.map((band) => ({ ...band, fill: css("band") })),
+      hooks: { draw: [(u) => verticalMark(u, mark())] },
+      legend: { live: true },
+    }, [columns.map(([first]) => first), ...drawn], box);
+  };
+  one.draw();
+  plots.add(one);
+}
+
+function verticalMark(u, step) {
+  if (step === null) return;
+  const x = Math.round(u.valToPos(step, "x", true));
+  u.ctx.save();
+  u.ctx.strokeStyle = css("strong");
+  u.ctx.globalAlpha = 0.6;
+  u.ctx.setLineDash([4, 4]);
+  u.ctx.beginPath();
+  u.ctx.moveTo(x, u.bbox.top);
+  u.ctx.lineTo(x, u.bbox.top + u.bbox.height);
+  u.ctx.stroke();
+  u.ctx.restore();
+}
+
+function forget(parent) {
+  for (const one of plots) if (parent.contains(one.box)) { one.uplot?.destroy(); plots.delete(one); }
+  parent.replaceChildren();
+}
+
+function redrawPlots() {
+  for (const one of plots) one.draw();
+}
+
+function drawHeadCurves() {
+  const parent = document.getElementById("curves");
+  if (!parent) return;
+  for (const curve of page.curves) {
+    if (!comparing) {
+      plot(parent, { title: curve.title, series: [{ label: "value", values: curve.size, colour: "baseline" }] });
+      continue;
+    }
+    const bound = (sign) => curve.baseline.map((value, at) => (value === null || curve.floor[at] === null ? null : value + sign * Math.abs(value) * curve.floor[at]));
+    plot(parent, {
+      title: curve.title, note: "the band is the baseline's noise", bands: [{ series: [2, 1] }],
+      series: [
+        { label: "floor, lower", values: bound(-1), silent: true, width: 0 }, { label: "upper", values: bound(1), silent: true, width: 0 },
+        { label: "baseline", values: curve.baseline, colour: "baseline", width: 2.4 },
+        { label: "candidate", values: curve.candidate, colour: "candidate", dash: [6, 3] },
+      ],
+    });
+    plot(parent, {
+      title: `difference: ${curve.title}`, note: "relative to the baseline; the band is what the floor allows", log: true,
+      series: [
+        { label: "floor", values: curve.floor, colour: "floor", fill: true, width: 1, dash: [3, 3] },
+        { label: "difference", values: curve.difference, colour: "candidate" },
+      ],
+    });
+  }
+}

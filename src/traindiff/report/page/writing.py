@@ -1,0 +1,106 @@
+"""Write a page as one HTML file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from importlib.resources import files
+from typing import IO, TYPE_CHECKING
+
+from traindiff._version import __version__
+from traindiff.comparison import Comparison
+from traindiff.errors import ConfigError, Problem
+from traindiff.health import Verdict
+from traindiff.report.page.content import Page
+from traindiff.report.page.of_check import page_of_check
+from traindiff.report.page.of_comparison import page_of_comparison
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+STYLES = ("vendor/uPlot.min.css", "page.css")
+LIBRARY = "vendor/uPlot.iife.min.js"
+SCRIPTS = (
+    "script/arrays.js", "script/colours.js", "script/words.js",
+    "script/state.js", "script/curves.js", "script/heat_map.js", "script/pointing.js", "script/details.js",
+    "script/tables.js", "script/main.js",
+)  # fmt: skip
+"""What a page holds, in the order in which it runs."""
+
+
+def page_of(result: Comparison | Verdict) -> Page:
+    """What the page of a result says.
+
+    Args:
+        result: Of `compare(..., history=True)` or `check(..., history=True)`.
+
+    Raises:
+        ConfigError: The result has no history.
+    """
+    if isinstance(result, Comparison) and result.history is not None:
+        return page_of_comparison(result, result.history)
+    if isinstance(result, Verdict) and result.history is not None:
+        return page_of_check(result, result.history)
+    name = "compare" if isinstance(result, Comparison) else "check"
+    problem = Problem(
+        where=f"the result of {name}(...)",
+        what="holds only the largest difference of each site, not those of every step that a page shows.",
+        fix=f"Call {name}(..., history=True).",
+    )
+    raise ConfigError("report", [problem], consequence="nothing was written")
+
+
+def write(page: Page, file: IO[str], *, refresh: str = "") -> None:
+    """Write a page.
+
+    Args:
+        page: What it says.
+        file: Where to write it.
+        refresh: Path of the same server at which the page asks whether there is something new; empty for a file, which
+            asks for nothing.
+    """
+    template = _environment().get_template("page.html")
+    styles, script = "\n".join(map(_read, STYLES)), _script()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_digest(script)}'; img-src data:; "
+        f"connect-src {chr(39)}self{chr(39)}; base-uri 'none'; form-action 'none'"
+    )
+    if not refresh:
+        policy = policy.replace("connect-src 'self'", "connect-src 'none'")
+    file.writelines(
+        template.generate(page=page, policy=policy, styles=styles, script=script, refresh=refresh, version=__version__)
+    )
+
+
+@cache
+def _script() -> str:
+    return "\n".join((_read(LIBRARY), '(() => {\n"use strict";', *map(_read, SCRIPTS), "})();"))
+
+
+def _digest(text: str) -> str:
+    """What a content security policy calls a script that it lets run."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
+
+
+@cache
+def _read(name: str) -> str:
+    return files("traindiff.report.page").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    from traindiff.findings.sentences import phase_text
+    from traindiff.report.page.dataflow import says
+
+    environment = Environment(
+        loader=PackageLoader("traindiff.report", "page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(phase_text=phase_text, in_words=says)
+    return environment
