@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from traindiff.observation import ALL_GRADIENTS
 from traindiff.report.page.site_rows import SiteRow
-from traindiff.site import label
+from traindiff.site import ROOT
 
 MOST = 6
 """Curves that a page begins with."""
@@ -32,7 +32,7 @@ _ALL = (ALL_GRADIENTS, "norm")
 
 def title_of(row: SiteRow) -> str:
     """What a curve shows."""
-    return "gradient norm, all parameters" if row.place[2:4] == _ALL else f"loss, {label(row.place[2], row.place[3])}"
+    return "gradient norm, recomputed" if row.place[2:4] == _ALL else f"{row.place[2] or ROOT} ({row.place[3]})"
 
 
 def numbers(values: NDArray[Any]) -> list[float | None]:

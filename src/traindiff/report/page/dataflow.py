@@ -90,6 +90,7 @@ def _of_parameter(here: int, rows: Sequence[SiteRow]) -> list[list[int]]:
         received = [at for at, row in enumerate(rows) if row.place[0] in ("batch", "forward") and row.order < order]
         received = sorted(received, key=lambda at: rows[at].order)[-1:]
     same = {name: _at(rows, name, path) for name in ("grad", "optimizer", "update")}
+    same["optimizer"].sort(key=lambda at: rows[at].shapes[0] == ())  # counters last
     before = [at for at in same["grad"] if at < here] if phase == "grad" else []
     columns = [[*received, *backward[:1]], *([at] for at in before[-2:])]
     if phase == "grad":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
-
-import numpy as np
 
 from traindiff.findings.groups import grouped
 from traindiff.findings.sentences import also_text, where_text
@@ -69,10 +68,10 @@ def page_of_check(verdict: Verdict, history: RunHistory) -> Page:
         own="",
         headline=headline,
         facts=(
-            (len(verdict.steps), "steps checked"),
-            (len(verdict.ranks), "ranks"),
+            (len(verdict.steps), "steps checked" if len(verdict.steps) != 1 else "step checked"),
+            (len(verdict.ranks), "ranks" if len(verdict.ranks) != 1 else "rank"),
             (len(rows), "sites"),
-            (sum(np.isinf(one.size) for one in history.extremes.values()), "sites that are not finite throughout"),
+            (sum(math.isinf(one.size) for one in history.extremes.values()), "with NaN or infinity"),
         ),
         flow=(),
         findings=tuple(Found(group=group, row=places.get(place_of(group.first))) for group in groups),

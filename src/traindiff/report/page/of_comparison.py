@@ -79,10 +79,10 @@ def page_of_comparison(comparison: Comparison, history: DifferenceHistory) -> Pa
 def _facts(comparison: Comparison) -> tuple[tuple[int, str], ...]:
     sites = comparison.differences
     return (
-        (len(comparison.steps), "steps compared"),
+        (len(comparison.steps), "steps compared" if len(comparison.steps) != 1 else "step compared"),
         (len(sites), "sites"),
-        (sum(row.num_identical_steps == row.num_steps for row in sites), "sites with the same bits throughout"),
-        (sum(row.ratio > 1 for row in sites), "sites above their floors"),
+        (sum(row.num_identical_steps == row.num_steps for row in sites), "with the same bits throughout"),
+        (sum(row.ratio > 1 for row in sites), "above their floors"),
     )
 
 

@@ -3,7 +3,7 @@
 const plots = new Set();
 
 // Draw curves: `series` of {label, values, colour, dash, fill, width}; values are null where there are none.
-function plot(parent, { title, note = "", series, log = false, height = 190, bands = [], mark = () => null }) {
+function plot(parent, { title, note = "", series, log = false, height = 190, bands = [], mark = () => null, range }) {
   const box = element("div", { class: "plot" });
   box.append(element("h4", {}, title, " ", element("small", {}, note)));
   parent.append(box);
@@ -19,11 +19,11 @@ function plot(parent, { title, note = "", series, log = false, height = 190, ban
     one.uplot = new uPlot({
       width: Math.max(240, box.clientWidth), height, ms: 1,
       cursor: { points: { size: 6 }, drag: { x: true, y: false }, sync: { key: "steps" } },
-      scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+      scales: { x: { time: false }, y: log ? { distr: 3 } : range ? { range: () => range } : {} },
       axes: [{ ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6, 1e7] },
-        { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : digits(tick))) }],
+        { ...axis, size: 62, ...(log ? { grid: { ...axis.grid, filter: powersOnly }, ticks: { ...axis.ticks, filter: powersOnly }, filter: powersOnly } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : digits(tick))) }],
       series: [{ label: "step" }, ...series.map((about) => ({
-        label: about.label, stroke: about.colour ? css(about.colour) : "transparent", width: about.width ?? 1.6,
+        label: about.label, class: about.silent ? "silent" : undefined, stroke: about.colour ? css(about.colour) : "transparent", width: about.width ?? 1.6,
         dash: about.dash, fill: about.fill ? css("band") : undefined, fillTo: about.fill && log ? (u) => u.scales.y.min : undefined,
         value: (_, value) => digits(value), points: { show: drawn[0].length < 40 && !about.fill && !about.silent, size: 4 }, spanGaps: false,
       }))],
@@ -34,6 +34,24 @@ function plot(parent, { title, note = "", series, log = false, height = 190, ban
   };
   one.draw();
   plots.add(one);
+}
+
+// Of a logarithmic axis the powers of ten, and of many of those every second, third, ...
+function powersOnly(_, ticks) {
+  const powers = ticks.filter(isPower), every = Math.ceil(powers.length / 7);
+  return ticks.map((tick) => (isPower(tick) && Math.round(Math.log10(tick)) % every === 0 ? tick : null));
+}
+
+function isPower(value) {
+  return value > 0 && Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9;
+}
+
+// From the lowest to the highest of some values, with a margin; the band may reach beyond.
+function rangeOf(...lists) {
+  const finite = lists.flat().filter((value) => value !== null && Number.isFinite(value));
+  if (!finite.length) return undefined;
+  const low = Math.min(...finite), high = Math.max(...finite), margin = 0.12 * (high - low) || 0.1 * Math.abs(high) || 1;
+  return [low >= 0 ? Math.max(0, low - margin) : low - margin, high + margin];
 }
 
 function verticalMark(u, step) {
@@ -69,7 +87,8 @@ function drawHeadCurves() {
     }
     const bound = (sign) => curve.baseline.map((value, at) => (value === null || curve.floor[at] === null ? null : value + sign * Math.abs(value) * curve.floor[at]));
     plot(parent, {
-      title: curve.title, note: "the band is the baseline's noise", bands: [{ series: [2, 1] }],
+      title: curve.title, note: "the band is what the floor allows", bands: [{ series: [2, 1] }],
+      range: rangeOf(curve.baseline, curve.candidate),
       series: [
         { label: "floor, lower", values: bound(-1), silent: true, width: 0 }, { label: "upper", values: bound(1), silent: true, width: 0 },
         { label: "baseline", values: curve.baseline, colour: "baseline", width: 2.4 },

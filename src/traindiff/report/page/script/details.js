@@ -55,7 +55,7 @@ function showNumbers(row) {
   const what = comparing ? "where the difference is largest" : "where it is largest";
   const head = element("tr", {}, element("td"), ...page.sides.map((side) => element("th", { scope: "col", class: "number" }, side)));
   const lines = NUMBER_LINES.filter(([, value]) => held.some((one) => Number.isFinite(value(one)))).map(([name, value]) =>
-    element("tr", {}, element("th", { scope: "row" }, name), ...held.map((one) => element("td", { class: "number" }, digits(value(one))))));
+    element("tr", {}, element("th", { scope: "row" }, name), ...held.map((one) => element("td", { class: "number" }, numberText(value(one))))));
   details.append(
     element("div", { class: "plot" },
       element("h4", {}, `Numbers, step ${rows.step[row]} `, element("small", {}, what)),
@@ -64,6 +64,10 @@ function showNumbers(row) {
     details.append(sharesOf(held));
     showProfiles(row);
   }
+}
+
+function numberText(value) {
+  return Number.isInteger(value) && Math.abs(value) < 1e15 ? value.toLocaleString("en") : digits(value);
 }
 
 const finiteCount = (one) => one.count - one.nan - one.positive_infinity - one.negative_infinity;

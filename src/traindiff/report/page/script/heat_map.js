@@ -67,7 +67,7 @@ function paint() {
   const lines = Math.ceil(state.visible.length / layout.pool);
   layout.rowHeight = Math.max(1, Math.min(20, Math.floor(MAP_HEIGHT / Math.max(1, lines))));
   const total = frame.clientWidth;
-  layout.gutter = Math.min(240, Math.round(total * 0.3));
+  layout.gutter = Math.min(300, Math.round(total * 0.34));
   layout.width = Math.max(60, total - layout.gutter);
   layout.height = Math.max(40, lines * layout.rowHeight);
   for (const [canvas, height] of [[map, layout.height], [axis, 22]]) {
@@ -131,7 +131,7 @@ function labels(context) {
   const every = Math.max(1, Math.ceil(13 / layout.rowHeight));
   context.font = `${Math.min(12, Math.max(10.5, layout.rowHeight - 3))}px ${css("mono")}`;
   context.textBaseline = "middle";
-  let phase = null, busyUntil = -1;
+  let phase = null, busyUntil = -1, phaseUntil = -1;
   for (let line = 0; line < lines; line++) {
     const row = state.visible[line * layout.pool], y = (line + 0.5) * layout.rowHeight;
     const begins = rows.phase[row] !== phase;
@@ -139,16 +139,18 @@ function labels(context) {
       phase = rows.phase[row];
       context.fillStyle = css("line");
       if (line) context.fillRect(0, line * layout.rowHeight - 0.5, layout.gutter + layout.width, 1);
-      if (line * layout.rowHeight < busyUntil) continue;
+      const at = Math.max(7, y, phaseUntil);
       context.fillStyle = css("text");
       context.font = context.font.replace(/^(bold )?/, "bold ");
-      context.fillText(phase, 6, Math.max(7, y), 58);
+      context.fillText(phase, 6, at, 62);
       context.font = context.font.replace(/^bold /, "");
+      phaseUntil = at + 12;
     }
-    if ((begins || line % every === 0) && y >= busyUntil - 1) {
+    if ((begins || line % every === 0) && Math.max(7, y) >= busyUntil) {
       context.fillStyle = css("faint");
-      context.fillText(shortened(context, siteText(row), layout.gutter - 78), 70, Math.max(7, y));
-      busyUntil = y + 12;
+      const at = Math.max(7, y);
+      context.fillText(shortened(context, siteText(row), layout.gutter - 82), 74, at);
+      busyUntil = at + 12;
     }
   }
 }
@@ -156,7 +158,8 @@ function labels(context) {
 function shortened(context, text, width) {
   if (context.measureText(text).width <= width) return text;
   let from = Math.max(1, text.length - Math.floor(width / context.measureText("m").width));
-  return `…${text.slice(from + 1)}`;
+  const cut = text.indexOf(".", from + 1);
+  return `…${text.slice(cut > 0 && cut < text.length - 8 ? cut : from + 1)}`;
 }
 
 function boxOf(row, column) {

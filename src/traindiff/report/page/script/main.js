@@ -107,8 +107,8 @@ async function start() {
     const first = document.querySelector(".headline button.site");
     if (first) select(Number(first.dataset.row), columnOf(Number(first.dataset.step)));
     else {
-      let row = 0;
-      for (let at = 1; at < numRows; at++) if (farthest.ratio[at] > farthest.ratio[row]) row = at;
+      let row = comparing || !page.curves.length ? 0 : page.curves[0].row;
+      for (let at = 1; comparing && at < numRows; at++) if (farthest.ratio[at] > farthest.ratio[row]) row = at;
       select(row, farthest.column[row]);
     }
   }

@@ -74,7 +74,7 @@ function tableRow(row) {
     const cell = element("td", { class: number ? "number" : "" });
     if (name === "site") {
       cell.append(element("button", { type: "button", class: "site", "data-row": row, "data-step": rows.step[row] }, text(row)));
-    } else cell.append(text ? text(row) : digits(number(row)));
+    } else cell.append(text ? text(row) : name === "floor" && number(row) === Infinity ? "–" : digits(number(row)));
     if (name === "x floor" && number(row) > 1) cell.classList.add("above");
     line.append(cell);
   });
