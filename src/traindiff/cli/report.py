@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from traindiff.health import Verdict
 
 
+HtmlOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML file (docs/report.md).")
+]
+"""The option of commands whose result can be looked at."""
+
+
 @app.command(short_help="Write a report of one run, or of two, as an HTML file.")
 @says_what_is_wrong
 def report(
