@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import traindiff
-from traindiff.cli import check, compare, demo, doctor, show, verify  # noqa: F401  each registers its command
+from traindiff.cli import check, compare, demo, doctor, export, report, show, verify, view  # noqa: F401  each registers its command
 from traindiff.cli.app import app
 
 ROOT = Path(__file__).parents[1]

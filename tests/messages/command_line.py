@@ -19,7 +19,7 @@ def command(*arguments: str) -> str:
     """What a command prints on standard error."""
     from typer.testing import CliRunner
 
-    from traindiff.cli import check, compare, demo, doctor, show, verify  # noqa: F401  each registers its command
+    from traindiff.cli import check, compare, demo, doctor, export, report, show, verify, view  # noqa: F401  each registers its command
     from traindiff.cli.app import app
 
     result = CliRunner().invoke(app, arguments, prog_name="traindiff", catch_exceptions=False)

@@ -107,7 +107,7 @@ def _options(
 
 def main() -> None:
     """Entry point of the `traindiff` command."""
-    from traindiff.cli import check, compare, demo, doctor, report, show, verify  # noqa: F401  each registers its command
+    from traindiff.cli import check, compare, demo, doctor, export, report, show, verify, view  # noqa: F401  each registers its command
 
     try:
         app()

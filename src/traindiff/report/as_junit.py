@@ -23,8 +23,8 @@ _CONTROL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def write(result: Comparison | Verification | Verdict, file: IO[str]) -> None:
     """One test suite: a test case of the verdict, and one of each phase that was compared, or of each finding.
 
-    A verdict that is `diverged` or `unhealthy` is a failure, one that is `misaligned` or `incomplete` an error, since it
-    says nothing of the run.
+    A verdict that is `diverged` or `unhealthy` is a failure, one that is `misaligned` or `incomplete` an error, since
+    it says nothing of the run.
     """
     comparison = result.comparison if isinstance(result, Verification) else result
     suite = ElementTree.Element("testsuite")

@@ -60,27 +60,49 @@ def write(page: Page, file: IO[str], *, refresh: str = "") -> None:
         refresh: Path of the same server at which the page asks whether there is something new; empty for a file, which
             asks for nothing.
     """
-    template = _environment().get_template("page.html")
-    styles, script = "\n".join(map(_read, STYLES)), _script()
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_digest(script)}'; img-src data:; "
-        f"connect-src {chr(39)}self{chr(39)}; base-uri 'none'; form-action 'none'"
-    )
-    if not refresh:
-        policy = policy.replace("connect-src 'self'", "connect-src 'none'")
+    script = _script()
+    template = environment("traindiff.report.page").get_template("page.html")
     file.writelines(
-        template.generate(page=page, policy=policy, styles=styles, script=script, refresh=refresh, version=__version__)
+        template.generate(
+            page=page,
+            policy=policy(script, asks=bool(refresh)),
+            styles=styles(),
+            script=script,
+            refresh=refresh,
+            version=__version__,
+        )
     )
+
+
+def policy(script: str, *, asks: bool = False, sends_forms: bool = False) -> str:
+    """What a browser lets a page do: run this script and no other, and load nothing.
+
+    Args:
+        script: The page's script; empty for none.
+        asks: Whether it may ask the server that it comes from.
+        sends_forms: Whether it may send a form to it.
+    """
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    parts = {
+        "default-src": "'none'",
+        "style-src": "'unsafe-inline'",
+        "script-src": f"'sha256-{digest}'" if script else "'none'",
+        "img-src": "data:",
+        "connect-src": "'self'" if asks else "'none'",
+        "base-uri": "'none'",
+        "form-action": "'self'" if sends_forms else "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in parts.items())
+
+
+def styles() -> str:
+    """The style sheet of every page."""
+    return "\n".join(map(_read, STYLES))
 
 
 @cache
 def _script() -> str:
     return "\n".join((_read(LIBRARY), '(() => {\n"use strict";', *map(_read, SCRIPTS), "})();"))
-
-
-def _digest(text: str) -> str:
-    """What a content security policy calls a script that it lets run."""
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
 
 
 @cache
@@ -89,14 +111,19 @@ def _read(name: str) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment(package: str) -> Environment:
+    """Templates of a package; what they are filled with is text, and escaped.
+
+    Args:
+        package: Its dotted name.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     from traindiff.findings.sentences import phase_text
     from traindiff.report.page.dataflow import says
 
     environment = Environment(
-        loader=PackageLoader("traindiff.report", "page"),
+        loader=PackageLoader(package, ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
