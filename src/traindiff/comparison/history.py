@@ -28,7 +28,7 @@ class Farthest:
     Attributes:
         step: That step.
         ratio: Difference over floor in it.
-        order: Place in the baseline's execution order.
+        order: Place in the baseline's execution order, in the first step that has the site.
         dtypes: Of both sides.
         shapes: Of both sides.
         summaries: Of both sides.
@@ -73,7 +73,7 @@ class DifferenceHistory:
             self.farthest[key] = Farthest(
                 step=step,
                 ratio=ratio,
-                order=pair.baseline.order,
+                order=held.order if held else pair.baseline.order,  # orders of one step compare, of several need not
                 dtypes=(pair.baseline.dtype, pair.candidate.dtype),
                 shapes=(pair.baseline.shape, pair.candidate.shape),
                 # Copies: a summary is a row of its step's array, and would keep it in memory.

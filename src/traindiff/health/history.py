@@ -30,7 +30,7 @@ class Extreme:
     Attributes:
         step: That step.
         size: Its norm; inf where it is not finite.
-        order: Place in execution order.
+        order: Place in execution order, in the first step that has the site.
         dtype: Of the tensor.
         shape: Of the tensor.
         summary: Of the tensor.
@@ -91,7 +91,7 @@ class RunHistory:
             self.extremes[key] = Extreme(
                 step=step,
                 size=place,
-                order=entry.order,
+                order=held.order if held else entry.order,  # orders of one step compare, of several need not
                 dtype=entry.dtype,
                 shape=entry.shape,
                 summary=np.array(summary)[()],  # a copy: a summary would keep its step's array in memory

@@ -77,11 +77,10 @@ class History(Generic[Site]):
             Whether they are kept for now.
         """
         row = self.sites.setdefault(site, len(self.sites))
-        column = self._column(step)
+        self._begin(step)
         self._make_room()
-        column = min(column, len(self._first) - 1)
-        cell = self._cells[row, column]
-        if cell[0] >= numbers[0]:  # false where nothing was noted
+        cell = self._cells[row, self.column_of(step)]
+        if float(cell[0]) >= numbers[0]:  # false where nothing was noted
             return False
         with np.errstate(over="ignore"):  # what float32 cannot hold is infinite on a picture
             cell[:] = numbers
@@ -95,17 +94,16 @@ class History(Generic[Site]):
         """
         return max(0, bisect_right(self._first, step) - 1)
 
-    def _column(self, step: int) -> int:
-        """The column of a step, which is a new one where the last is full."""
+    def _begin(self, step: int) -> None:
+        """Make a column for a step that is later than all others, where the last is full."""
         if self._first and step <= self._last[-1]:
-            return self.column_of(step)
+            return
         if self._first and self._counts[-1] < self.width:
             self._last[-1], self._counts[-1] = step, self._counts[-1] + 1
         else:
             self._first.append(step)
             self._last.append(step)
             self._counts.append(1)
-        return len(self._first) - 1
 
     def _make_room(self) -> None:
         while len(self._first) > self._most_columns():
