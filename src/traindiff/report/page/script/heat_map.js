@@ -75,6 +75,7 @@ function paint() {
     canvas.height = height * ratio;
     canvas.style.height = `${height}px`;
   }
+  Object.assign(map.dataset, { gutter: layout.gutter, rowHeight: layout.rowHeight, rows: state.visible.length });
   layout.colours = palette(state.rank === "all" ? state.quantity : "ratio");
   layout.image = lines ? imageOf(lines) : null;
   overlay();
