@@ -91,7 +91,7 @@ def _heat_map(page: Page, history: DifferenceHistory | RunHistory) -> Any:
     comparing = isinstance(history, DifferenceHistory)
     stops, low, high = (_RATIO_STOPS, -3, 4) if comparing else (_AROUND_STOPS, -3, 3)
     colours = LinearSegmentedColormap.from_list("heat", [((at - low) / (high - low), name) for at, name in stops])
-    colours.set_bad("#ffffff")
+    colours = colours.with_extremes(bad="#ffffff")
     values = np.clip(_logarithms(history), low, high)
     rows = page.data["rows"]
     order = _order(history, rows)

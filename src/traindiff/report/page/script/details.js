@@ -38,7 +38,7 @@ function single(row) {
 function foundBox(finding) {
   const list = element("dl");
   for (const [name, value] of Object.entries(finding.evidence)) {
-    const text = typeof value === "number" ? digits(value) : typeof value === "string" ? value : JSON.stringify(value);
+    const text = typeof value === "number" ? String(Number(value.toPrecision(7))) : typeof value === "string" ? value : JSON.stringify(value);
     list.append(element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, text));
   }
   const where = `step ${finding.step}${finding.rank === null ? "" : `, rank ${finding.rank}`}: ${finding.kind}`;
