@@ -14,6 +14,7 @@ from tests.messages import (
     recipes,
     recording,
     setups,
+    showing,
     training,
 )
 from tests.messages.provoking import Chapter, said
@@ -30,6 +31,7 @@ CHAPTERS: Sequence[Chapter] = (
     in_tests.chapter,
     lockstep.chapter,
     command_line.chapter,
+    showing.chapter,
 )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.report import HtmlOption, write_page
+from traindiff.cli.report import HtmlOption, check_writable, write_page
 
 
 @app.command(short_help="Check one run by itself, without a baseline.")
@@ -28,6 +28,8 @@ def check(
     from traindiff.health import check as check_recording
     from traindiff.report.check import print_check
 
+    if html is not None:
+        check_writable(html)
     with messages.status("checking") as status:
         result = check_recording(
             recording,

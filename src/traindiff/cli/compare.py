@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.report import HtmlOption, write_page
+from traindiff.cli.report import HtmlOption, check_writable, write_page
 
 
 @app.command()
@@ -49,6 +49,8 @@ def compare(
     from traindiff.comparison import compare as compare_recordings
     from traindiff.report.terminal import print_comparison
 
+    if html is not None:
+        check_writable(html)
     with messages.status("comparing") as status:
         result = compare_recordings(
             baseline,

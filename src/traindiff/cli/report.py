@@ -58,6 +58,11 @@ def report(
     from traindiff.errors import ConfigError, Problem
     from traindiff.health import check
 
+    check_writable(output)
+    if png is not None:
+        from traindiff.report.pictures import check_directory, write_pictures
+
+        check_directory(png)
     result: Comparison | Verdict
     if candidate is None:
         given = [name for name, value in (("--noise", noise), ("--rename", rename)) if value]
@@ -79,10 +84,30 @@ def report(
             )  # fmt: skip
     write_page(result, output)
     if png is not None:
-        from traindiff.report.pictures import write_pictures
-
         written = write_pictures(result, png)
         messages.print(f"traindiff: wrote {', '.join(map(str, written))}", markup=False, soft_wrap=True)
+
+
+def check_writable(output: Path) -> None:
+    """Make sure that a file can be written, before what is to be in it is computed.
+
+    Args:
+        output: The file, which stays as it is.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    from traindiff.errors import ConfigError, Problem
+
+    there = output.exists()
+    try:
+        output.open("a", encoding="utf-8").close()
+    except OSError as error:
+        fix = "Give the path of a file in a directory that is there and where you may write."
+        problem = Problem(where=str(output), what=f"cannot be written: {error.strerror}.", fix=fix)
+        raise ConfigError("report", [problem], consequence="nothing was written") from None
+    if not there:
+        output.unlink()
 
 
 def write_page(result: Comparison | Verdict, output: Path) -> None:
@@ -91,19 +116,10 @@ def write_page(result: Comparison | Verdict, output: Path) -> None:
     Args:
         result: Of `compare` or `check`.
         output: The file.
-
-    Raises:
-        ConfigError: The file cannot be written.
     """
-    from traindiff.errors import ConfigError, Problem
     from traindiff.report.page import page_of, write
 
     page = page_of(result)
-    try:
-        with output.open("w", encoding="utf-8") as file:
-            write(page, file)
-    except OSError as error:
-        fix = "Give the path of a file in a directory that is there and where you may write."
-        problem = Problem(where=str(output), what=f"cannot be written: {error.strerror}.", fix=fix)
-        raise ConfigError("report", [problem]) from None
+    with output.open("w", encoding="utf-8") as file:
+        write(page, file)
     messages.print(f"traindiff: wrote {output}: {page.word}", markup=False, soft_wrap=True)

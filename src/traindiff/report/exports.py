@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,6 @@ def exporter(name: str) -> Callable[[Recording, Steps, Path], int]:
     Raises:
         ConfigError: There is no such tool, or its package is not installed.
     """
-    from importlib.util import find_spec
-
     if name not in EXPORTS:
         problem = Problem.unknown_name(where=f"export {name}", kind="a tool", found=name, known=tuple(EXPORTS))
         raise ConfigError("export", [problem], consequence="nothing was exported")

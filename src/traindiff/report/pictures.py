@@ -30,6 +30,30 @@ _RATIO_STOPS = ((-3, "#e3eaf2"), (-0.001, "#6f9fd0"), (0, "#ffd23f"), (1, "#f582
 _AROUND_STOPS = ((-3, "#1f5fa8"), (-0.3, "#cfe0f0"), (0, "#f0f2f5"), (0.3, "#fbe3c8"), (1.5, "#e8672a"), (3, "#9c1147"))
 
 
+def check_directory(directory: Path) -> None:
+    """Make sure that pictures can be drawn and written, before what they show is computed.
+
+    Args:
+        directory: Where to; made if it is not there.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the directory cannot be made.
+    """
+    where = f"--png {directory}"
+    try:
+        import matplotlib.figure  # noqa: F401  whether it is there
+    except ModuleNotFoundError:
+        fix = "Install it with: pip install 'traindiff[png]'"
+        problem = Problem(where=where, what="needs matplotlib, which is not installed.", fix=fix)
+        raise ConfigError("report", [problem], consequence="nothing was written") from None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = "Give a directory that is there or can be made, and where you may write."
+        problem = Problem(where=where, what=f"cannot be made: {error.strerror}.", fix=fix)
+        raise ConfigError("report", [problem], consequence="nothing was written") from None
+
+
 def write_pictures(result: Comparison | Verdict, directory: Path) -> list[Path]:
     """Write the heat map, the curves and the dataflow around the first finding, as far as there are any.
 
@@ -43,21 +67,8 @@ def write_pictures(result: Comparison | Verdict, directory: Path) -> list[Path]:
     Raises:
         ConfigError: The result has no history, matplotlib is not installed, or the directory cannot be made.
     """
+    check_directory(directory)
     page = page_of(result)
-    try:
-        import matplotlib.figure  # noqa: F401  whether it is there
-    except ModuleNotFoundError:
-        fix = "Install it with: pip install 'traindiff[png]'"
-        problem = Problem(where=f"--png {directory}", what="needs matplotlib, which is not installed.", fix=fix)
-        raise ConfigError("report", [problem]) from None
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = Problem(
-            where=f"--png {directory}", what=f"cannot be made: {error.strerror}.",
-            fix="Give a directory that is there or can be made, and where you may write.",
-        )  # fmt: skip
-        raise ConfigError("report", [problem]) from None
     history = result.history
     figures: dict[str, Any] = {}
     if history is not None and history.whole.columns:

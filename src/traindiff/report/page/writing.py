@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 STYLES = ("vendor/uPlot.min.css", "page.css")
-LIBRARY = "vendor/uPlot.iife.min.js"
+LIBRARY, LICENSE = "vendor/uPlot.iife.min.js", "vendor/uPlot-LICENSE.txt"
 SCRIPTS = (
     "script/arrays.js", "script/colours.js", "script/words.js",
     "script/state.js", "script/curves.js", "script/heat_map.js", "script/pointing.js", "script/details.js",
@@ -45,7 +45,7 @@ def page_of(result: Comparison | Verdict) -> Page:
     name = "compare" if isinstance(result, Comparison) else "check"
     problem = Problem(
         where=f"the result of {name}(...)",
-        what="holds only the largest difference of each site, not those of every step that a page shows.",
+        what="does not hold the numbers of every step, which a page shows.",
         fix=f"Call {name}(..., history=True).",
     )
     raise ConfigError("report", [problem], consequence="nothing was written")
@@ -102,7 +102,9 @@ def styles() -> str:
 
 @cache
 def _script() -> str:
-    return "\n".join((_read(LIBRARY), '(() => {\n"use strict";', *map(_read, SCRIPTS), "})();"))
+    return "\n".join(
+        ("/*", _read(LICENSE), "*/", _read(LIBRARY), '(() => {\n"use strict";', *map(_read, SCRIPTS), "})();")
+    )
 
 
 @cache

@@ -78,9 +78,17 @@ function redrawPlots() {
 }
 
 function drawHeadCurves() {
-  const parent = document.getElementById("curves");
+  const parent = document.getElementById("curves"), more = document.getElementById("more-curves");
   if (!parent) return;
-  for (const curve of page.curves) {
+  const last = page.curves.length - 1;
+  drawCurves(parent, page.curves.filter((_, at) => at === 0 || at === last));
+  more?.addEventListener("toggle", () => {
+    if (more.open && !more.lastElementChild.childElementCount) drawCurves(more.lastElementChild, page.curves.slice(1, last));
+  });
+}
+
+function drawCurves(parent, curves) {
+  for (const curve of curves) {
     if (!comparing) {
       plot(parent, { title: curve.title, series: [{ label: "value", values: curve.size, colour: "baseline" }] });
       continue;
@@ -96,7 +104,7 @@ function drawHeadCurves() {
       ],
     });
     plot(parent, {
-      title: `difference: ${curve.title}`, note: "relative to the baseline; the band is what the floor allows", log: true,
+      title: `difference: ${curve.title}`, note: "relative; the band is what the floor allows", log: true,
       series: [
         { label: "floor", values: curve.floor, colour: "floor", fill: true, width: 1, dash: [3, 3] },
         { label: "difference", values: curve.difference, colour: "candidate" },
