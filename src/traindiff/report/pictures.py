@@ -159,7 +159,7 @@ def _order(history: DifferenceHistory | RunHistory, rows: dict[str, list[Any]]) 
 def _curves(page: Page) -> Any:
     curves = page.data["curves"]
     steps = [first for first, _ in page.data["columns"]]
-    comparing = page.kind == "comparison"
+    comparing = page.about == "comparison"
     figure = _figure(11, 2.4 * len(curves))
     grid = figure.subplots(len(curves), 2 if comparing else 1, squeeze=False, sharex=True)
     for curve, axes in zip(curves, grid, strict=True):

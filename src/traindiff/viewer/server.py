@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(HTTPStatus.OK, self.page((asked["baseline"][0], asked["candidate"][0])))
             elif parts.path == "/state":
                 states = "\n".join(map(self.catalogue.state, asked.get("of", ())[:2]))
-                self._answer(HTTPStatus.OK, states, kind="text/plain")
+                self._answer(HTTPStatus.OK, states, content_type="text/plain")
             else:
                 self._answer(HTTPStatus.NOT_FOUND, message_page("There is nothing at this address."))
         except FileNotFoundError:
@@ -148,12 +148,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Whether the request names this host: a page elsewhere whose name leads here must learn nothing."""
         return self.headers.get("Host", "").lower() in self.hosts
 
-    def _answer(self, status: HTTPStatus, text: str, *, kind: str = "text/html") -> None:
+    def _answer(self, status: HTTPStatus, text: str, *, content_type: str = "text/html") -> None:
         content = text.encode()
         self.send_response(status)
         for name, value in HEADERS.items():
             self.send_header(name, value)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Type", f"{content_type}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":

@@ -69,7 +69,7 @@ class Page:
     """All that a page shows.
 
     Attributes:
-        kind: `comparison` or `check`.
+        about: `comparison` or `check`.
         recordings: What each recording is to the page, and its path.
         word: The verdict in a word.
         rest: What follows it in its sentence.
@@ -85,7 +85,7 @@ class Page:
         data: For the script: rows, columns, numbers, curves.
     """
 
-    kind: str
+    about: str
     recordings: tuple[tuple[str, str], ...]
     word: str
     rest: str

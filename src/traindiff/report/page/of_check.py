@@ -12,6 +12,7 @@ from traindiff.health.history import RunHistory
 from traindiff.report.page import curves
 from traindiff.report.page.content import Found, Headline, Page
 from traindiff.report.page.encoding import log_codes, packed
+from traindiff.report.page.histograms import histograms
 from traindiff.report.page.run_settings import run_settings
 from traindiff.report.page.site_rows import (
     NUMBERS,
@@ -61,7 +62,7 @@ def page_of_check(verdict: Verdict, history: RunHistory) -> Page:
         )
     word, _, rest = verdict.sentence().partition(":")
     return Page(
-        kind="check",
+        about="check",
         recordings=(("recording", verdict.recording),),
         word=word,
         rest=f":{rest}",
@@ -102,5 +103,6 @@ def _data(
             {"row": at, "title": curves.title_of(rows[at]), "size": curves.numbers(whole.of("size")[order[at]])}
             for at in curves.curve_rows(rows)
         ],
+        "histograms": histograms((verdict.recording,), rows),
         "findings": [finding_of(one, rows=places) for one in verdict.findings],
     }

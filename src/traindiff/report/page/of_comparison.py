@@ -16,6 +16,7 @@ from traindiff.report.page import curves
 from traindiff.report.page.content import Alone, Found, Headline, Page
 from traindiff.report.page.dataflow import Node, dataflow
 from traindiff.report.page.encoding import log_codes, packed
+from traindiff.report.page.histograms import histograms
 from traindiff.report.page.run_settings import run_settings
 from traindiff.report.page.site_rows import (
     NUMBERS,
@@ -59,7 +60,7 @@ def page_of_comparison(comparison: Comparison, history: DifferenceHistory) -> Pa
         word, rest = word[:-1], f": {rest}"
     paths = (comparison.baseline, comparison.candidate)
     return Page(
-        kind="comparison",
+        about="comparison",
         recordings=(("baseline", paths[0]), ("candidate", paths[1])),
         word=word,
         rest=rest,
@@ -144,6 +145,7 @@ def _data(
         "numbers": {"names": NUMBERS, "values": packed(numbers)} if rows else None,
         "profiles": {"names": PROFILES, "values": packed(profiles)} if rows else None,
         "curves": [_curve(at, rows[at], whole.cells[order[at]], whole.fields) for at in curves.curve_rows(rows)],
+        "histograms": histograms((comparison.baseline, comparison.candidate), rows),
         "findings": [finding_of(one, rows=places) for one in (*comparison.findings, *comparison.representation)],
     }
 

@@ -62,6 +62,7 @@ function showNumbers(row) {
       element("table", { class: "small" }, element("thead", {}, head), element("tbody", {}, ...lines))));
   if (!single(row)) {
     details.append(sharesOf(held));
+    showHistogram(row);
     showProfiles(row);
   }
 }
@@ -79,7 +80,7 @@ const NUMBER_LINES = [
   ["infinite", (one) => one.positive_infinity + one.negative_infinity],
 ];
 
-// What the elements are: negative, zero, positive, subnormal, not finite. A recording keeps no finer histogram.
+// What the elements are: negative, zero, positive, not finite.
 function sharesOf(held) {
   const parts = (one) => {
     const bad = one.count - finiteCount(one), positive = one.count - one.negative - one.zero - bad;
@@ -122,6 +123,14 @@ function showProfiles(row) {
   }
 }
 
+function showHistogram(row) {
+  const held = page.histograms[row];
+  if (!held) return;
+  const last = held.first + held.counts[0].length - 1;
+  details.append(element("div", { class: "plot" },
+    element("h4", {}, "Histogram ", element("small", {}, `of |x|, one bar for each power of two, from 2^${held.first} to 2^${last}`)), barsOf(held.counts)));
+}
+
 function barsOf(values) {
   const space = "http://www.w3.org/2000/svg", width = 400, height = 74, count = values[0].length;
   const svg = document.createElementNS(space, "svg");
@@ -129,11 +138,12 @@ function barsOf(values) {
   svg.setAttribute("role", "img");
   svg.setAttribute("aria-label", values.map((one, side) => `${page.sides[side]}: ${one.map(digits).join(", ")}`).join("; "));
   svg.style.width = "100%";
-  const largest = Math.max(...values.flat().filter(Number.isFinite)) || 1, slot = width / count, bar = (slot - 4) / values.length;
+  const largest = Math.max(...values.flat().filter(Number.isFinite)) || 1;
+  const slot = width / count, gap = Math.min(4, slot / 4), bar = (slot - gap) / values.length;
   values.forEach((one, side) => one.forEach((value, at) => {
     const rect = document.createElementNS(space, "rect");
     const tall = Math.max(0, (Math.min(value, largest) / largest) * (height - 6)) || 0;
-    for (const [name, number] of Object.entries({ x: at * slot + 2 + side * bar, y: height - 2 - tall, width: bar - 1, height: tall })) rect.setAttribute(name, number);
+    for (const [name, number] of Object.entries({ x: at * slot + gap / 2 + side * bar, y: height - 2 - tall, width: Math.max(0.5, bar - 1), height: tall })) rect.setAttribute(name, number);
     rect.setAttribute("fill", css(SIDE_COLOURS[side]));
     svg.append(rect);
   }));
