@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.browser.conftest import Open, Opened
-from tests.made_up import FC, HEAD, Seen, Step, at, both, record, scaled
+from tests.made_up import BATCH, FC, HEAD, Seen, Step, at, both, record, scaled
 from tests.report.hostile import CLOSING, NAME, hostile_pair
 from traindiff.comparison import Comparison, compare
 from traindiff.health import Verdict, check
@@ -272,6 +272,23 @@ def test_names_that_are_markup_run_nothing(opened: Open, tmp_path: Path, kind: s
 
     assert page.said == []
     assert page.asked == [page.tab.url]
+
+
+def test_what_follows_from_another_batch_is_not_shown_as_equal(opened: Open, tmp_path: Path) -> None:
+    wrong = both(at(BATCH, lambda values: values + 1), scaled(FC, 0.5))
+    page = opened(compare(record(tmp_path / "b"), record(tmp_path / "c", wrong), history=True))
+    page.screenshot("misaligned")
+    sites = sites_of(page)
+
+    for site, says in (
+        ("(root) input[0]", "differs, without a size, and must not differ"),
+        ("fc output[0]", "not judged"),
+    ):
+        click_cell(page, [name for _, name in sites].index(site), 1, num_columns=3)
+        assert says in page.text("#details .now")
+        assert "the same bits" not in page.text("#details")
+    assert page.tab.locator("#sites tr:nth-child(2) td:last-child").inner_text() == "–"
+    assert page.said == []
 
 
 def test_a_narrow_window_shows_everything_below_each_other(opened: Open, parted: Comparison) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.made_up import FC, HEAD, Compared, at, both, scaled
+from tests.made_up import BATCH, FC, HEAD, Compared, Step, at, both, scaled
 from traindiff.comparison import Comparison
 from traindiff.report.page import page_of
 from traindiff.report.page.dataflow import says, status_of
@@ -59,3 +59,15 @@ def test_a_column_is_said_in_words(compared: Compared) -> None:
 
     assert says(page.flow[0]) == "batch (root) input[0]: identical, same bits"
     assert status_of(np.nan, 1.0) == "unknown"
+
+
+def test_what_follows_from_other_inputs_is_neither_in_agreement_nor_wrong(compared: Compared) -> None:
+    def other(step: int, sites: Step) -> None:
+        at(BATCH, lambda values: values + 1)(step, sites)
+        scaled(FC, 0.5)(step, sites)
+
+    page = page_of(compared(other, history=True))
+
+    assert [(node.site, node.status, node.size) for column in page.flow for node in column][:2] == [
+        ("(root) input[0]", "differs", "differs"), ("fc output[0]", "unknown", "0.5, not judged"),
+    ]  # fmt: skip

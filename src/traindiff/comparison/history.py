@@ -17,6 +17,9 @@ from traindiff.summary import norm, number
 FIELDS = ("ratio", "difference", "floor", "baseline", "candidate")
 """Numbers of a site in a step; the last two are the sizes of both sides: L2 norms, or of a single element its value."""
 
+NOT_JUDGED = 1e-30
+"""Ratio that stands for a difference whose floor is without bound: of several steps, it is kept before equal bits."""
+
 MAX_RANKS = 16
 """Ranks that are kept one by one, the first of them; what others hold is part of the whole only."""
 
@@ -66,7 +69,10 @@ class DifferenceHistory:
             floor: The largest difference that would have been no finding.
         """
         key, ratio = pair.baseline.key, ratio_of(size, floor)
-        self.whole.note(key, step, (ratio, size, floor, _size(pair.baseline), _size(pair.candidate)))
+        judged = ratio > 0 or size == 0
+        self.whole.note(
+            key, step, (ratio if judged else NOT_JUDGED, size, floor, _size(pair.baseline), _size(pair.candidate))
+        )
         held = self.farthest.get(key)
         if held is None or ratio > held.ratio:
             sides = (pair.baseline, pair.candidate)
@@ -79,7 +85,7 @@ class DifferenceHistory:
                 # Copies: a summary is a row of its step's array, and would keep it in memory.
                 summaries=(np.array(sides[0].summary)[()], np.array(sides[1].summary)[()]),
             )
-        if len(pair.candidate.parts) > 1:
+        if judged and len(pair.candidate.parts) > 1:
             for rank, apart in differences_by_rank(pair).items():
                 if rank < MAX_RANKS:
                     self.by_rank.note((key, rank), step, (ratio_of(apart, floor),))

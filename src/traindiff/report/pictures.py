@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.comparison import Comparison
-from traindiff.comparison.history import DifferenceHistory
+from traindiff.comparison.history import NOT_JUDGED, DifferenceHistory
 from traindiff.errors import ConfigError, Problem
 from traindiff.health import Verdict
 from traindiff.health.history import RunHistory
@@ -135,7 +135,8 @@ def _logarithms(history: DifferenceHistory | RunHistory) -> NDArray[np.float32]:
     """Decimal logarithms of what the heat map shows; NaN where nothing was compared or recorded."""
     with np.errstate(divide="ignore", invalid="ignore"):
         if isinstance(history, DifferenceHistory):
-            return np.asarray(np.log10(history.whole.of("ratio")))
+            ratios = history.whole.of("ratio")
+            return np.asarray(np.log10(np.where(ratios == np.float32(NOT_JUDGED), np.nan, ratios)))
         sizes = np.abs(history.whole.of("size"))
         finite = np.where(np.isfinite(sizes) & (sizes > 0), sizes, np.nan)
         some = np.flatnonzero((~np.isnan(finite)).sum(axis=1))

@@ -33,7 +33,7 @@ class Node:
         phase: Phase and stage.
         site: As people read it.
         shape: Of the baseline's tensor.
-        status: `identical`, `agrees` (within the floor), `differs`, or `unknown`.
+        status: `identical`, `agrees` (within the floor), `differs`, or `unknown` (not compared, or not judged).
         size: Difference and floor in words.
         first: Whether it is the finding's.
     """
@@ -126,6 +126,8 @@ def status_of(difference: float, floor: float) -> str:
         return "unknown"
     if difference == 0.0:
         return "identical"
+    if math.isinf(floor):
+        return "unknown"  # other inputs, or another batch: it was not judged
     return "agrees" if difference <= floor else "differs"
 
 
@@ -134,10 +136,11 @@ def _size(difference: float, floor: float) -> str:
         return "not compared"
     if difference == 0.0:
         return "same bits"
-    if math.isinf(difference):
-        return "no size" if math.isinf(floor) else "differs"
-    if not floor or math.isinf(floor):
-        return f"{difference:.2g}"
+    size = "differs" if math.isinf(difference) else f"{difference:.2g}"
+    if math.isinf(floor):
+        return f"{size}, not judged"
+    if not floor or math.isinf(difference):
+        return size
     return f"{difference:.2g} = {difference / floor:.2g} x floor"
 
 

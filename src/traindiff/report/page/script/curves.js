@@ -3,13 +3,14 @@
 const plots = new Set();
 
 // Draw curves: `series` of {label, values, colour, dash, fill, width}; values are null where there are none.
-function plot(parent, { title, note = "", series, log = false, height = 190, bands = [], mark = () => null, range }) {
+function plot(parent, { title, note = "", series, log = false, height = 190, bands = [], mark = () => null, range, none }) {
   const box = element("div", { class: "plot" });
   box.append(element("h4", {}, title, " ", element("small", {}, note)));
   parent.append(box);
   const drawn = series.map((one) => (log ? one.values.map((value) => (value > 0 && Number.isFinite(value) ? value : null)) : one.values));
-  if (!drawn.some((values) => values.some((value) => value !== null && Number.isFinite(value)))) {
-    box.append(element("p", { class: "none" }, log ? "0 throughout: the same bits." : "Nothing finite to draw."));
+  const drawable = (values) => values.some((value) => value !== null && Number.isFinite(value));
+  if (!(none === undefined ? drawn.some(drawable) : drawable(drawn[drawn.length - 1]))) {
+    box.append(element("p", { class: "none" }, none ?? "There is nothing finite above 0 to draw."));
     return;
   }
   const one = { box, uplot: null };
@@ -104,7 +105,7 @@ function drawCurves(parent, curves) {
       ],
     });
     plot(parent, {
-      title: `difference: ${curve.title}`, note: "relative; the band is what the floor allows", log: true,
+      title: `difference: ${curve.title}`, note: "relative; the band is what the floor allows", log: true, none: noneText(curve.row),
       series: [
         { label: "floor", values: curve.floor, colour: "floor", fill: true, width: 1, dash: [3, 3] },
         { label: "difference", values: curve.difference, colour: "candidate" },

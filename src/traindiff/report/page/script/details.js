@@ -13,7 +13,7 @@ function showDetails() {
   page.findings.filter((finding) => finding.row === row).forEach((finding) => details.append(foundBox(finding)));
   const mark = () => columns[state.column][0], line = (name) => columns.map((_, column) => finiteOrNull(sizeAt(name, row, column)));
   if (comparing) {
-    plot(details, { title: "Difference", note: "relative L2, and its floor", log: true, height: 150, mark, series: [
+    plot(details, { title: "Difference", note: "relative L2, and its floor", log: true, height: 150, mark, none: noneText(row), series: [
       { label: "floor", values: line("floor"), colour: "floor", fill: true, width: 1, dash: [3, 3] },
       { label: "difference", values: line("difference"), colour: "candidate" }] });
     plot(details, { title: "Size", note: single(row) ? "|value|" : "L2 norm", height: 150, mark, series: [
@@ -25,6 +25,13 @@ function showDetails() {
   }
   showNumbers(row);
   document.getElementById("status").textContent = cellText(row, state.column).replaceAll("\n", ", ");
+}
+
+// What stands in place of a curve of differences that has no point.
+function noneText(row) {
+  const sizes = columns.map((_, column) => sizeAt("difference", row, column));
+  if (sizes.some((size) => size === Infinity)) return "It differs, without a size: whole numbers, shapes or NaN.";
+  return sizes.some((size) => size === 0) ? "0 throughout: the same bits." : "It was not compared.";
 }
 
 function finiteOrNull(value) {

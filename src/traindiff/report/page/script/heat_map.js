@@ -20,7 +20,8 @@ function heatOf(quantity) {
     for (let at = 0; at < found.length; at++) {
       const difference = differences[at], floor = floors[at];
       if (difference === MISSING) found[at] = NaN;
-      else if (difference === ZERO || floor === INFINITE) found[at] = -Infinity;
+      else if (difference === ZERO) found[at] = -Infinity;
+      else if (floor === INFINITE) found[at] = NaN; // not judged
       else if (floor === ZERO || difference === INFINITE) found[at] = Infinity;
       else found[at] = LOG10[difference] - LOG10[floor];
     }

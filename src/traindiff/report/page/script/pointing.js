@@ -33,7 +33,9 @@ function cellText(row, column) {
   const difference = sizeAt("difference", row, column), floor = sizeAt("floor", row, column);
   if (Number.isNaN(difference)) return `${where}\nnot compared`;
   if (difference === 0) return `${where}\nthe same bits`;
-  if (floor === Infinity) return `${where}\ndifference ${digits(difference)}, not judged`;
+  const size = difference === Infinity ? "differs, without a size" : `difference ${digits(difference)}`;
+  if (floor === Infinity) return `${where}\n${size}, not judged`;
+  if (difference === Infinity || floor === 0) return `${where}\n${size}${floor ? `; its floor is ${digits(floor)}` : ", and must not differ"}`;
   return `${where}\ndifference ${digits(difference)} = ${digits(ratioAt(row, column))} x its floor of ${digits(floor)}`;
 }
 

@@ -51,7 +51,7 @@ function sizeAt(name, row, column) {
 
 function ratioAt(row, column) {
   const difference = sizeAt("difference", row, column), floor = sizeAt("floor", row, column);
-  if (Number.isNaN(difference)) return NaN;
-  if (difference === 0 || floor === Infinity) return 0;
+  if (difference === 0) return 0;
+  if (Number.isNaN(difference) || floor === Infinity) return NaN;
   return floor ? difference / floor : Infinity;
 }
