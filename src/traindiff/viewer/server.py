@@ -106,7 +106,7 @@ class Viewer:
         growing = any(one.status(rank).ending != "closed" for one in recordings for rank in one.ranks)
         file = io.StringIO()
         asks = "&".join(f"of={quote(name, safe='')}" for name in names)
-        write(page_of(result), file, refresh=f"/state?{asks}" if growing else "")
+        write(page_of(result), file, home="/", refresh=f"/state?{asks}" if growing else "")
         return file.getvalue()
 
 

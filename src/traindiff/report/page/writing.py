@@ -51,12 +51,13 @@ def page_of(result: Comparison | Verdict) -> Page:
     raise ConfigError("report", [problem], consequence="nothing was written")
 
 
-def write(page: Page, file: IO[str], *, refresh: str = "") -> None:
+def write(page: Page, file: IO[str], *, home: str = "", refresh: str = "") -> None:
     """Write a page.
 
     Args:
         page: What it says.
         file: Where to write it.
+        home: Address of the list of recordings on the same server; empty for a file.
         refresh: Path of the same server at which the page asks whether there is something new; empty for a file, which
             asks for nothing.
     """
@@ -68,6 +69,7 @@ def write(page: Page, file: IO[str], *, refresh: str = "") -> None:
             policy=policy(script, asks=bool(refresh)),
             styles=styles(),
             script=script,
+            home=home,
             refresh=refresh,
             version=__version__,
         )
@@ -131,5 +133,6 @@ def environment(package: str) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     environment.globals.update(phase_text=phase_text, in_words=says)
     return environment

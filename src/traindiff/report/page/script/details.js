@@ -30,7 +30,7 @@ function showDetails() {
 // What stands in place of a curve of differences that has no point.
 function noneText(row) {
   const sizes = columns.map((_, column) => sizeAt("difference", row, column));
-  if (sizes.some((size) => size === Infinity)) return "It differs, without a size: whole numbers, shapes or NaN.";
+  if (sizes.some((size) => size === Infinity)) return "It differs, without a size: what must be equal, whole numbers, shapes, or NaN.";
   return sizes.some((size) => size === 0) ? "0 throughout: the same bits." : "It was not compared.";
 }
 
