@@ -65,6 +65,7 @@ def to_wandb(recording: Recording, steps: Steps, output: Path) -> int:
         for step, found in steps:
             run.log(dict(found), step=step)
             count += len(found)
+    wandb.teardown()  # its service writes the end of the file when it stops
     return count
 
 
