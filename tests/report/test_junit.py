@@ -10,6 +10,7 @@ import numpy as np
 
 from tests.made_up import BATCH, FC, Compared, Seen, Step, at, record
 from tests.report.hostile import TABLE, hostile_pair
+from tests.report.test_markdown import SIDES
 from traindiff.comparison import Comparison, Pinned, Verification, compare
 from traindiff.health import Verdict, check
 from traindiff.report.as_junit import write
@@ -66,7 +67,9 @@ def test_findings_of_a_check_fail_one_by_one(tmp_path: Path) -> None:
 
 def test_what_was_pinned_down_is_a_case_of_its_own(compared: Compared) -> None:
     result = compared(at(FC, lambda values: values * 2, step=1))
-    verification = Verification(comparison=result, pinned=(Pinned(step=1, precision="float32", comparison=result),))
+    verification = Verification(
+        comparison=result, sides=SIDES, output="out", pinned=(Pinned(step=1, precision="float32", comparison=result),)
+    )
 
     assert [name for name in outcomes(verification) if name.startswith("pinned")] != []
 

@@ -12,10 +12,13 @@ from markdown_it import MarkdownIt
 from tests.made_up import FC, Compared, at, both, record
 from tests.report.hostile import NAME, TABLE, hostile_pair
 from traindiff.comparison import Comparison, Pinned, Verification, compare
+from traindiff.comparison.failed_run import FailedRank, FailedRun
+from traindiff.comparison.verification import SideOfVerification
 from traindiff.health import Verdict, check
 from traindiff.report.as_markdown import MOST, code, escaped, write
 
 GRADIENT = ("grad", "", "fc.weight", "grad")
+SIDES = (SideOfVerification(recipe="a", setup={}, says=""), SideOfVerification(recipe="b", setup={}, says=""))
 BIAS = ("grad", "", "fc.bias", "grad")
 
 
@@ -48,9 +51,18 @@ def test_a_check_and_a_verification_are_summaries_too(tmp_path: Path, compared: 
     assert markdown(check(record(tmp_path / "run"))).startswith("### ✅ traindiff: healthy: no rule is broken")
     result = compared(at(FC, lambda values: values * 2, step=1))
     pinned = Pinned(step=1, precision="float32", comparison=result)
-    text = markdown(Verification(comparison=result, pinned=(pinned,)))
+    text = markdown(Verification(comparison=result, sides=SIDES, output="out", pinned=(pinned,)))
 
     assert "given the baseline's tensors, 1 site is wrong alone:" in text
+
+
+def test_a_candidate_that_failed_does_not_pass(compared: Compared) -> None:
+    rank = FailedRank(rank=0, how="raised", says="rank 0 raised ValueError: <b>", num_steps=2)
+    failed = FailedRun(run="candidate", first=0, ranks=(rank,))
+    text = markdown(Verification(comparison=compared(), sides=SIDES, output="out", failed=failed))
+
+    assert text.startswith("### ⚠️ traindiff: incomplete; the free runs are identical: every recorded tensor")
+    assert "**The run `candidate` failed.** rank 0 raised ValueError: &lt;b&gt;" in text
 
 
 def test_no_more_findings_are_listed_than_fit_into_a_comment(tmp_path: Path, compared: Compared) -> None:

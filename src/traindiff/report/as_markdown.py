@@ -41,12 +41,15 @@ def _lines(result: Comparison | Verification | Verdict) -> Iterator[str]:
         sentence, title = sentences.verdict(comparison), "First divergence"
         notes = tuple(sentences.note_lines(comparison))
         named = f"baseline {code(comparison.baseline)}, candidate {code(comparison.candidate)}"
-    word = comparison.verdict
-    yield f"### {_MARKS[word]} traindiff: {escaped(sentence)}"
+    word = result.verdict
+    other = f"{word}; the free runs are " if word != comparison.verdict else ""
+    yield f"### {_MARKS[word]} traindiff: {escaped(other + sentence)}"
     yield ""
     yield named
     if isinstance(comparison, Comparison) and (own := sentences.own_noise(comparison)):
         yield from ("", escaped(own))
+    if isinstance(result, Verification) and result.failed:
+        yield from ("", f"**The run {code(result.failed.run)} failed.** {escaped(result.failed.says)}")
     groups = grouped(comparison.findings)
     if groups:
         yield from _first(groups[0], title)
