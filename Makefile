@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 LIGHT := .venv-no-torch
 MUTATION := .venv-mutation
 
-.PHONY: help demo test test-deepspeed lint format unit no-torch bench faults mutation clean
+.PHONY: help demo test test-deepspeed test-browser lint format unit no-torch bench faults mutation clean
 
 help:
 	@echo "make demo      train a small GPT three times, record it, name the first divergence"
 	@echo "make test      lint, types, every test, and the analysis half without torch"
 	@echo "make test-deepspeed   all tests under DeepSpeed; compiles its optimizers (minutes)"
+	@echo "make test-browser   reports in Chromium, as PNG, and for TensorBoard and Weights & Biases"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    ruff format"
 	@echo "make bench     measure what recording costs (minutes)"
@@ -55,6 +56,14 @@ unit: $(VENV)/ready
 
 test-deepspeed: $(VENV)/ready
 	$(BIN)/pytest -n 2 tests/engines/test_deepspeed*.py tests/setups/test_deepspeed*.py
+
+# Chromium itself comes from the system, e.g. apt-get install chromium; without it, its tests say so and are skipped.
+$(VENV)/browser-ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser,png,tensorboard,wandb]'
+	touch $@
+
+test-browser: $(VENV)/browser-ready
+	$(BIN)/pytest -n 2 tests/browser tests/report tests/viewer
 
 no-torch: $(LIGHT)/ready
 	! $(LIGHT)/bin/python -c "import torch" 2>/dev/null

@@ -45,7 +45,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "rules": frozenset({"merging", "findings", "recording", "vocabulary"}),
     "comparison": frozenset({"floors", "rules", "alignment", "merging", "findings", "recording", "vocabulary"}),
     "health": frozenset({"rules", "merging", "findings", "recording", "vocabulary"}),
-    "report": frozenset({"health", "comparison", "findings", "recording", "vocabulary"}),
+    "report": frozenset({"health", "comparison", "merging", "findings", "recording", "vocabulary"}),
+    "viewer": frozenset({"report", "health", "comparison", "recording", "vocabulary"}),
     "engines": frozenset({"taps", "kernels", "vocabulary"}),
     "interop": frozenset({"recording", "vocabulary"}),
     "launching": frozenset({"vocabulary"}),
@@ -99,6 +100,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "engines",
             "interop",
             "watching",
+            "viewer",
             "report",
             "health",
             "comparison",
@@ -112,6 +114,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 
 WITHOUT_TORCH = (
     "vocabulary", "recording", "findings", "merging", "alignment", "floors", "rules", "comparison", "health", "report",
+    "viewer",
 )  # fmt: skip
 
 

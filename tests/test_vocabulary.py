@@ -11,7 +11,18 @@ import pytest
 from typer.testing import CliRunner
 
 import traindiff
-from traindiff.cli import check, compare, demo, doctor, replay, show, verify  # noqa: F401  each registers its command
+from traindiff.cli import (  # noqa: F401  each registers its command
+    check,
+    compare,
+    demo,
+    doctor,
+    export,
+    replay,
+    report,
+    show,
+    verify,
+    view,
+)  # fmt: skip
 from traindiff.cli.app import app
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from traindiff.cli import check, compare, show  # noqa: F401  each registers its command
+from traindiff.cli import check, compare, export, report, show, view  # noqa: F401  each registers its command
 from traindiff.cli.app import app
 
 Traindiff = Callable[..., Any]

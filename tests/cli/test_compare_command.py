@@ -159,4 +159,4 @@ def test_an_unknown_format_names_those_there_are(traindiff: Traindiff) -> None:
     result = traindiff("compare", "baseline", "candidate", "--format", "xml")
 
     assert result.exit_code == 2
-    assert "'xml' is not a format. Known: text, json, csv." in result.stderr
+    assert "'xml' is not a format. Known: text, json, csv, markdown, junit." in result.stderr

@@ -19,7 +19,18 @@ def command(*arguments: str) -> str:
     """What a command prints on standard error."""
     from typer.testing import CliRunner
 
-    from traindiff.cli import check, compare, demo, doctor, replay, show, verify  # noqa: F401  each registers its command
+    from traindiff.cli import (  # noqa: F401  each registers its command
+        check,
+        compare,
+        demo,
+        doctor,
+        export,
+        replay,
+        report,
+        show,
+        verify,
+        view,
+    )  # fmt: skip
     from traindiff.cli.app import app
 
     result = CliRunner().invoke(app, arguments, prog_name="traindiff", catch_exceptions=False)

@@ -14,6 +14,7 @@ from tests.messages import (
     recipes,
     recording,
     setups,
+    showing,
     training,
     watching,
 )
@@ -32,6 +33,7 @@ CHAPTERS: Sequence[Chapter] = (
     in_tests.chapter,
     lockstep.chapter,
     command_line.chapter,
+    showing.chapter,
 )
 
 

@@ -51,6 +51,22 @@ def test_compare_works(candidate: str, code: int) -> None:
     assert json.loads(result.stdout)["calibrated"] is False
 
 
+@pytest.mark.parametrize("recordings", [("baseline", "candidate"), ("baseline",)])
+def test_a_report_is_written(tmp_path: Path, recordings: tuple[str, ...]) -> None:
+    result = command("report", *recordings, "--output", str(tmp_path / "report.html"))
+
+    assert result.returncode == 0
+    assert "fc.weight" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("form", ["markdown", "junit"])
+def test_summaries_are_printed(form: str) -> None:
+    result = command("compare", "baseline", "candidate", "--format", form)
+
+    assert (result.returncode, result.stderr) == (1, "")
+    assert "fc.weight" in result.stdout
+
+
 @pytest.mark.parametrize("form", ["table", "csv", "json"])
 def test_show_works(form: str) -> None:
     result = command("show", "baseline", "--format", form)

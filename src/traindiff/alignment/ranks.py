@@ -38,16 +38,31 @@ def differing_ranks(pair: Pair, floor: float) -> tuple[int, ...]:
     return tuple(sorted(found)) if found and found < held else ()
 
 
-def _by_parts(pair: Pair, floor: float) -> set[int] | None:
-    """Where both runs hold the same parts, each part against its counterpart; None where they do not."""
+def differences_by_rank(pair: Pair) -> dict[int, float]:
+    """By rank of the candidate: the largest relative difference of its parts from their counterparts.
+
+    Args:
+        pair: A site that both runs have.
+
+    Returns:
+        inf for a difference without a size; empty where the runs do not hold the same parts.
+    """
     sides = [_by_place(entry.parts) for entry in (pair.baseline, pair.candidate)]
     if sides[0].keys() != sides[1].keys() or len(sides[0]) < 2:
-        return None
+        return {}
     apart: dict[int, float] = {}
     for place, candidate in sides[1].items():
         one = Pair(baseline=_part(pair.baseline, sides[0][place]), candidate=_part(pair.candidate, candidate))
         size = difference(one)
         apart[candidate.rank] = max(apart.get(candidate.rank, 0.0), np.inf if size is None else size)
+    return apart
+
+
+def _by_parts(pair: Pair, floor: float) -> set[int] | None:
+    """Where both runs hold the same parts, each part against its counterpart; None where they do not."""
+    apart = differences_by_rank(pair)
+    if not apart:
+        return None
     limit = max(floor, CLEAR * max(apart.values())) if np.isfinite(max(apart.values())) else floor
     return {rank for rank, size in apart.items() if size > limit}
 

@@ -107,7 +107,18 @@ def _options(
 
 def main() -> None:
     """Entry point of the `traindiff` command."""
-    from traindiff.cli import check, compare, demo, doctor, replay, show, verify  # noqa: F401  each registers its command
+    from traindiff.cli import (  # noqa: F401  each registers its command
+        check,
+        compare,
+        demo,
+        doctor,
+        export,
+        replay,
+        report,
+        show,
+        verify,
+        view,
+    )  # fmt: skip
 
     try:
         app()

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.report import HtmlOption, check_writable, write_page
 
 
 def _list_rules(wanted: bool) -> None:  # noqa: FBT001  the shape of typer's callbacks
@@ -30,6 +31,7 @@ def check(
         Path | None, typer.Option(metavar="FILE.toml", help="Limits: a table [RULE] of LIMIT = NUMBER for each rule.")
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of the table of further findings.")] = 12,
+    html: HtmlOption = None,
     form: FormatOption = "text",
     as_json: JsonOption = False,
     _: Annotated[
@@ -44,10 +46,14 @@ def check(
     from traindiff.health import check as check_recording
     from traindiff.report.check import print_check
 
+    if html is not None:
+        check_writable(html)
     with messages.status("checking") as status:
         result = check_recording(
-            recording, steps=steps, rules=rules, skip=skip, config=config,
+            recording, steps=steps, rules=rules, skip=skip, config=config, history=html is not None,
             progress=lambda step: status.update(f"checking step {step}"),
         )  # fmt: skip
+    if html is not None:
+        write_page(result, html)
     print_result(result, "json" if as_json else form, text=lambda: print_check(results, result, top=top))
     raise typer.Exit(result.exit_code)

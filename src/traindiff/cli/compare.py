@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.report import HtmlOption, check_writable, write_page
 
 
 @app.command()
@@ -36,6 +37,7 @@ def compare(
     ] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
+    html: HtmlOption = None,
     form: FormatOption = "text",
     as_json: JsonOption = False,
 ) -> None:
@@ -47,6 +49,8 @@ def compare(
     from traindiff.comparison import compare as compare_recordings
     from traindiff.report.terminal import print_comparison
 
+    if html is not None:
+        check_writable(html)
     with messages.status("comparing") as status:
         result = compare_recordings(
             baseline,
@@ -56,7 +60,10 @@ def compare(
             steps=steps,
             rtol=rtol,
             atol=atol,
+            history=html is not None,
             progress=lambda step: status.update(f"comparing step {step}"),
         )
+    if html is not None:
+        write_page(result, html)
     print_result(result, "json" if as_json else form, text=lambda: print_comparison(results, result, top=top))
     raise typer.Exit(result.exit_code)

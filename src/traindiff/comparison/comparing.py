@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from traindiff.alignment.step_pairs import step_pairs
 from traindiff.alignment.two_runs import AlignedStep, TwoRuns
+from traindiff.comparison.history import DifferenceHistory
 from traindiff.comparison.running import Noise, RunningComparison
 from traindiff.comparison.verdict import Comparison
 from traindiff.errors import ConfigError, Problem
@@ -31,6 +32,7 @@ def compare(
     steps: str | int | Iterable[int] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
+    history: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare two recordings and name the first divergence.
@@ -46,6 +48,7 @@ def compare(
         steps: Steps to compare, e.g. `"0-9,20"`. Default: all that both have.
         rtol: Relative tolerance in place of floors: `||c - b|| <= rtol ||b|| + atol sqrt(n)`.
         atol: Absolute tolerance per element, in the same formula.
+        history: Keep every site's difference in every step, in bounded memory, for a report that shows them.
         progress: Called after each step.
 
     Returns:
@@ -67,6 +70,7 @@ def compare(
     comparison = RunningComparison(
         TwoRuns(runs, renames, selection), renames, tolerance=tolerance,
         noise=_Measured(runs[0], replicas, selection) if replicas else None,
+        history=DifferenceHistory() if history else None,
     )  # fmt: skip
     streams = (run_steps(run, copies) for run, copies in zip(runs, comparison.runs.copies, strict=True))
     for both in step_pairs(*streams):

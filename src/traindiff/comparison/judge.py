@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from traindiff.alignment import exact
+from traindiff.comparison.history import DifferenceHistory
 from traindiff.comparison.judged import Judged
 from traindiff.comparison.step_judge import StepInput, StepJudge
 from traindiff.findings import Finding
@@ -29,6 +30,7 @@ class Judge:
         calibration: What replicas say about noise in general.
         forced: Whether the candidate was given the baseline's tensors after each operation.
         coefficients: Relative error that the optimizers' own coefficients may have.
+        history: Takes note of every difference, where a report is to show them.
 
     Attributes:
         findings: Everything found so far, in execution order: each site once, with the number of
@@ -42,8 +44,9 @@ class Judge:
         *,
         forced: bool = False,
         coefficients: float = 0.0,
+        history: DifferenceHistory | None = None,
     ) -> None:
-        self.judged = Judged(tolerance=tolerance)
+        self.judged = Judged(tolerance=tolerance, history=history)
         self._forced = forced
         self._found: dict[tuple[Key, str], Finding] = {}
         self._run = RunFloors(coefficients=coefficients)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from traindiff.alignment.gradient_norms import GRADIENT_NORM
+from traindiff.comparison.history import DifferenceHistory
 from traindiff.comparison.verdict import SiteDifference
 from traindiff.floors.tolerance import Tolerances
 from traindiff.merging.distance import Pair, difference, equal_bits
@@ -25,6 +26,7 @@ class Judged:
         nan_in_both: Where both runs hold NaN at the same places.
         turned: Where a choice that rounding may turn picked another number of rows.
         absent: Paths of parameters that one run does not train, so that what follows needs no further word.
+        history: Takes note of every difference, where a report is to show them.
     """
 
     tolerance: Tolerances | None = None
@@ -34,6 +36,7 @@ class Judged:
     nan_in_both: list[str] = field(default_factory=list)
     turned: list[str] = field(default_factory=list)
     absent: set[str] = field(default_factory=set)
+    history: DifferenceHistory | None = None
 
     def floor(self, pair: Pair, floor: float) -> float:
         """The floor of a pair, or what the user's tolerances make of it."""
@@ -59,7 +62,9 @@ class Judged:
         return any(int(entry.summary[name]) for entry in (pair.baseline, pair.candidate) for name in counts)
 
     def note(self, pair: Pair, step: int, size: float, floor: float) -> None:
-        """Remember the largest difference of a site."""
+        """Remember the largest difference of a site, and all of them where a report wants them."""
+        if self.history is not None:
+            self.history.note(pair, step, size, floor)
         key = pair.baseline.key
         equal = equal_bits(pair) or (size == 0.0 and not pair.baseline.exact)
         derived = key.phase == "update" or key == GRADIENT_NORM  # adds nothing to what it is derived from

@@ -17,6 +17,7 @@ from traindiff.comparison.clipping import clip_factor, clipping_findings, clippi
 from traindiff.comparison.contributions import contributions
 from traindiff.comparison.each_ranks_own import with_each_ranks_own
 from traindiff.comparison.engine_settings import coefficient_error, explained
+from traindiff.comparison.history import DifferenceHistory
 from traindiff.comparison.judge import Judge
 from traindiff.comparison.limits import hints, limits
 from traindiff.comparison.loss_scales import scale_factors, scale_note
@@ -75,13 +76,20 @@ class RunningComparison:
         rename: Turns the candidate's paths into the baseline's.
         tolerance: What the user set in place of floors.
         noise: What is known of the baseline's noise.
+        history: Takes note of every difference, where a report is to show them.
 
     Attributes:
         runs: The two runs.
     """
 
     def __init__(
-        self, runs: TwoRuns, rename: Renaming, *, tolerance: Tolerances | None = None, noise: Noise | None = None
+        self,
+        runs: TwoRuns,
+        rename: Renaming,
+        *,
+        tolerance: Tolerances | None = None,
+        noise: Noise | None = None,
+        history: DifferenceHistory | None = None,
     ) -> None:
         self.runs = runs
         self._rename = rename
@@ -91,7 +99,8 @@ class RunningComparison:
         self._both = BothRuns(self._facts)
         self._forced = bool(candidate.run.get("forced_by"))
         coefficients = coefficient_error(run.rank_content(rank) for run in runs.runs for rank in run.ranks)
-        self._judge = Judge(tolerance, forced=self._forced, coefficients=coefficients)
+        self._history = history
+        self._judge = Judge(tolerance, forced=self._forced, coefficients=coefficients, history=history)
         self._settings = SettingChanges()
         self._surroundings: Surroundings | None = None
         self._aside = ""
@@ -132,6 +141,7 @@ class RunningComparison:
             steps=tuple(dict.fromkeys(self.runs.compared)),
             notes=tuple(notes),
             differences=tuple(sorted(self._judge.judged.differences.values(), key=lambda row: row.order)),
+            history=self._history,
         )
 
     def _step(self, given: AlignedStep) -> list[Finding]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from traindiff.alignment.presence import Unaligned
+from traindiff.comparison.history import DifferenceHistory
 from traindiff.comparison.sentences import text
 from traindiff.findings.finding import Finding, ratio_of
 
@@ -58,6 +59,7 @@ class Comparison:
         noise: What measured floors rest on: recordings, constants; None where none were given.
         representation: What differs only in how it is represented (activations, the order of samples or
             channels), where no loss, gradient or update differs; such differences are no findings.
+        history: Every site's difference in every step; None unless it was asked for. No part of the JSON.
     """
 
     baseline: str
@@ -71,6 +73,7 @@ class Comparison:
     differences: tuple[SiteDifference, ...]
     noise: Mapping[str, Any] | None = None
     representation: tuple[Finding, ...] = ()
+    history: DifferenceHistory | None = field(default=None, compare=False, repr=False)
 
     @property
     def first_divergence(self) -> Finding | None:

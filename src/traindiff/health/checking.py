@@ -10,6 +10,7 @@ from traindiff.errors import ConfigError
 from traindiff.findings import Finding
 from traindiff.findings.sentences import ranks_text
 from traindiff.health.chosen_rules import CONSEQUENCE, chosen_rules
+from traindiff.health.history import RunHistory
 from traindiff.health.verdict import Verdict
 from traindiff.merging.failed_taps import FailedTaps, without_lost
 from traindiff.merging.run_steps import run_steps
@@ -27,6 +28,7 @@ def check(
     rules: str | Iterable[str] | None = None,
     skip: str | Iterable[str] | None = None,
     config: str | os.PathLike[str] | Mapping[str, Mapping[str, float]] | None = None,
+    history: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Verdict:
     """Check one run by itself: no baseline is needed.
@@ -43,6 +45,7 @@ def check(
         skip: Names of rules to leave out.
         config: Limits in place of the rules' own: a TOML file with a table `[RULE]` of `LIMIT = NUMBER` for each, or
             such a mapping.
+        history: Keep the size of every site in every step, in bounded memory, for a report that shows them.
         progress: Called with the number of each step after it was checked.
 
     Returns:
@@ -63,6 +66,7 @@ def check(
     checked: list[int] = []
     missing: dict[int, int] = {}  # by rank: the first step that it did not record
     failed = FailedTaps()
+    kept = RunHistory() if history else None
     for step in run_steps(run):
         if step.step not in selection:
             continue
@@ -74,6 +78,8 @@ def check(
             missing.setdefault(rank, step.step)
         failed.see(step.table, step=step.step)
         table = without_lost(step.table, failed.lost)
+        if kept is not None:
+            kept.note(table, step.step)
         table |= {entry.key: entry for entry in updates.derive(table, step=step.step)[0]}
         judge.note_unknown(table)
         found.add(judge.step(table, step=step.step))
@@ -99,6 +105,7 @@ def check(
             *(f"{reason}, so it is not checked." for reason in judge.unknown),
             *judge.notes(),
         ),
+        history=kept,
     )
 
 

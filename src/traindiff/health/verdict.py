@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from traindiff.findings import Finding
 from traindiff.findings.groups import grouped
 from traindiff.findings.sentences import also_text, steps_text, where_text
+from traindiff.health.history import RunHistory
 
 Word = Literal["healthy", "unhealthy", "incomplete"]
 
@@ -39,6 +40,7 @@ class Verdict:
         steps: Steps that were checked, ascending.
         ranks: Ranks that were recorded.
         notes: What limits the verdict, one sentence each.
+        history: The size of every site in every step; None unless it was asked for. No part of the JSON.
     """
 
     recording: str
@@ -48,6 +50,7 @@ class Verdict:
     steps: tuple[int, ...]
     ranks: tuple[int, ...]
     notes: tuple[str, ...]
+    history: RunHistory | None = field(default=None, compare=False, repr=False)
 
     @property
     def exit_code(self) -> int:

@@ -12,6 +12,8 @@ Writer = Callable[[Any, IO[str]], None]
 FORMATS: Mapping[str, str] = {
     "json": "traindiff.report.as_json",
     "csv": "traindiff.report.as_csv",
+    "markdown": "traindiff.report.as_markdown",
+    "junit": "traindiff.report.as_junit",
 }
 """By the name that `--format` takes: the module whose `write` writes it, imported when it is asked for."""
 

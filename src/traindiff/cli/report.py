@@ -1,0 +1,125 @@
+"""`traindiff report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from traindiff.cli.app import app, messages, says_what_is_wrong
+
+if TYPE_CHECKING:
+    from traindiff.comparison import Comparison
+    from traindiff.health import Verdict
+
+
+HtmlOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML file (docs/report.md).")
+]
+"""The option of commands whose result can be looked at."""
+
+
+@app.command(short_help="Write a report of one run, or of two, as an HTML file.")
+@says_what_is_wrong
+def report(
+    baseline: Annotated[str, typer.Argument(metavar="BASELINE", help="Recording of the run that is trusted.")],
+    candidate: Annotated[
+        str | None,
+        typer.Argument(metavar="CANDIDATE", help="Recording of the run in question. Without it, BASELINE is checked."),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("report.html"),
+    png: Annotated[
+        Path | None, typer.Option(metavar="DIRECTORY", help="Also write the main pictures there, as PNG.")
+    ] = None,
+    noise: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RECORDING",
+            help="Recording of a replica of the baseline, or of the baseline run again, to measure floors from. "
+            "Repeatable.",
+        ),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN=REPLACEMENT",
+            help="Regular expression that turns the candidate's paths into the baseline's. Repeatable.",
+        ),
+    ] = None,
+    steps: Annotated[str | None, typer.Option(help='Steps to show, e.g. "0-9,20,30-".')] = None,
+) -> None:
+    """Write a report that a browser shows, in one file that needs no network.
+
+    Of two recordings it shows how they compare, of one what `traindiff check` says of it. Exits with 0 when the file is
+    written, whatever the verdict, and with 2 if the input cannot be used.
+    """
+    from traindiff.comparison import compare
+    from traindiff.errors import ConfigError, Problem
+    from traindiff.health import check
+
+    check_writable(output)
+    if png is not None:
+        from traindiff.report.pictures import check_directory, write_pictures
+
+        check_directory(png)
+    result: Comparison | Verdict
+    if candidate is None:
+        given = [name for name, value in (("--noise", noise), ("--rename", rename)) if value]
+        if given:
+            fix = "Give a baseline and a candidate, or leave it out."
+            problems = [
+                Problem(where=name, what="is for two recordings, and one was given.", fix=fix) for name in given
+            ]
+            raise ConfigError("report", problems, consequence="nothing was written")
+        with messages.status("checking") as status:
+            result = check(
+                baseline, steps=steps, history=True, progress=lambda step: status.update(f"checking step {step}")
+            )
+    else:
+        with messages.status("comparing") as status:
+            result = compare(
+                baseline, candidate, noise=noise or (), rename=rename, steps=steps, history=True,
+                progress=lambda step: status.update(f"comparing step {step}"),
+            )  # fmt: skip
+    write_page(result, output)
+    if png is not None:
+        written = write_pictures(result, png)
+        messages.print(f"traindiff: wrote {', '.join(map(str, written))}", markup=False, soft_wrap=True)
+
+
+def check_writable(output: Path) -> None:
+    """Make sure that a file can be written, before what is to be in it is computed.
+
+    Args:
+        output: The file, which stays as it is.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    from traindiff.errors import ConfigError, Problem
+
+    there = output.exists()
+    try:
+        output.open("a", encoding="utf-8").close()
+    except OSError as error:
+        fix = "Give the path of a file in a directory that is there and where you may write."
+        problem = Problem(where=str(output), what=f"cannot be written: {error.strerror}.", fix=fix)
+        raise ConfigError("report", [problem], consequence="nothing was written") from None
+    if not there:
+        output.unlink()
+
+
+def write_page(result: Comparison | Verdict, output: Path) -> None:
+    """Write the page of a result that has a history, and say where.
+
+    Args:
+        result: Of `compare` or `check`.
+        output: The file.
+    """
+    from traindiff.report.page import page_of, write
+
+    page = page_of(result)
+    with output.open("w", encoding="utf-8") as file:
+        write(page, file)
+    messages.print(f"traindiff: wrote {output}: {page.word}", markup=False, soft_wrap=True)

@@ -1,0 +1,172 @@
+"""A comparison as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from traindiff.comparison import Comparison, sentences
+from traindiff.comparison.history import DifferenceHistory
+from traindiff.findings import Finding
+from traindiff.findings.groups import grouped
+from traindiff.findings.sentences import before_text, phase_text, size_text, where_text
+from traindiff.report.page import curves
+from traindiff.report.page.content import Alone, Found, Headline, Page
+from traindiff.report.page.dataflow import Node, dataflow
+from traindiff.report.page.encoding import log_codes, packed
+from traindiff.report.page.histograms import histograms
+from traindiff.report.page.run_settings import run_settings
+from traindiff.report.page.site_rows import (
+    NUMBERS,
+    PROFILES,
+    Place,
+    SiteRow,
+    as_columns,
+    ascending,
+    finding_of,
+    numbers_of,
+    place_of,
+    rows_by_place,
+)
+from traindiff.site import label
+
+_DRAWN = ("difference", "floor", "baseline", "candidate")
+
+
+def page_of_comparison(comparison: Comparison, history: DifferenceHistory) -> Page:
+    """What the page of a comparison says.
+
+    Args:
+        comparison: The result.
+        history: Every site's difference in every step.
+    """
+    keys = list(history.whole.sites)
+    unsorted = [
+        SiteRow(
+            place=key[:5], micro_step=key.micro_step, order=far.order, step=far.step, dtypes=far.dtypes,
+            shapes=far.shapes,
+        )
+        for key in keys
+        for far in [history.farthest[key]]
+    ]  # fmt: skip
+    order = ascending(unsorted)
+    rows = [unsorted[at] for at in order]
+    places = rows_by_place(rows)
+    first = comparison.first_divergence or (comparison.representation[0] if comparison.representation else None)
+    word, _, rest = sentences.verdict(comparison).partition(" ")
+    if word.endswith(":"):
+        word, rest = word[:-1], f": {rest}"
+    paths = (comparison.baseline, comparison.candidate)
+    return Page(
+        about="comparison",
+        recordings=(("baseline", paths[0]), ("candidate", paths[1])),
+        word=word,
+        rest=rest,
+        own=sentences.own_noise(comparison),
+        headline=_headline(comparison, first, places),
+        facts=_facts(comparison),
+        flow=_flow(first, rows, order, history),
+        findings=_found(comparison.findings, places),
+        representation=_found(comparison.representation, places),
+        alone=tuple(_alone(comparison)),
+        notes=comparison.notes,
+        settings=run_settings(paths),
+        data=_data(comparison, history, rows, order, places),
+    )
+
+
+def _facts(comparison: Comparison) -> tuple[tuple[int, str], ...]:
+    sites = comparison.differences
+    return (
+        (len(comparison.steps), "steps compared" if len(comparison.steps) != 1 else "step compared"),
+        (len(sites), "sites"),
+        (sum(row.num_identical_steps == row.num_steps for row in sites), "with the same bits throughout"),
+        (sum(row.ratio > 1 for row in sites), "above their floors"),
+    )
+
+
+def _headline(comparison: Comparison, first: Finding | None, places: Mapping[Place, int]) -> Headline | None:
+    if first is None:
+        return None
+    further = (size_text(first), before_text(first), sentences.also_at(comparison))
+    return Headline(
+        label="First divergence" if comparison.findings else "The representation differs first at",
+        where=where_text(first),
+        says=first.says,
+        further=tuple(filter(None, further)),
+        row=places.get(place_of(first)),
+        step=first.step,
+    )
+
+
+def _found(findings: Iterable[Finding], places: Mapping[Place, int]) -> tuple[Found, ...]:
+    return tuple(Found(group=group, row=places.get(place_of(group.first))) for group in grouped(findings))
+
+
+def _alone(comparison: Comparison) -> Iterator[Alone]:
+    for run, missing in zip(("baseline", "candidate"), comparison.unaligned, strict=True):
+        for one in missing:
+            more = f", in {one.num_steps} steps" if one.num_steps > 1 else ""
+            yield Alone(
+                run=run, phase=phase_text(one.phase, ""), site=label(one.path, one.slot),
+                steps=f"from step {one.first_step}{more}", why=one.why,
+            )  # fmt: skip
+
+
+def _flow(
+    first: Finding | None, rows: Sequence[SiteRow], order: Sequence[int], history: DifferenceHistory
+) -> list[list[Node]]:
+    if first is None or not history.whole.columns:
+        return []
+    column = history.whole.column_of(first.step)
+    differences, floors = history.whole.of("difference")[:, column], history.whole.of("floor")[:, column]
+    return dataflow(first, rows, lambda row: (float(differences[order[row]]), float(floors[order[row]])))
+
+
+def _data(
+    comparison: Comparison,
+    history: DifferenceHistory,
+    rows: Sequence[SiteRow],
+    order: Sequence[int],
+    places: Mapping[Place, int],
+) -> dict[str, Any]:
+    whole = history.whole
+    keys = list(whole.sites)
+    numbers, profiles = numbers_of([history.farthest[keys[at]].summaries for at in order])
+    return {
+        "kind": "comparison",
+        "columns": whole.columns,
+        "rows": as_columns(rows),
+        "cells": {name: packed(log_codes(whole.of(name)[order])) for name in _DRAWN} if rows else {},
+        "by_rank": _by_rank(history, order),
+        "sides": ["baseline", "candidate"],
+        "numbers": {"names": NUMBERS, "values": packed(numbers)} if rows else None,
+        "profiles": {"names": PROFILES, "values": packed(profiles)} if rows else None,
+        "curves": [_curve(at, rows[at], whole.cells[order[at]], whole.fields) for at in curves.curve_rows(rows)],
+        "histograms": histograms((comparison.baseline, comparison.candidate), rows),
+        "findings": [finding_of(one, rows=places) for one in (*comparison.findings, *comparison.representation)],
+    }
+
+
+def _curve(at: int, row: SiteRow, cells: np.ndarray[Any, Any], fields: Sequence[str]) -> dict[str, Any]:
+    named = {name: curves.numbers(cells[:, fields.index(name)]) for name in _DRAWN}
+    return {"row": at, "title": curves.title_of(row), **named}
+
+
+def _by_rank(history: DifferenceHistory, order: Sequence[int]) -> dict[str, Any] | None:
+    """Ratios by rank, with the row and the rank of each line; None where there are none."""
+    sites = history.by_rank.sites
+    if not sites:
+        return None
+    keys = list(history.whole.sites)
+    row_of = {keys[at]: row for row, at in enumerate(order)}
+    held = [[row_of[key], rank, line] for (key, rank), line in sites.items()]
+    lines = [line for _, _, line in held]
+    return {
+        "columns": history.by_rank.columns,
+        "rows": [row for row, _, _ in held],
+        "ranks": [rank for _, rank, _ in held],
+        "ratio": packed(log_codes(history.by_rank.of("ratio")[lines])),
+    }

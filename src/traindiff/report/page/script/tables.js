@@ -1,0 +1,86 @@
+// The table of sites: those that the heat map shows, sorted and as many as wanted.
+
+const table = document.getElementById("sites"), MORE = 100;
+const sorting = { by: null, down: true, shown: MORE };
+
+// The column in which a row is farthest, or largest.
+function extremes() {
+  const found = { column: new Int32Array(numRows), ratio: new Float64Array(numRows) };
+  const values = heatOf(comparing ? "ratio" : "size");
+  for (let row = 0; row < numRows; row++) {
+    let best = -1;
+    for (let column = 0; column < numColumns; column++) {
+      const value = values[row * numColumns + column];
+      if (!Number.isNaN(value) && (best < 0 || value > values[row * numColumns + best])) best = column;
+    }
+    found.column[row] = Math.max(0, best);
+    found.ratio[row] = best < 0 ? NaN : comparing ? ratioAt(row, best) : sizeAt("size", row, best);
+  }
+  return found;
+}
+
+let farthest = null;
+
+const TABLE_COLUMNS = comparing ? [
+  ["phase", null, (row) => phaseText(row)], ["site", null, (row) => siteText(row)], ["tensor", null, (row) => `${rows.dtype[row]} ${rows.shape[row]}`],
+  ["at step", (row) => rows.step[row], (row) => String(rows.step[row])],
+  ["difference", (row) => sizeAt("difference", row, farthest.column[row]), null], ["floor", (row) => sizeAt("floor", row, farthest.column[row]), null],
+  ["x floor", (row) => farthest.ratio[row], null],
+] : [
+  ["phase", null, (row) => phaseText(row)], ["site", null, (row) => siteText(row)], ["tensor", null, (row) => `${rows.dtype[row]} ${rows.shape[row]}`],
+  ["at step", (row) => rows.step[row], (row) => String(rows.step[row])],
+  ["norm", (row) => sizeAt("size", row, farthest.column[row]), null], ["largest |x|", (row) => sizeAt("largest", row, farthest.column[row]), null],
+  ["zeros", (row) => sizeAt("zero", row, farthest.column[row]), null], ["not finite", (row) => sizeAt("nonfinite", row, farthest.column[row]), null],
+];
+
+function showTable() {
+  const head = element("tr");
+  TABLE_COLUMNS.forEach(([name, number], at) => {
+    const cell = element("th", { scope: "col", class: number ? "number" : "" });
+    if (sorting.by === at) cell.setAttribute("aria-sort", sorting.down ? "descending" : "ascending");
+    const arrow = sorting.by === at ? (sorting.down ? " ▾" : " ▴") : "";
+    cell.append(element("button", { type: "button", onclick: () => sortBy(at) }, name + arrow));
+    head.append(cell);
+  });
+  table.tHead.replaceChildren(head);
+  const ordered = sorted();
+  table.tBodies[0].replaceChildren(...ordered.slice(0, sorting.shown).map(tableRow));
+  const more = document.getElementById("more");
+  more.hidden = ordered.length <= sorting.shown;
+  document.getElementById("sites-count").textContent = ordered.length === numRows ? numRows : `${ordered.length} of ${numRows}`;
+}
+
+function sorted() {
+  if (sorting.by === null) return state.visible;
+  const [, number, text] = TABLE_COLUMNS[sorting.by], value = number ?? text, sign = sorting.down ? -1 : 1;
+  const keys = new Map(state.visible.map((row) => [row, value(row)]));
+  return [...state.visible].sort((one, other) => {
+    const [a, b] = [keys.get(one), keys.get(other)];
+    if (Number.isNaN(a) || Number.isNaN(b)) return Number.isNaN(a) - Number.isNaN(b);
+    return a < b ? -sign : a > b ? sign : one - other;
+  });
+}
+
+function sortBy(at) {
+  sorting.down = sorting.by === at ? !sorting.down : Boolean(TABLE_COLUMNS[at][1]);
+  sorting.by = at;
+  showTable();
+  table.tHead.rows[0].cells[at].firstChild.focus();
+}
+
+function tableRow(row) {
+  const line = element("tr", { "aria-selected": String(row === state.row), "data-row": row });
+  TABLE_COLUMNS.forEach(([name, number, text]) => {
+    const cell = element("td", { class: number ? "number" : "" });
+    if (name === "site") {
+      cell.append(element("button", { type: "button", class: "site", "data-row": row, "data-step": rows.step[row] }, text(row)));
+    } else cell.append(text ? text(row) : name === "floor" && number(row) === Infinity ? "–" : digits(number(row)));
+    if (name === "x floor" && number(row) > 1) cell.classList.add("above");
+    line.append(cell);
+  });
+  return line;
+}
+
+function markSelected() {
+  for (const line of table.tBodies[0].rows) line.setAttribute("aria-selected", String(Number(line.dataset.row) === state.row));
+}

@@ -1,0 +1,116 @@
+"""The recordings under a directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from traindiff.errors import RecordingError
+from traindiff.recording import open_recording
+
+DEPTH = 6
+"""Levels of directories in which recordings are looked for."""
+
+MOST = 500
+"""Recordings that are listed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A recording of the list.
+
+    Attributes:
+        name: Its path below the directory.
+        created: When it was begun, as `run.json` has it.
+        ranks: How many ranks it has.
+        size_bytes: Of its files.
+        ending: `closed`, `unclosed` (still recording, or killed), or `unreadable`.
+        says: More of that in a sentence; may be empty.
+    """
+
+    name: str
+    created: str
+    ranks: int
+    size_bytes: int
+    ending: str
+    says: str
+
+
+class Catalogue:
+    """What lies under a directory. Nothing outside it is ever read, not even through a link.
+
+    Args:
+        root: The directory.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+
+    def recordings(self) -> list[Listed]:
+        """The recordings, those begun last first."""
+        found = [_listed(path, name) for name, path in self._found()]
+        return sorted(found, key=lambda one: (one.created, one.name), reverse=True)
+
+    def find(self, name: str) -> Path | None:
+        """The directory of a recording that is named in an address; None if there is none under the root.
+
+        Args:
+            name: Its path below the root; `.` for the root itself.
+        """
+        if "\0" in name:
+            return None
+        path = (self.root / name).resolve()
+        if not path.is_relative_to(self.root) or not (path / "run.json").is_file():
+            return None
+        return path if not self._leaves(path) else None
+
+    def state(self, name: str) -> str:
+        """What changes when a recording grows: sizes and times of its files.
+
+        Args:
+            name: As of `find`.
+        """
+        path = self.find(name)
+        if path is None:
+            return "gone"
+        files = sorted(path.glob("rank-*/observations.*"))[:64]
+        return ";".join(f"{file.stat().st_size}" for file in (path / "run.json", *files))
+
+    def _leaves(self, path: Path) -> bool:
+        """Whether a file of a recording leads out of the root."""
+        inside = (path / "run.json", *path.glob("rank-*"), *path.glob("rank-*/*"))
+        return any(not file.resolve().is_relative_to(self.root) for file in inside if file.is_symlink())
+
+    def _found(self) -> Iterator[tuple[str, Path]]:
+        count = 0
+        for folder, below, files in os.walk(self.root, followlinks=False):
+            here = Path(folder)
+            name = here.relative_to(self.root)
+            if "run.json" in files:
+                below.clear()
+                count += 1
+                if not self._leaves(here):
+                    yield str(name), here
+            elif len(name.parts) >= DEPTH:
+                below.clear()
+            below[:] = sorted(one for one in below if not one.startswith("."))
+            if count == MOST:
+                return
+
+
+def _listed(path: Path, name: str) -> Listed:
+    try:
+        recording = open_recording(str(path))
+        statuses = [recording.status(rank) for rank in recording.ranks]
+    except (RecordingError, OSError) as error:
+        return Listed(name=name, created="", ranks=0, size_bytes=0, ending="unreadable", says=str(error))
+    return Listed(
+        name=name,
+        created=str(recording.run.get("created", "")),
+        ranks=recording.world_size,
+        size_bytes=sum(file.stat().st_size for file in path.glob("rank-*/*") if file.is_file()),
+        ending="closed" if statuses and all(one.ending == "closed" for one in statuses) else "unclosed",
+        says=next((status.says for status in statuses if status.says), ""),
+    )

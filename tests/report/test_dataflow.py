@@ -1,0 +1,73 @@
+"""The dataflow around a finding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.made_up import BATCH, FC, HEAD, Compared, Step, at, both, scaled
+from traindiff.comparison import Comparison
+from traindiff.report.page import page_of
+from traindiff.report.page.dataflow import says, status_of
+
+
+def flow(result: Comparison) -> list[list[tuple[str, str, str]]]:
+    return [[(node.phase, node.site, node.status) for node in column] for column in page_of(result).flow]
+
+
+def test_an_activation_stands_between_what_comes_before_and_what_follows(compared: Compared) -> None:
+    result = compared(both(scaled(FC, 1e-2, step=1), scaled(HEAD, 1e-2, step=1)), history=True)
+
+    assert flow(result) == [
+        [("batch", "(root) input[0]", "identical")],
+        [("forward", "fc output[0]", "differs")],
+        [("forward", "head output[0]", "agrees")],
+        [("backward", "head output[0]", "identical")],
+    ]
+    (first,) = [node for column in page_of(result).flow for node in column if node.first]
+    assert first.site == "fc output[0]"
+    assert first.size.endswith(" x floor")
+
+
+def test_a_gradient_follows_from_what_its_module_received_and_from_the_gradient_of_its_output(
+    compared: Compared,
+) -> None:
+    result = compared(at(("grad", "", "head.weight", "grad"), lambda values: values * 2, step=1), history=True)
+
+    assert flow(result) == [
+        [("forward", "fc output[0]", "identical"), ("backward", "head output[0]", "identical")],
+        [("grad", "head.weight grad", "differs")],
+        [("optimizer", "head.weight momentum_buffer", "identical")],
+        [("update", "head.weight update", "identical")],
+    ]
+
+
+def test_optimizer_state_follows_from_the_gradient(compared: Compared) -> None:
+    site = ("optimizer", "", "fc.bias", "momentum_buffer")
+    result = compared(at(site, lambda values: values * 2, step=1), history=True)
+
+    assert [[node[0] for node in column] for column in flow(result)] == [
+        ["batch", "backward"], ["grad"], ["optimizer"], ["update"],
+    ]  # fmt: skip
+
+
+def test_equal_runs_have_no_such_picture(compared: Compared) -> None:
+    assert flow(compared(history=True)) == []
+
+
+def test_a_column_is_said_in_words(compared: Compared) -> None:
+    page = page_of(compared(scaled(FC, 1e-2, step=1), history=True))
+
+    assert says(page.flow[0]) == "batch (root) input[0]: identical, same bits"
+    assert status_of(np.nan, 1.0) == "unknown"
+
+
+def test_what_follows_from_other_inputs_is_neither_in_agreement_nor_wrong(compared: Compared) -> None:
+    def other(step: int, sites: Step) -> None:
+        at(BATCH, lambda values: values + 1)(step, sites)
+        scaled(FC, 0.5)(step, sites)
+
+    page = page_of(compared(other, history=True))
+
+    assert [(node.site, node.status, node.size) for column in page.flow for node in column][:2] == [
+        ("(root) input[0]", "differs", "differs"), ("fc output[0]", "unknown", "0.5, not judged"),
+    ]  # fmt: skip
