@@ -118,7 +118,7 @@ def main() -> None:
         show,
         verify,
         view,
-    )  # fmt: skip
+    )
 
     try:
         app()
