@@ -12,6 +12,7 @@ import numpy as np
 import traindiff
 from tests.made_up import Compared, Step, at, record
 from traindiff.comparison import Comparison, Verification
+from traindiff.comparison.verification import SideOfVerification
 from traindiff.health import Verdict
 from traindiff.report.as_csv import COLUMNS, write
 
@@ -82,8 +83,10 @@ def test_sizes_that_are_not_finite_are_empty_cells(compared: Compared) -> None:
 
 def test_of_a_verification_the_free_runs_are_written(compared: Compared) -> None:
     comparison = compared(doubled)
+    sides = [SideOfVerification(recipe=recipe, setup={}, says="") for recipe in ("plain", "doubled")]
+    verification = Verification(comparison=comparison, sides=(sides[0], sides[1]), output="runs")
 
-    assert rows(Verification(comparison=comparison)) == rows(comparison)
+    assert rows(verification) == rows(comparison)
 
 
 def test_each_finding_of_a_check_has_a_row(tmp_path: Path) -> None:
