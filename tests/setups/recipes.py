@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
 import traindiff
+from traindiff.demo.recipes import gpt
 
 BATCH, LENGTH, VOCABULARY, WIDTH, BLOCKS = 8, 6, 19, 16, 4
 DECAYS = (0.1, 0.0)
@@ -124,4 +125,4 @@ def flat() -> traindiff.Training:
     return training(model, batches=pairs, loss=loss, pipeline=["2"])
 
 
-RECIPES = {"blocks": blocks, "tied": tied, "traced": traced, "flat": flat}
+RECIPES = {"gpt": gpt, "blocks": blocks, "tied": tied, "traced": traced, "flat": flat}

@@ -6,6 +6,8 @@ import mmap
 from pathlib import Path
 from typing import Protocol
 
+from traindiff.site import label
+
 BYTES = 512
 """Size of the file. What does not fit is cut off."""
 
@@ -58,7 +60,7 @@ class LastSeen:
 
 def seen_text(seen: Seen) -> str:
     """An observation in a few words."""
-    return f"step {seen.step}, micro-step {seen.micro_step}, {seen.phase}, {seen.path} {seen.slot}"
+    return f"step {seen.step}, micro-step {seen.micro_step}, {seen.phase}, {label(seen.path, seen.slot)}"
 
 
 def read_last_seen(path: Path) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from traindiff.lockstep.printer import Printer
 from traindiff.lockstep.ranks import LOOK_SECONDS, Ranks
 from traindiff.lockstep.setting_back import set_back
 from traindiff.lockstep.settings import Paths, lockstep_settings
-from traindiff.lockstep.stepped import Stepped, stepped
+from traindiff.lockstep.stepped import Stepped, refuse_one_for_both, stepped
 from traindiff.lockstep.training import train_all
 
 _NO_MORE = object()
@@ -110,6 +110,7 @@ class Lockstep:
             stepped(one, name=name, loss=loss, problems=problems)
             for name, one in (("baseline", baseline), ("candidate", candidate))
         ]
+        refuse_one_for_both(given, problems)
         self._settings = lockstep_settings(
             batches=batches, test_every=test_every, status_every=status_every,
             tracked={

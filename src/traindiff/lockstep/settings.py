@@ -126,6 +126,10 @@ def lockstep_settings(
     problems += _wrong_flags({**{f"track_{what}": one for what, one in tracked.items()}, "resync": resync})
     problems += _wrong_tolerances(given, tracked)
     problems += _wrong_timeout(timeout_seconds)
+    if resync is True and test_every != 1:
+        what = "would take what batches in between did, which are not observed, for another start of the candidate."
+        fix = "Leave test_every out, or resync."
+        problems.append(Problem(where=f"Lockstep(resync=True, test_every={test_every!r})", what=what, fix=fix))
     if not any(tracked.values()):
         fix = "Leave out at least one of track_params=False, track_loss=False, track_grads=False."
         problems.append(Problem(where="Lockstep(track_...=False)", what="leaves nothing to compare.", fix=fix))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -73,6 +73,16 @@ def stepped(given: Any, *, name: str, loss: Loss | None, problems: list[Problem]
     if own:
         return Stepped(name=name, model=model, optimizer=optimizer, step=own[0])
     return made(model, optimizer, name=name, loss=loss or default_loss)
+
+
+def refuse_one_for_both(given: Sequence[Stepped | None], problems: list[Problem]) -> None:
+    """Extend `problems` where both sides are the same model, which would be stepped twice."""
+    baseline, candidate = given
+    if baseline is not None and candidate is not None and baseline.model is candidate.model:
+        what = "are the same model: it would be stepped twice for each batch."
+        problems.append(
+            Problem(where="Lockstep(baseline, candidate)", what=what, fix="Give each side a model of its own.")
+        )
 
 
 def made(

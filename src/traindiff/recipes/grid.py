@@ -75,6 +75,11 @@ def read_grid(path: Path, base: AskedSetup) -> list[Combination]:
         for name, values in grid.items()
         if not isinstance(values, list) or not values
     ]
+    problems += [
+        Problem(where=f"[settings] {name}", what="is in [grid] too.", fix=f"Remove {name} from one of the two.")
+        for name in settings
+        if name in grid
+    ]
     if problems:
         raise ConfigError(str(path), problems)
     combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]

@@ -26,4 +26,7 @@ def print_matrix(console: Console, matrix: Matrix) -> None:
     words = dict.fromkeys(row.verdict for row in matrix.rows)
     counts = [f"{sum(row.verdict == word for row in matrix.rows)} {word}" for word in words]
     console.print()
-    console.print(Text(f"{len(matrix.rows)} combinations: {', '.join(counts)}."), soft_wrap=True)
+    console.print(
+        Text(f"{len(matrix.rows)} combination{'' if len(matrix.rows) == 1 else 's'}: {', '.join(counts)}."),
+        soft_wrap=True,
+    )

@@ -65,11 +65,13 @@ def configuration(setup: Setup) -> dict[str, Any]:
     """DeepSpeed's configuration for a setup, with everything said that it would choose otherwise.
 
     Gradients are clipped only if the setup says so (DeepSpeed does by itself since 0.19.3), the recipe's own optimizer
-    is taken as it is, and stage 3 divides small parameters, too.
+    is taken as it is, and stage 3 divides small parameters, too, and leaves `torch.nn.functional.linear` as it is: the
+    one that it puts there for the whole process rounds otherwise.
     """
     zero: dict[str, Any] = {"stage": setup.zero_stage}
     if setup.zero_stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
+        zero["memory_efficient_linear"] = False
     if setup.offload_device != "none":
         zero["offload_optimizer"] = {"device": setup.offload_device}
     if setup.offload_device == "nvme":
