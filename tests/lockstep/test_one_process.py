@@ -434,12 +434,20 @@ def test_what_is_wrong_with_the_settings_is_said_at_once() -> None:
         stepped(plain()[0], (plain()[0], None, 3), test_every=0, param_tol=-1.0, activation_tol=1.0, resync="yes")
 
     assert len(raised.value.problems) == 6
+    with pytest.raises(traindiff.ConfigError, match="resync=True, test_every=2"):
+        stepped(plain(), plain(), test_every=2, resync=True)
+    same = plain()
+    with pytest.raises(traindiff.ConfigError, match="are the same model"):
+        stepped(same, same)
     with pytest.raises(traindiff.ConfigError, match="leaves nothing to compare"):
         stepped(plain(), plain(), track_params=False, track_loss=False, track_grads=False)
     with pytest.raises(traindiff.ConfigError, match="has no batch"):
         stepped(plain(), plain(), [])
-    with pytest.raises(traindiff.ConfigError, match="was not given"):
-        traindiff.Lockstep(plain(), plain(), loss=loss_of, file=io.StringIO()).go()
+    with (
+        traindiff.Lockstep(plain(), plain(), loss=loss_of, file=io.StringIO()) as stepper,
+        pytest.raises(traindiff.ConfigError, match="was not given"),
+    ):
+        stepper.go()
     with pytest.raises(
         traindiff.ConfigError, match=r"what Model returns has a tensor of shape \[8, 7, 19\] for a loss"
     ):

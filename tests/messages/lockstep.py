@@ -56,6 +56,12 @@ def three() -> list[Tensor]:
     return [torch.ones(2, 3) for _ in range(3)]
 
 
+@situation("one model for both sides, set back in batches that are not compared")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    same = side()
+    lockstep(same, same, three(), resync=True, test_every=2)
+
+
 @situation("settings that cannot be")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     lockstep(

@@ -95,7 +95,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 
 @situation("a grid with all that can be wrong with it")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    text = '[grid]\nengin = ["ddp"]\nnproc = 2\n[setings]\n[[exclude]]\ndtpe = "float32"\n'
+    text = '[grid]\nengin = ["ddp"]\nnproc = 2\n[settings]\nnproc = 4\n[setings]\n[[exclude]]\ndtpe = "float32"\n'
     (here / "grid.toml").write_text(text)
     read_grid(here / "grid.toml", AskedSetup())
 
