@@ -174,6 +174,7 @@ class Lockstep:
         """
         if self._data is None:
             fix = "Give Lockstep(baseline, candidate, batches), or call step(batch) for each batch, then finish()."
+            self.close()
             problem = Problem(where="Lockstep(data=...)", what="was not given.", fix=fix)
             raise ConfigError("Lockstep.go()", [problem], consequence="nothing was trained")
         with self._told_to_others():
