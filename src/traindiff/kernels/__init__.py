@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from traindiff.kernels import reference
+from traindiff.kernels.parts import parts_of
 from traindiff.kernels.registry import AT_ONCE
+from traindiff.summary import merge
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,8 +20,9 @@ def summarise(tensor: Tensor, shard: Shard) -> np.void:
     """The summary of a torch tensor.
 
     Args:
-        tensor: Any dense tensor, any strides, in a graph or not; never changed. On another device
-            than the CPU its elements are copied, which waits for that device.
+        tensor: Any dense tensor, any strides, in a graph or not; never changed. What cannot be read where it is (on
+            another device than the CPU, which is waited for; in short runs; in a dtype that NumPy does not have) is
+            copied in parts of `traindiff.kernels.parts.MOST` elements, so that memory does not grow with the tensor.
         shard: Which elements of the global tensor `tensor` holds; `shard.shape` is its shape (with
             a last axis of real and imaginary part for complex dtypes), or one flat range of as
             many elements.
@@ -35,12 +38,32 @@ def summarise(tensor: Tensor, shard: Shard) -> np.void:
     from traindiff.kernels import torch_arrays
 
     torch_arrays.check_supported(tensor)
+    if (found := _read_in_place(tensor, shard)) is not None:
+        return found
+    real = torch_arrays.as_real(tensor)
+    made = [_of_part(view, held) for view, held in parts_of(real, shard)]
+    one: np.void = made[0] if len(made) == 1 else merge(made)
+    return one
+
+
+def _read_in_place(tensor: Tensor, shard: Shard) -> np.void | None:
+    """The summary by the first kernel that reads the tensor where it is; None where none does."""
     for kernel in AT_ONCE:
         if tensor.device.type in kernel.device_types and (fast := kernel.load()) is not None and fast.reads(tensor):
-            summary: np.void = fast.summarise(tensor, shard)
-            return summary
-    found = torch_arrays.elements(torch_arrays.as_real(tensor))
-    return reference.summarise_array(found.values, found.bits, shard, tiny=found.tiny)
+            found: np.void = fast.summarise(tensor, shard)
+            return found
+    return None
+
+
+def _of_part(tensor: Tensor, shard: Shard) -> np.void:
+    """The summary of a part, which may be copied whole."""
+    from traindiff.kernels import torch_arrays
+
+    local = tensor if tensor.device.type == "cpu" else torch_arrays.on_cpu(tensor)
+    if (found := _read_in_place(local, shard)) is not None:
+        return found
+    array = torch_arrays.elements(local)
+    return reference.summarise_array(array.values, array.bits, shard, tiny=array.tiny)
 
 
 def cpu_kernel_in_use() -> tuple[str, str]:

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
 from traindiff.errors import UnsupportedTensorError
+from traindiff.kernels.elements import Elements
 
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elements:
-    """What a kernel needs of a tensor.
-
-    Attributes:
-        values: Elements in row-major order, flat; a view of the tensor's memory where NumPy has
-            the dtype, float32 for bfloat16 and float8.
-        bits: The same, as unsigned integers.
-        tiny: Smallest normal number of the dtype; 0 for dtypes without fractions.
-    """
-
-    values: NDArray[np.generic]
-    bits: NDArray[np.unsignedinteger]
-    tiny: float
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes. torch has no unsigned ones but the first before 2.3; NumPy reads the same bits as unsigned."""
 
 
 def check_supported(tensor: torch.Tensor) -> None:
@@ -46,7 +28,7 @@ def check_supported(tensor: torch.Tensor) -> None:
         raise UnsupportedTensorError(f"quantised dtype {dtype_name(tensor)} is not supported")
     if tensor.device.type == "meta":
         raise UnsupportedTensorError("a tensor on the meta device has no elements")
-    if tensor.dtype.itemsize not in _UNSIGNED and not tensor.is_complex():
+    if tensor.element_size() not in _INTEGERS and not tensor.is_complex():
         raise UnsupportedTensorError(f"dtype {dtype_name(tensor)} is not supported")
 
 
@@ -68,6 +50,18 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_neg()
 
 
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor of another device; waits for that.
+
+    Raises:
+        UnsupportedTensorError: Its elements cannot be read.
+    """
+    try:
+        return tensor.cpu()
+    except (RuntimeError, TypeError) as error:
+        raise _unreadable(error) from error
+
+
 def elements(tensor: torch.Tensor) -> Elements:
     """Values and bits of a real tensor that `check_supported` accepts. Copies only what is strided.
 
@@ -78,14 +72,19 @@ def elements(tensor: torch.Tensor) -> Elements:
     try:
         return _elements(tensor)
     except (RuntimeError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UnsupportedTensorError(f"its elements cannot be read: {reason}") from error
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: Exception) -> UnsupportedTensorError:
+    reason = str(error).strip().partition("\n")[0]
+    return UnsupportedTensorError(f"its elements cannot be read: {reason}")
 
 
 def _elements(tensor: torch.Tensor) -> Elements:
     flat = tensor.contiguous().reshape(-1).cpu()
     dtype = flat.dtype
-    bits = flat.view(_UNSIGNED[dtype.itemsize]).numpy()
+    size = flat.element_size()
+    bits = flat.view(_INTEGERS[size]).numpy().view(f"u{size}")
     if dtype.is_floating_point:
         plain = dtype in (torch.float16, torch.float32, torch.float64)
         values = flat if plain else flat.to(torch.float32)

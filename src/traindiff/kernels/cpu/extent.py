@@ -21,7 +21,11 @@ from traindiff.kernels.cpu.machine_code import machine_code
 from traindiff.kernels.cpu.values import F64, I64, POINTER, Value
 from traindiff.kernels.extent import Extent
 
-NAMES = {getattr(torch, name): name for name, dtype in DTYPES.items() if isinstance(dtype, FloatDtype)}
+NAMES = {
+    getattr(torch, name): name
+    for name, dtype in DTYPES.items()
+    if isinstance(dtype, FloatDtype) and hasattr(torch, name)
+}
 """Dtypes that the kernel reads."""
 
 _REGISTERS = 4

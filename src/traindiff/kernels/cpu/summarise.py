@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,14 +15,15 @@ from traindiff.kernels.cpu.dtypes import DTYPES
 from traindiff.kernels.cpu.module import add, frame
 from traindiff.kernels.cpu.runs import run_length, runs
 from traindiff.kernels.cpu.state import SIZE
+from traindiff.kernels.parts import parts_of
 from traindiff.shards import Shard
 from traindiff.summary import SUMMARY
 
-NAMES = {getattr(torch, name): name for name in DTYPES}
+NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 """Dtypes that the kernel reads."""
 
 SHORTEST_RUN = 48
-"""Tensors whose contiguous runs are shorter are copied first: each run costs as much as these elements."""
+"""Tensors whose contiguous runs are shorter are copied, part by part: each run costs as much as these elements."""
 
 _scratch = threading.local()
 
@@ -36,7 +38,7 @@ def summarise(tensor: torch.Tensor, shard: Shard) -> np.void:
     """The summary of a dense CPU tensor that `reads` accepts; see `traindiff.kernels.summarise`.
 
     One pass over its memory, without the interpreter lock. A strided tensor with short runs is
-    copied first.
+    copied part by part.
     """
     built = frame()
     state = _state()
@@ -56,17 +58,24 @@ def _add(tensor: torch.Tensor, shard: Shard, state: int) -> None:
         accumulate(_address(tensor), 1, plan.size, 0, plan.start, 0, *plan.grid, state)
         return
     tensor = tensor.detach()
-    if tensor.shape != shard.shape:  # a flat range
-        tensor = tensor.reshape(-1)
-    axes = shard.axes(tensor.stride())
-    if run_length(*axes) < SHORTEST_RUN:
-        tensor = tensor.contiguous()
-        axes = shard.axes(tensor.stride())
-    address, size = _address(tensor), tensor.element_size()
-    for part in runs(*axes):
-        start = address + size * part.memory
-        first = plan.start + part.index
-        accumulate(start, part.count, part.length, part.memory_step, first, part.index_step, *plan.grid, state)
+    if tensor.shape == shard.shape and run_length(*shard.axes(tensor.stride())) >= SHORTEST_RUN:
+        _add_runs(tensor, shard, plan, accumulate, state)
+        return
+    for part, held in parts_of(tensor, shard):
+        copy = part.contiguous()
+        if copy.shape != held.shape:  # a flat range
+            copy = copy.reshape(-1)
+        _add_runs(copy, held, plan, accumulate, state)
+
+
+def _add_runs(tensor: torch.Tensor, shard: Shard, plan: _Plan, accumulate: Callable[..., None], state: int) -> None:
+    """Add the elements of a box, or of a flat range, run by run."""
+    address, size, start = _address(tensor), tensor.element_size(), shard.start
+    for part in runs(*shard.axes(tensor.stride())):
+        accumulate(
+            address + size * part.memory, part.count, part.length, part.memory_step, start + part.index,
+            part.index_step, *plan.grid, state,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
