@@ -1,0 +1,11 @@
+"""The gradient monitor of msprobe: its configuration, its calls and its files (docs/gradient-monitor.md).
+
+from traindiff.compat.msprobe import GradComparator, PrecisionDebugger
+
+Importing it imports no framework; comparing needs none.
+"""
+
+from traindiff.compat.msprobe.comparator import GradComparator
+from traindiff.compat.msprobe.debugger import PrecisionDebugger
+
+__all__ = ["GradComparator", "PrecisionDebugger"]

@@ -1,0 +1,166 @@
+"""`GradComparator`: compare the directions of two monitored trainings as msprobe does, and apply its rule."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from traindiff.directions import Agreement, Similarities
+from traindiff.errors import ConfigError, Problem, TraindiffWarning
+from traindiff.findings.sentences import more_text
+from traindiff.interop.msprobe import tables
+from traindiff.interop.msprobe.importing import read_directions
+from traindiff.interop.msprobe.layout import (
+    direction_file,
+    direction_steps_in,
+    put,
+    rank_directory,
+    ranks_in,
+    summaries_in,
+)
+from traindiff.report.direction_pictures import check_available, draw
+from traindiff.site import canonical_paths
+
+SUMMARY = "summary"
+"""Last row of the table: all parameters together."""
+
+
+class GradComparator:
+    """Compares directories that `PrecisionDebugger`, of traindiff or of msprobe, has written."""
+
+    @staticmethod
+    def compare_distributed(
+        path1: str | os.PathLike[str], path2: str | os.PathLike[str], output_dir: str | os.PathLike[str]
+    ) -> dict[int, Similarities]:
+        """Write the similarity of directions of each rank, and say where it breaks the rule.
+
+        Two elements agree where both are positive or neither is, as in msprobe; `traindiff compare` is stricter. Of
+        each rank there come `similarities.csv`, `broken_rule.csv` with the steps and parameters that break the rule,
+        and `similarities_picture/`. What only one of the two has is named in a warning, and the rest is compared.
+
+        Args:
+            path1: `dump_path` of the baseline.
+            path2: Of the candidate.
+            output_dir: Where to write; is made if it is not there. Files of an earlier comparison are replaced.
+
+        Returns:
+            By rank: what was found; `broken` has where the rule is.
+
+        Raises:
+            ConfigError: A directory does not exist, the two have no directions in common, or matplotlib is not
+                installed.
+            NotARecordingError: A file cannot be read.
+        """
+        check_available()
+        sides = (Path(path1), Path(path2))
+        problems = [
+            Problem(where=f"{name}={side}", what="is no directory.", fix="Give the dump_path of a monitored training.")
+            for name, side in zip(("path1", "path2"), sides, strict=True)
+            if not side.is_dir()
+        ]
+        if problems:
+            raise _refused(problems)
+        common = [rank for rank in ranks_in(sides[0]) if rank in ranks_in(sides[1])]
+        compared = {rank: _of_rank(*(rank_directory(side, rank) for side in sides)) for rank in common}
+        compared = {rank: found for rank, found in compared.items() if found[1].parameters}
+        if not compared:
+            what = "have no directions of a rank, step and parameter in common."
+            fix = 'Monitor both trainings with "grad_level": "L1" or "L2", and the same ranks and steps.'
+            raise _refused([Problem(where=f"{sides[0]} and {sides[1]}", what=what, fix=fix)])
+        for rank, (names, found) in compared.items():
+            _write(rank_directory(Path(output_dir), rank), names, found)
+            _warn(rank, found, [direction_steps_in(rank_directory(side, rank)) for side in sides])
+        return {rank: found for rank, (_, found) in compared.items()}
+
+
+def _of_rank(first: Path, second: Path) -> tuple[Mapping[str, str], Similarities]:
+    """What a rank's parameters are called in the first directory, by canonical path, and what was found."""
+    steps = [step for step in direction_steps_in(first) if step in direction_steps_in(second)]
+    names = [_names(side, steps) for side in (first, second)]
+    both = [path for path in names[0] if path in names[1]]
+    rows: dict[str, list[Agreement | None]] = {}
+    unknown: dict[str, str] = {}
+    for path in both:
+        for step in steps:
+            files = [direction_file(side, step, own[path]) for side, own in zip((first, second), names, strict=True)]
+            if not all(file.is_file() for file in files):
+                rows.setdefault(path, []).append(None)
+                continue
+            baseline, candidate = map(read_directions, files)
+            if baseline.shape != candidate.shape:
+                shapes = f"{list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate"
+                unknown[path] = f"its shape is {shapes}"
+                rows.setdefault(path, []).append(None)
+                continue
+            rows.setdefault(path, []).append(Agreement(same=int((baseline == candidate).sum()), count=baseline.size))
+    found = Similarities(
+        steps=tuple(steps),
+        parameters={path: tuple(row) for path, row in rows.items() if any(one is not None for one in row)},
+        only=(tuple(p for p in names[0] if p not in names[1]), tuple(p for p in names[1] if p not in names[0])),
+        unknown=unknown,
+        zeros_known=False,
+    )
+    return names[0], found
+
+
+def _names(rank: Path, steps: list[int]) -> dict[str, str]:
+    """Names of parameters that have directions, by canonical path, in the order of the tables."""
+    found: dict[str, None] = {}
+    for step, path in summaries_in(rank).items():
+        if step in steps:
+            rows = tables.load(path.read_bytes(), where=str(path)).rows
+            found.update((row.name, None) for row in rows if direction_file(rank, step, row.name).is_file())
+    canonical = canonical_paths(found)
+    return {canonical.get(name, name): name for name in found}
+
+
+def _write(directory: Path, names: Mapping[str, str], found: Similarities) -> None:
+    rows = [["step", *map(str, found.steps)]]
+    rows += [[names[path], *(_cell(one) for one in row)] for path, row in found.parameters.items()]
+    rows.append([SUMMARY, *(_cell(one) for one in found.summary)])
+    put(directory / "similarities.csv", _table(rows))
+    broken = [["step", "param_name", "similarity", "before"]]
+    broken += [
+        [
+            str(one.step), SUMMARY if one.parameter is None else names[one.parameter], repr(one.similarity),
+            "" if one.before is None else repr(one.before),
+        ]
+        for one in found.broken
+    ]  # fmt: skip
+    put(directory / "broken_rule.csv", _table(broken))
+    draw(found, directory / "similarities_picture", names)
+
+
+def _cell(one: Agreement | None) -> str:
+    return "" if one is None or one.share is None else repr(one.share)
+
+
+def _table(rows: list[list[str]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(rows)
+    return b"\xef\xbb\xbf" + text.getvalue().encode("utf-8", "surrogatepass")
+
+
+def _warn(rank: int, found: Similarities, steps: Sequence[Collection[int]]) -> None:
+    """Name what could not be compared; `steps` are those of each side."""
+    says = [
+        f"only path{number} has step {own[0]}{more_text(len(own) - 1, 'step')}"
+        for number, each in enumerate(steps, start=1)
+        if (own := sorted({*each} - {*found.steps}))
+    ]
+    says += [
+        f"only path{number} has directions of {paths[0]}{more_text(len(paths) - 1, 'parameter')}"
+        for number, paths in enumerate(found.only, start=1)
+        if paths
+    ]
+    says += [f"{path} was not compared: {why}" for path, why in found.unknown.items()]
+    if says:
+        warnings.warn(f"Rank {rank}: {'; '.join(says)}.", TraindiffWarning, stacklevel=3)
+
+
+def _refused(problems: list[Problem]) -> ConfigError:
+    return ConfigError("GradComparator.compare_distributed(...)", problems, consequence="nothing was compared")

@@ -1,0 +1,228 @@
+"""A recording of a MindSpore training in progress: its taps, what they hand over, and the files it goes into."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from traindiff.errors import ConfigError, Problem
+from traindiff.mindspore.arrays import read
+from traindiff.mindspore.compiled_steps import CompiledSteps
+from traindiff.mindspore.direct_steps import DirectSteps
+from traindiff.mindspore.environment import describe
+from traindiff.mindspore.forward_pass import ForwardPass
+from traindiff.mindspore.observations import Observations
+from traindiff.mindspore.process_rank import mesh, rank_and_world_size
+from traindiff.mindspore.step_tap import TAP, StepTap
+from traindiff.mindspore.targets import Targets
+from traindiff.mindspore.unseen import Unseen
+from traindiff.observation import ITSELF, TAP_FAILED
+from traindiff.recording import RecordingWriter
+from traindiff.sessions.at_exit import close_at_exit
+from traindiff.sessions.background import BackgroundWriter, Follower
+from traindiff.sessions.faults import Faults
+from traindiff.settings import RecordSettings
+from traindiff.taps.batch_axis import BatchAxis
+from traindiff.taps.progress import Progress
+
+
+class Recorder:
+    """A recording in progress. Made by `traindiff.mindspore.record`; ended by `close` or its `with` block.
+
+    Args:
+        path: Directory to write.
+        targets: What is observed.
+        settings: How.
+        overwrite: Replace a recording that is already at `path`.
+        follower: Given each step that was written, if there is one.
+
+    Attributes:
+        path: Directory that is being written.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        targets: Targets,
+        settings: RecordSettings,
+        *,
+        overwrite: bool,
+        follower: Follower | None = None,
+    ) -> None:
+        self.path = path
+        self._settings = settings
+        rank, world_size = rank_and_world_size()
+        divided = mesh(world_size)
+        recorded = settings.ranks is None or rank in settings.ranks
+        self._progress = Progress(
+            optimizer=targets.optimizers[0].name, observing=recorded and settings.records(0), data_rank=rank,
+            data_size=world_size,
+        )  # fmt: skip
+        self._faults = Faults(strict=settings.strict, report=self._record_fault)
+        self._observations = Observations(
+            progress=self._progress, detail=settings.detail, bounds=settings.bounds, on_full=self._write_contained
+        )
+        self._logged: dict[str, int] = {}
+        self._writer: BackgroundWriter | None = None
+        self._forward: ForwardPass | None = None
+        self._undo = ExitStack()
+        self._steps: list[StepTap] = []
+        self._compiled: list[CompiledSteps] = []
+        self._unseen: Unseen | None = None
+        if not recorded:
+            return
+        self._unseen = Unseen(targets)
+        # An update is the difference of two observations of a parameter.
+        observe = settings.observe | ({"param"} if "update" in settings.observe else frozenset())
+        self._steps = [
+            StepTap(followed, observe=observe, selects=targets.selects, sink=self._observations, on_end=self._end_step)
+            for followed in targets.optimizers
+        ]
+        self._compiled = [CompiledSteps(tap, self._faults) for tap in self._steps]
+        run = {
+            "world_size": world_size, "mesh": divided, "engine": None, "settings": settings.to_json(),
+            "forced_by": None, "recipe": None, **describe(),
+        }  # fmt: skip
+        files = RecordingWriter(path, run=run, rank=rank, world_size=world_size, overwrite=overwrite)
+        self._writer = writer = BackgroundWriter(files, follower=follower)
+        with ExitStack() as undo:
+            undo.callback(self._faults.run, "writer", writer.close, always=True)
+            if targets.root is not None:
+                self._forward = ForwardPass(
+                    targets.cells, targets.root, observe=observe, batch_axis=BatchAxis(settings.batch_axis),
+                    sink=self._observations, faults=self._faults, before_forward=self._before_forward,
+                )  # fmt: skip
+                undo.enter_context(self._forward.attach())
+            for tap, compiled in zip(self._steps, self._compiled, strict=True):
+                undo.enter_context(compiled.attach())
+                direct = DirectSteps(tap, before_step=self._before_step, faults=self._faults, pause=compiled.pause)
+                undo.enter_context(direct.attach())
+            files.write_rank({**targets.describe(), "world_size": world_size, "mesh": divided, "pid": os.getpid()})
+            undo.callback(atexit.unregister, close_at_exit(self))
+            self._undo = undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def step(self) -> int:
+        """The step that the training is in, counted from 0; waits for a graph that is running."""
+        self._settle()
+        return self._progress.step
+
+    def log(
+        self, name: str, value: Any, *, merge: Literal["mean", "sum"] = "mean", weight: float | None = None
+    ) -> None:
+        """Record a scalar, e.g. a loss that the training reports.
+
+        Between a step of the optimizer and the next forward pass that is seen it belongs to the step that has
+        just ended, unless one of that name has been recorded there.
+
+        Args:
+            name: What it is called in the recording.
+            value: A number, or a tensor with one element.
+            merge: How the values of several micro-steps become one.
+            weight: Weight of this value in a mean; the size of the latest batch where left out.
+
+        Raises:
+            ConfigError: `merge` is neither word.
+        """
+        if merge not in ("mean", "sum"):
+            where = f"log({name!r}, merge=...)"
+            problem = Problem.unknown_name(where=where, kind="a way to merge", found=merge, known=("mean", "sum"))
+            raise ConfigError("log(...)", [problem], consequence="the value was not recorded")
+        self._faults.run("log", lambda: self._log(name, value, merge, weight))
+
+    def close(self) -> None:
+        """Remove every tap, complete the files and let go of the model. Later calls do nothing."""
+        undo, self._undo = self._undo, ExitStack()
+        with undo:
+            if self._writer is not None:
+                self._settle()
+                self._look_for_unseen_steps()
+                self._write_contained()
+        self._writer = None
+        self._forward = None
+        self._steps.clear()
+        self._compiled.clear()
+        self._unseen = None
+        self._progress.observing = False
+        self._observations.clear()
+
+    def _settle(self) -> None:
+        for compiled in self._compiled:
+            self._faults.run(TAP, compiled.settle)
+
+    def _before_forward(self) -> None:
+        self._settle()
+        self._faults.run(TAP, self._before_step)
+
+    def _before_step(self) -> None:
+        """Record parameters as the first optimizer's step finds them, unless that is done or known."""
+        tap = self._steps[0]
+        if tap.begin():
+            for sight in tap.followed.before:
+                tap.sight(sight, read(sight.parameter))
+
+    def _end_step(self, name: str) -> None:
+        primary = name == self._progress.optimizer
+        with self._observations.lock:
+            if primary and self._forward is not None:
+                self._faults.run("module_outputs", self._forward.end_step)
+            self._write_contained(name)
+            following = self._progress.steps.get(name, 0) + 1
+            self._progress.end_step(name, observing=self._settings.records(following) and self._is_recording)
+
+    @property
+    def _is_recording(self) -> bool:
+        return self._writer is not None and not self._faults.is_disabled("writer")
+
+    def _write_contained(self, optimizer: str | None = None) -> None:
+        self._faults.run("writer", lambda: self._write(optimizer))
+
+    def _write(self, optimizer: str | None) -> None:
+        if self._writer is not None:
+            for step in self._observations.take(optimizer):
+                self._writer.write_step(*step)
+
+    def _log(self, name: str, value: Any, merge: Literal["mean", "sum"], weight: float | None) -> None:
+        self._settle()
+        self._look_for_unseen_steps()
+        progress = self._progress
+        between = not progress.forward_done and progress.batch is None and progress.step > 0
+        late = between and self._logged.get(name) != progress.step - 1
+        step = progress.step - late
+        self._logged[name] = step
+        if not self._is_recording or not self._settings.records(step):
+            return
+        number = read(value) if hasattr(value, "asnumpy") else np.float64(value)
+        weight = float(progress.samples) if weight is None else float(weight)
+        self._observations.emit(
+            np.asarray(number).reshape(()), phase="loss", path=name, slot="logged", merge=merge, late=late,
+            call=progress.next_call(name, "logged"), weight=weight,
+        )  # fmt: skip
+
+    def _look_for_unseen_steps(self) -> None:
+        """Disable what observes steps where parameters have changed, and no step was seen."""
+        taken = {tap.followed.name for tap in self._steps if tap.steps}
+        unseen = self._unseen
+        if unseen is not None and len(taken) < len(self._steps) and not self._faults.is_disabled(TAP):
+            self._faults.run(TAP, lambda: unseen.look(without=taken))
+
+    def _record_fault(self, tap: str, says: str) -> None:
+        if tap == "writer":  # nothing more can be written, so nothing more is kept
+            self._progress.observing = False
+            self._observations.clear()
+        else:
+            what = TAP_FAILED.format(tap=tap)
+            self._observations.unobserved(f"{what}: {says}", phase="batch", path=ITSELF, slot=tap)
