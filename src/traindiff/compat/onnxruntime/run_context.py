@@ -1,0 +1,130 @@
+"""Where a training is, for those who follow its activations: which step, and which modules there are."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from traindiff.interop.onnxruntime.layout import called
+from traindiff.taps._torch_compat import inside_backward
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from traindiff.compat.onnxruntime.subscriber_base import SubscriberBase
+
+OnGradient = Callable[[Tensor], None]
+"""Called with a gradient."""
+
+
+@dataclass(slots=True)
+class GlobalStates:
+    """What the original calls the global states.
+
+    Attributes:
+        execution_step: Forward passes of the model so far.
+        module_index_to_depth: Depth of each module, 1 for the root.
+        module_to_module_index: Number of each module: depth first, from 0.
+    """
+
+    execution_step: int = 0
+    module_index_to_depth: dict[int, int] = field(default_factory=dict)
+    module_to_module_index: dict[nn.Module, int] = field(default_factory=dict)
+
+
+class RuntimeStates:
+    """The state of one subscription.
+
+    Attributes:
+        global_states: Which step, which modules.
+        subscribers: Who follows.
+    """
+
+    def __init__(self) -> None:
+        self.global_states = GlobalStates()
+        self.subscribers: list[SubscriberBase] = []
+        self._step = -1
+        self._calls: dict[str, int] = {}
+        self._taken: set[str] = set()
+        self._on_leaves: tuple[int, list[RemovableHandle]] = -1, []
+        self._hooked: tuple[weakref.ref[Tensor], tuple[int, int], list[OnGradient]] | None = None
+
+    def number(self, module: nn.Module) -> None:
+        """Give a model's modules their numbers: each once, depth first."""
+        self._number(module, 1)
+
+    def next_call(self, name: str, step: int) -> int:
+        """How often a name was used before in a step; more, where another name is the same with that number."""
+        if step != self._step:
+            self._step, self._calls, self._taken = step, {}, set()
+        call = self._calls.get(name, 0)
+        while called(name, call) in self._taken:
+            call += 1
+        self._calls[name] = call + 1
+        self._taken.add(called(name, call))
+        return call
+
+    def hook_gradient(self, tensor: Tensor, tell: OnGradient) -> None:
+        """Tell of the gradient of a tensor when it comes.
+
+        Of a tensor that a module returns and the module around it, too, the outer one is told first: backward.
+        """
+        state = tensor._version, self.global_states.execution_step
+        if self._hooked is not None and self._hooked[0]() is tensor and self._hooked[1] == state:
+            self._hooked[2].append(tell)
+            return
+        told = [tell]
+
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is not None:
+                for one in reversed(told):
+                    one(gradient)
+
+        handle = tensor.register_hook(hook)
+        if tensor.is_leaf:  # a parameter, an input: it may outlive the step, and its hook with it
+            if self._on_leaves[0] != self.global_states.execution_step:
+                self.let_go()
+                self._on_leaves = self.global_states.execution_step, []
+            self._on_leaves[1].append(handle)
+        self._hooked = weakref.ref(tensor), state, told
+
+    def let_go(self) -> None:
+        """Remove the hooks on tensors that outlive the graph."""
+        for handle in self._on_leaves[1]:
+            handle.remove()
+        self._on_leaves[1].clear()
+
+    def _number(self, module: nn.Module, depth: int) -> None:
+        states = self.global_states
+        index = len(states.module_to_module_index)
+        states.module_to_module_index[module] = index
+        states.module_index_to_depth[index] = depth
+        for child in module.children():
+            if child not in states.module_to_module_index:
+                self._number(child, depth + 1)
+
+
+def is_traced() -> bool:
+    """Whether what a model computes now becomes a graph."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def is_recomputed() -> bool:
+    """Whether what a model computes now was computed before: activation checkpointing repeats it in the backward pass.
+
+    torch 1.13 cannot be asked.
+    """
+    return hasattr(torch._C, "_current_graph_task_id") and inside_backward()
+
+
+def is_exporting() -> bool:
+    """Whether ORTModule runs the model only to export it: nothing of it belongs to the training."""
+    hooks: Any = sys.modules.get("onnxruntime.training.utils.hooks._subscriber_manager")
+    return bool(hooks is not None and hooks.ORT_NO_INCREASE_GLOBAL_STEP[0])

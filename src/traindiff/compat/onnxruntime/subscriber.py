@@ -1,0 +1,178 @@
+"""`StatisticsSubscriber`: a file for every activation, and for its gradient, in every step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from traindiff.compat.onnxruntime.kept_recording import KeptRecording
+from traindiff.compat.onnxruntime.measuring import measured
+from traindiff.compat.onnxruntime.subscriber_base import SubscriberBase
+from traindiff.errors import ConfigError, NotARecordingError, Problem, TraindiffWarning, UnsupportedTensorError
+from traindiff.interop.onnxruntime.layout import (
+    ORDER,
+    called,
+    order_of,
+    rank_directory,
+    statistics_file,
+    step_directory,
+    steps_in,
+)
+from traindiff.interop.onnxruntime.statistics import Direction, dump
+from traindiff.kernels.registry import PUT_OFF
+from traindiff.kernels.store import SummaryStore
+from traindiff.sessions.process_rank import rank_and_world_size
+
+if TYPE_CHECKING:
+    from traindiff.compat.onnxruntime.manager import Model
+
+RECORDING = "recording"
+"""Name of the recording in the directory of the files."""
+
+
+class StatisticsSubscriber(SubscriberBase):
+    """Writes statistics of every activation, and of its gradient, as that of ONNX Runtime does.
+
+    Numbers are right where the original's are not: standard deviations, bfloat16, float16, empty tensors. A module that
+    is called several times has a file for each call. Of several ranks each writes into a directory of its own. Beside
+    the files stands a recording, which `traindiff compare` reads.
+
+    An error in here ends the statistics and not the training: it warns once.
+
+    Args:
+        output_dir: Directory to write.
+        start_step: The first step that is written; a step is a forward pass of the model.
+        end_step: The step before which writing ends.
+        override_output_dir: Replace files of an earlier run that are there. Nothing else is ever removed.
+        run_on_cpu: Summarise what is on another device on the CPU, part by part.
+        bucket_size: Taken, and of no effect: memory does not grow with a tensor.
+
+    Raises:
+        ConfigError: The directory holds an earlier run, or other things.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        start_step: int | None = None,
+        end_step: int | None = None,
+        override_output_dir: bool = False,  # noqa: FBT001, FBT002  the original's signature
+        run_on_cpu: bool = False,  # noqa: FBT001, FBT002
+        bucket_size: int = 1024 * 1024 * 1024 // 2,  # noqa: ARG002
+    ) -> None:
+        super().__init__(start_step, end_step)
+        self._rank, self._world_size = rank_and_world_size()
+        self._directory = rank_directory(Path(output_dir), self._rank, self._world_size)
+        earlier_steps(self._directory, overwrite=override_output_dir)
+        self._recorded_in = Path(output_dir, RECORDING)
+        self._overwrite = override_output_dir
+        self._summaries = SummaryStore(()) if run_on_cpu else SummaryStore(PUT_OFF)
+        self._recording: KeptRecording | None = None
+        self._lock = threading.Lock()  # an exported graph runs on threads of its own
+        self._failed = False
+
+    def begin(self, model: Model) -> None:
+        """See `SubscriberBase`."""
+        self._recording = KeptRecording(
+            str(self._recorded_in), model, rank=self._rank, world_size=self._world_size, overwrite=self._overwrite
+        )
+        for step in earlier_steps(self._directory, overwrite=self._overwrite):  # nothing stands in the way any more
+            shutil.rmtree(step)
+
+    def saw(self, tensor: Tensor, *, name: str, depth: int, step: int, call: int, forward: bool) -> None:
+        """See `SubscriberBase`."""
+        with self._lock:
+            if self._failed:
+                return
+            try:
+                self._saw(tensor, name=name, depth=depth, step=step, call=call, forward=forward)
+            except Exception as error:  # noqa: BLE001  whatever it is, the training goes on
+                self._failed = True
+                says = (
+                    f"StatisticsSubscriber: {name} of step {step} could not be written "
+                    f"({type(error).__name__}: {error}). From here on no statistics are; the training goes on. "
+                    "Give an output_dir where you may write and there is room."
+                )
+                warnings.warn(says, TraindiffWarning, stacklevel=2)
+
+    def _saw(self, tensor: Tensor, *, name: str, depth: int, step: int, call: int, forward: bool) -> None:
+        direction: Direction = "forward" if forward else "backward"
+        try:
+            statistics, summary = measured(
+                tensor, self._summaries, name=called(name, call), direction=direction, depth=depth
+            )
+        except UnsupportedTensorError as error:
+            if self._recording is not None:
+                self._recording.unobserved(tensor, str(error), name=name, step=step, call=call, phase=direction)
+            return
+        folder = step_directory(self._directory, step)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = statistics_file(called(name, call), direction)
+        with (folder / ORDER).open("a", encoding="utf-8") as order:
+            order.write(f"{file}\n")
+        (folder / file).write_text(dump(statistics), encoding="utf-8")
+        if self._recording is not None:
+            self._recording.keep(tensor, summary, name=name, step=step, call=call, phase=direction)
+
+    def module_post_forward_impl(self, activation: Tensor, depth: int, name: str, step: int) -> None:
+        """What the original calls with an activation."""
+        self.saw(activation, name=name, depth=depth, step=step, call=0, forward=True)
+
+    def module_pre_backward_impl(self, activation: Tensor, depth: int, name: str, step: int) -> None:
+        """What the original calls with the gradient of an activation."""
+        self.saw(activation, name=name, depth=depth, step=step, call=0, forward=False)
+
+    def close(self) -> None:
+        """See `SubscriberBase`."""
+        with self._lock:
+            if self._recording is not None:
+                self._recording.close()
+                self._recording = None
+
+
+def earlier_steps(directory: Path, *, overwrite: bool) -> list[Path]:
+    """Directories of the steps of an earlier run, which may be removed: they hold nothing but its files.
+
+    Args:
+        directory: Of a rank; may not exist.
+        overwrite: They are to be replaced. Directories that hold anything else are refused all the same.
+
+    Raises:
+        ConfigError: It is a file, or holds what must not be removed.
+    """
+    where = f"StatisticsSubscriber(output_dir={str(directory)!r})"
+    if directory.exists() and not directory.is_dir():
+        raise _unusable(where, what="is a file, and files are written into a directory.", fix="Give another path.")
+    steps = steps_in(directory)
+    known = {*steps.values(), directory / RECORDING}
+    other = sorted(one.name for one in directory.iterdir() if one not in known) if directory.exists() else []
+    other += [name for one in steps.values() for name in _others(one)]
+    if other:
+        what = f"holds other things than statistics of activations ({', '.join(other[:3])})."
+        raise _unusable(where, what=what, fix="Give the path of a directory that does not exist yet.")
+    if steps and not overwrite:
+        what = f"already holds statistics of another run ({len(steps)} steps)."
+        raise _unusable(where, what=what, fix="Give another path, or override_output_dir=True to replace them.")
+    return list(steps.values())
+
+
+def _others(step: Path) -> list[str]:
+    """What the directory of a step holds beside the files that its order names."""
+    if step.is_symlink() or not (step / ORDER).is_file():
+        return [f"{step.name} without {ORDER}"]
+    try:
+        known = {ORDER, *order_of(step)}
+    except NotARecordingError:
+        return [f"{step.name}/{ORDER}"]
+    return sorted(f"{step.name}/{one.name}" for one in step.iterdir() if one.name not in known or one.is_dir())
+
+
+def _unusable(where: str, *, what: str, fix: str) -> ConfigError:
+    problem = Problem(where=where, what=what, fix=fix)
+    return ConfigError("StatisticsSubscriber", [problem], consequence="nothing was written")

@@ -1,0 +1,1 @@
+"""The files of ONNX Runtime's `StatisticsSubscriber`: read, written, and converted to recordings."""

@@ -1,0 +1,147 @@
+"""The file of one activation, or of its gradient, as `StatisticsSubscriber` of ONNX Runtime 1.19 writes it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from traindiff.errors import NotARecordingError
+
+Direction = Literal["forward", "backward"]
+
+NUM_SAMPLES = 128
+"""First elements that a file has."""
+
+_HEAD = re.compile(
+    r"(?P<depth>>*)(?P<name>.*) (?P<direction>forward|backward) run shape: torch\.Size\(\[(?P<shape>[\d, ]*)\]\) "
+    r"dtype: torch\.(?P<dtype>\w+) size: torch\.Size\(\[(?P<size>\d+)\]\) "
+)
+_NUMBER = r"(\S+?)"
+_SIZES = re.compile(rf"min: {_NUMBER} max: {_NUMBER}, mean: {_NUMBER}, std: {_NUMBER} ")
+_NOT_FINITE = re.compile(r"nan: (\d+), inf: (\d+)")
+_SIGNS = re.compile(r"neg: (\d+), pos: (\d+), zero: (\d+),")
+_MOST = 1 << 60
+"""Elements that a tensor may have."""
+
+_SAMPLES = f"samples(top {NUM_SAMPLES}): "
+_END = "=" * 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """What a file says of a tensor.
+
+    Attributes:
+        name: `Linear_1_0th_output`, or as the user called it.
+        direction: Whether it is the activation, or its gradient.
+        depth: Of the module, 1 for the root; -1 or 0 for what no module returned.
+        shape: Of the tensor.
+        dtype: As torch spells it, without its prefix.
+        minimum: Smallest element; NaN if one is NaN, or if there is none.
+        maximum: Largest element.
+        mean: Of all elements.
+        std: Sample standard deviation, of n - 1.
+        num_nan: Elements that are NaN.
+        num_infinite: Elements that are infinite.
+        num_negative: Elements below zero.
+        num_positive: Elements above zero.
+        num_zero: Elements that are zero.
+        samples: The first 128 elements as torch prints them, `tensor([...])`.
+    """
+
+    name: str
+    direction: Direction
+    depth: int
+    shape: tuple[int, ...]
+    dtype: str
+    minimum: float
+    maximum: float
+    mean: float
+    std: float
+    num_nan: int
+    num_infinite: int
+    num_negative: int
+    num_positive: int
+    num_zero: int
+    samples: str
+
+    @property
+    def count(self) -> int:
+        """Elements of the tensor."""
+        return self.num_nan + self.num_negative + self.num_positive + self.num_zero
+
+    def values(self) -> list[float]:
+        """The first 128 elements, to the six digits after the point that are printed."""
+        inside = self.samples.partition("[")[2].rpartition("]")[0]
+        return [_as_float(one) for one in inside.replace("\n", " ").split(",") if one.strip()]
+
+
+def dump(found: Statistics) -> str:
+    """The text of a file."""
+    shape = ", ".join(map(str, found.shape))
+    return (
+        f"{'>' * max(0, found.depth)}{found.name} {found.direction} run shape: torch.Size([{shape}]) "
+        f"dtype: torch.{found.dtype} size: torch.Size([{found.count}]) \n"
+        f"min: {found.minimum} max: {found.maximum}, mean: {found.mean}, std: {found.std} \n"
+        f"nan: {found.num_nan}, inf: {found.num_infinite}\n"
+        f"{_SAMPLES}{found.samples}\n"
+        f"neg: {found.num_negative}, pos: {found.num_positive}, zero: {found.num_zero},\n"
+        f"{_END}\n"
+    )
+
+
+def load(text: str, *, where: str) -> Statistics:
+    """Read what `dump`, or ONNX Runtime, wrote.
+
+    Args:
+        text: Content of the file.
+        where: Its path, for messages.
+
+    Raises:
+        NotARecordingError: It is something else.
+    """
+    lines = text.split("\n")
+    head = _HEAD.fullmatch(lines[0])
+    sizes = _SIZES.fullmatch(lines[1]) if len(lines) > 1 else None
+    odd = _NOT_FINITE.fullmatch(lines[2]) if len(lines) > 2 else None
+    signs = next(((at, match) for at, line in enumerate(lines) if (match := _SIGNS.fullmatch(line))), None)
+    if not (head and sizes and odd and signs and text.rstrip("\n").endswith(_END)):
+        raise NotARecordingError(
+            f"{where} is no file of ONNX Runtime's StatisticsSubscriber, or it was cut off. "
+            "Give the directory that its output_dir named, as it was written."
+        )
+    at, counts = signs
+    samples = "\n".join(lines[3:at]).removeprefix(_SAMPLES)
+    try:
+        minimum, maximum, mean, std = map(_as_float, sizes.groups())
+        found = Statistics(
+            name=head["name"],
+            direction="forward" if head["direction"] == "forward" else "backward",
+            depth=len(head["depth"]),
+            shape=tuple(int(length) for length in head["shape"].split(",") if length.strip()),
+            dtype=head["dtype"],
+            minimum=minimum, maximum=maximum, mean=mean, std=std,
+            num_nan=int(odd[1]), num_infinite=int(odd[2]),
+            num_negative=int(counts[1]), num_positive=int(counts[2]), num_zero=int(counts[3]),
+            samples=samples,
+        )  # fmt: skip
+        found.values()
+        _check_counts(found)
+    except ValueError as error:
+        raise NotARecordingError(
+            f"{where} is no file of ONNX Runtime's StatisticsSubscriber: {error}. "
+            "Give the directory that its output_dir named, as it was written."
+        ) from None
+    return found
+
+
+def _check_counts(found: Statistics) -> None:
+    if max(found.count, found.num_infinite, *found.shape) > _MOST:
+        raise ValueError("it counts more elements than there can be")
+
+
+def _as_float(text: str) -> float:
+    """A number as torch prints it; booleans are 0 and 1."""
+    text = text.strip()
+    return float({"True": "1", "False": "0"}.get(text, text))
