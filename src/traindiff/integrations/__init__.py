@@ -1,0 +1,1 @@
+"""Recording the trainings of other libraries' trainers: one module for each library, which imports it."""

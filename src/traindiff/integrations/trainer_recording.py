@@ -1,0 +1,73 @@
+"""A recording that a trainer's callback begins and ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from traindiff.sessions.live_modules import called_of, outermost_around, trained_parts
+from traindiff.sessions.record import STANDARD_SETTINGS, recorder_of
+from traindiff.sessions.recorder import Recorder
+from traindiff.sessions.targets import find_targets
+from traindiff.settings import check_names, record_settings, recording_path
+
+
+class TrainerRecording:
+    """Begins when the trainer has prepared everything, and ends with the training.
+
+    Args:
+        path: Directory to write.
+        settings: Those of `traindiff.record`, by name.
+
+    Attributes:
+        recorder: The running recording; None where there is none.
+
+    Raises:
+        ConfigError: A setting is wrong.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+        known = [*STANDARD_SETTINGS, "overwrite"]
+        check_names([name for name in settings if name not in known], known=known)
+        self._path = recording_path(path)
+        self._overwrite = bool(settings.get("overwrite", False))
+        chosen = {name: value for name, value in settings.items() if name != "overwrite"}
+        self._settings = record_settings(**{**STANDARD_SETTINGS, **chosen})
+        self.recorder: Recorder | None = None
+
+    def begin(self, model: nn.Module, *, first_step: int, calls_parts: bool = False) -> None:
+        """Record the training of a model, and whatever the trainer has wrapped it in.
+
+        Args:
+            model: The user's.
+            first_step: Steps that a run has made from whose checkpoint this one goes on.
+            calls_parts: Whether the trainer calls methods of the model other than its forward pass, which call parts
+                of it.
+
+        Raises:
+            ConfigError: The path is taken, or a setting does not fit the model.
+        """
+        self.end()
+        whole = outermost_around(model)
+        called = [whole, *trained_parts(whole)] if calls_parts and whole is model else called_of(whole)
+        settings = self._settings
+        targets = find_targets(
+            whole,
+            None,
+            select=settings.select,
+            shards=settings.shards,
+            called=called,
+            operators=settings.operators,
+        )
+        self.recorder = recorder_of(
+            self._path, targets, settings, overwrite=self._overwrite, first_step=first_step
+        )  # fmt: skip
+
+    def end(self) -> None:
+        """Complete the recording, if there is one."""
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None:
+            recorder.close()

@@ -1,0 +1,1 @@
+"""`traindiff run`: record a training script as it is."""

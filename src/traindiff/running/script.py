@@ -1,0 +1,137 @@
+"""Run a script as `python` does, in the process that is already running."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from traindiff.errors import ConfigError, Problem
+
+_MAIN = "__main__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A script that this process is ready to run.
+
+    Attributes:
+        spec: Where its code is.
+        main: The module in which it runs.
+    """
+
+    spec: ModuleSpec
+    main: ModuleType
+
+    def run(self) -> None:
+        """Run it to its end. What it raises comes out of here, and is printed as without us if it ends the process."""
+        exec(_code(self.spec), vars(self.main))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What `python` would be given.
+
+    Attributes:
+        name: A path, or the name of a module.
+        is_module: Which of them.
+        arguments: Those that follow it.
+    """
+
+    name: str
+    is_module: bool = False
+    arguments: Sequence[str] = ()
+
+    def check(self) -> None:
+        """See that it is there.
+
+        Raises:
+            ConfigError: It is not.
+        """
+        if not self.is_module and not Path(self.name).is_file():
+            found = "is a directory" if Path(self.name).is_dir() else "does not exist"
+            raise _unusable(self.name, f"{found}.", "Give the path of a Python file, or -m and the name of a module.")
+
+    def prepared(self) -> Prepared:
+        """Make it `__main__`, which it stays until this process ends, with its arguments and its place on the path.
+
+        Raises:
+            ConfigError: There is no such module.
+        """
+        main = ModuleType(_MAIN)
+        if self.is_module:
+            _first_on_path(Path.cwd())
+            spec = self._spec()
+            sys.argv = [str(spec.origin), *self.arguments]
+            about = {"__spec__": spec, "__package__": spec.parent, "__file__": spec.origin, "__cached__": spec.cached}
+        else:
+            path = Path(self.name).absolute()
+            _first_on_path(path.resolve().parent)
+            sys.argv = [self.name, *self.arguments]
+            spec = ModuleSpec(_MAIN, SourceFileLoader(_MAIN, str(path)), origin=str(path))
+            about = {"__spec__": None, "__package__": None, "__file__": str(path), "__cached__": None}
+        vars(main).update(about, __loader__=spec.loader, __builtins__=builtins, __annotations__={})
+        sys.modules[_MAIN] = main
+        sys.excepthook = partial(_print_error, sys.excepthook, vars(main))
+        return Prepared(spec=spec, main=main)
+
+    def _spec(self) -> ModuleSpec:
+        """Of the module, or of the `__main__` of a package."""
+        fix = "Give the name of a module as it is imported, as in traindiff run -o DIR -m package.train."
+        try:
+            spec = importlib.util.find_spec(self.name)
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{self.name}.{_MAIN}")
+        except ModuleNotFoundError as error:
+            raise _unusable(f"-m {self.name}", f"cannot be found: {error}.", fix) from None
+        if spec is None or spec.origin is None:
+            raise _unusable(f"-m {self.name}", "is no module, and no package with a __main__.", fix)
+        return spec
+
+
+def is_script_itself(argument: str) -> bool:
+    """Whether an argument of a command is what this process runs: the path of a script, or the name of a module."""
+    main = sys.modules[_MAIN]
+    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:
+        return argument in (spec.name, spec.name.removesuffix(f".{_MAIN}"))
+    return path is not None and bool(argument) and Path(argument).resolve() == Path(path).resolve()
+
+
+def _first_on_path(directory: Path) -> None:
+    """Put a directory where `python` puts that of a script, unless it is told not to."""
+    if not sys.flags.safe_path:
+        sys.path[0:1] = [str(directory)]
+
+
+def _code(spec: ModuleSpec) -> Any:
+    """The compiled code of a script, or of a module."""
+    if spec.name != _MAIN:
+        return spec.loader.get_code(spec.name)  # type: ignore[union-attr]  # loaders of source have it
+    with io.open_code(str(spec.origin)) as file:
+        return compile(file.read(), str(spec.origin), "exec", dont_inherit=True)
+
+
+def _print_error(
+    otherwise: Any,
+    main: dict[str, Any],
+    kind: type[BaseException],
+    error: BaseException,
+    where: TracebackType | None,
+) -> None:
+    """Print what the script raised as `python` does: without the frames that called it."""
+    while where is not None and where.tb_frame.f_globals is not main:
+        where = where.tb_next
+    otherwise(kind, error.with_traceback(where), where)
+
+
+def _unusable(where: str, what: str, fix: str) -> ConfigError:
+    return ConfigError("run", [Problem(where=where, what=what, fix=fix)], consequence="nothing was run")
