@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 import traindiff
 from tests.made_up import at, record
-from traindiff.cli import check  # noqa: F401  registers its command
-from traindiff.cli.app import app
+from traindiff.cli.commands import app
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -63,6 +63,28 @@ def with_settings(model: nn.Module, **settings: Any) -> Prepared:
     return (*adamw(model)[:2], settings)
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer, and a product of two thin ones beside it that begins at 0 (LoRA)."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, 4, bias=False)
+        self.up = nn.Linear(4, layer.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def with_adapters() -> Prepared:
+    model = classifier()
+    for name, layer in list(model.named_children()):
+        if isinstance(layer, nn.Linear):
+            model.set_submodule(name, Adapted(layer))
+    return model, AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3), {}
+
+
 RUNS: dict[str, Callable[[], Prepared]] = {
     "AdamW": lambda: adamw(classifier()),
     "weight decay": lambda: adamw(classifier(), weight_decay=0.5),
@@ -78,6 +100,8 @@ RUNS: dict[str, Callable[[], Prepared]] = {
     "frozen layer that the optimizer holds": lambda: with_frozen_layer(held=True),
     "head of zeros": with_head_of_zeros,
     "small batches": lambda: with_settings(classifier(), batches=lambda step: points(step, samples=4)),
+    "single samples": lambda: with_settings(classifier(), batches=lambda step: points(step, samples=1)),
+    "low-rank adapters": with_adapters,
     "micro-batches": lambda: with_settings(classifier(), micro_batches=2),
     "convolutions": lambda: with_settings(convolutions(), batches=images),
     "convolutions in bfloat16": lambda: with_settings(convolutions(), batches=images, autocast=torch.bfloat16),

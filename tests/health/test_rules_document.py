@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.health.rules_document import PAGE, document
-from traindiff.cli import check  # noqa: F401  registers its command
-from traindiff.cli.app import app
+from traindiff.cli.commands import app
 from traindiff.rules import RULES, Rule
 
 SCHEMA = json.loads((PAGE.parent / "schemas" / "finding.json").read_text())

@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from torch import nn
-from torch.optim import SGD, AdamW
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import traindiff
-from tests.rules.small_trainings import classifier, found, kinds, train
+from tests.rules.small_trainings import classifier, found, kinds, points, train
 
 
 def test_updates_that_replace_a_weight_are_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 4))
     optimizer = SGD(model.parameters(), lr=0.1)
 
@@ -41,6 +44,64 @@ def test_updates_that_change_nothing_are_a_warning(tmp_path: Path) -> None:
     assert (finding.step, finding.phase) == (0, "update")
     assert finding.evidence["ratio"] < 1e-7
     assert finding.evidence["num_steps"] == 24
+
+
+def test_weights_that_have_gradients_and_do_not_move_at_all_are_a_warning(tmp_path: Path) -> None:
+    model = classifier().to(torch.bfloat16)
+    optimizer = SGD(model.parameters(), lr=1e-6)
+
+    def batches(step: int) -> tuple[Tensor, Tensor]:
+        x, labels = points(step)
+        return x.to(torch.bfloat16), labels
+
+    finding = found(
+        traindiff.check(train(tmp_path / "run", model, optimizer, steps=24, batches=batches)), "small-updates"
+    )
+    assert "Steps move half of all weights not at all, although they have gradients, in 24 steps" in finding.says
+    assert "bfloat16 rounds their updates away" in finding.says
+
+
+def test_frozen_weights_in_an_optimizer_and_groups_that_rest_are_no_small_updates(tmp_path: Path) -> None:
+    model = classifier()
+    model[0].requires_grad_(False)
+    groups = [{"params": list(model[:3].parameters()), "lr": 0.0}, {"params": list(model[4].parameters())}]
+    run = train(tmp_path / "run", model, SGD(groups, lr=0.1), steps=24)
+    assert "small-updates" not in kinds(traindiff.check(run))
+
+
+def test_an_optimizer_that_has_converged_and_rests_is_no_small_updates(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(20, 4)
+    optimizer = LBFGS(model.parameters(), lr=0.5)
+    inputs, labels = points(0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(inputs), labels) + 0.1 * model.weight.square().sum()
+        loss.backward()
+        return loss
+
+    with traindiff.record(tmp_path / "run", model, optimizer):
+        for _ in range(40):
+            optimizer.step(closure)
+    assert kinds(traindiff.check(tmp_path / "run")) == {"repeated-batch"}
+
+
+def test_an_optimizer_that_steps_without_a_gradient_is_found(tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    with traindiff.record(tmp_path / "run", model, optimizer):
+        for step in range(12):
+            x, labels = points(step)
+            functional.cross_entropy(model(x), labels).backward()
+            optimizer.zero_grad()
+            optimizer.step()
+
+    verdict = traindiff.check(tmp_path / "run")
+    finding = found(verdict, "idle-optimizer")
+    assert verdict.verdict == "unhealthy"
+    assert finding.evidence == {"num_steps": 12, "num_parameters": 6}
+    assert "Look for zero_grad() between backward() and step()" in finding.says
 
 
 def test_learning_rates_that_stay_0_are_found(tmp_path: Path) -> None:

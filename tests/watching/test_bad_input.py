@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import traindiff
 from tests.watching.trainings import WIDTH, Net, train
@@ -73,6 +75,16 @@ def test_hooks_that_the_user_has_removed_are_missed() -> None:
     assert watch.step == 2
 
 
+def test_a_module_of_which_the_user_has_removed_the_hooks_is_missed() -> None:
+    def removes(model: Any, _: Any, step: int) -> None:
+        if step == 1:
+            model.last._forward_hooks.clear()
+
+    with pytest.warns(traindiff.TraindiffWarning, match=r"in step 1 the hooks of last are gone") as warned:
+        train(breaks=removes, steps=4)
+    assert len(warned) == 1
+
+
 def test_a_forward_that_raises_shows_the_frames_so_far() -> None:
     class Raises(Net):
         def forward(self, x: torch.Tensor) -> Any:
@@ -130,3 +142,75 @@ def test_a_directory_that_cannot_be_written_costs_the_tensors_and_nothing_else(t
     unsaved = pytest.warns(traindiff.TraindiffWarning, match="the tensors could not be saved")
     with unsaved, pytest.raises(traindiff.NonFiniteError, match="scale output"):
         train(breaks=breaks, output=tmp_path / "taken")
+
+
+def _breaks(model: Any, _: Any, step: int) -> None:
+    model.scale.factor = float("nan")
+
+
+def test_a_file_that_cannot_be_printed_to_costs_the_frames_and_nothing_else(tmp_path: Path) -> None:
+    with (tmp_path / "closed").open("w") as file:
+        pass
+    unprinted = pytest.warns(traindiff.TraindiffWarning, match="frames could not be printed: I/O operation on closed")
+    with unprinted, pytest.raises(traindiff.NonFiniteError, match="scale output"):
+        train(breaks=_breaks, file=file)
+
+
+def test_a_disk_that_is_full_costs_the_tensors_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: No space left on device (os error 28)")
+
+    monkeypatch.setattr("traindiff.watching.saving.save_file", full)
+    unsaved = pytest.warns(traindiff.TraindiffWarning, match="the tensors could not be saved: .* No space left")
+    with unsaved, pytest.raises(traindiff.NonFiniteError, match="scale output") as caught:
+        train(breaks=_breaks, output=tmp_path)
+    assert "traindiff replay" not in str(caught.value)
+
+
+def test_what_the_users_function_raises_ends_the_training() -> None:
+    class StopError(Exception):
+        pass
+
+    def stop(origin: traindiff.Origin) -> None:
+        raise StopError(origin.path)
+
+    with pytest.raises(StopError, match="scale"):
+        train(breaks=_breaks, on_detect=stop)
+
+
+def test_a_fault_of_the_watch_itself_says_what_is_no_longer_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr("traindiff.watching.module_calls.ModuleCalls._add_lines", fails)
+    with pytest.warns(
+        traindiff.TraindiffWarning,
+        match=r"A part of watch\(\.\.\.\) \(module_calls\) failed and watches nothing more: ZeroDivisionError: on purp",
+    ):
+        watch, _ = train()
+    assert watch.origins == []
+
+
+def test_tensors_that_stand_for_others_give_no_early_sign_and_end_no_training() -> None:
+    model = nn.Linear(WIDTH, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.watch(model, optimizer, output=None) as watch:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model(torch.empty(4, WIDTH))
+        model(torch.randn(4, WIDTH)).sum().backward()
+        optimizer.step()
+    assert watch.step == 1
+
+
+def test_a_list_that_holds_itself_is_looked_into_so_deep_and_no_deeper() -> None:
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor, kept: list[Any]) -> Tensor:
+            return x + kept[0]
+
+    kept: list[Any] = [torch.ones(3)]
+    kept.append(kept)
+    with traindiff.watch(nn.Sequential(model := Keeps()), output=None) as watch:
+        model(torch.ones(3), kept)
+    assert watch.origins == []

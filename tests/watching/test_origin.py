@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import traindiff
-from tests.watching.trainings import WIDTH, Net, found, train
+from tests.watching.trainings import WIDTH, Net, Scale, found, train
 
 
 def in_step(number: int, change: Any) -> Any:
@@ -214,3 +215,112 @@ def test_a_function_is_called_with_the_origin() -> None:
     assert [(one.step, one.micro_step, one.phase, one.path, one.slot) for one in origins] == [
         (1, 0, "forward", "scale", "output")
     ]
+
+
+class _Recursive(nn.Module):
+    """Calls itself, and breaks between two of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+        if depth == 0:
+            return self.layer(x)
+        result = self(x, depth - 1)
+        return result / 0 if depth == 2 else result
+
+
+def test_a_model_that_calls_itself_is_followed_to_the_call_that_breaks() -> None:
+    assert "(root) output holds infinity; what _Recursive was given is finite" in found(make=_Recursive)
+
+
+def test_a_loss_whose_gradient_overflows_is_not_put_down_to_the_model() -> None:
+    says = found(loss_of=lambda output: torch.sqrt((output * 0).square().sum()))
+    assert "last output holds NaN: made by the backward pass of the loss; every gradient before it is finite" in says
+
+
+class _Logarithm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x * 0)
+
+
+def test_an_evaluation_in_which_everything_becomes_minus_infinity_is_no_mask() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), _Logarithm()), torch.randn(3, WIDTH)
+    raises = pytest.raises(traindiff.NonFiniteError, match=r"an evaluation before .* 2 output holds infinity")
+    with traindiff.watch(model, output=None, file=io.StringIO()), torch.no_grad(), raises:
+        model(x)
+
+
+def test_a_buffer_that_is_not_finite_is_named_where_its_module_computes_with_it() -> None:
+    def breaks(model: Any, _: Any) -> None:
+        model[1].running_mean[2] = float("nan")
+
+    says = found(make=lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4)).eval(), breaks=in_step(1, breaks))
+    assert "batch_number=1. 1 output holds NaN, as does running_mean of 1." in says
+
+
+class _Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 4)
+        self.register_buffer("scales", torch.tensor([1.0, float("inf")]).repeat(WIDTH // 2))
+        self.register_buffer("mask", torch.full((4,), -float("inf")))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.scales)
+
+
+def test_a_buffer_that_is_not_finite_is_named_where_the_code_between_modules_computes_with_it() -> None:
+    assert "every output before it, is finite, but scales of (root) is not." in found(make=_Weighted)
+
+
+def test_running_statistics_that_overflow_are_found_although_training_goes_on_without_them() -> None:
+    batch = torch.randn(6, WIDTH) * torch.tensor([[1e25]] * 6)
+    says = found(make=lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4)), batch=batch)
+    assert "The buffer 0.running_var holds infinity after the step, and did not before" in says
+
+
+def test_running_statistics_that_are_nan_from_the_start_are_named_in_training_too() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4))
+        model[1].running_mean[2] = float("nan")
+        return model
+
+    assert "The buffer 1.running_mean holds NaN before it is first used." in found(make=make)
+
+
+def test_masked_scores_that_a_model_returns_are_declared_by_the_name_of_the_root() -> None:
+    class Scores(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).masked_fill(torch.tensor([True, False, False, False]), -float("inf"))
+
+    def loss_of(output: Tensor) -> Tensor:
+        return output[:, 1:].square().mean()
+
+    assert 'say so: masks="(root) output".' in found(make=lambda: Scores(WIDTH, 4), loss_of=loss_of)
+    assert train(make=lambda: Scores(WIDTH, 4), loss_of=loss_of, masks="(root) output")[1] == ""
+
+
+def test_masked_scores_that_a_module_returns_say_how_they_are_declared() -> None:
+    class Scores(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).masked_fill(torch.tensor([True, False, False, False]), -float("inf"))
+
+    says = found(make=lambda: nn.Sequential(Scores(WIDTH, 4), nn.Softmax(-1)))
+    assert 'If its -inf masks something on purpose, say so: masks="0 output".' in says
+    declared = train(make=lambda: nn.Sequential(Scores(WIDTH, 4), nn.Softmax(-1)), masks="0 output")
+    assert declared[1] == ""
+
+
+def test_names_of_modules_are_printed_on_one_line() -> None:
+    model = nn.Module()
+    model.forward = lambda x: model._modules["a\x1b[31m\nb"](x)  # type: ignore[method-assign]
+    model.add_module("a\x1b[31m\nb", Scale())
+    model._modules["a\x1b[31m\nb"].factor = float("nan")
+    file = io.StringIO()
+    named = pytest.raises(traindiff.NonFiniteError, match=r"a\\x1b\[31m\\nb output holds NaN")
+    with traindiff.watch(model, output=None, file=file), named:
+        model(torch.ones(3))
+    assert "\x1b" not in file.getvalue()
+    assert r"a\x1b[31m\nb Scale" in file.getvalue()

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import traindiff
-from tests.watching.trainings import WIDTH, Steep
-from traindiff.cli import replay as command  # noqa: F401  registers it
-from traindiff.cli.app import app
+from tests.watching.trainings import WIDTH, Steep, train
+from traindiff.cli.commands import app
 from traindiff.watching.capturing import capture
 from traindiff.watching.operations import NotWritableError
 from traindiff.watching.replaying import Replay, replay
@@ -126,6 +125,13 @@ def test_a_backward_pass_is_captured_and_run_again(tmp_path: Path) -> None:
     assert first.backward
     assert [one.contents.is_finite for one in found.native.made if not one.backward] == [True, True]
     assert found.native.results["grad input[0]"].num_nan == 8
+
+
+def test_what_cannot_be_run_again_is_not_said_to_be(tmp_path: Path) -> None:
+    with pytest.raises(traindiff.NonFiniteError) as caught:
+        train(loss_of=lambda output: output.mean() * float("nan"), output=tmp_path)
+    (saved,) = tmp_path.iterdir()
+    assert f"{saved} holds what is known of it; it cannot be run again: no single module made it." in str(caught.value)
 
 
 def test_without_its_inputs_a_backward_pass_cannot_be_captured_and_that_is_said(tmp_path: Path) -> None:

@@ -129,6 +129,27 @@ def test_infinite_gradients_that_a_loss_scaler_skips_are_a_skipped_step_with_its
     assert watch.skipped_steps == [(1, 1024.0), (4, 512.0)]
 
 
+def test_gradients_that_stay_infinite_when_the_loss_scale_is_used_up_are_found() -> None:
+    with pytest.raises(
+        traindiff.NonFiniteError, match=r"batch_number=10\. The gradient that comes back to scale output"
+    ):
+        scaled([math.inf] * 12)
+
+
+def test_a_loss_that_is_nan_is_no_business_of_a_loss_scaler() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with traindiff.watch(model, optimizer, output=None, file=io.StringIO()):
+        loss = torch.sqrt(model(torch.randn(6, WIDTH)).square().mean() * 0 - 1)
+        with pytest.raises(traindiff.NonFiniteError, match="The loss is NaN: every output of a module is finite"):
+            scaler.scale(loss).backward()
+
+
+def test_scaled_gradients_near_the_end_of_their_range_are_no_early_sign() -> None:
+    scaled([2.0**113, 1.0])  # warnings are errors
+
+
 def test_a_scaled_loss_with_gradients_that_nobody_checks_is_found_where_it_was_made() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -9,6 +9,7 @@ from traindiff.rules.dropout_in_evaluation import EvaluationIsCertain
 from traindiff.rules.duplicate_samples import SamplesDiffer
 from traindiff.rules.eps_dominates import EpsIsSmall
 from traindiff.rules.exploding_gradients import GradientsStayBounded
+from traindiff.rules.idle_optimizer import OptimizersHaveGradients
 from traindiff.rules.large_updates import UpdatesAreSmall
 from traindiff.rules.near_overflow import FarFromOverflow
 from traindiff.rules.never_updated import ParametersMove
@@ -47,6 +48,7 @@ RULES: tuple[type[Rule], ...] = (
     LossScaleSettles,
     SecondMomentsHold,
     LearningRateIsSet,
+    OptimizersHaveGradients,
     GradientsArrive,
     UpdatesAreLargeEnough,
     UnitsAreSensitive,

@@ -27,13 +27,11 @@ class _Layer:
         entry: Its output.
         units: Units in each bucket.
         steps: Steps in a row in which a bucket was all 0.
-        num_seen: Steps in which the layer was seen.
     """
 
     entry: Entry
     units: NDArray[np.int64]
     steps: NDArray[np.int64]
-    num_seen: int = 0
 
 
 class UnitsLive(Rule):
@@ -43,7 +41,8 @@ class UnitsLive(Rule):
     kept of a tensor are the largest magnitudes of up to 16 groups of units (profiles, FORMAT.md), so a group counts as
     dead when all of its units are: of a convolution a sixteenth of its channels, of a linear layer 16 units or a
     sixteenth. That misses single dead units, of which a healthy layer has some, and never counts a live one. A ReLU
-    that is called as a function is no module, and not seen.
+    that is called as a function is no module, and not seen; nor are GELU, SiLU and others that return next to 0, and
+    not 0. Where a whole layer of those is dead, the weights before it get no gradient, which is `no-gradient`.
     """
 
     name = "dead-units"
@@ -72,7 +71,6 @@ class UnitsLive(Rule):
             if layer is None:
                 zeros = np.zeros(BUCKETS, dtype=np.int64)
                 layer = self._layers[key] = _Layer(entry=entry.without_parts(), units=_units(entry.shape), steps=zeros)
-            layer.num_seen += 1
             layer.steps = np.where(_largest(entry) == 0.0, layer.steps + 1, 0)
         return ()
 

@@ -75,8 +75,8 @@ class GradientsArrive(Rule):
                 else f"is None in all of {steps} steps"
             )
             says = (
-                f"{path} gets no gradient: it {what}. Look for detach(), no_grad() and results that the loss does not "
-                "use; if it is meant, requires_grad=False says so."
+                f"{path} gets no gradient: it {what}. Look for detach(), no_grad(), zero_grad() before the step, and "
+                "results that the loss does not use; if it is meant, requires_grad=False says so."
             )
             evidence = {"none": one.num_none, "zero": one.num_zero, "num_steps": steps}
             yield finding_at(one.entry, step=one.first, kind="no-gradient", says=says, evidence=evidence)

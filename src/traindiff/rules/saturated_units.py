@@ -25,6 +25,7 @@ class UnitsAreSensitive(Rule):
     The derivative follows from the output, and its mean from the output's sum and sum of squares: 1 - y^2 and
     y (1 - y). At 1 % of the largest derivative, outputs of a Tanh are 0.995 on the average. What the model itself
     returns is passed over: a classifier that is right is saturated. Gates inside it may rightly be, so it is a warning.
+    `torch.tanh` and `torch.sigmoid`, gates inside an LSTM, and other activations are not seen.
     """
 
     name = "saturated-units"

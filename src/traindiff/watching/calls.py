@@ -14,6 +14,8 @@ from traindiff.taps.nested import replaced, tensors
 from traindiff.watching.frames import Frame
 from traindiff.watching.reading import version_of
 
+_DEEPEST = 16
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Call:
@@ -30,6 +32,7 @@ class Call:
         random_state: Of the CPU's generator when it began, while it runs.
         held_back: Inputs whose -inf may be a mask; whether they are is seen by what the module makes of them.
         takers: Calls that took its outputs, by slot.
+        passed_on: The outermost call that returned its output as it is, by slot, where one did.
         backward: What is printed of its backward pass.
         recipe: Its arguments as long as their tensors live.
     """
@@ -44,6 +47,7 @@ class Call:
     random_state: Tensor | None = None
     held_back: list[str] = field(default_factory=list)
     takers: dict[str, list[tuple[Call, str]]] = field(default_factory=dict)
+    passed_on: dict[str, Call] = field(default_factory=dict)
     backward: Frame | None = None
     recipe: Recipe | None = None
 
@@ -100,12 +104,18 @@ def slots(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str,
         yield from within(one, f"input.{name}")
 
 
-def within(value: Any, slot: str) -> Iterator[tuple[str, Any]]:
-    """A value, or what is in it, by slot; a tensor that is all of it has the slot itself."""
+def within(value: Any, slot: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """A value, or what is in it, by slot; a tensor that is all of it has the slot itself.
+
+    Args:
+        value: Anything; lists and tuples may hold themselves.
+        slot: Its slot.
+        depth: In how many lists and tuples it is. The 16th is not looked into.
+    """
     if value is None or isinstance(value, Tensor):
         yield slot, value
-    elif type(value) in (tuple, list):
+    elif type(value) in (tuple, list) and depth < _DEEPEST:
         for number, entry in enumerate(value):
-            yield from within(entry, f"{slot}[{number}]")
+            yield from within(entry, f"{slot}[{number}]", depth + 1)
     else:
         yield from [(f"{slot}{name}", one) for name, one in tensors(value, "")] or [(slot, value)]

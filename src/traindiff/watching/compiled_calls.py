@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from traindiff.site import ROOT
 from traindiff.taps.compiled import tap_compiled_module
 from traindiff.taps.compiled_observers import ModuleObserver
 from traindiff.taps.sink import Sink
@@ -63,7 +64,7 @@ class CompiledCalls:
         self._called(path)
         reading = self._reader.read_again(tensor)
         frame = Frame(part="forward", path=path, kind=kind, lines=[Line(name=slot, reading=reading)], note="compiled")
-        masked = reading.is_non_finite and self._masks.excuse(f"{path} {slot}", reading, tensor)
+        masked = reading.is_non_finite and self._masks.excuse(f"{path or ROOT} {slot}", reading, tensor)
         judge: Callable[[], Found | None] = partial(origin.of_seen_output, path, slot, reading)
         self._judging.consider([reading], (lambda: None) if masked else judge, frame=frame, put_off=True)
 

@@ -20,6 +20,11 @@ HEAD = f"{'abs min':8} {'abs max':8} metadata"
 _INDENT = " " * 18
 
 
+def printable(path: str) -> str:
+    """A path on one line, without codes that a terminal would follow: names of modules may hold anything."""
+    return path if path.isprintable() else path.encode("unicode_escape").decode()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """One tensor of a frame, or what stands in its place.
@@ -76,7 +81,7 @@ class Frame:
 
     def __str__(self) -> str:
         """As printed: the path and the class, and a line for each tensor."""
-        title = f"{_INDENT}{self.path or ROOT} {self.kind}"
+        title = f"{_INDENT}{printable(self.path or ROOT)} {self.kind}"
         return "\n".join([f"{title} ({self.note})" if self.note else title, *map(str, self.lines)])
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
-from typing import TextIO
+from collections.abc import Callable, Collection, Iterator
 
 from traindiff.watching.frames import HEAD, PARTS, Frame, Part, printed
 
@@ -17,11 +16,11 @@ class Journal:
     Args:
         size: How many of each part.
         traced: Steps of which every frame is printed.
-        file: Where to.
+        write: Prints a text and ends the line.
     """
 
-    def __init__(self, *, size: int, traced: Collection[int], file: TextIO) -> None:
-        self._file = file
+    def __init__(self, *, size: int, traced: Collection[int], write: Callable[[str], None]) -> None:
+        self._print = write
         self._traced = frozenset(traced)
         self._begun: int | None = None
         self._frames: dict[Part, deque[Frame]] = {part: deque(maxlen=size) for part in PARTS}
@@ -68,7 +67,3 @@ class Journal:
     def is_empty(self) -> bool:
         """Whether there is no frame."""
         return not any(self._frames.values())
-
-    def _print(self, text: str) -> None:
-        self._file.write(f"{text}\n")
-        self._file.flush()

@@ -114,7 +114,9 @@ class Judging:
             if found is None:
                 continue
             self.seen = True
-            if event.moment.loss_scaled and not event.settles and found.phase in ("backward", "loss"):
+            # No scale makes a loss NaN. It makes them infinite, and of infinite gradients come NaN.
+            by_scale = found.phase == "backward" or (found.phase == "loss" and not event.readings[0].is_nan)
+            if event.moment.loss_scaled and not event.settles and by_scale:
                 self._held = self._held or found
                 continue
             self._on_found(self._held or found, event.moment)

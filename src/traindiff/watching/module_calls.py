@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.sessions.targets import Targets
-from traindiff.site import path_in_whole
-from traindiff.taps._torch_compat import inside_backward
+from traindiff.site import ROOT, path_in_whole
+from traindiff.taps._torch_compat import inside_backward, inside_transform
 from traindiff.taps.silent_modules import takes_hooks
 from traindiff.taps.sink import Sink
 from traindiff.watching import origin
@@ -78,8 +78,10 @@ class ModuleCalls:
         )
         self._roots = frozenset(id(root) for root in targets.roots)
         self._running: list[Call] = []
+        self._raised: list[Call] = []  # what was running when a forward pass of the root has raised
+        self._root_returned = False
         self._returned: str | None = None
-        self._hooks: list[tuple[ReferenceType[nn.Module], int]] = []
+        self._hooks: list[tuple[str, ReferenceType[nn.Module], int]] = []
         self.order: dict[str, int] = {}
         self.num_calls = 0
 
@@ -96,7 +98,10 @@ class ModuleCalls:
                 undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 hook = module.register_forward_hook(after, with_kwargs=True)
                 undo.callback(hook.remove)
-                self._hooks.append((ref(module), hook.id))
+                if id(module) in self._roots:
+                    ended = module.register_forward_hook(self._guarded(self._root_ended), always_call=True)
+                    undo.callback(ended.remove)
+                self._hooks.append((site, ref(module), hook.id))
                 undo.enter_context(self._compiled.attach(site, module))
             undo.callback(self.let_go)
             return undo.pop_all()
@@ -109,18 +114,19 @@ class ModuleCalls:
     def let_go(self) -> None:
         """Forget all calls."""
         self._running.clear()
+        self._raised.clear()
         self._returned = None
         self._gradients.let_go()
 
     @property
-    def is_blind(self) -> bool:
-        """Whether no call was ever seen, or somebody else has removed a hook."""
-        modules = ((reference(), number) for reference, number in self._hooks)
-        return not self.order or any(one is not None and number not in one._forward_hooks for one, number in modules)
+    def unhooked(self) -> list[str]:
+        """Paths of modules of which somebody else has removed the hooks."""
+        modules = ((path, reference(), number) for path, reference, number in self._hooks)
+        return [path for path, one, number in modules if one is not None and number not in one._forward_hooks]
 
     def running(self) -> Iterator[Call]:
-        """Calls that have begun and not ended, outermost first."""
-        yield from self._running
+        """Calls that have begun and not ended, outermost first; an error has ended those of the last forward pass."""
+        yield from self._running or self._raised
 
     def _count(self, path: str) -> None:
         self.num_calls += 1
@@ -135,11 +141,10 @@ class ModuleCalls:
         kwargs: Mapping[str, Any],
     ) -> None:
         progress = self._sink.progress
-        if not progress.observing or progress.hidden:
+        if not progress.observing or progress.hidden or inside_transform():
             return
         again = inside_backward()
-        if id(module) in self._roots and not again:
-            self._running.clear()  # of a forward pass that has raised
+        if not self._running and not again:
             self._returned = None
         frame = Frame(part="forward", path=path, kind=type(module).__name__, note="recomputed" if again else "")
         frame.lines += [Line(name=name, reading=self._weights[key]) for name, key in own if key in self._weights]
@@ -161,7 +166,7 @@ class ModuleCalls:
             reading, tensor = line.reading, given.get(line.name)
             if reading is None or not reading.is_non_finite or not line.is_given:
                 continue
-            if self._masks.excuse(f"{call.path} {line.name}", reading, tensor):
+            if self._masks.excuse(f"{call.path or ROOT} {line.name}", reading, tensor):
                 continue
             if self._masks.may_mask(reading, tensor):
                 call.held_back.append(line.name)  # scores, masked: what the module makes of them will tell
@@ -172,7 +177,8 @@ class ModuleCalls:
     def _after(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any  # noqa: ARG002
     ) -> None:  # fmt: skip
-        call = self._pop(module)
+        self._root_returned = id(module) in self._roots
+        call = None if inside_transform() else self._pop(module)
         if call is None:
             return
         call.outputs = dict(within(output, "output"))
@@ -187,12 +193,20 @@ class ModuleCalls:
         call.finished(trained=bool(trained), keeps_inputs=self._keeps_inputs)
         self._gradients.follow(call, trained)
 
+    def _root_ended(self, module: nn.Module, *_: Any) -> None:
+        """A call of the root has ended; if it has not returned, it has raised."""
+        returned, self._root_returned = self._root_returned, False
+        if not returned:
+            running = list(self._running)
+            if self._pop(module) is not None:
+                self._raised = running
+
     def _judge_outputs(self, call: Call) -> Found | None:
         for line in call.frame.lines:
             reading, tensor = line.reading, call.outputs.get(line.name)
             if reading is None or not reading.is_non_finite or not line.is_output:
                 continue
-            if self._masks.excuse(f"{call.path} {line.name}", reading, tensor):
+            if self._masks.excuse(f"{call.path or ROOT} {line.name}", reading, tensor):
                 continue
             if call.held_back:
                 if self._masks.may_mask(reading, tensor):

@@ -77,8 +77,11 @@ class ModuleGradients:
         for slot, tensor in outputs:
             if not tensor.is_leaf:
                 tensor.register_hook(self._guarded(partial(self._gradient, call, slot)))
-            if self._maker(tensor) is None:  # a module that returns what one in it returned has not made it
+            maker = self._maker(tensor)
+            if maker is None:
                 self._made[id(tensor)] = ref(tensor), tensor._version, call, slot
+            else:  # a module that returns what one in it returned has not made it
+                maker[0].passed_on[maker[1]] = call
 
     def let_go(self) -> None:
         """Forget all calls."""
@@ -99,7 +102,8 @@ class ModuleGradients:
         if gradient is None or not self._sink.progress.observing:
             return
         reading = self._reader.read(gradient)
-        self._signs.look(call.path, f"grad {slot}", reading, gradient, step=self._sink.progress.step)
+        progress = self._sink.progress
+        self._signs.look(call.path, f"grad {slot}", reading, gradient, step=progress.step, scaled=progress.loss_scaled)
         frame = self._arrive(call, slot, gradient, reading)
         for taker, taken in call.takers.get(slot, ()):
             if taker.backward is not None:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from traindiff.errors import UnsupportedTensorError
+from traindiff.kernels.extent import extent
 from traindiff.site import ROOT
 from traindiff.watching.calls import Call
-from traindiff.watching.frames import Frame
-from traindiff.watching.reading import Reading
+from traindiff.watching.frames import Frame, printable
+from traindiff.watching.reading import Reading, only_masks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +79,11 @@ def of_input(call: Call, slot: str, reading: Reading, tensor: Tensor | None) -> 
         return Found(phase="batch", path=call.path, slot=slot, says=says, tensors=kept, frame=call.frame)
     parent = call.parent
     since = f"between {_named(call.behind)} and {_named(call.path)}" if call.behind else f"before {_named(call.path)}"
+    names = _bad_weights(parent)
+    but = f", but {_and(names)} of {_named(parent.path)} is not" if names else ""
     says = (
         f"{_site(call.path, slot)} {_is(reading)}, made by the code of {_named(parent.path)} ({parent.kind}) itself, "
-        f"{since}: what that was given, and every output before it, is finite."
+        f"{since}: what that was given, and every output before it, is finite{but}."
     )
     return Found(
         phase="forward", path=call.path, slot=slot, says=says, call=parent, arguments=parent.arguments,
@@ -92,7 +96,9 @@ def of_output(call: Call, slot: str, reading: Reading) -> Found:
     given = [line for line in call.frame.lines if line.reading is not None and not line.name.startswith("output")]
     whole = f"{_site(call.path, slot)} {_is(reading)}"
     if names := _bad_weights(call):
-        says = f"{whole}, as does {_and(names)} of {_named(call.path)}, changed outside of the optimizer."
+        by_code = all(name in dict(call.module.named_parameters(recurse=False)) for name in names)
+        changed = ", changed outside of the optimizer" if by_code else ""
+        says = f"{whole}, as does {_and(names)} of {_named(call.path)}{changed}."
     else:
         largest = ", ".join(
             f"{line.name} up to {line.reading.extent.largest:.3g}"
@@ -100,7 +106,8 @@ def of_output(call: Call, slot: str, reading: Reading) -> Found:
             if line.reading is not None and line.reading.extent is not None and line.reading.dtype.is_floating_point
         )
         sizes = f" ({largest})" if largest else ""
-        says = f"{whole}; what {call.kind} was given is finite{sizes}{_limit(reading)}."
+        hint = f' If its -inf masks something on purpose, say so: masks="{_as_mask(call.path, slot)}".'
+        says = f"{whole}; what {call.kind} was given is finite{sizes}{_limit(reading)}.{hint if reading.masks else ''}"
     return Found(
         phase="forward", path=call.path, slot=slot, says=says, call=call, arguments=call.arguments,
         random_state=call.random_state,
@@ -108,12 +115,18 @@ def of_output(call: Call, slot: str, reading: Reading) -> Found:
 
 
 def _bad_weights(call: Call) -> list[str]:
-    """Own parameters that are not finite now, whatever was read of them before."""
-    return [
-        name
-        for name, one in call.module.named_parameters(recurse=False)
-        if one.is_floating_point() and not bool(torch.isfinite(one.detach()).all())
-    ]
+    """Own parameters and buffers that are not finite now, whatever was read of them before; no masks."""
+    parameters = [name for name, one in call.module.named_parameters(recurse=False) if not _is_finite(one)]
+    buffers = call.module.named_buffers(recurse=False)
+    return parameters + [name for name, one in buffers if not _is_finite(one) and not only_masks(one)]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all is finite that a tensor holds here; what cannot be read is not held against it."""
+    try:
+        return extent(tensor).is_finite
+    except UnsupportedTensorError:
+        return True
 
 
 def of_seen_output(path: str, slot: str, reading: Reading) -> Found:
@@ -142,6 +155,7 @@ def of_loss(reading: Reading, outputs: bool) -> Found:  # noqa: FBT001
 def of_gradient(call: Call, slot: str, reading: Reading) -> Found:
     """A gradient that comes back to an output is not finite; those before it in the backward pass are."""
     takers = {taker.path: taker for taker, _ in call.takers.get(slot, ())}
+    parent = call.passed_on.get(slot, call).parent
     begins = f"The gradient that comes back to {_site(call.path, slot)} {_is(reading)}"
     blamed: Call | None = None
     if len(takers) == 1:
@@ -149,10 +163,10 @@ def of_gradient(call: Call, slot: str, reading: Reading) -> Found:
         what = f"made by the backward pass of {_named(blamed.path)} ({blamed.kind})"
     elif takers:
         what = f"the sum of what the backward passes of {_and([_named(path) for path in takers])} made"
-    elif call.parent is None:
+    elif parent is None:
         what = "made by the backward pass of the loss"
     else:
-        blamed = call.parent
+        blamed = parent
         what = (
             f"made by the backward pass of the code of {_named(blamed.path)} ({blamed.kind}) behind {_named(call.path)}"
         )
@@ -192,6 +206,15 @@ def of_step(path: str, slot: str, reading: Reading, gradient: Reading | None, te
     return Found(phase="param" if slot == "value" else "optimizer", path=path, slot=slot, says=says, tensors=tensors)
 
 
+def of_buffer(path: str, reading: Reading, *, first: bool) -> Found:
+    """A buffer has become NaN or infinite, and nothing else; or was so before the first step."""
+    when = (
+        "before it is first used" if first else "after the step, and did not before; what was computed in it is finite"
+    )
+    says = f"The buffer {path} {_is(reading)} {when}."
+    return Found(phase="param", path=path, slot="buffer", says=says)
+
+
 def of_setting(path: str, slot: str, reading: Reading) -> Found:
     """A setting of the optimizer is not finite."""
     return Found(phase="optimizer", path=path, slot=slot, says=f"The setting {slot} of {path} {_is(reading)}.")
@@ -211,12 +234,17 @@ def _is(reading: Reading) -> str:
     return "holds NaN" if reading.is_nan else "holds infinity"
 
 
-def _site(path: str, slot: str) -> str:
+def _as_mask(path: str, slot: str) -> str:
+    """What to write into `watch(masks=...)`."""
     return f"{path or ROOT} {slot}"
 
 
+def _site(path: str, slot: str) -> str:
+    return f"{_named(path)} {slot}"
+
+
 def _named(path: str | None) -> str:
-    return path or ROOT
+    return printable(path or ROOT)
 
 
 def _and(names: Sequence[str]) -> str:

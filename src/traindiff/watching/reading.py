@@ -172,9 +172,13 @@ def only_masks(tensor: Tensor) -> bool:
 
 
 def is_additive_mask(tensor: Tensor) -> bool:
-    """Whether a tensor holds nothing but 0 and -inf, or the least number of its dtype. Waits for its device."""
+    """Whether a tensor holds nothing but 0 and -inf, or the least number of its dtype. Waits for its device.
+
+    One that holds nothing but -inf masks everything: it is none.
+    """
     values = stored_values(tensor)
     if not values.dtype.is_floating_point:
         return values.dtype is torch.bool
     lowest = torch.finfo(values.dtype).min
-    return bool(((values == 0) | (values == -math.inf) | (values == lowest)).all())
+    masked = values == -math.inf
+    return bool((masked | (values == 0) | (values == lowest)).all()) and not bool(masked.all())

@@ -89,8 +89,8 @@ def _judged(native: Rerun, float32: Rerun, float64: Rerun) -> tuple[Cause, str]:
         if native.failed:
             return "not run", f"It could not be run again: {native.failed}."
         return "not reproduced", (
-            "Everything is finite when it is run again. Other random masks may be the difference, or a kernel that "
-            "sums in another order."
+            "Everything is finite when it is run again. Other random masks may be the difference, a kernel that sums "
+            "in another order, or an autograd function with a backward pass of its own, of which torch's is run here."
         )
     where = f"operator {first.position}, {first.name}{', backward' if first.backward else ''}"
     if given:

@@ -26,13 +26,17 @@ _LARGEST_BYTES = 8 << 30
 """A module whose parameters and inputs take more is not copied to be captured."""
 
 
-def save(directory: Path, found: Found, origin: Origin, frames: str) -> None:
+def save(directory: Path, found: Found, origin: Origin, frames: str) -> str:
     """Write an origin into a directory: `frames.txt`, `module.json` and `tensors.safetensors`.
+
+    Returns:
+        Why `traindiff replay` cannot run it again; empty where it can.
 
     Raises:
         OSError: It cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / "module.json").unlink(missing_ok=True)  # of an earlier run, which had other tensors
     (directory / "frames.txt").write_text(frames, encoding="utf-8")
     call, reason = _captured(found)
     kept = _at_hand(found) if call is None else {str(number): one for number, one in call.tensors.items()}
@@ -46,6 +50,7 @@ def save(directory: Path, found: Found, origin: Origin, frames: str) -> None:
         "call": None if call is None else _to_json(call),
     }  # fmt: skip
     (directory / "module.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return reason
 
 
 def load(directory: Path) -> tuple[CapturedCall, dict[str, Any]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from traindiff.errors import ConfigError, Problem, type_of
+from traindiff.settings import checked_flag
 from traindiff.watching.origin import Origin
 
 ON_DETECT = ("raise", "warn")
@@ -60,7 +61,7 @@ def watch_settings(
         output=_output(output, problems),
         masks=_masks(masks, problems),
         warn=_warn(warn, problems),
-        keep_inputs=_flag("keep_inputs", keep_inputs, problems),
+        keep_inputs=checked_flag("keep_inputs", keep_inputs, problems, where="watch({}={!r})"),
         file=_file(file, problems),
     )
     if problems:
@@ -157,18 +158,6 @@ def _warn(value: object, problems: list[Problem]) -> frozenset[str]:
         if name not in SIGNS
     ]
     return frozenset(map(str, listed))
-
-
-def _flag(name: str, value: object, problems: list[Problem]) -> bool:
-    if not isinstance(value, bool):
-        problems.append(
-            Problem(
-                where=f"watch({name}={value!r})",
-                what="must be True or False.",
-                fix=f"Write {name}=True, or leave it out.",
-            )
-        )
-    return bool(value)
 
 
 def _file(value: Any, problems: list[Problem]) -> TextIO:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from traindiff.errors import UnsupportedTensorError
-from traindiff.kernels.details import EXPONENT_FIRST, exponents
+from traindiff.kernels.elementwise import EXPONENT_FIRST, exponents
 from traindiff.kernels.extent import stored_values
 from traindiff.watching.reading import Reading
 
@@ -61,12 +61,26 @@ class Signs:
         self._first: dict[str, _Shares] = {}
         self._warned: dict[str, int] = {}
 
-    def look(self, path: str, slot: str, reading: Reading, tensor: Tensor, *, step: int) -> None:
-        """Look at an output, or a gradient. Waits for nothing."""
-        if not reading.dtype.is_floating_point:
+    def look(self, path: str, slot: str, reading: Reading, tensor: Tensor, *, step: int, scaled: bool = False) -> None:
+        """Look at an output, or a gradient. Waits for nothing.
+
+        Args:
+            path: Of the module.
+            slot: Of the tensor.
+            reading: What was read of it.
+            tensor: Itself.
+            step: Now.
+            scaled: Whether a loss scale is in it, which is raised until the tensor overflows: that it is near the end
+                of its range is no sign.
+        """
+        if not reading.dtype.is_floating_point or reading.reason:
             return
         extent = reading.extent
-        if "limit" in self._wanted and (extent is None or extent.largest > torch.finfo(reading.dtype).max / NEAR):
+        if (
+            "limit" in self._wanted
+            and not scaled
+            and (extent is None or extent.largest > torch.finfo(reading.dtype).max / NEAR)
+        ):
             self._near.append((f"{path} {slot}", reading))
         if self._samples and step % EVERY == 0 and tensor.numel():
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,11 @@ from traindiff.watching import origin
 from traindiff.watching.frames import Frame, Line
 from traindiff.watching.judging import Judging
 from traindiff.watching.origin import Found
-from traindiff.watching.reading import Reader, Reading
+from traindiff.watching.reading import Reader, Reading, version_of
+
+_LARGEST_STATISTICS = 1 << 16
+"""Elements of a buffer above which it is read again only if its version has moved: it is no normalisation's statistics,
+which are written without moving it."""
 
 Seen = tuple[str, str, Reading, Tensor | None]
 """Path and slot of a tensor, what was read of it, and itself, unless a device has yet to read it."""
@@ -50,6 +55,7 @@ class StepParts:
         self._gradients: list[Seen] = []
         self._written: list[Seen] = []
         self._of_gradients: dict[str, Reading] = {}
+        self._buffers: dict[str, tuple[int, Reading]] = {}
         self._loss_scale: Reading | None = None
         self._in_scaler = False
         self._leaves_out = False  # a scaler sees infinite gradients
@@ -58,7 +64,9 @@ class StepParts:
         """Read a tensor; it is judged together with those that are seen with it."""
         if phase == "grad" and not stage:
             self._gradients.append(_seen(path, slot, self._reader.read(tensor), tensor))
-        elif phase == "param" and slot != "buffer":
+        elif phase == "param" and slot == "buffer":
+            self._judge_buffer(path, tensor)
+        elif phase == "param":
             reading = self._reader.read_again(tensor)  # engines write without moving its version
             if slot == "value":
                 self.weights[path] = reading
@@ -118,6 +126,7 @@ class StepParts:
         """Forget all tensors."""
         self.end_step()
         self.weights.clear()
+        self._buffers.clear()
 
     def _judge_gradients(self, seen: list[Seen]) -> None:
         self._judging.drain()
@@ -129,10 +138,16 @@ class StepParts:
         for frame in frames.values():
             self._judging.consider([], lambda: None, frame=frame)
         readings = [reading for _, _, reading, _ in seen]
-        if self._in_scaler:
+        if self._in_scaler and not self._scale_is_spent:
             self._judging.consider(readings, self._note_left_out)
         else:
             self._judging.consider(readings, lambda: self._worst(seen), settles=True)
+
+    @property
+    def _scale_is_spent(self) -> bool:
+        """Whether the loss scale is known to be 1 or less: then it is not what makes gradients infinite."""
+        scale = None if self._loss_scale is None else self._loss_scale.extent
+        return scale is not None and scale.largest <= 1.0
 
     def _note_left_out(self) -> None:
         self._leaves_out = True
@@ -167,11 +182,32 @@ class StepParts:
                 return origin.of_step(path, slot, reading, self._of_gradients.get(path), tensors)
         return None
 
+    def _judge_buffer(self, path: str, tensor: Tensor) -> None:
+        """A buffer may hold what it likes (masks, ranges yet to be measured), but not become NaN.
+
+        The statistics of a normalisation may not be infinite either.
+        """
+        version, before = self._buffers.get(path, (-1, None))
+        if version == version_of(tensor) >= 0 and tensor.numel() > _LARGEST_STATISTICS:
+            return
+        reading = self._reader.read_again(tensor)
+        self._buffers[path] = version_of(tensor), reading
+        self._judging.consider([reading], partial(_of_buffer, path, reading, before))
+
     def _begin_scaler(self, _: Optimizer) -> None:
         self._in_scaler = self.progress.loss_scaled
 
     def _end_scaler(self, _: Optimizer) -> None:
         self._in_scaler = False
+
+
+def _of_buffer(path: str, reading: Reading, before: Reading | None) -> Found | None:
+    measured = path.rpartition(".")[2] in ("running_mean", "running_var")
+    if before is None:
+        return origin.of_buffer(path, reading, first=True) if measured else None
+    if before.is_non_finite or not (measured or reading.is_nan):
+        return None
+    return origin.of_buffer(path, reading, first=False)
 
 
 def _seen(path: str, slot: str, reading: Reading, tensor: Tensor) -> Seen:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import nn
 
 from traindiff.errors import ConfigError, NonFiniteError, Problem, StoppedError, TraindiffWarning
+from traindiff.sessions.at_exit import close_at_exit
 from traindiff.sessions.attachment import Attachment
 from traindiff.sessions.containment import Containment
+from traindiff.sessions.process_rank import rank_and_world_size
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.taps.loss_scaler import tap_loss_scaler
@@ -27,6 +28,7 @@ from traindiff.taps.progress import Progress
 from traindiff.watching.journal import Journal
 from traindiff.watching.judging import Judging, Moment
 from traindiff.watching.masks import Masks
+from traindiff.watching.module_calls import TAP as CALLS
 from traindiff.watching.module_calls import ModuleCalls
 from traindiff.watching.origin import Found, Origin
 from traindiff.watching.reading import Reader
@@ -34,16 +36,16 @@ from traindiff.watching.saving import save
 from traindiff.watching.settings import WatchSettings
 from traindiff.watching.signs import Signs
 from traindiff.watching.step_parts import StepParts
+from traindiff.watching.unseen import unseen
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that are watched now: one watch is enough for each."""
 
 _logger = logging.getLogger("traindiff")
 
-_NO_CALLS = (
-    "watch(...): the optimizer stepped in step {step}, but no module of the model was seen to be called in it: "
-    "the watch was taken off the modules, or the training calls another one than was given. Gradients and parameters "
-    "are still watched. Give watch() the module that the training calls, after all else that changes its modules."
+_FAILED = (
+    "A part of watch(...) ({tap}) failed and watches nothing more: {says}. The training is not affected. What it has "
+    "watched until now was finite; nothing is known of what it would watch from here on."
 )
 
 
@@ -74,11 +76,16 @@ class Watcher:
         self._settings = settings
         self._is_quiet = False
         self._has_warned = False
-        self._rank = _rank()
+        self._is_mute = False
+        rank, world_size = rank_and_world_size()
+        self._rank = rank if world_size > 1 else None
         self._reader = reader or Reader()
         self._progress = Progress(optimizer=targets.primary)
-        containment = Containment(strict=False, report=lambda *_: None, passes=(NonFiniteError, StoppedError))
-        self._journal = Journal(size=settings.frames, traced=settings.trace, file=settings.file)
+        self._raised: Exception | None = None  # by the user's function
+        self._containment = containment = Containment(
+            strict=False, report=lambda *_: None, passes=self._is_meant, failed=_FAILED
+        )
+        self._journal = Journal(size=settings.frames, traced=settings.trace, write=self._print)
         self._judging = Judging(journal=self._journal, progress=self._progress, on_found=self._detect)
         self._parts = StepParts(
             progress=self._progress, containment=containment, reader=self._reader, judging=self._judging
@@ -93,7 +100,7 @@ class Watcher:
         with ExitStack() as undo:
             self._attachment = Attachment(
                 targets, observed, self._parts, replica=None, before_every_step=False, on_step=self._end_step,
-                on_discovery=lambda: None, on_schedule=lambda *_: None,
+                on_discovery=lambda: None, on_schedule=lambda *_: None, containment=containment,
             )  # fmt: skip
             undo.callback(self._attachment.close)
             undo.enter_context(self._calls.attach())
@@ -101,7 +108,7 @@ class Watcher:
             for root in targets.roots:
                 _watched.add(root)
                 undo.callback(_watched.discard, root)
-            undo.callback(atexit.unregister, _close_at_exit(self))
+            undo.callback(atexit.unregister, close_at_exit(self))
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -149,6 +156,7 @@ class Watcher:
         self._parts.let_go()
         self._signs.let_go()
         self._reader.forget()
+        self._raised = None
 
     def _end_step(self, name: str) -> None:
         """A step of an optimizer has ended."""
@@ -156,13 +164,13 @@ class Watcher:
         if not primary:
             self._progress.end_step(name, observing=True)
             return
-        missing = not self._calls.num_calls and not self._has_warned and self._calls.is_blind
+        missing = "" if self._has_warned or self._containment.is_disabled(CALLS) else unseen(self._calls, step)
         try:
             self._reader.end_step()
             self._judging.drain()
         finally:
             self._parts.end_step()
-            self._signs.end_step(step)
+            self._containment.run("signs", partial(self._signs.end_step, step), always=False)
             self._calls.end_step()
             self._reader.forget()
             self._journal.end_step(step)
@@ -171,7 +179,7 @@ class Watcher:
             self._progress.end_step(name, observing=True)
         if missing:
             self._has_warned = True
-            self._warn(_NO_CALLS.format(step=step))
+            self._warn(missing)
         if self._settings.abort_after is not None and step >= self._settings.abort_after:
             raise StoppedError(f"watch(abort_after={self._settings.abort_after}): step {step} has ended.")
 
@@ -189,16 +197,28 @@ class Watcher:
         )  # fmt: skip
         report = "\n".join(self._report(origin, moment))
         self._print(f"\n{report}")
-        origin = replace(origin, saved=self._save(found, origin, report))
+        saved, where = self._save(found, origin, report)
+        origin = replace(origin, saved=saved)
         self.origins.append(origin)
         if callable(self._settings.on_detect):
-            self._settings.on_detect(origin)
+            self._tell(self._settings.on_detect, origin)
             return
-        where = f"traindiff replay {origin.saved} runs it again." if origin.saved else ""
         message = f"Detected inf/nan during {moment}. {says} {where}".rstrip()
         if self._settings.on_detect == "raise":
             raise NonFiniteError(message)
         self._warn(message)
+
+    def _tell(self, function: Callable[[Origin], object], origin: Origin) -> None:
+        """Call the user's function; what it raises is meant for the training."""
+        try:
+            function(origin)
+        except Exception as error:
+            self._raised = error
+            raise
+
+    def _is_meant(self, error: Exception) -> bool:
+        """Whether an error in a hook is meant for the training."""
+        return isinstance(error, (NonFiniteError, StoppedError)) or error is self._raised
 
     def _report(self, origin: Origin, moment: Moment) -> list[str]:
         lines = [f"Detected inf/nan during {moment}", *self._journal.lines(), "", origin.says]
@@ -209,16 +229,20 @@ class Watcher:
             )
         return lines
 
-    def _save(self, found: Found, origin: Origin, report: str) -> str | None:
+    def _save(self, found: Found, origin: Origin, report: str) -> tuple[str | None, str]:
+        """Save an origin; gives the directory, and what to say of it."""
         if self._settings.output is None:
-            return None
+            return None, ""
         place = Path(self._settings.output) / f"rank-{origin.rank:05d}-step-{origin.step:06d}-{len(self.origins)}"
         try:
-            save(place, found, origin, report)
-        except OSError as error:
-            self._warn(f"watch(output={self._settings.output!r}): the tensors could not be saved: {error}")
-            return None
-        return str(place)
+            reason = save(place, found, origin, report)
+        except Exception as error:  # noqa: BLE001  whatever it is, what was found must be said
+            says = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self._warn(f"watch(output={self._settings.output!r}): the tensors could not be saved: {says}")
+            return None, ""
+        if reason:
+            return str(place), f"{place} holds what is known of it; it cannot be run again: {reason}."
+        return str(place), f"traindiff replay {place} runs it again."
 
     def _show_after(self, error: BaseException) -> None:
         """The training has raised an error of its own: what came before it may say why."""
@@ -238,24 +262,10 @@ class Watcher:
             _logger.warning("%s", warning)
 
     def _print(self, text: str) -> None:
-        self._settings.file.write(f"{text}\n")
-        self._settings.file.flush()
-
-
-def _close_at_exit(watcher: Watcher) -> Callable[[], None]:
-    """Close the watch when the interpreter exits, without keeping it alive until then."""
-    reference = weakref.ref(watcher)
-
-    def close() -> None:
-        if (still_there := reference()) is not None:
-            still_there.close()
-
-    atexit.register(close)
-    return close
-
-
-def _rank() -> int | None:
-    """This process's rank; None where it is alone."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank() if torch.distributed.get_world_size() > 1 else None
-    return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ else None
+        try:
+            self._settings.file.write(f"{text}\n")
+            self._settings.file.flush()
+        except (OSError, ValueError) as error:  # full, closed, or of an encoding that lacks a letter
+            if not self._is_mute:
+                self._is_mute = True
+                self._warn(f"watch(file=...): frames could not be printed: {error}")
