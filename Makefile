@@ -5,14 +5,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 LIGHT := .venv-no-torch
 MUTATION := .venv-mutation
+MINDSPORE := .venv-mindspore
+ORTMODULE := .venv-ortmodule
 
-.PHONY: help demo test test-deepspeed test-browser lint format unit no-torch bench faults mutation clean
+.PHONY: help demo test test-deepspeed test-browser test-integrations test-mindspore mindspore-where-it-is test-ortmodule lint \
+	format unit no-torch bench faults mutation clean
 
 help:
 	@echo "make demo      train a small GPT three times, record it, name the first divergence"
 	@echo "make test      lint, types, every test, and the analysis half without torch"
 	@echo "make test-deepspeed   all tests under DeepSpeed; compiles its optimizers (minutes)"
 	@echo "make test-browser   reports in Chromium, as PNG, and for TensorBoard and Weights & Biases"
+	@echo "make test-integrations   trainers of transformers and Lightning, and Accelerate, on the CPU"
+	@echo "make test-mindspore   all tests under MindSpore, in an environment of its own (1.5 GB; make test runs them once it is there)"
+	@echo "make test-ortmodule   a training under ORTModule beside one of PyTorch; compiles its extensions (minutes, 1.5 GB)"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    ruff format"
 	@echo "make bench     measure what recording costs (minutes)"
@@ -29,6 +35,11 @@ $(LIGHT)/ready: pyproject.toml constraints.txt
 	$(LIGHT)/bin/python -m pip install --quiet --constraint constraints.txt --editable . pytest pytest-timeout
 	touch $@
 
+$(MINDSPORE)/ready: pyproject.toml
+	$(PYTHON) -m venv $(MINDSPORE)
+	$(MINDSPORE)/bin/python -m pip install --quiet --editable '.[mindspore]' mindspore==2.10.0 pytest pytest-timeout pytest-xdist
+	touch $@
+
 # What tests need is imported from the other environment, which the tool does not enter.
 $(MUTATION)/ready: $(VENV)/ready
 	$(PYTHON) -m venv $(MUTATION)
@@ -40,7 +51,7 @@ $(MUTATION)/ready: $(VENV)/ready
 demo: $(VENV)/ready
 	$(BIN)/traindiff demo
 
-test: lint unit no-torch
+test: lint unit no-torch mindspore-where-it-is
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -65,9 +76,31 @@ $(VENV)/browser-ready: $(VENV)/ready
 test-browser: $(VENV)/browser-ready
 	$(BIN)/pytest -n 2 tests/browser tests/report tests/viewer
 
+# ORTModule runs on the CPU with Debian 12's torch 1.13 alone; where that cannot be had, this says why.
+test-ortmodule: $(VENV)/ready
+	@reason=$$(tests/ortmodule/make_environment.sh $(ORTMODULE) 2>&1 | tail -n 1); \
+	if [ -e $(ORTMODULE)/ready ]; then $(BIN)/pytest tests/ortmodule; else echo "skipped: tests/ortmodule: $$reason"; fi
+
+$(VENV)/integrations-ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[integrations]'
+	touch $@
+
+test-integrations: $(VENV)/integrations-ready
+	$(BIN)/pytest -n 2 tests/integrations tests/compat
+
 no-torch: $(LIGHT)/ready
 	! $(LIGHT)/bin/python -c "import torch" 2>/dev/null
 	$(LIGHT)/bin/python -m pytest tests/no_torch
+
+# In an environment without torch; the trainings that it is compared with run in the other one.
+test-mindspore: $(MINDSPORE)/ready $(VENV)/ready
+	! $(MINDSPORE)/bin/python -c "import torch" 2>/dev/null
+	OMP_NUM_THREADS=1 TRAINDIFF_TORCH_PYTHON=$(CURDIR)/$(BIN)/python \
+		$(MINDSPORE)/bin/python -m pytest -n 2 tests/mindspore
+
+mindspore-where-it-is:
+	@if [ -e $(MINDSPORE)/ready ]; then $(MAKE) test-mindspore; \
+	else echo "skipped: tests/mindspore, $(MINDSPORE) is not there (make test-mindspore makes it)"; fi
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/overhead.py
@@ -79,4 +112,4 @@ mutation: $(MUTATION)/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(MUTATION)/bin/python -m benchmarks.mutation
 
 clean:
-	rm -rf $(VENV) $(LIGHT) $(MUTATION) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LIGHT) $(MUTATION) $(MINDSPORE) $(ORTMODULE) .pytest_cache .mypy_cache .ruff_cache .hypothesis

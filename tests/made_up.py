@@ -128,7 +128,7 @@ def record(
     """Write what one rank records; `edit` changes the sites of each step before it is written."""
     settings = {"observe": list(PHASES), "ranks": None, "steps": None, "every": 1, "evaluation": False}
     about = {"world_size": 1, "mesh": None, "settings": {**settings, **(recorded or {})}}
-    about = {**about, **(run or {})}
+    about = {**about, **(run or {}), "environment": {"machine": "made up", **(run or {}).get("environment", {})}}
     writer = RecordingWriter(str(path), run=about, rank=rank, world_size=about["world_size"])
     writer.write_rank(content)
     for step in range(steps) if isinstance(steps, int) else steps:

@@ -15,9 +15,11 @@ SOURCE = Path(__file__).parents[1] / "src" / "traindiff"
 VOCABULARY = frozenset(
     {
         "_version",
+        "bounds",
         "declared_shard",
         "detail",
         "errors",
+        "framework",
         "observation",
         "region",
         "replica_setting",
@@ -42,17 +44,35 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "merging": frozenset({"findings", "recording", "vocabulary"}),
     "alignment": frozenset({"merging", "findings", "recording", "vocabulary"}),
     "floors": frozenset({"alignment", "merging", "findings", "recording", "vocabulary"}),
+    "directions": frozenset({"merging", "recording", "vocabulary"}),
     "rules": frozenset({"merging", "findings", "recording", "vocabulary"}),
-    "comparison": frozenset({"floors", "rules", "alignment", "merging", "findings", "recording", "vocabulary"}),
+    "comparison": frozenset(
+        {"floors", "directions", "rules", "alignment", "merging", "findings", "recording", "vocabulary"}
+    ),
     "health": frozenset({"rules", "merging", "findings", "recording", "vocabulary"}),
-    "report": frozenset({"health", "comparison", "merging", "findings", "recording", "vocabulary"}),
-    "viewer": frozenset({"report", "health", "comparison", "recording", "vocabulary"}),
+    "report": frozenset({"comparison", "directions", "findings", "health", "merging", "recording", "vocabulary"}),
+    "viewer": frozenset({"comparison", "health", "recording", "report", "vocabulary"}),
     "engines": frozenset({"taps", "kernels", "vocabulary"}),
-    "interop": frozenset({"recording", "vocabulary"}),
+    "interop": frozenset({"directions", "kernels", "merging", "recording", "vocabulary"}),
     "launching": frozenset({"vocabulary"}),
     "sessions": frozenset({"launching", "engines", "replicas", "taps", "kernels", "recording", "vocabulary"}),
     "watching": frozenset({"sessions", "engines", "taps", "kernels", "vocabulary"}),
-    "compat": frozenset({"watching", "kernels", "vocabulary"}),
+    "compat": frozenset(
+        {
+            "watching",
+            "interop",
+            "mindspore",
+            "sessions",
+            "taps",
+            "kernels",
+            "report",
+            "directions",
+            "findings",
+            "recording",
+            "vocabulary",
+        }
+    ),
+    "mindspore": frozenset({"sessions", "taps", "kernels", "recording", "vocabulary"}),
     "recipes": frozenset(
         {
             "setups",
@@ -69,6 +89,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         }
     ),
     "setups": frozenset({"sessions", "engines", "vocabulary"}),
+    "running": frozenset({"sessions", "taps", "vocabulary"}),
+    "integrations": frozenset({"sessions", "vocabulary"}),
     "testing": frozenset({"recipes", "sessions", "comparison", "recording", "vocabulary"}),
     "lockstep": frozenset(
         {
@@ -93,6 +115,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         {
             "demo",
             "doctor",
+            "running",
             "recipes",
             "setups",
             "launching",
@@ -115,6 +138,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 WITHOUT_TORCH = (
     "vocabulary", "recording", "findings", "merging", "alignment", "floors", "rules", "comparison", "health", "report",
     "viewer",
+    "vocabulary", "recording", "findings", "merging", "alignment", "directions", "floors", "rules", "comparison",
+    "health", "report", "interop",
 )  # fmt: skip
 
 
@@ -158,10 +183,10 @@ def test_imports_point_down(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in FILES if file_layer(path) in WITHOUT_TORCH],
+    [path for path in FILES if file_layer(path) in (*WITHOUT_TORCH, "mindspore")],
     ids=lambda path: str(path.relative_to(SOURCE)),
 )
-def test_the_analysis_half_never_imports_torch(path: Path) -> None:
+def test_the_analysis_half_and_other_frameworks_never_import_torch(path: Path) -> None:
     assert not [module for module in imported_modules(path) if module.partition(".")[0] == "torch"]
 
 
@@ -170,13 +195,23 @@ PACKAGES = [
     *(f"traindiff.{name}" for name in sorted(VOCABULARY)),
     *(f"traindiff.{name}" for name in (*WITHOUT_TORCH[1:], "cli") if (SOURCE / name / "__init__.py").exists()),
     "traindiff.kernels",
+    "traindiff.mindspore",
     "traindiff.taps.inspect",
+    *sorted(
+        {
+            module
+            for path in FILES
+            if file_layer(path) == "mindspore"
+            for module in imported_modules(path)
+            if module.startswith(("traindiff.kernels.", "traindiff.sessions.", "traindiff.taps."))
+        }
+    ),
 ]
 
 
 @pytest.mark.parametrize("module", PACKAGES)
 def test_importing_what_needs_no_torch_imports_no_torch(module: str) -> None:
-    code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'mindspore' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
@@ -196,4 +231,22 @@ traindiff.open_recording, traindiff.inspect
 
     assert result.stdout == (
         "traindiff.record needs torch, which is not installed. Install it with: pip install 'traindiff[torch]'\n"
+    )
+
+
+def test_without_mindspore_recording_one_of_its_trainings_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["mindspore"] = None  # as if it were not installed
+import traindiff.mindspore
+try:
+    traindiff.mindspore.record
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], timeout=120, check=True, capture_output=True, text=True)
+
+    assert result.stdout == (
+        "traindiff.mindspore.record needs mindspore, which is not installed. "
+        "Install it with: pip install 'traindiff[mindspore]'\n"
     )

@@ -9,7 +9,7 @@ import pytest
 
 from traindiff.declared_shard import shard
 from traindiff.errors import ConfigError
-from traindiff.settings import RecordSettings, record_settings
+from traindiff.settings import RecordSettings, check_names, record_settings
 from traindiff.site import PHASES
 from traindiff.tap_registry import OBSERVABLE
 
@@ -72,8 +72,8 @@ def test_settings_are_written_as_json_in_one_order() -> None:
 
     assert json.loads(json.dumps(chosen.to_json())) == {
         "observe": ["batch", "param"], "select": ["*"], "detail": ["summary"], "steps": "0-3", "ranks": [0],
-        "every": 2, "batch_axis": {"a": None}, "evaluation": False, "replica": None,
-        "sample_order": "blocks", "shards": ['shard("*.core", dim=1, axis="tp")'],
+        "bounds": [], "every": 2, "batch_axis": {"a": None}, "evaluation": False, "replica": None,
+        "sample_order": "blocks", "shards": ['shard("*.core", dim=1, axis="tp")'], "operators": [],
     }  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_every_problem_is_listed_at_once_with_near_misses() -> None:
         "\n"
         "  record(detail=...)\n"
         '    "sumary" is not a detail.\n'
-        '    Did you mean "summary"? Known: exponents, signs, summary, tensors.\n'
+        '    Did you mean "summary"? Known: exponents, md5, signs, summary, tensors.\n'
         "\n"
         "  record(steps=...)\n"
         "    the range '9-1' ends before it begins.\n"
@@ -158,3 +158,10 @@ def test_each_wrong_setting_is_one_problem_that_names_it(changes: dict[str, Any]
 def test_flags_are_true_or_false() -> None:
     assert "record(evaluation='yes')\n    must be True or False." in problems_of(evaluation="yes")
     assert "record(strict=1)" in problems_of(strict=1)
+
+
+def test_who_writes_start_step_and_end_step_is_told_what_says_the_same() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_names(["start_step", "end_step"], known=["steps", "every"])
+
+    assert str(caught.value).count("steps=range(10, 20), which ends before 20") == 2

@@ -82,3 +82,10 @@ def test_what_is_no_step_is_a_problem_that_says_what_to_write(value: Any, what: 
         what=what,
         fix='Write steps like "0-9,20,30-", counted from 0, or leave it out for all of them.',
     )
+
+
+def test_a_range_is_not_walked_through() -> None:
+    chosen = parse_steps(range(5, 2**62), where="record(steps=...)")
+
+    assert isinstance(chosen, StepSelection)
+    assert (chosen.ranges, 4 in chosen, 5 in chosen) == (((5, 2**62 - 1),), False, True)

@@ -11,19 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import traindiff
-from traindiff.cli import (  # noqa: F401  each registers its command
-    check,
-    compare,
-    demo,
-    doctor,
-    export,
-    replay,
-    report,
-    show,
-    verify,
-    view,
-)  # fmt: skip
-from traindiff.cli.app import app
+from traindiff.cli.commands import app
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -58,8 +46,8 @@ def texts() -> dict[str, str]:
     commands = sorted(
         command.name or command.callback.__name__ for command in app.registered_commands if command.callback
     )
-    run = CliRunner()
-    found = {f"traindiff {name} --help": run.invoke(app, [name, "--help"]).stdout for name in commands}
+    runner = CliRunner()
+    found = {f"traindiff {name} --help": runner.invoke(app, [name, "--help"]).stdout for name in commands}
     found |= {document.name: prose(document.read_text(encoding="utf-8")) for document in DOCUMENTS}
     found["messages"] = (ROOT / "tests" / "messages" / "messages.txt").read_text(encoding="utf-8")
     for name in traindiff.__all__:

@@ -28,6 +28,7 @@ Judging recordings, which needs no torch:
 Running trainings and judging them, which needs torch:
 
     verify          Run two trainings, compare them, and pin the fault down: a `Verification`.
+    investigate     Ask everything of two trainings, stage by stage, down to the operator: an `Investigation`.
     calibrate       Run one training, and the runs from which its noise is measured.
     Lockstep        Train two engines side by side and compare them step by step: a `Comparison`.
     Setup           Under which engine, in which dtype, ... a training is run.
@@ -55,6 +56,7 @@ no framework.
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -79,9 +81,11 @@ from traindiff.errors import (
 
 if TYPE_CHECKING:
     from traindiff.comparison import Comparison, Verification, compare
+    from traindiff.comparison.investigation import Investigation
     from traindiff.findings import Finding
     from traindiff.health import Verdict, check
     from traindiff.lockstep.lockstep import Lockstep
+    from traindiff.recipes.investigate import investigate
     from traindiff.recipes.recipe import Recipe
     from traindiff.recipes.verify import calibrate, verify
     from traindiff.recording import Recording, open_recording
@@ -97,6 +101,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Comparison": "traindiff.comparison",
     "Finding": "traindiff.comparison",
+    "Investigation": "traindiff.comparison.investigation",
     "Lockstep": "traindiff.lockstep.lockstep",
     "Origin": "traindiff.watching.origin",
     "Recipe": "traindiff.recipes.recipe",
@@ -111,11 +116,13 @@ _LAZY = {
     "check": "traindiff.health",
     "compare": "traindiff.comparison",
     "inspect": "traindiff.taps.inspect",
+    "investigate": "traindiff.recipes.investigate",
     "open_recording": "traindiff.recording",
     "record": "traindiff.sessions.record",
     "verify": "traindiff.recipes.verify",
     "watch": "traindiff.watching.watch",
 }
+_OLDEST_TORCH = (2, 4)
 _NEEDS_TORCH = ("traindiff.sessions", "traindiff.lockstep", "traindiff.watching")
 
 __all__ = [
@@ -124,6 +131,7 @@ __all__ = [
     "CorruptRecordingError",
     "Finding",
     "FormatVersionError",
+    "Investigation",
     "Lockstep",
     "LockstepError",
     "MixedRecordingError",
@@ -149,6 +157,7 @@ __all__ = [
     "check",
     "compare",
     "inspect",
+    "investigate",
     "open_recording",
     "record",
     "shard",
@@ -161,6 +170,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'traindiff' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     module = _LAZY[name]
+    if module.startswith(_NEEDS_TORCH):
+        _check_torch(name)
     try:
         found = getattr(import_module(module), name)
     except ModuleNotFoundError as error:
@@ -173,6 +184,26 @@ def __getattr__(name: str) -> Any:
         raise
     globals()[name] = found
     return found
+
+
+def _check_torch(name: str) -> None:
+    """Refuse a torch that is too old, before anything fails in the middle of it."""
+    try:
+        from torch import __version__ as found
+    except ModuleNotFoundError:
+        return  # said where it is needed
+    from traindiff.errors import Problem
+
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers and (int(numbers[1]), int(numbers[2])) < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        problem = Problem(
+            where=f"traindiff.{name}",
+            what=f"needs torch {oldest} or later to observe with; this is torch {found}.",
+            fix=f"Install torch {oldest} or later, or record activations and their gradients with "
+            "traindiff.compat.onnxruntime.StatisticsSubscriber (docs/activations.md), which works from torch 1.13 on.",
+        )
+        raise ConfigError("traindiff", [problem], consequence="nothing was attached to the model")
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-DETAILS = ("summary", "exponents", "signs", "tensors")
+DETAILS = ("summary", "exponents", "signs", "md5", "tensors")
 """Parts that can be recorded; `summary` always is."""
 
 
@@ -32,8 +32,8 @@ class Detail:
     """The optional parts of one observation.
 
     Attributes:
-        exponents: Histogram of binary exponents; see `traindiff.kernels.details.exponents`.
-        tensors: What goes into a file of its own: `value`, or `positive` and `signless`.
+        exponents: Histogram of binary exponents; see `traindiff.kernels.elementwise.exponents`.
+        tensors: What goes into a file of its own: `value`; `positive`, `signless` and `nan`; `intervals`; `md5`.
     """
 
     exponents: NDArray[np.int64] | None = None

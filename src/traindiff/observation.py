@@ -48,6 +48,15 @@ SKIPPED = "skipped"
 RECOMPUTED = "recomputed"
 """Stage of what activation checkpointing computes a second time."""
 
+OPERATOR = "operator"
+"""Stage of what one operator was given and returned, inside a module that was zoomed into; its path is
+`MODULE/OPERATOR[N]`."""
+
+RECOMPUTED_OPERATOR = "operator recomputed"
+"""The same of an operator that activation checkpointing runs a second time."""
+
+OPERATOR_STAGES = frozenset({OPERATOR, RECOMPUTED_OPERATOR})
+
 BOUNDARY = "boundary"
 """Stage of what one stage of a pipeline hands to the next: no site of the whole model."""
 
@@ -72,7 +81,8 @@ class Observation:
             (gradients between the backward pass and the optimizer), `before` (parameter before the step),
             `recomputed` (forward pass repeated by activation checkpointing), `sample` (one sample of a
             batch), `evaluation` (forward pass without gradients), `boundary` (handed from one stage of a
-            pipeline to the next), `after`, or empty.
+            pipeline to the next), `after`, `operator` and `operator recomputed` (one operator inside a module), or
+            empty.
         path: Canonical dotted path of the module or parameter.
         slot: Which tensor of it: `output[0]`, `grad`, `exp_avg`.
         call: How often this module had been called before in this micro-step.

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
+from traindiff.bounds import checked_bounds
 from traindiff.declared_shard import DeclaredShard, checked_shards
 from traindiff.detail import DETAILS
 from traindiff.errors import ConfigError, Problem
@@ -19,23 +20,33 @@ SampleOrder = Literal["blocks", "interleaved"]
 
 SAMPLE_ORDERS: tuple[SampleOrder, ...] = ("blocks", "interleaved")
 
+_STEPS = 'Write steps="10-19", or steps=range(10, 20), which ends before 20; steps="10-" has no end.'
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSettings:
-    """Checked settings of a recording; see `traindiff.record` for what they mean."""
+    """Checked settings of a recording; see `traindiff.record` for what they mean.
+
+    Of no meaning there is `counts_skipped`: whether what a loss scaler leaves out is a step like any other. If not,
+    nothing of it is recorded.
+    """
 
     observe: frozenset[str]
     select: tuple[str, ...]
     detail: frozenset[str]
+    bounds: tuple[float, ...]
     steps: StepSelection
     ranks: tuple[int, ...] | None
     every: int
     batch_axis: Mapping[str, int | None]
     sample_order: SampleOrder
     shards: tuple[DeclaredShard, ...]
+    operators: tuple[str, ...]
     evaluation: bool
     strict: bool
+    run_on_cpu: bool
     replica: ReplicaSetting | None
+    counts_skipped: bool = True
 
     def records(self, step: int) -> bool:
         """Whether this step is recorded."""
@@ -47,12 +58,14 @@ class RecordSettings:
             "observe": [name for name in OBSERVABLE if name in self.observe],
             "select": list(self.select),
             "detail": [name for name in DETAILS if name in self.detail],
+            "bounds": list(self.bounds),
             "steps": self.steps.text or None,
             "ranks": None if self.ranks is None else list(self.ranks),
             "every": self.every,
             "batch_axis": dict(self.batch_axis),
             "sample_order": self.sample_order,
             "shards": [str(one) for one in self.shards],
+            "operators": list(self.operators),
             "evaluation": self.evaluation,
             "replica": None if self.replica is None else str(self.replica),
         }
@@ -72,6 +85,9 @@ def record_settings(
     strict: bool,
     replica: object,
     shards: object = (),
+    bounds: object = (),
+    run_on_cpu: bool = False,
+    operators: object = None,
 ) -> RecordSettings:
     """Check the settings of `traindiff.record`.
 
@@ -79,23 +95,44 @@ def record_settings(
         ConfigError: Lists everything that is wrong with them.
     """
     problems: list[Problem] = []
+    observed = _observe(observe, problems)
+    if operators is not None:
+        observed |= {"operators"}
     settings = RecordSettings(
-        observe=_observe(observe, problems),
+        observe=observed,
         select=_select(select, problems),
         detail=_detail(detail, problems),
+        bounds=checked_bounds(bounds, problems, where="record(bounds={!r})"),
         steps=_steps(steps, problems),
         ranks=_ranks(ranks, problems),
         every=_every(every, problems),
         batch_axis=_batch_axis(batch_axis, problems),
         sample_order=_sample_order(sample_order, problems),
         shards=checked_shards(shards, problems),
-        evaluation=_flag("evaluation", evaluation, problems),
-        strict=_flag("strict", strict, problems),
+        operators=_operators("*" if operators is None else operators, problems) if "operators" in observed else (),
+        evaluation=checked_flag("evaluation", evaluation, problems),
+        strict=checked_flag("strict", strict, problems),
+        run_on_cpu=checked_flag("run_on_cpu", run_on_cpu, problems),
         replica=checked_replica(replica, ranks=ranks, problems=problems),
     )
     if problems:
         raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
     return settings
+
+
+def checked_flag(name: str, value: object, problems: list[Problem], *, where: str = "record({}={!r})") -> bool:
+    """A setting that is on or off; extends `problems` where it is neither.
+
+    Args:
+        name: Its name.
+        value: What the user wrote.
+        problems: Extended by what is wrong.
+        where: Where the user wrote it; `{}` is the name and `{!r}` the value.
+    """
+    if not isinstance(value, bool):
+        fix = f"Write {name}=True, or leave it out."
+        problems.append(Problem(where=where.format(name, value), what="must be True or False.", fix=fix))
+    return bool(value)
 
 
 def check_names(unknown: Collection[str], *, known: Collection[str], where: str = "record({}=...)") -> None:
@@ -110,7 +147,10 @@ def check_names(unknown: Collection[str], *, known: Collection[str], where: str 
         ConfigError: There is one.
     """
     problems = [
-        Problem.unknown_name(where=where.format(name), kind="a setting", found=name, known=known) for name in unknown
+        Problem(where=where.format(name), what=f'"{name}" is not a setting.', fix=_STEPS)
+        if name in ("start_step", "end_step")
+        else Problem.unknown_name(where=where.format(name), kind="a setting", found=name, known=known)
+        for name in unknown
     ]
     if problems:
         source = f"{where.partition('(')[0]}(...)"
@@ -124,7 +164,7 @@ def recording_path(value: object) -> str:
         ConfigError: It is no path.
     """
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
-    if isinstance(text, str) and text:
+    if isinstance(text, str) and text and "\0" not in text:
         return text
     problem = Problem(
         where=f"record(path={value!r})", what="is not a path.", fix='Write the directory to make, e.g. "runs/baseline".'
@@ -157,6 +197,19 @@ def _select(value: object, problems: list[Problem]) -> tuple[str, ...]:
                 where=f"record(select={value!r})",
                 what="must be a pattern over paths of modules and parameters, or a list of them.",
                 fix='Write select="encoder.*", or leave it out to record everything.',
+            )
+        )
+    return tuple(map(str, patterns))
+
+
+def _operators(value: object, problems: list[Problem]) -> tuple[str, ...]:
+    patterns = _listed(value)
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        problems.append(
+            Problem(
+                where=f"record(operators={value!r})",
+                what="must be a pattern over paths of modules, or a list of them.",
+                fix='Write operators="encoder.layers.3", or leave it out to record no operators.',
             )
         )
     return tuple(map(str, patterns))
@@ -233,18 +286,6 @@ def _sample_order(value: str, problems: list[Problem]) -> SampleOrder:
         Problem.unknown_name(where=where, kind="an order of samples", found=str(value), known=SAMPLE_ORDERS)
     )
     return "blocks"
-
-
-def _flag(name: str, value: object, problems: list[Problem]) -> bool:
-    if not isinstance(value, bool):
-        problems.append(
-            Problem(
-                where=f"record({name}={value!r})",
-                what="must be True or False.",
-                fix=f"Write {name}=True, or leave it out.",
-            )
-        )
-    return bool(value)
 
 
 def _listed(value: object) -> list[Any]:

@@ -34,20 +34,11 @@ def parse_steps(value: str | int | Iterable[int] | None, *, where: str) -> StepS
     """
     if value is None:
         return ALL_STEPS
-    if isinstance(value, int):
-        value = str(value)
-    if not isinstance(value, str):
-        try:
-            numbers = list(value)
-        except TypeError:
-            return _problem(where, f"{value!r} is not a step or a range of steps.")
-        if not all(isinstance(number, int) and number >= 0 for number in numbers):
-            return _problem(where, f"{numbers!r} has entries that are not whole numbers from 0 up.")
-        if not numbers:
-            return _problem(where, "names no step at all.")
-        value = ",".join(str(number) for number in sorted(set(numbers)))
+    text = value if isinstance(value, str) else _listed(value, where)
+    if isinstance(text, Problem):
+        return text
     ranges: list[tuple[int, int | None]] = []
-    for part in value.split(","):
+    for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if not match:
             return _problem(where, f"{part!r} is not a step or a range of steps.")
@@ -56,7 +47,24 @@ def parse_steps(value: str | int | Iterable[int] | None, *, where: str) -> StepS
         if last is not None and last < first:
             return _problem(where, f"the range {part.strip()!r} ends before it begins.")
         ranges.append((first, last))
-    return StepSelection(ranges=tuple(ranges), text=value)
+    return StepSelection(ranges=tuple(ranges), text=text)
+
+
+def _listed(value: int | Iterable[int], where: str) -> str | Problem:
+    """Numbers of steps as text."""
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, range) and value.step == 1 and len(value) and value.start >= 0:
+        return f"{value.start}-{value.stop - 1}"  # which may be far away
+    try:
+        numbers = list(value)
+    except TypeError:
+        return _problem(where, f"{value!r} is not a step or a range of steps.")
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        return _problem(where, f"{numbers!r} has entries that are not whole numbers from 0 up.")
+    if not numbers:
+        return _problem(where, "names no step at all.")
+    return ",".join(str(number) for number in sorted(set(numbers)))
 
 
 def _problem(where: str, what: str) -> Problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from traindiff.observation import SAMPLE
+from traindiff.observation import OPERATOR, RECOMPUTED_OPERATOR, SAMPLE
 from traindiff.site import PHASES
 
 Losses = tuple[tuple[str, str | None], ...]
@@ -17,6 +17,9 @@ _BATCH: Losses = (("batch", None),)
 _LOSS: Losses = (("loss", None),)
 _PARAMETERS: Losses = (("param", None), ("update", None))
 _STEP: Losses = (("grad", ""), ("optimizer", None), *_PARAMETERS)
+_OPERATORS: Losses = tuple(
+    (phase, stage) for stage in (OPERATOR, RECOMPUTED_OPERATOR) for phase in ("forward", "backward")
+)
 _STAGES: Losses = (("grad", "reduced"), ("grad", "unscaled"), ("grad", "clipped"))
 
 
@@ -64,6 +67,8 @@ TAPS: tuple[Tap, ...] = (
     # Behind the one that follows forward passes, which says what the batch is.
     Tap(name="samples", observe=("samples",), by_default=True, loses=(("batch", SAMPLE),)),
     Tap(name="dataloader", observe=("dataloader",), loses=(("batch", "loaded"),)),
+    # Innermost, so that what a module computes is seen and what other taps do with its output is not.
+    Tap(name="operators", observe=("operators",), loses=_OPERATORS),
     Tap(name="model_state", observe=("param", "update"), loses=_PARAMETERS),
     Tap(name="parameter_gradients", observe=("grad.micro",), loses=(("grad", "micro"),)),
     Tap(name="gradient_stages", observe=("grad", "grad.stages"), loses=_STAGES),

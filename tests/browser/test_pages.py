@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.browser.conftest import Open, Opened
+from tests.browser.conftest import SCREENSHOTS, Open, Opened
 from tests.made_up import BATCH, FC, HEAD, Seen, Step, at, both, record, scaled
 from tests.report.hostile import CLOSING, NAME, hostile_pair
 from traindiff.comparison import Comparison, compare
@@ -225,6 +225,32 @@ def test_the_table_is_sorted_by_what_is_clicked(opened: Open, parted: Comparison
     assert page.tab.get_attribute("#sites th:last-child", "aria-sort") == "descending"
     page.tab.click("#sites th button >> text=x floor")
     assert page.tab.get_attribute("#sites th:last-child", "aria-sort") == "ascending"
+
+
+def test_the_table_shows_both_runs_side_by_side_in_the_selected_step(opened: Open, parted: Comparison) -> None:
+    page = opened(parted)
+    page.tab.check("#one-step")
+    click_cell(page, 0, 7)
+
+    names = page.tab.locator("#sites thead th").all_inner_texts()
+    for row in page.tab.query_selector_all("#sites tbody tr"):
+        cells = dict(zip(names, [cell.inner_text() for cell in row.query_selector_all("td")], strict=True))
+        assert cells["at step"] == "7"
+        assert float(cells["baseline"]) > 0
+        assert float(cells["candidate"]) == pytest.approx(float(cells["baseline"]), rel=2.1)
+    click_cell(page, 0, 4)
+    assert set(page.tab.locator("#sites tbody td:nth-child(4)").all_inner_texts()) == {"4"}
+    page.tab.screenshot(path=SCREENSHOTS / "sites-of-a-step.png", full_page=True)
+    assert page.said == []
+
+
+def test_the_first_divergence_is_marked_in_the_table(opened: Open, parted: Comparison) -> None:
+    page = opened(parted)
+    page.tab.check("#one-step")
+
+    first = parted.first_divergence
+    assert first is not None
+    assert page.tab.locator("#sites td.first").all_inner_texts() == [f"{first.path} {first.slot}"]
 
 
 def test_only_what_is_above_its_floor_is_shown_when_asked(opened: Open, parted: Comparison) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from traindiff.cli import check, compare, export, report, show, view  # noqa: F401  each registers its command
-from traindiff.cli.app import app
+from traindiff.cli.commands import app
 
 Traindiff = Callable[..., Any]
 GOLDEN = Path(__file__).parent.parent / "golden" / "v1"

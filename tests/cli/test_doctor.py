@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from typer.testing import CliRunner, Result
 
-import traindiff.cli.doctor  # noqa: F401  registers the command
-from traindiff.cli.app import app
+from traindiff.cli.commands import app
 from traindiff.doctor.checks import Plan, run_checks
 from traindiff.doctor.subject import try_out
 from traindiff.doctor.timing import interleaved

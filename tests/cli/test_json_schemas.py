@@ -21,8 +21,7 @@ import traindiff
 from tests.cli.conftest import GOLDEN
 from tests.made_up import at, record
 from tests.recipes.recipes import one_thread
-from traindiff.cli import check, compare, doctor, replay, show, verify  # noqa: F401  each registers its command
-from traindiff.cli.app import app
+from traindiff.cli.commands import app
 from traindiff.report.observations import COLUMNS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -154,6 +153,18 @@ def test_a_verification_of_a_candidate_that_failed_fits_its_schema(
     assert found["compiler"] is not None
 
 
+def test_an_investigation_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(RECIPES)
+    options = ("--steps", "1", "--seeds", "0", "--replica", "ulp:1")
+
+    with one_thread():
+        found = printed("investigate", "train.py:recipe", "--candidate", "train.py:wrong", *options)
+
+    assert_fits(found, "investigation")
+    assert found["steady"]["zoomed"]
+
+
 def test_a_matrix_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("grid.toml").write_text("[grid]\nnproc = [1, 2]\n")
@@ -195,7 +206,11 @@ def test_a_diagnosis_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "command", [("compare", "a", "b"), ("check", "a"), ("show", "a"), ("verify", "a"), ("doctor", "a"), ("replay", "a")]
 )
-def test_what_cannot_be_used_leaves_standard_output_empty(command: tuple[str, ...]) -> None:
+def test_what_cannot_be_used_leaves_standard_output_empty(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
     result = CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False)
 
     assert (result.exit_code, result.stdout) == (2, "")
@@ -211,6 +226,10 @@ DOCUMENTED = {
     "`noise`": ("comparison", "noise"),
     "`traindiff verify --matrix --json`": ("matrix", ""),
     "A combination": ("matrix", "row"),
+    "An entry of `operators`": ("comparison", "zoom"),
+    "An entry of `rows`": ("comparison", "row"),
+    "`traindiff investigate --json`": ("investigation", ""),
+    "A stage": ("investigation", "stage"),
     "`traindiff check --json`": ("check", ""),
     "`traindiff replay --json`": ("replay", ""),
     "A tensor that an operator made": ("replay", "made"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.cli.conftest import GOLDEN, Traindiff
+from tests.made_up import record
 
 
 def data_of(page: Path) -> dict[str, object]:
@@ -36,6 +38,16 @@ def test_one_recording_has_a_report_of_its_check(traindiff: Traindiff, tmp_path:
 
     assert result.exit_code == 0
     assert data_of(tmp_path / "report.html")["kind"] == "check"
+
+
+def test_a_recording_whose_path_is_no_text_has_a_report(traindiff: Traindiff, tmp_path: Path) -> None:
+    recording = tmp_path / os.fsdecode(b"od\xffd")
+    record(recording)
+
+    result = traindiff("report", str(recording), "-o", str(tmp_path / "report.html"))
+
+    assert result.exit_code == 0
+    assert "od?d" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_only_the_steps_that_are_wanted_are_shown(traindiff: Traindiff, tmp_path: Path) -> None:
@@ -97,4 +109,4 @@ def test_scalars_are_exported_to_a_tool_that_is_known(traindiff: Traindiff) -> N
     result = traindiff("export", "tensorbaord", "baseline")
 
     assert result.exit_code == 2
-    assert 'Did you mean "tensorboard"? Known: tensorboard, wandb.' in result.stderr
+    assert 'Did you mean "tensorboard"? Known: msprobe, tensorboard, wandb.' in result.stderr

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-import traindiff.cli.verify  # noqa: F401  registers the command
 from tests.recipes.recipes import one_thread
-from traindiff.cli.app import app
+from traindiff.cli.commands import app
 from traindiff.cli.progress import run_progress
 
 SCRIPT = """

@@ -92,6 +92,41 @@ def test_beside_anything_else_another_representation_counts_too(further: Edit, m
     assert found.findings[0].path == "fc"
 
 
+TRANSPOSED = [
+    ("param", "", "fc.weight", "value"),
+    ("grad", "", "fc.weight", "grad"),
+    ("optimizer", "", "fc.weight", "momentum_buffer"),
+]
+
+
+def transposed(step: int, sites: Step) -> None:
+    """The candidate holds the weight as (inputs, outputs), as other frameworks may."""
+    for site in [("param", "before", "fc.weight", "value"), *TRANSPOSED]:
+        if site in sites:
+            sites[site].values = np.ascontiguousarray(sites[site].values.T)
+
+
+def test_a_weight_that_one_run_holds_transposed_is_another_representation(measured: Measured) -> None:
+    found = measured(transposed, build=with_loss)
+
+    assert (found.verdict, found.findings) == ("equivalent", ())
+    assert [(one.path, one.kind) for one in found.representation] == [("fc.weight", "initial-parameter")]
+    assert "fc.weight starts with the same values, transposed: [" in found.representation[0].says
+
+
+@pytest.mark.parametrize("site", TRANSPOSED[:2])
+def test_a_transposed_weight_hides_no_other_size(site: tuple[str, str, str, str], measured: Measured) -> None:
+    found = measured(both(scaled(site, 0.5), transposed), build=with_loss)
+
+    assert found.verdict != "equivalent"
+
+
+def test_what_is_no_parameter_is_not_taken_for_transposed(measured: Measured) -> None:
+    found = measured(at(FC, lambda x: np.ascontiguousarray(x.T)), build=with_loss)
+
+    assert (found.verdict, found.representation) != ("equivalent", ())
+
+
 def test_of_a_forced_run_and_where_the_user_sets_tolerances_each_operation_counts(tmp_path: Path) -> None:
     baseline = record(tmp_path / "baseline", build=with_loss)
     free = record(tmp_path / "free", rotated(FC, 1e-2), build=with_loss)

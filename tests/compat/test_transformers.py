@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +183,42 @@ def test_it_is_the_same_as_the_original_where_that_is_installed(capsys: pytest.C
                         error = str(raised)
                     said.append((capsys.readouterr().out, error))
     assert said[: len(said) // 2] == said[len(said) // 2 :]
+
+
+@pytest.mark.filterwarnings("default")  # of transformers
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_real_trainer_with_the_callback_prints_what_its_debug_option_prints(
+    breaks: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 50, (16, 6), generator=generator)
+    samples = [{"input_ids": row, "labels": row} for row in tokens]
+
+    def printed(**settings: Any) -> str:
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config)
+        if breaks:
+            model.transformer.h[0].mlp.c_fc.weight.data.fill_(1e38)
+        callbacks = settings.pop("callbacks", [])
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
+            save_strategy="no", eval_strategy="steps", eval_steps=1, **settings,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=samples, eval_dataset=samples, callbacks=callbacks
+        )
+        capsys.readouterr()
+        if not breaks:
+            trainer.train()
+            assert not any(module._forward_hooks for module in model.modules()) or not callbacks
+            return ""
+        with pytest.raises(ValueError, match="inf/nan detected, aborting"):
+            trainer.train()
+        return capsys.readouterr().out
+
+    found = printed(callbacks=[UnderflowOverflowCallback()])
+    assert found == printed(debug="underflow_overflow")
+    assert ("Detected inf/nan during batch_number=0" in found) == breaks

@@ -82,8 +82,8 @@ def run(loop: TrainingLoop, steps: int = LAST_STEP + 1) -> list[StepNumbers]:
     return [loop.run_step(step) for step in range(steps)]
 
 
-OBSERVED = [name for name in OBSERVABLE if name != "grad.stages"]
-"""Everything, but of gradients only each contribution and what the optimizer sees."""
+OBSERVED = [name for name in OBSERVABLE if name not in ("grad.stages", "operators")]
+"""Everything outside of operators, but of gradients only each contribution and what the optimizer sees."""
 
 
 def weights(loop: TrainingLoop) -> Iterator[Tensor]:

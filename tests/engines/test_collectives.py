@@ -8,37 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 import traindiff
+from tests.engines.prepared import in_ddp, in_fsdp2, in_tensor_parallel
 from tests.engines.training import LENGTH, VOCABULARY, Model
 from traindiff.sessions.ranks import run_on_ranks
 
 
-def in_ddp(model: Model) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
 def in_fsdp1(model: Model) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-
-
-def in_fsdp2(model: Model) -> nn.Module:
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def in_tensor_parallel(model: Model) -> nn.Module:
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return model
 
 
 ENGINES = {"ddp": in_ddp, "fsdp1": in_fsdp1, "fsdp2": in_fsdp2, "tensor parallel": in_tensor_parallel}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import traindiff.cli.compare  # noqa: F401  registers the command
 from tests.made_up import (
     BATCH,
     CONTENT,
@@ -29,7 +28,7 @@ from tests.made_up import (
     same,
     scaled,
 )
-from traindiff.cli.app import app
+from traindiff.cli.commands import app
 from traindiff.comparison import Comparison, SiteDifference, compare
 from traindiff.errors import ConfigError
 from traindiff.floors.measured import ALONE, SAFETY

@@ -54,6 +54,23 @@ def altered(side: Side, alter: Callable[[nn.Module, int], None]) -> Side:
     return model, optimizer, step
 
 
+def overwriting(when: Callable[[int], bool]) -> Side:
+    """The plain side with a step that leaves zeros in the place of batches, those whose numbers `when` is true of."""
+    model, optimizer = plain()
+    number = iter(range(1000))
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = loss_of(model, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if when(next(number)):
+            tokens.zero_()
+        return loss
+
+    return model, optimizer, step
+
+
 def scaled(factor: float) -> Callable[[nn.Module, int], None]:
     """Multiplies all gradients."""
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import traindiff
 from tests.engines.training import Model
-from tests.lockstep.sides import altered, batches, lines, loss_of, plain, scaled, stepped
+from tests.lockstep.sides import altered, batches, lines, loss_of, overwriting, plain, scaled, stepped
 from traindiff.sessions.ranks import RanksError, run_on_ranks
 
 
@@ -231,20 +231,9 @@ def test_a_rank_that_never_comes_is_named_after_the_time_given() -> None:
 
 
 def changes_a_batch_on_rank_1() -> str:
-    model, optimizer = plain()
-    number = iter(range(9))
-
-    def step(tokens: Tensor) -> Tensor:
-        loss = loss_of(model, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if next(number) == 1 and distributed.get_rank() == 1:
-            tokens.zero_()
-        return loss
-
+    baseline = overwriting(lambda number: number == 1 and distributed.get_rank() == 1)
     with pytest.raises(traindiff.LockstepError) as raised:
-        stepped((model, optimizer, step), plain())
+        stepped(baseline, plain())
     return str(raised.value)
 
 

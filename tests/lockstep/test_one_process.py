@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import traindiff
 from tests.engines.training import Model
-from tests.lockstep.sides import altered, batches, lines, loss_of, plain, scaled, stepped
+from tests.lockstep.sides import Side, altered, batches, lines, loss_of, overwriting, plain, scaled, stepped
 
 TOLERANCES = {"param_tol": 1e-5, "loss_tol": 1e-5, "grad_tol": 1e-5}
 
@@ -302,28 +302,19 @@ def test_copies_that_measure_noise_follow_the_baselines_schedule_and_step_nothin
 
 @pytest.mark.parametrize("since", [0, 2])
 def test_a_batch_that_the_baseline_changes_in_place_reaches_the_candidate_as_it_came(since: int) -> None:
-    model, optimizer = plain()
-    number = iter(range(9))
-
-    def changes(tokens: Tensor) -> Tensor:
-        loss = loss_of(model, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if next(number) >= since:
-            tokens.zero_()
-        return loss
-
+    baseline = overwriting(lambda number: number >= since)
     given = batches(4)
+
     if since == 0:
-        comparison, _ = stepped((model, optimizer, changes), plain(), copy.deepcopy(given))
+        comparison, _ = stepped(baseline, plain(), copy.deepcopy(given))
         assert comparison.verdict == "identical", str(comparison)
     else:
         with pytest.raises(traindiff.LockstepError, match="The step of the baseline changed a tensor of batch 2 in"):
-            stepped((model, optimizer, changes), plain(), copy.deepcopy(given))
+            stepped(baseline, plain(), copy.deepcopy(given))
 
 
-def test_sides_that_step_in_other_batches_are_refused_with_both_names() -> None:
+def accumulating() -> Side:
+    """The plain side, which steps in every second batch."""
     model, optimizer = plain()
     number = iter(range(9))
 
@@ -335,26 +326,16 @@ def test_sides_that_step_in_other_batches_are_refused_with_both_names() -> None:
             optimizer.zero_grad()
         return loss
 
+    return model, optimizer, accumulates
+
+
+def test_sides_that_step_in_other_batches_are_refused_with_both_names() -> None:
     with pytest.raises(traindiff.LockstepError, match="The baseline has ended step 0 of optimizer in a batch in which"):
-        stepped(plain(), (model, optimizer, accumulates))
+        stepped(plain(), accumulating())
 
 
 def test_sides_that_accumulate_alike_are_compared_step_by_step() -> None:
-    def side() -> Any:
-        model, optimizer = plain()
-        number = iter(range(9))
-
-        def accumulates(tokens: Tensor) -> Tensor:
-            loss = loss_of(model, tokens) / 2
-            loss.backward()
-            if next(number) % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-            return loss
-
-        return model, optimizer, accumulates
-
-    comparison, _ = stepped(side(), side(), batches(6))
+    comparison, _ = stepped(accumulating(), accumulating(), batches(6))
 
     assert comparison.steps == (0, 1, 2)
     assert comparison.verdict == "identical"

@@ -10,6 +10,8 @@ import pytest
 
 from tests.made_up import record
 from tests.messages.provoking import Chapter
+from traindiff.running.account import Account, SeenModel, SeenOptimizer
+from traindiff.running.script import Script
 
 chapter = Chapter("The command line", [])
 situation = chapter.situation
@@ -19,19 +21,7 @@ def command(*arguments: str) -> str:
     """What a command prints on standard error."""
     from typer.testing import CliRunner
 
-    from traindiff.cli import (  # noqa: F401  each registers its command
-        check,
-        compare,
-        demo,
-        doctor,
-        export,
-        replay,
-        report,
-        show,
-        verify,
-        view,
-    )  # fmt: skip
-    from traindiff.cli.app import app
+    from traindiff.cli.commands import app
 
     result = CliRunner().invoke(app, arguments, prog_name="traindiff", catch_exceptions=False)
     lines = result.stderr.rstrip().splitlines()
@@ -54,17 +44,74 @@ for title, arguments in {
     "Parquet without a file": ("show", "baseline", "--format", "parquet"),
     "a file that cannot be written": ("show", "baseline", "--output", "nowhere/table.csv"),
     "a recipe that does not exist": ("verify", "trian.py:recipe"),
+    "a recipe to investigate that does not exist": ("investigate", "trian.py:recipe"),
     "a moment to pin that there is not": ("verify", "--pin", "sometimes"),
     "a fault that there is not": ("demo", "--fault", "lost_gradient"),
     "a directory without a saved module": ("replay", "baseline"),
+    "a script that does not exist": ("run", "trian.py", "--lr", "3"),
+    "a script that is a directory": ("run", "baseline"),
+    "a recording of a script where there is one": ("run", "-o", "baseline", "train.py"),
+    "a recording of a script where there is something else": ("run", "-o", "train.py", "train.py"),
+    "settings for a script that are none": ("run", "--observe", "gradients", "--steps", "9-0", "train.py"),
+    "no directory for the recording of a script": ("run", "-o", "", "train.py"),
+    "bounds for a script that are none": ("run", "--bounds", "small", "train.py"),
+    "ranks of a script that are none": ("run", "--ranks", "all", "train.py"),
 }.items():
 
     def _provoke(here: Path, patched: pytest.MonkeyPatch, arguments: tuple[str, ...] = arguments) -> str:
         for name in ("baseline", "candidate"):
             record(here / name)
+        (here / "train.py").touch()
         return command(*arguments)
 
     situation(title)(_provoke)
+
+
+@situation("a module to run that does not exist")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    Script(name="trian", is_module=True).prepared()
+
+
+@situation("a module to run in a package that does not exist")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    Script(name="pakcage.train", is_module=True).prepared()
+
+
+def said_at_the_end(*accounts: Account) -> str:
+    """What `traindiff run` says when scripts have ended."""
+    return "\n\n".join("\n".join(f"    traindiff: {line}" for line in one.lines()) for one in accounts)
+
+
+@situation("scripts that were run and not recorded")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    adam = SeenOptimizer(kind="Adam", num_parameters=4)
+    return said_at_the_end(
+        Account(recording="run"),
+        Account(recording="run", torch_imported=True),
+        Account(recording="run", torch_imported=True, optimizers=[adam]),
+        Account(recording="run", torch_imported=True, own_recording="runs/own"),
+        Account(recording="run", torch_imported=True, left_out=True),
+        Account(recording="run", torch_imported=True, failure="traindiff failed: KeyError: 'encoder'."),
+    )
+
+
+@situation("a script that was recorded, and all that could not be seen of it")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    return said_at_the_end(
+        Account(
+            recording="run", attached_late=True, num_processes=4, own_recording="runs/own",
+            models=[
+                SeenModel(name="generator", kind="Generator (OptimizedModule)", num_tensors=8),
+                SeenModel(name="critic", kind="Critic", num_tensors=1, num_scripted=3),
+            ],
+            untrained=[SeenModel(name="", kind="VGG", num_tensors=32)] * 7,
+            optimizers=[
+                SeenOptimizer(kind="Adam", num_parameters=8, num_steps=20, followed_as="optimizer"),
+                SeenOptimizer(kind="Adam", num_parameters=8, num_steps=1, followed_as="optimizer[1]"),
+                SeenOptimizer(kind="SGD", num_parameters=1, num_steps=20),
+            ],
+        )
+    )  # fmt: skip
 
 
 def without_torch(source: str) -> str:

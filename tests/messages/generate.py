@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.messages import (
+    activations,
     command_line,
     comparing,
+    gradients,
     in_tests,
     lockstep,
     reading,
@@ -32,6 +34,8 @@ CHAPTERS: Sequence[Chapter] = (
     setups.chapter,
     in_tests.chapter,
     lockstep.chapter,
+    gradients.chapter,
+    activations.chapter,
     command_line.chapter,
     showing.chapter,
 )

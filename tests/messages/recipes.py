@@ -55,6 +55,13 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.verify(mlp(), mlp(), here / "runs")
 
 
+@situation("verify where files of the user's own are")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    (here / "runs").mkdir()
+    (here / "runs" / "report.txt").write_text("of last week")
+    traindiff.verify(mlp(), mlp(), here / "runs")
+
+
 @situation("verify of a function that other processes cannot import")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.verify(mlp(), output=here / "runs", setup=traindiff.Setup(engine="ddp", nproc=2))
@@ -67,6 +74,11 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
         rank=0, how="died", says=says, num_steps=2, last_observation="step 2, micro-step 0, forward, layers.3 output[0]"
     )
     raise refused(RunFailedError(FailedRun(run="baseline", first=0, ranks=(killed,))), "verify(...)")
+
+
+@situation("investigate with fewer than no seeds")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.investigate(mlp(), mlp(), here / "runs", seeds=-1)
 
 
 @situation("verify on another number of ranks than a launcher has started")

@@ -100,6 +100,34 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     record(here / "run", steps=range(5, 5))
 
 
+@situation("operators of what is no pattern, and of nothing")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", operators=[])
+
+
+@situation("operators of modules that there are not")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", operators=["encoder.*", "hed"])
+
+
+@situation("operators of compiled modules")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile(Small(), backend="eager")
+    traindiff.record(here / "run", compiled, operators="head")  # type: ignore[arg-type]
+
+
+@situation("operators of a module that calls a compiled function")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    class UsesCompiled(nn.Module):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            doubled: torch.Tensor = torch.compile(torch.mul, backend="eager")(inputs, 2.0)
+            return doubled
+
+    model = nn.Sequential(nn.Linear(4, 2), UsesCompiled())
+    with traindiff.record(here / "run", model, operators="1"):
+        model(torch.ones(3, 4)).sum().backward()
+
+
 @situation("a replica that is no text")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     record(here / "run", replica=3)
@@ -179,6 +207,21 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 @situation("a model and optimizers that are none")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     record(here / "run", model={"model": 1}, optimizer={"sgd": "sgd", "adam": 3})
+
+
+@situation("several models by names that cannot be")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", model={"net.body": Small(), "module": Small(), "critic": "Small"}, optimizer=())
+
+
+@situation("no model")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.record(here / "run", {})
+
+
+@situation("something that is no model")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.record(here / "run", "Small")  # type: ignore[arg-type]
 
 
 @situation("a pattern that matches nothing")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from tests.recipes import divided
-from tests.recipes.recipes import one_thread
 from traindiff.comparison.matrix import Matrix, MatrixRow
 from traindiff.recipes.asked import Asked
 from traindiff.recipes.asked_setup import AskedSetup
@@ -21,12 +19,6 @@ from traindiff.recipes.matrix import verify_matrix
 from traindiff.recipes.questioned import Question
 from traindiff.report.matrix import print_matrix
 from traindiff.setups.setup import PLAIN
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def asked(output: Path, candidate: Any = divided.recipe, **question: Any) -> Asked:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,10 @@ import torch
 from torch import nn
 
 import traindiff
-from tests.recipes.recipes import Change, doubled_gradient, mlp, one_thread, other_epsilon, other_gelu
+from tests.recipes.conftest import Verify
+from tests.recipes.recipes import Change, doubled_gradient, mlp, other_epsilon, other_gelu
 from traindiff.comparison import Verification
 from traindiff.demo import recipes
-from traindiff.recipes.recipe import Recipe
-
-Verify = Callable[..., Verification]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture
-def verify(tmp_path: Path) -> Verify:
-    def run(candidate: Recipe, baseline: Recipe | None = None, **options: Any) -> Verification:
-        return traindiff.verify(baseline or mlp(), candidate, tmp_path / "runs", **{"steps": 2, **options})
-
-    return run
 
 
 def wrong_alone(verification: Verification, precision: str = "native") -> list[str]:

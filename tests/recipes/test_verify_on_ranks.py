@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,20 @@ import pytest
 
 import traindiff
 from tests.recipes import divided
-from tests.recipes.recipes import one_thread
+from tests.recipes.conftest import Verify
 from traindiff.comparison import Verification
 from traindiff.setups.setup import Setup
 
 DDP = Setup(engine="ddp", nproc=2)
-Verify = Callable[..., Verification]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture
-def verify(tmp_path: Path) -> Verify:
+def verify(verify: Verify) -> Verify:
+    """Verify two steps under an engine, against the same training without one."""
+
     def run(candidate: Any = divided.recipe, setup: Setup = DDP, recipe: Any = divided.recipe, **options: Any) -> Any:
-        few = {"steps": 2, "repeat": False, "replicas": ("ulp:1", "ulp:2")}
-        return traindiff.verify(recipe, candidate, tmp_path / "runs", setup=setup, **{**few, **options})
+        few = {"repeat": False, "replicas": ("ulp:1", "ulp:2")}
+        return verify(candidate, recipe, setup=setup, **{**few, **options})
 
     return run
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import traindiff
 from traindiff import observation, site
-from traindiff.kernels import details, hashing
+from traindiff.kernels import elementwise, hashing
 from traindiff.recording import manifest
 from traindiff.recording.schema import SCHEMA
 from traindiff.recording.writer import seal
@@ -146,8 +146,8 @@ def test_the_constants_of_the_hashes_are_those_of_the_code() -> None:
 
 def test_the_sizes_of_profiles_and_histograms_are_those_of_the_code() -> None:
     assert f"(row div ceil(R / {BUCKETS})) mod {BUCKETS}" in FORMAT
-    assert f"`exponents` has {details.EXPONENT_BINS} counts" in FORMAT
-    assert f"= k - {-details.EXPONENT_FIRST}`" in FORMAT
+    assert f"`exponents` has {elementwise.EXPONENT_BINS} counts" in FORMAT
+    assert f"= k - {-elementwise.EXPONENT_FIRST}`" in FORMAT
 
 
 def test_a_seal_is_written_as_the_document_says() -> None:

@@ -35,6 +35,18 @@ def test_ranks_that_were_not_asked_for_are_not_missing(tmp_path: Path) -> None:
     assert open_recording(str(tmp_path / "run")).missing_ranks == (3,)
 
 
+def test_ranks_can_be_recorded_without_the_first(tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    RecordingWriter(path, run={**RUN, "world_size": 4}, world_size=4).close()
+    run = {**RUN, "world_size": 4, "settings": {"ranks": [1, 3]}}
+    for rank in (1, 3):
+        RecordingWriter(path, run=run, rank=rank, world_size=4, overwrite=True).close()
+
+    recording = open_recording(path)
+    assert recording.run["settings"] == {"ranks": [1, 3]}
+    assert (recording.ranks, recording.missing_ranks) == ((1, 3), ())
+
+
 def test_directories_of_ranks_beyond_the_world_are_ignored(tmp_path: Path) -> None:
     write(tmp_path / "run")
     (tmp_path / "run/rank-00007").mkdir()

@@ -14,6 +14,7 @@ from traindiff.detail import Detail, RawTensor
 from traindiff.errors import CorruptRecordingError
 from traindiff.recording import Recording, RecordingWriter, open_recording
 from traindiff.recording.names import LONGEST, file_name
+from traindiff.recording.tensor_files import dump, load
 
 VALUES = np.array([[1.0, -2.5], [0.0, np.inf]], dtype=np.float32)
 
@@ -74,6 +75,25 @@ def test_a_damaged_or_missing_tensor_file_is_named(tmp_path: Path) -> None:
         recording.tensors(first, 1)
     with pytest.raises(CorruptRecordingError, match=r"step-000001/00000003-.*missing"):
         recording.tensors(second, 1)
+
+
+def test_bits_of_which_many_are_alike_are_compressed_and_read_as_they_were(tmp_path: Path) -> None:
+    bits = {"positive": np.zeros(5000, dtype=np.uint8), "signless": np.full(5000, 255, dtype=np.uint8)}
+    bits["positive"][:3] = 1, 2, 4
+    data = dump({name: raw(array, "uint8") for name, array in bits.items()}, site="fc.weight grad")
+
+    assert len(data) < 500
+    found = load(data, where="here")
+    assert {name: array.tolist() for name, array in found.items()} == {name: a.tolist() for name, a in bits.items()}
+
+
+def test_damaged_compressed_bits_are_named() -> None:
+    bits = raw(np.zeros(5000, dtype=np.uint8), "uint8")
+    data = bytearray(dump({"positive": bits, "signless": bits}, site="fc.weight grad"))
+    data[-6] ^= 0xFF
+
+    with pytest.raises(CorruptRecordingError, match="here is damaged"):
+        load(bytes(data), where="here")
 
 
 @given(st.text(max_size=200))

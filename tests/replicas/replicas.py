@@ -11,11 +11,14 @@ import traindiff
 from tests.taps.trainings import TRAININGS, Outcome
 from traindiff.tap_registry import OBSERVABLE
 
+OBSERVED = tuple(name for name in OBSERVABLE if name != "operators")
+"""What a replica observes as its training does. What rounds is made of operators, too."""
+
 
 def train(name: str, path: Path, replica: str | None, **options: Any) -> Outcome:
     """Train and record a replica, or the training as it is."""
 
     def observe(model: nn.Module, optimizer: Any) -> traindiff.Recorder:
-        return traindiff.record(path, model, optimizer, observe=OBSERVABLE, strict=True, replica=replica, **options)
+        return traindiff.record(path, model, optimizer, observe=OBSERVED, strict=True, replica=replica, **options)
 
     return TRAININGS[name](observe)

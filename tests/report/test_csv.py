@@ -10,18 +10,19 @@ from pathlib import Path
 import numpy as np
 
 import traindiff
-from tests.made_up import Compared, Step, at, record
+from tests.made_up import Compared, Seen, Step, at, random, record
 from traindiff.comparison import Comparison, Verification
 from traindiff.comparison.verification import SideOfVerification
 from traindiff.health import Verdict
 from traindiff.report.as_csv import COLUMNS, write
+from traindiff.report.step_rows import step_rows, write_rows
 
 
 def rows(result: Comparison | Verification | Verdict) -> list[dict[str, str]]:
     """The table as a program reads it."""
     file = io.StringIO(newline="")
     write(result, file)
-    reader = csv.DictReader(io.StringIO(file.getvalue()))
+    reader = csv.DictReader(io.StringIO(file.getvalue(), newline=""))
     found = list(reader)
     assert tuple(reader.fieldnames or ()) == COLUMNS
     return found
@@ -98,3 +99,18 @@ def test_each_finding_of_a_check_has_a_row(tmp_path: Path) -> None:
 
     assert (row["kind"], row["rank"], row["site"], row["num_steps"]) == ("ranks-disagree", "1", "fc.weight", "1")
     assert row["says"] == result.findings[0].says
+
+
+def test_ends_of_lines_in_names_end_no_row(compared: Compared) -> None:
+    def odd(step: int, sites: Step) -> None:
+        for number, path in enumerate(("a\rb", "a\r\nb", 'a,"b"\n')):
+            sites["forward", "", path, "output[0]"] = Seen(values=random(5, 6, seed=number))
+
+    result = compared(odd, baseline_edit=odd, history=True)
+    names = {"a\rb", "a\r\nb", 'a,"b"\n'}
+    assert names <= {row["site"] for row in rows(result)}
+
+    assert result.history is not None
+    file = io.StringIO(newline="")
+    write_rows(file, step_rows(result, result.history, None))
+    assert names <= {row["site"] for row in csv.DictReader(io.StringIO(file.getvalue(), newline=""))}

@@ -39,6 +39,7 @@ FAULTS: dict[str, tuple[str, list[Loses]]] = {
     ),
     "optimizer_replay": ("traindiff.taps.optimizer_replay.OptimizerReplayTap._replay", [{"phase": "update"}]),
     "loss": ("traindiff.taps.backward_calls._Listener._begin", [{"phase": "loss"}]),
+    "operators": ("traindiff.taps.operators._Operators._emit", [{"stage": "operator"}]),
     "parameter_gradients": ("traindiff.taps.parameter_gradients._contribution", [{"stage": "micro"}]),
 }
 """By tap: what is made to fail, and the observations that are lost."""
@@ -129,7 +130,7 @@ def test_a_fault_that_comes_late_keeps_what_was_seen_before(tmp_path: Path, monk
     with pytest.warns(traindiff.TraindiffWarning):
         train(tmp_path / "run")
 
-    whole, kept = rows(tmp_path / "whole", phase="forward"), rows(tmp_path / "run", phase="forward")
+    whole, kept = (rows(tmp_path / name, phase="forward", stage="") for name in ("whole", "run"))
     assert list(map(key, kept)) == list(map(key, whole[:19]))
     assert row(tmp_path / "run", path="traindiff")[0].step == whole[19][0].step
 

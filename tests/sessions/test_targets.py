@@ -27,8 +27,8 @@ def test_what_is_no_module_and_what_is_no_optimizer_are_both_named(tmp_path: Pat
     assert message(tmp_path, {"weight": 1}, [SGD(mlp().parameters()), "adam"]) == (
         "2 problems in record(...); nothing was attached to the model.\n"
         "\n"
-        "  record(model=...)\n"
-        "    is a dict, not a torch.nn.Module.\n"
+        "  record(model=...), 'weight'\n"
+        "    is an int, not a torch.nn.Module.\n"
         "    Give the module that the training loop calls.\n"
         "\n"
         "  record(optimizer=...), optimizer[1]\n"
@@ -61,7 +61,7 @@ def test_a_misspelt_setting_is_named_and_the_nearest_one_suggested(tmp_path: Pat
     said = message(tmp_path, mlp(), evry=3, selct="*")
 
     assert said.startswith("2 problems in record(...); nothing was attached to the model.\n\n  record(evry=...)\n")
-    assert '"evry" is not a setting.\n    Did you mean "every"? Known: batch_axis, detail, ' in said
+    assert '"evry" is not a setting.\n    Did you mean "every"? Known: batch_axis, bounds, detail, ' in said
     assert 'Did you mean "select"?' in said
 
 

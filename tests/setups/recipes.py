@@ -10,24 +10,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
 import traindiff
+from tests.engines.training import BATCH, LENGTH, VOCABULARY, WIDTH, Block
 from traindiff.demo.recipes import gpt
 
-BATCH, LENGTH, VOCABULARY, WIDTH, BLOCKS = 8, 6, 19, 16, 4
+BLOCKS = 4
 DECAYS = (0.1, 0.0)
 
 COLUMNS_AND_ROWS = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.act = nn.GELU()
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.act(self.up(self.norm(x))))
 
 
 class Model(nn.Module):

@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 
 import traindiff
 from tests.taps.reading import row, rows
-from traindiff.cli import show  # noqa: F401  registers its command
-from traindiff.cli.app import app
+from traindiff.cli.commands import app
 from traindiff.observation import SAMPLE
 from traindiff.site import PHASES
 from traindiff.tap_registry import OBSERVABLE, OBSERVED_BY_DEFAULT

@@ -109,14 +109,26 @@ def test_nothing_is_inspected_at_steps_that_are_not_recorded_or_without_activati
     assert {seen.phase for seen, _ in rows(tmp_path / "observe")} == {"grad"}
 
 
-def test_what_cannot_be_observed_disables_inspection_only(tmp_path: Path) -> None:
+def test_of_what_is_no_tensor_the_recording_says_so_and_others_are_inspected(tmp_path: Path) -> None:
     model = Attention()
     optimizer = SGD(model.parameters(), lr=0.1)
-    with traindiff.record(tmp_path / "run", model, optimizer):
-        with pytest.warns(traindiff.TraindiffWarning, match=r"A part of traindiff \(inspect\) failed"):
-            assert traindiff.inspect("no tensor", "text") == "text"
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        assert traindiff.inspect("no tensor", "text") == "text"
         model(next(batches())).sum().backward()
         optimizer.step()
 
-    assert rows(tmp_path / "run", path="attention.scores") == []
-    assert len(rows(tmp_path / "run", phase="forward")) == 3
+    ((seen, _),) = rows(tmp_path / "run", path="no tensor")
+    assert seen.unobserved == "it is a str, and inspect observes tensors"
+    assert [one.phase for one, _ in rows(tmp_path / "run", path="attention.scores")] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize(("name", "path"), [(3, "3"), ("\ud800", "\\ud800"), ("a\0\r\n\u2028", "a\0\r\n\u2028")])
+def test_any_name_can_be_recorded(name: str, path: str, tmp_path: Path) -> None:
+    model = Attention()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        traindiff.inspect(name, torch.ones(3))
+        model(next(batches())).sum().backward()
+        optimizer.step()
+
+    assert len(rows(tmp_path / "run", path=path)) == 1

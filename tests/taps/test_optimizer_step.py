@@ -214,20 +214,6 @@ def test_every_optimizer_that_holds_a_parameter_of_the_model_is_found(tmp_path: 
     assert [seen.step for seen, _ in rows(tmp_path / "run", phase="grad", path="2.bias")] == [0, 1]
 
 
-def test_an_optimizer_is_found_at_the_address_of_one_that_is_gone(tmp_path: Path) -> None:
-    model, other = mlp(), mlp()
-    with traindiff.record(tmp_path / "run", model, strict=True):
-        for _ in range(8):
-            unrelated = SGD(other.parameters(), lr=0.1)
-            train(other, unrelated)
-            del unrelated
-            optimizer = SGD(model.parameters(), lr=0.1)
-            train(model, optimizer)
-
-    found = {seen.optimizer for seen, _ in rows(tmp_path / "run", phase="grad", path="0.weight")}
-    assert len(found) == 8
-
-
 def test_gradients_that_a_closure_computes_belong_to_its_own_step(tmp_path: Path) -> None:
     outcomes = {
         name: TRAININGS[name](

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -136,6 +137,39 @@ def test_links_that_lead_out_of_the_directory_are_not_followed(ask: Ask, root: P
     assert "partly" not in ask("/")[1]
     assert ask("/run/linked")[0].status == 404
     assert ask("/run/partly")[0].status == 404
+
+
+def test_a_link_deep_in_a_recording_leads_nowhere_either(ask: Ask, root: Path) -> None:
+    (root / "baseline" / "rank-00000" / "tensors").mkdir()
+    (root / "baseline" / "rank-00000" / "tensors" / "step-000000").symlink_to(root.parent / "secret")
+
+    assert ask("/run/baseline")[0].status == 404
+
+
+def test_one_odd_directory_does_not_hide_the_others(ask: Ask, root: Path) -> None:
+    shutil.copytree(root / "baseline", root / "loop")
+    (root / "loop" / "rank-00000" / "again").symlink_to("again")
+    odd = os.fsencode(root) + b"/od\xffd"
+    shutil.copytree(os.fsencode(root / "baseline"), odd)
+
+    answer, text = ask("/")
+    assert answer.status == 200
+    assert "runs/candidate" in text
+    assert 'href="/run/od%FFd"' in text
+    assert ask("/run/od%FFd")[0].status == 200
+    assert ask("/run/loop")[0].status == 404
+    assert ask("/state?of=loop")[1] == "gone"
+
+
+def test_whatever_goes_wrong_there_is_an_answer(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("<b>odd</b>")
+
+    monkeypatch.setattr(served, "check", fails)
+    answer, text = ask("/run/baseline")
+
+    assert answer.status == 500
+    assert "ValueError: &lt;b&gt;odd" in text
 
 
 def test_what_is_not_there_is_said(ask: Ask) -> None:

@@ -8,7 +8,7 @@ from traindiff.alignment.ranks import differing_ranks
 from traindiff.alignment.samples import says_of_samples
 from traindiff.findings import Finding
 from traindiff.findings.sentences import ranks_text
-from traindiff.merging.distance import Pair, difference, equal_bits
+from traindiff.merging.distance import Pair, difference, equal_bits, is_transposed
 from traindiff.merging.finding_at import finding_at
 from traindiff.merging.samples import Samples
 from traindiff.merging.step_table import Entry, Key
@@ -55,7 +55,10 @@ def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
         return None
     baseline, candidate = pair.baseline, pair.candidate
     path, permuted = baseline.key.path, False
-    if baseline.shape != candidate.shape:
+    if is_transposed(pair) and (permuted := _is_permuted(pair)):
+        shapes = f"{list(baseline.shape)} in the baseline, {list(candidate.shape)} in the candidate"
+        says = f"{path} starts with the same values, transposed: {shapes}. What depends on their order is not compared."
+    elif baseline.shape != candidate.shape:
         says = (
             f"{path} has shape {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate: "
             "another model, or another layout of the same one?"
@@ -88,7 +91,7 @@ def _is_constant(entry: Entry) -> bool:
 
 def _is_permuted(pair: Pair) -> bool:
     baseline, candidate = pair.baseline, pair.candidate
-    same = baseline.dtype == candidate.dtype and baseline.shape == candidate.shape
+    same = baseline.dtype == candidate.dtype and (baseline.shape == candidate.shape or is_transposed(pair))
     return bool(same and baseline.summary["multiset"] == candidate.summary["multiset"])
 
 

@@ -107,23 +107,21 @@ def _options(
 
 def main() -> None:
     """Entry point of the `traindiff` command."""
-    from traindiff.cli import (  # noqa: F401  each registers its command
-        check,
-        compare,
-        demo,
-        doctor,
-        export,
-        replay,
-        report,
-        show,
-        verify,
-        view,
-    )
+    import traindiff.cli.commands  # noqa: F401  here, as each of them imports this module
+    from traindiff.cli.run import ScriptReady
 
     try:
         app()
+    except ScriptReady as ready:
+        settings = ready.settings
     except KeyboardInterrupt:
         messages.print("traindiff: interrupted")
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)
+    else:
+        return
+    # Out here, so that what the script raises is its own: not in the context of anything, and handled by nobody.
+    from traindiff.running.run import run_recorded
+
+    run_recorded(**settings)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.comparison_options import NoiseOption, RenameOption
+from traindiff.cli.comparison_table import TableOption, checked_table, print_table
 from traindiff.cli.report import HtmlOption, check_writable, write_page
+
+if TYPE_CHECKING:
+    from traindiff.comparison import Comparison
 
 
 @app.command()
@@ -15,28 +21,23 @@ from traindiff.cli.report import HtmlOption, check_writable, write_page
 def compare(
     baseline: Annotated[str, typer.Argument(metavar="BASELINE", help="Recording of the run that is trusted.")],
     candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="Recording of the run in question.")],
-    noise: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RECORDING",
-            help="Recording of a replica of the baseline, or of the baseline run again, to measure floors from. "
-            "Repeatable.",
-        ),
-    ] = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN=REPLACEMENT",
-            help="Regular expression that turns the candidate's paths into the baseline's. Repeatable.",
-        ),
-    ] = None,
+    noise: NoiseOption = None,
+    rename: RenameOption = None,
     steps: Annotated[str | None, typer.Option(help='Steps to compare, e.g. "0-9,20,30-".')] = None,
     rtol: Annotated[
         float | None,
         typer.Option(help="Relative tolerance in place of floors: ||c-b|| <= rtol ||b|| + atol sqrt(n)."),
     ] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Draw how similar the directions of gradients are, by parameter and step. Both recordings need signs.",
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
+    table: TableOption = None,
     html: HtmlOption = None,
     form: FormatOption = "text",
     as_json: JsonOption = False,
@@ -47,10 +48,14 @@ def compare(
     used, and 3 if they are misaligned or could only be compared in part.
     """
     from traindiff.comparison import compare as compare_recordings
+    from traindiff.report.direction_pictures import check_available
     from traindiff.report.terminal import print_comparison
 
+    chosen = None if table is None else checked_table(table, form="json" if as_json else form)
     if html is not None:
         check_writable(html)
+    if pictures is not None:
+        check_available()
     with messages.status("comparing") as status:
         result = compare_recordings(
             baseline,
@@ -60,10 +65,36 @@ def compare(
             steps=steps,
             rtol=rtol,
             atol=atol,
-            history=html is not None,
+            history=html is not None or table is not None,
             progress=lambda step: status.update(f"comparing step {step}"),
         )
     if html is not None:
         write_page(result, html)
-    print_result(result, "json" if as_json else form, text=lambda: print_comparison(results, result, top=top))
+    if pictures is not None:
+        _draw(result, pictures)
+    form = "json" if as_json else form
+    if chosen is None:
+        print_result(result, form, text=lambda: print_comparison(results, result, top=top))
+    else:
+        print_table(result, chosen, form=form)
     raise typer.Exit(result.exit_code)
+
+
+def _draw(result: Comparison, directory: Path) -> None:
+    from traindiff.errors import ConfigError, Problem
+    from traindiff.report.direction_pictures import draw
+
+    if result.directions is None or not result.directions.parameters:
+        problem = Problem(
+            where=f"--pictures {directory}",
+            what="asks for directions of gradients, and the recordings have none in common.",
+            fix='Record both runs with detail="signs".',
+        )
+        raise ConfigError("compare", [problem], consequence="nothing was drawn")
+    try:
+        drawn = draw(result.directions, directory)
+    except OSError as error:
+        fix = "Give the path of a directory where you may write."
+        problem = Problem(where=f"--pictures {directory}", what=f"cannot be written: {error.strerror}.", fix=fix)
+        raise ConfigError("compare", [problem], consequence="not all was drawn") from None
+    messages.print(f"traindiff: wrote {len(drawn)} pictures to {directory}", markup=False, soft_wrap=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from traindiff.cli.app import app, messages, says_what_is_wrong
+from traindiff.cli.comparison_options import NoiseOption, RenameOption
 
 if TYPE_CHECKING:
     from traindiff.comparison import Comparison
@@ -32,21 +33,8 @@ def report(
     png: Annotated[
         Path | None, typer.Option(metavar="DIRECTORY", help="Also write the main pictures there, as PNG.")
     ] = None,
-    noise: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RECORDING",
-            help="Recording of a replica of the baseline, or of the baseline run again, to measure floors from. "
-            "Repeatable.",
-        ),
-    ] = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN=REPLACEMENT",
-            help="Regular expression that turns the candidate's paths into the baseline's. Repeatable.",
-        ),
-    ] = None,
+    noise: NoiseOption = None,
+    rename: RenameOption = None,
     steps: Annotated[str | None, typer.Option(help='Steps to show, e.g. "0-9,20,30-".')] = None,
 ) -> None:
     """Write a report that a browser shows, in one file that needs no network.
@@ -120,6 +108,6 @@ def write_page(result: Comparison | Verdict, output: Path) -> None:
     from traindiff.report.page import page_of, write
 
     page = page_of(result)
-    with output.open("w", encoding="utf-8") as file:
+    with output.open("w", encoding="utf-8", errors="replace") as file:  # a path may be no UTF-8
         write(page, file)
     messages.print(f"traindiff: wrote {output}: {page.word}", markup=False, soft_wrap=True)

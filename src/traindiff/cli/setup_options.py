@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-_ENGINES = ("plain", "ddp", "fsdp1", "fsdp2", "tp", "pp", "deepspeed")
+from traindiff.setups.setup import DTYPES, ENGINES, OFFLOAD_DEVICES, OPTIMIZERS
+
 _PANEL = "How the candidate is run"
 
 
@@ -30,30 +31,30 @@ def _option(
 
 EngineOption = Annotated[
     str | None,
-    _option("What divides the training among ranks. plain if left out.", _ENGINES, kind="an engine"),
+    _option("What divides the training among ranks. plain if left out.", ENGINES, kind="an engine"),
 ]
 BaselineEngineOption = Annotated[
     str,
-    _option("What the trusted training is run under, on as many ranks.", _ENGINES, kind="an engine"),
+    _option("What the trusted training is run under, on as many ranks.", ENGINES, kind="an engine"),
 ]
 NprocOption = Annotated[int | None, _option("Number of ranks. 2 if left out and the engine divides.", min=1)]
 ZeroStageOption = Annotated[int | None, _option("Stage of DeepSpeed's ZeRO; implies --engine deepspeed.", min=0, max=3)]
 OffloadOption = Annotated[
     str | None,
     _option(
-        "Where DeepSpeed keeps the optimizer's state; implies --engine deepspeed.", ("none", "cpu", "nvme"),
+        "Where DeepSpeed keeps the optimizer's state; implies --engine deepspeed.", OFFLOAD_DEVICES,
         kind="a place to offload to",
     ),
 ]  # fmt: skip
 DtypeOption = Annotated[
     str,
     _option(
-        "In which the model computes, in the trusted training too.", ("float32", "bfloat16", "float16"),
+        "In which the model computes, in the trusted training too.", DTYPES,
         kind="a dtype", prefix="torch.",
     ),
 ]  # fmt: skip
 OptimizerOption = Annotated[
-    str, _option("The recipe's own, or the engine's implementation of it.", ("torch", "engine"), kind="a choice")
+    str, _option("The recipe's own, or the engine's implementation of it.", OPTIMIZERS, kind="a choice")
 ]
 CompileOption = Annotated[bool, _option("Compile the model.", flag="--compile")]
 DeepcompileOption = Annotated[

@@ -66,6 +66,12 @@ def verify(
     pin: Annotated[
         PinWhen, typer.Option(help="When to run a step again with forced tensors, to judge each operation alone.")
     ] = PinWhen.divergence,
+    zoom: Annotated[
+        bool,
+        typer.Option(
+            "--zoom", help="Where a module is wrong alone, name the first operator inside it (docs/operators.md)."
+        ),
+    ] = False,
     rename: Annotated[
         list[str] | None,
         typer.Option(metavar="PATTERN=REPLACEMENT", help="As in traindiff compare. Repeatable."),
@@ -141,7 +147,7 @@ def verify(
             baseline_setup=trusted_setup(given, setup),
             question=Question(
                 candidate=candidate or recipe, setup=setup, steps=steps, replicas=replicas, pin=pin.value,
-                rename=rename, rtol=rtol, atol=atol, compiler_logs=verbose_logging,
+                rename=rename, rtol=rtol, atol=atol, compiler_logs=verbose_logging, zoom=zoom,
             ),
             output=output,
             seed=seed,

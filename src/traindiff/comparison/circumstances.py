@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+from traindiff.recording.manifest import framework
+
 _WATCHED = (
     ("versions", "torch"),
+    ("versions", "mindspore"),
     ("versions", "triton"),
     ("environment", "machine"),
     ("environment", "devices"),
@@ -16,13 +19,20 @@ _WATCHED = (
     ("environment", "deterministic_algorithms"),
 )
 
+_OF_ANY_FRAMEWORK = (("environment", "machine"),)
+"""What means the same in another framework."""
+
 
 def circumstances(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[str]:
     """One sentence that lists what differs between two `run.json`, or nothing."""
-    changes = []
-    for section, name in _WATCHED:
-        before, after = baseline.get(section, {}).get(name), candidate.get(section, {}).get(name)
-        if before != after:
+    runs = (baseline, candidate)
+    frameworks = framework(baseline), framework(candidate)
+    differ = frameworks[0][0] != frameworks[1][0] and all(run.get("environment") for run in runs)
+    changes = [" and ".join(map(" ".join, frameworks))] if differ else []
+    for section, name in _OF_ANY_FRAMEWORK if differ else _WATCHED:
+        sections = [run.get(section, {}) for run in runs]
+        before, after = (one.get(name) for one in sections)
+        if before != after and all(sections):  # of a run that was imported, nothing is known
             changes.append(f"{name.replace('_', ' ')} {_show(before)} and {_show(after)}")
     if baseline.get("world_size") != candidate.get("world_size"):
         changes.append(f"world size {baseline.get('world_size')} and {candidate.get('world_size')}")

@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from traindiff.alignment.step_pairs import step_pairs
 from traindiff.alignment.two_runs import AlignedStep, TwoRuns
+from traindiff.comparison.direction_notes import with_directions
 from traindiff.comparison.history import DifferenceHistory
 from traindiff.comparison.running import Noise, RunningComparison
 from traindiff.comparison.verdict import Comparison
+from traindiff.directions import compare_directions
 from traindiff.errors import ConfigError, Problem
 from traindiff.floors.calibrating import calibrate, following
 from traindiff.floors.replicas import Replicas, StepNoise
 from traindiff.floors.tolerance import parse_tolerance
 from traindiff.merging.renames import parse_renames
 from traindiff.merging.run_steps import RunStep, run_steps
+from traindiff.merging.step_table import Part
 from traindiff.recording import Recording, open_recording
 from traindiff.steps import StepSelection, parse_steps
 
@@ -80,7 +83,8 @@ def compare(
                 one.release()
         if step is not None and progress:
             progress(step)
-    return comparison.result()
+    directions = compare_directions(*runs, rename=renames, selection=selection)
+    return with_directions(comparison.result(), directions)
 
 
 def _compared(comparison: RunningComparison, baseline: RunStep | None, candidate: RunStep | None) -> int | None:
@@ -118,3 +122,8 @@ class _Measured(Noise):
         if (given.baseline.optimizer, given.step) not in self.calibration.covered:
             return None
         return self._replicas.noise(given.baseline, given.sides[0])
+
+    @property
+    def operators(self) -> Sequence[Sequence[Part]]:
+        """See `Noise`."""
+        return self._replicas.operators

@@ -28,6 +28,7 @@ from traindiff.comparison.surroundings import Surroundings, surroundings, with_s
 from traindiff.comparison.targets import of_unseen_targets
 from traindiff.comparison.tied_copies import with_names
 from traindiff.comparison.verdict import Comparison, Word
+from traindiff.comparison.zooms import Zooms
 from traindiff.findings import Finding
 from traindiff.floors.calibration import Calibration
 from traindiff.floors.replicas import StepNoise
@@ -37,7 +38,7 @@ from traindiff.merging.loss_scale import loss_scale
 from traindiff.merging.renames import Renaming
 from traindiff.merging.run_steps import RunStep
 from traindiff.merging.samples import samples_of
-from traindiff.merging.step_table import Key, num_micro_steps
+from traindiff.merging.step_table import Key, Part, num_micro_steps
 from traindiff.rules import run_facts
 
 
@@ -62,6 +63,11 @@ class Noise:
     """
 
     calibration: Calibration = Calibration()
+
+    @property
+    def operators(self) -> Sequence[Sequence[Part]]:
+        """What each noise recording has observed of operators in the step that was asked for last."""
+        return ()
 
     def of_step(self, given: AlignedStep) -> StepNoise | None:  # noqa: ARG002
         """How far the replicas are from the baseline in a step; None where no replica has it."""
@@ -107,6 +113,7 @@ class RunningComparison:
         self._uncovered: list[int] = []
         self._notes: dict[str, None] = {}
         self._other_dtypes: dict[tuple[str, str], set[Key]] = {}
+        self._zooms = Zooms(runs.runs, rename)
 
     def feed(self, baseline: RunStep | None, candidate: RunStep | None) -> ComparedStep | None:
         """Compare one step of both runs; see `TwoRuns.pair`.
@@ -117,7 +124,12 @@ class RunningComparison:
         given = self.runs.pair(baseline, candidate)
         if given is None:
             return None
-        return ComparedStep(aligned=given, findings=tuple(self._step(given)))
+        assert baseline is not None
+        assert candidate is not None
+        findings = self._step(given)
+        if baseline.operators or candidate.operators:
+            self._zooms.see(findings, (baseline.operators, candidate.operators), self._measured.operators)
+        return ComparedStep(aligned=given, findings=tuple(findings))
 
     def result(self) -> Comparison:
         """The comparison of the steps so far."""
@@ -142,6 +154,7 @@ class RunningComparison:
             notes=tuple(notes),
             differences=tuple(sorted(self._judge.judged.differences.values(), key=lambda row: row.order)),
             history=self._history,
+            zooms=tuple(self._zooms.found),
         )
 
     def _step(self, given: AlignedStep) -> list[Finding]:
@@ -214,7 +227,7 @@ class RunningComparison:
             first = with_surroundings(first, self._surroundings)
         sizes = (self.runs.sides[0].data_parallel, self.runs.sides[1].data_parallel)
         first = with_each_ranks_own(first, self._facts[sizes.index(max(sizes))].modules, sizes)
-        return (explained(first, *(run.run for run in self.runs.runs)), *rest)
+        return (self._zooms.told(explained(first, *(run.run for run in self.runs.runs))), *rest)
 
     def _further_notes(self) -> list[str]:
         """What is worth knowing, whatever the verdict."""
@@ -231,6 +244,7 @@ class RunningComparison:
         notes += other_models((self.runs.sides[0].model, self.runs.sides[1].model), self.runs.presence.known)
         notes += other_dtypes(self._other_dtypes)
         notes += self._notes
+        notes += self._zooms.notes
         notes += not_forced([candidate.rank_content(rank) for rank in candidate.ranks])
         return [*notes, *circumstances(baseline.run, candidate.run)]
 

@@ -19,7 +19,7 @@ from traindiff.floors.calibration import Calibration
 from traindiff.floors.gradients import common_factor
 from traindiff.floors.replicas import StepNoise
 from traindiff.floors.site_floors import SiteFloors
-from traindiff.merging.distance import Pair, best_fit, difference, equal_bits, rescaled
+from traindiff.merging.distance import Pair, best_fit, difference, equal_bits, is_transposed, rescaled
 from traindiff.merging.finding_at import finding_at
 from traindiff.merging.samples import Samples
 from traindiff.merging.step_table import Key, only_rank
@@ -244,6 +244,10 @@ class StepJudge:
 
     def _shape(self, pair: Pair, size: float, floor: float) -> Diagnosis:
         baseline, candidate = pair.baseline, pair.candidate
+        if is_transposed(pair) and math.isfinite(size):
+            norms = f"{float(norm(baseline.summary)):.6g} in the baseline and {float(norm(candidate.summary)):.6g}"
+            says = f"One run holds it transposed, and the norms differ: {norms} in the candidate."
+            return Diagnosis(kind="value", says=says)
         if baseline.shape != candidate.shape:
             says = f"The shape is {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate."
             return Diagnosis(kind="shape", says=says)

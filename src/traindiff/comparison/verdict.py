@@ -9,6 +9,8 @@ from typing import Any, Literal
 from traindiff.alignment.presence import Unaligned
 from traindiff.comparison.history import DifferenceHistory
 from traindiff.comparison.sentences import text
+from traindiff.comparison.zoom import Zoom
+from traindiff.directions import Similarities
 from traindiff.findings.finding import Finding, ratio_of
 
 Word = Literal["identical", "equivalent", "diverged", "misaligned", "incomplete"]
@@ -59,7 +61,9 @@ class Comparison:
         noise: What measured floors rest on: recordings, constants; None where none were given.
         representation: What differs only in how it is represented (activations, the order of samples or
             channels), where no loss, gradient or update differs; such differences are no findings.
+        zooms: Findings, taken apart into the operators of their modules, where both runs have recorded these.
         history: Every site's difference in every step; None unless it was asked for. No part of the JSON.
+        directions: How many elements of gradients have the same direction in both runs; None where one has no signs.
     """
 
     baseline: str
@@ -73,7 +77,9 @@ class Comparison:
     differences: tuple[SiteDifference, ...]
     noise: Mapping[str, Any] | None = None
     representation: tuple[Finding, ...] = ()
+    zooms: tuple[Zoom, ...] = ()
     history: DifferenceHistory | None = field(default=None, compare=False, repr=False)
+    directions: Similarities | None = None
 
     @property
     def first_divergence(self) -> Finding | None:
@@ -101,6 +107,8 @@ class Comparison:
             "noise": None if self.noise is None else dict(self.noise),
             "steps": list(self.steps),
             "notes": list(self.notes),
+            "directions": None if self.directions is None else self.directions.to_json(),
+            "operators": [zoom.to_json() for zoom in self.zooms],
         }
 
     def __str__(self) -> str:

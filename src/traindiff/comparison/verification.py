@@ -82,6 +82,9 @@ class Verification:
         failed: What happened to a candidate that did not come to its end; None for one that did.
         pinned: The step of the divergence run again, forced; empty where nothing was pinned down.
         pin_note: Why nothing was pinned down although that was asked for; empty otherwise.
+        zoomed: The step that was pinned down once more, with the operators of the module that is wrong; None where that
+            was not asked for, or not possible.
+        zoom_note: Why not, although it was asked for; empty otherwise.
         compiler: What torch's compiler said of the candidate, where that was asked for.
         costs: What each run took, in order.
         peak_bytes: Largest resident memory of the processes of a run together.
@@ -93,6 +96,8 @@ class Verification:
     failed: FailedRun | None = None
     pinned: tuple[Pinned, ...] = ()
     pin_note: str = ""
+    zoomed: Pinned | None = None
+    zoom_note: str = ""
     compiler: CompilerLog | None = None
     costs: tuple[RunCost, ...] = ()
     peak_bytes: int = 0
@@ -137,6 +142,8 @@ class Verification:
                 for one in self.pinned
             ],
             "pin_note": self.pin_note,
+            "zoomed": [zoom.to_json() for zoom in self.zoomed.comparison.zooms] if self.zoomed else None,
+            "zoom_note": self.zoom_note,
             "compiler": self.compiler.to_json() if self.compiler else None,
             "costs": [{"name": one.name, "num_steps": one.num_steps, "seconds": one.seconds} for one in self.costs],
             "peak_bytes": self.peak_bytes,
@@ -148,6 +155,7 @@ class Verification:
             lines += ["", pinned_heading(one)]
             lines += [f"  {where_text(found)}: {found.says}" for found in one.comparison.findings]
             lines += pinned_limits(self, one)
+        lines += zoomed_lines(self)
         return "\n".join([*lines, "", cost(self)])
 
 
@@ -183,6 +191,18 @@ def pinned_heading(pinned: Pinned) -> str:
 def pinned_limits(verification: Verification, pinned: Pinned) -> list[str]:
     """What limits the judgement of a forced step, e.g. tensors that could not be forced: notes of it alone."""
     return [note for note in pinned.comparison.notes if note not in verification.comparison.notes]
+
+
+def zoomed_lines(verification: Verification) -> list[str]:
+    """What was found inside the modules that are wrong, a line each; empty where that was not asked for."""
+    if verification.zoomed is None:
+        return ["", verification.zoom_note] if verification.zoom_note else []
+    told: dict[str, str] = {}  # of several sites behind one operator, the first
+    for zoom in verification.zoomed.comparison.zooms:
+        told.setdefault(zoom.operator or zoom.site, f"  {zoom.phase} of {zoom.site}: {zoom.says}")
+    found = list(told.values())
+    lines = ["", f"Operators, {verification.zoomed.where}:", *found]
+    return lines if found else ["", "No operator was recorded on the way to what is wrong."]
 
 
 def cost(verification: Verification) -> str:

@@ -6,8 +6,6 @@ Head and embedding share one matrix, as in the demo. Shape suffixes are those of
 
 from __future__ import annotations
 
-from math import sqrt
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,51 +13,20 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from traindiff.demo.dropout import Dropout, sample_keys
-from traindiff.demo.model import MLP, ModelSize, draw_weights
+from traindiff.demo.model import Attention, Block, ModelSize, draw_weights
 from traindiff.demo.text import VOCABULARY
 
 
-class Attention(nn.Module):
-    """Causal self-attention, written out. Queries, keys and values of a head are neighbours in the output of `qkv`.
+class DivisibleAttention(Attention):
+    """Attention in which queries, keys and values of a head are neighbours in the output of `qkv`.
 
     So a rank that has the first columns of `qkv` has whole heads, and computes with those that it has.
     """
 
-    def __init__(self, size: ModelSize, *, layer: int) -> None:
-        super().__init__()
-        self.head_width = size.width // size.num_heads
-        self.qkv = nn.Linear(size.width, 3 * size.width)
-        self.proj = nn.Linear(size.width, size.width)
-        self.drop = Dropout(size.dropout, layer=2 * layer + 1)
-
-    def forward(self, x_BTD: Tensor, key_B: Tensor) -> Tensor:
-        """What the heads found, projected back to the residual stream: [B, T, D]."""
+    def heads(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of every head that this rank has: three of [B, H, T, K]."""
         each_BTH3K = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_width))
-        q_BHTK, k_BHTK, v_BHTK = (each_BTHK.transpose(1, 2) for each_BTHK in each_BTH3K.unbind(-2))
-        score_BHTT = q_BHTK @ k_BHTK.transpose(-2, -1) / sqrt(self.head_width)
-        length = x_BTD.shape[1]
-        hidden_TT = torch.ones(length, length, dtype=torch.bool, device=x_BTD.device).triu(1)
-        weight_BHTT = score_BHTT.masked_fill(hidden_TT, -torch.inf).softmax(-1)
-        found_BTD = (weight_BHTT @ v_BHTK).transpose(1, 2).flatten(-2)
-        dropped_BTD: Tensor = self.drop(self.proj(found_BTD), key_B)
-        return dropped_BTD
-
-
-class Block(nn.Module):
-    """One layer: attention and MLP, each behind a LayerNorm and added to the residual stream."""
-
-    def __init__(self, size: ModelSize, *, layer: int) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(size.width)
-        self.attn = Attention(size, layer=layer)
-        self.ln_2 = nn.LayerNorm(size.width)
-        self.mlp = MLP(size, layer=layer)
-
-    def forward(self, x_BTD: Tensor, key_B: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        x_BTD = x_BTD + self.attn(self.ln_1(x_BTD), key_B)
-        out_BTD: Tensor = x_BTD + self.mlp(self.ln_2(x_BTD), key_B)
-        return out_BTD
+        return tuple(each_BTHK.transpose(1, 2) for each_BTHK in each_BTH3K.unbind(-2))
 
 
 class Embedding(nn.Module):
@@ -106,7 +73,9 @@ class DivisibleModel(nn.Module):
         embedding, head = Embedding(size), Head(size)
         head.lm_head.weight = embedding.wte.weight
         self.embedding: Embedding | None = embedding
-        self.h = nn.ModuleList(Block(size, layer=layer) for layer in range(size.num_layers))
+        self.h = nn.ModuleList(
+            Block(size, layer=layer, attention=DivisibleAttention) for layer in range(size.num_layers)
+        )
         self.head: Head | None = head
 
     def forward(self, x: Tensor, *, sample_ids_B: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
     def __init__(self, size: ModelSize, *, layer: int) -> None:
         super().__init__()
-        self.num_heads = size.num_heads
+        self.head_width = size.width // size.num_heads
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.proj = nn.Linear(size.width, size.width)
         self.drop = Dropout(size.dropout, layer=2 * layer + 1)
@@ -49,13 +49,15 @@ class Attention(nn.Module):
         """Which position (second axis) each position (first axis) may attend to: bool [T, T]."""
         return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
+    def heads(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of every head: three of [B, H, T, K]."""
+        parts_BTD = self.qkv(x_BTD).chunk(3, dim=-1)
+        return tuple(part_BTD.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part_BTD in parts_BTD)
+
     def forward(self, x_BTD: Tensor, key_B: Tensor) -> Tensor:
         """What the heads found, projected back to the residual stream: [B, T, D]."""
-        q_BHTK, k_BHTK, v_BHTK = (
-            part_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part_BTD in self.qkv(x_BTD).chunk(3, dim=-1)
-        )
-        score_BHTT = q_BHTK @ k_BHTK.transpose(-2, -1) / sqrt(k_BHTK.shape[-1])
+        q_BHTK, k_BHTK, v_BHTK = self.heads(x_BTD)
+        score_BHTT = q_BHTK @ k_BHTK.transpose(-2, -1) / sqrt(self.head_width)
         hidden_TT = ~self.visible(x_BTD.shape[1], x_BTD.device)
         weight_BHTT = score_BHTT.masked_fill(hidden_TT, -torch.inf).softmax(-1)
         found_BTD = (weight_BHTT @ v_BHTK).transpose(1, 2).flatten(-2)
@@ -82,10 +84,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: attention and MLP, each behind a LayerNorm and added to the residual stream."""
 
-    def __init__(self, size: ModelSize, *, layer: int) -> None:
+    def __init__(self, size: ModelSize, *, layer: int, attention: type[Attention] = Attention) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(size.width)
-        self.attn = Attention(size, layer=layer)
+        self.attn = attention(size, layer=layer)
         self.ln_2 = nn.LayerNorm(size.width)
         self.mlp = MLP(size, layer=layer)
 

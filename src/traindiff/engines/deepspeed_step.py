@@ -142,8 +142,9 @@ class EngineOptimizerTap(OptimizerTap):
                     self._gradient(tensor, pieces, stage="", scaled=None)
 
     def _after_call(self, after: Callable[[], None], _: Any) -> None:
-        after()
-        self._end_step()
+        if self._stepped or self._counts_skipped:
+            after()
+            self._end_step()
 
     def _after(self) -> None:
         if self._stepped:

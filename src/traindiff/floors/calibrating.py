@@ -68,7 +68,6 @@ class Calibrating:
     """
 
     def __init__(self, baseline: Run, noise: Sequence[NoiseRun]) -> None:
-        self._baseline = baseline
         self._groups = Side(baseline).groups
         self._runs = [run for run, _ in noise]
         self._replicas = Replicas(noise)

@@ -11,7 +11,7 @@ from traindiff.alignment.pairs import align
 from traindiff.alignment.side import Side, SideStep, join, sites_in_order
 from traindiff.merging.distance import Pair, difference
 from traindiff.merging.run_steps import RunStep
-from traindiff.merging.step_table import Key
+from traindiff.merging.step_table import Key, Part
 from traindiff.recording import Run
 
 UNMEASURED = ("batch", "rng")
@@ -39,19 +39,28 @@ NoiseRun = tuple[Run, FollowingSteps]
 
 
 class Replicas:
-    """The noise recordings, as they follow the baseline through its steps."""
+    """The noise recordings, as they follow the baseline through its steps.
+
+    Attributes:
+        sides: The recordings.
+        operators: What each has observed of operators in the step that was asked for last.
+    """
 
     def __init__(self, runs: Sequence[NoiseRun]) -> None:
         self.sides = [Side(run) for run, _ in runs]
+        self.operators: list[list[Part]] = []
         self._streams = [steps for _, steps in runs]
 
     def pairs(self, baseline: RunStep, step: SideStep) -> Iterator[tuple[SideStep | None, list[Pair]]]:
         """Per noise recording: its own step and that brought together with the baseline's; None if it has none."""
+        self.operators = []
         for side, stream in zip(self.sides, self._streams, strict=True):
             found: SideStep | None = None
             for one in stream.until(baseline.optimizer, baseline.step):
                 derived = side.step(one)
                 found = derived if one.step == baseline.step and one.finished else None
+                if found:
+                    self.operators.append(one.operators)
             yield found, _pairs(step, found) if found else []
 
     def noise(self, baseline: RunStep, step: SideStep) -> StepNoise:

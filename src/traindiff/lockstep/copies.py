@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ def uncopyable(baseline: Stepped) -> str:
     model = baseline.model
     if baseline.loss is None:
         return "has a step of its own"
-    if not all(isinstance(one, Optimizer) for one in _optimizers(baseline)) or not list(_optimizers(baseline)):
+    if not baseline.optimizers or not all(isinstance(one, Optimizer) for one in baseline.optimizers):
         return "has no optimizer of torch's"
     if compiled_parts(model):
         return "is compiled"
@@ -41,31 +40,19 @@ def copied(baseline: Stepped) -> list[Stepped]:
     found = []
     for replica in REPLICAS:
         model, optimizer = copy.deepcopy((baseline.model, baseline.optimizer))
-        for one in _listed(optimizer):
-            vars(one).pop("step", None)  # as a schedule leaves it behind: it steps the optimizer that was copied
-        found.append(made(model, optimizer, name=f"baseline, {replica}", loss=baseline.loss, record=baseline.record))
+        one = made(model, optimizer, name=f"baseline, {replica}", loss=baseline.loss, record=baseline.record)
+        for own in one.optimizers:
+            vars(own).pop("step", None)  # as a schedule leaves it behind: it steps the optimizer that was copied
+        found.append(one)
     return found
 
 
 def follow_settings(baseline: Stepped, copies: list[Stepped]) -> None:
     """Give the copies' optimizers the settings that the baseline's have now: a schedule may have changed them."""
     for one in copies:
-        for source, target in zip(_optimizers(baseline), _optimizers(one), strict=True):
+        for source, target in zip(baseline.optimizers, one.optimizers, strict=True):
             for given, group in zip(source.param_groups, target.param_groups, strict=True):
                 group.update((name, value) for name, value in given.items() if name != "params")
-
-
-def _optimizers(side: Stepped) -> Iterator[Any]:
-    return _listed(side.optimizer)
-
-
-def _listed(optimizer: Any) -> Iterator[Any]:
-    if isinstance(optimizer, dict):
-        yield from optimizer.values()
-    elif isinstance(optimizer, (list, tuple)):
-        yield from optimizer
-    elif optimizer is not None:
-        yield optimizer
 
 
 def _is_flattened(model: nn.Module) -> bool:

@@ -170,6 +170,7 @@ def joined(comparisons: Sequence[Comparison]) -> Comparison:
         steps=tuple(dict.fromkeys(step for one in comparisons for step in one.steps)),
         notes=tuple(dict.fromkeys(note for one in comparisons for note in one.notes)),
         differences=tuple(row for one in comparisons for row in one.differences),
+        zooms=tuple(zoom for one in comparisons for zoom in one.zooms),
     )
 
 

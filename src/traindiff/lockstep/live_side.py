@@ -51,7 +51,10 @@ class LiveSide:
             "every": settings.test_every, "replica": replica or None,
         }  # fmt: skip
         checked = record_settings(**{**STANDARD_SETTINGS, **chosen})
-        self.targets = find_targets(stepped.model, stepped.optimizer, select=checked.select, shards=checked.shards)
+        self.targets = find_targets(
+            stepped.model, stepped.optimizer, select=checked.select, shards=checked.shards,
+            operators=checked.operators,
+        )  # fmt: skip
         self._writer: LiveWriter | None = None
         self._said: tuple[Any, Any] = (None, None)
         self.recorder = Recorder(

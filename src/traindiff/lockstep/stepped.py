@@ -45,6 +45,11 @@ class Stepped:
     record: Mapping[str, Any] = field(default_factory=dict)
     batches: Iterable[Any] | None = None
 
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        """Its optimizers one by one; none where an engine has its own."""
+        return tuple(_listed(self.optimizer))
+
 
 def stepped(given: Any, *, name: str, loss: Loss | None, problems: list[Problem]) -> Stepped | None:
     """What the user gave for one side, or None, and the reason among `problems`.

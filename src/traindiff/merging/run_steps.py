@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from traindiff.merging.operators import is_of_operator
 from traindiff.merging.parameter_groups import group_numbers, group_paths
 from traindiff.merging.step_table import Entry, Key, Part, step_table
 from traindiff.merging.tying import NO_COPIES, Copies, under_one_name
@@ -21,6 +22,7 @@ class RunStep:
         table: Its entries.
         finished: Whether the optimizer was called: the run may have ended, or been closed, before that.
         missing: Ranks of the run that have not recorded it.
+        operators: What was observed of operators, which are compared inside a module only.
     """
 
     optimizer: str
@@ -28,10 +30,12 @@ class RunStep:
     table: dict[Key, Entry]
     finished: bool = True
     missing: tuple[int, ...] = ()
+    operators: list[Part] = field(default_factory=list)
 
     def release(self) -> None:
         """Let go of the entries, so that no two steps are in memory when the next one is read."""
         self.table.clear()
+        self.operators.clear()
 
 
 class StepMerger:
@@ -53,13 +57,19 @@ class StepMerger:
     def merged(self, of_ranks: Sequence[StepObservations]) -> RunStep:
         """One step, from what each rank has recorded of it; at least one has."""
         optimizer, step = of_ranks[0].optimizer, of_ranks[0].step
-        table = step_table(_parts(of_ranks, self._names))
+        operators: list[Part] = []
+        sites: list[Part] = []
+        for part in _parts(of_ranks, self._names):
+            (operators if is_of_operator(part[0]) else sites).append(part)
+        table = step_table(sites)
         shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
         finished = shown or not (self._called or optimizer in self._shows_calls)
         if shown:
             self._shows_calls.add(optimizer)
         missing = tuple(sorted({*self._ranks} - {one.rank for one in of_ranks}))
-        return RunStep(optimizer=optimizer, step=step, table=table, finished=finished, missing=missing)
+        return RunStep(
+            optimizer=optimizer, step=step, table=table, finished=finished, missing=missing, operators=operators
+        )  # fmt: skip
 
 
 def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunStep]:

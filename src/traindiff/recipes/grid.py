@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -116,8 +116,3 @@ def _asked(base: AskedSetup, said: Mapping[str, Any]) -> AskedSetup:
 
 def _without_prefix(value: Any) -> Any:
     return value.removeprefix("torch.") if isinstance(value, str) else value
-
-
-def varied_names(combinations: Sequence[Combination]) -> list[str]:
-    """The settings that vary, in the order of the file."""
-    return list(dict.fromkeys(name for one in combinations for name in one.varied))

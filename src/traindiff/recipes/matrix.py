@@ -170,7 +170,7 @@ def _fingerprint(asked: Asked, *, of_the_baseline: bool = False) -> str:
     if not of_the_baseline:
         known += [
             _source(question.candidate), question.setup.to_json(), question.pin, repr(question.rename),
-            question.rtol, question.atol, question.compiler_logs,
+            question.rtol, question.atol, question.compiler_logs, question.zoom,
         ]  # fmt: skip
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 

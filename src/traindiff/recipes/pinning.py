@@ -26,12 +26,19 @@ class ForcedStep:
         precision: Dtype in which everything is computed; None for the training's own.
         baseline: Recording with all tensors, of this step and the one before.
         noise: Recordings of replicas that were forced to these tensors.
+        operators: Modules whose operators are recorded.
     """
 
     step: int
     precision: torch.dtype | None
     baseline: str
     noise: tuple[str, ...]
+    operators: str = ""
+
+    @property
+    def directory(self) -> str:
+        """Where its recordings are."""
+        return f"{'zoomed' if self.operators else 'pinned'}-step-{self.step}-{self.name}"
 
     @property
     def name(self) -> str:
@@ -42,7 +49,8 @@ class ForcedStep:
     def settings(self) -> Mapping[str, Any]:
         """Of each run. The step before comes along: it ends with the state that this one begins with."""
         steps = f"{max(0, self.step - 1)}-{self.step}"
-        return {"num_steps": self.step + 1, "precision": self.precision, "steps": steps}
+        zoomed = {"operators": self.operators} if self.operators else {}
+        return {"num_steps": self.step + 1, "precision": self.precision, "steps": steps, **zoomed}
 
 
 def why_not_forced(setup: Setup) -> str:
@@ -65,6 +73,12 @@ def precisions(baseline: str) -> Iterator[torch.dtype | None]:
         yield torch.float32
 
 
+def precision_named(name: str) -> torch.dtype | None:
+    """What `ForcedStep.name` says: None for the training's own dtypes."""
+    found: torch.dtype | None = None if name == "native" else getattr(torch, name)
+    return found
+
+
 class ForcedSteps:
     """Steps of a trusted training that candidates can be forced to, each recorded when it is first asked for.
 
@@ -73,34 +87,39 @@ class ForcedSteps:
         recipe: Prepares the trusted training.
         setup: How it is run.
         replicas: How to perturb it; in another dtype those that round are used.
+
+    Attributes:
+        setup: How the trusted training is run.
     """
 
     def __init__(self, runs: Runs, recipe: Named, *, setup: Setup = PLAIN, replicas: Sequence[str] = REPLICAS) -> None:
         self._runs = runs
         self._recipe = recipe
-        self._setup = setup
+        self.setup = setup
         self._replicas = replicas
-        self._recorded: dict[tuple[int, torch.dtype | None], ForcedStep] = {}
+        self._recorded: dict[tuple[int, torch.dtype | None, str], ForcedStep] = {}
 
-    def step(self, step: int, precision: torch.dtype | None) -> ForcedStep:
+    def step(self, step: int, precision: torch.dtype | None, *, operators: str = "") -> ForcedStep:
         """What candidates are forced to in a step.
 
         Args:
             step: The step.
             precision: Compute everything in this dtype; None for the training's own.
+            operators: Glob over modules whose operators are recorded; empty for none.
 
         Raises:
             ConfigError: The recipe cannot be used.
             RunFailedError: The training failed.
         """
-        key = (step, precision)
+        key = (step, precision, operators)
         if key not in self._recorded:
-            self._recorded[key] = self._record(ForcedStep(step=step, precision=precision, baseline="", noise=()))
+            asked = ForcedStep(step=step, precision=precision, baseline="", noise=(), operators=operators)
+            self._recorded[key] = self._record(asked)
         return self._recorded[key]
 
     def _record(self, plain: ForcedStep) -> ForcedStep:
-        directory = f"pinned-step-{plain.step}-{plain.name}"
-        settings = {**plain.settings, "setup": self._setup}
+        directory = plain.directory
+        settings = {**plain.settings, "setup": self.setup}
         baseline = self._runs.run(self._recipe, f"{directory}/baseline", detail="tensors", **settings)
         used = [one for one in self._replicas if plain.precision is None or one.startswith("ulp")]
         noise = [
@@ -119,6 +138,7 @@ def pin_down(
     *,
     setup: Setup = PLAIN,
     rename: Mapping[str, str] | Sequence[str] | None = None,
+    operators: str = "",
 ) -> Pinned:
     """Run the step of the candidate, with each tensor overwritten by the baseline's after it was observed.
 
@@ -130,12 +150,13 @@ def pin_down(
         candidate: Prepares the training in question.
         setup: How it is run.
         rename: See `traindiff.compare`.
+        operators: What the candidate calls the modules whose operators are recorded.
 
     Raises:
         ConfigError: The recipe cannot be used.
         RunFailedError: The training failed.
     """
-    name = f"pinned-step-{given.step}-{given.name}/candidate"
-    found = runs.run(candidate, name, setup=setup, forced_by=given.baseline, **given.settings)
+    settings = {**given.settings, **({"operators": operators} if operators else {})}
+    found = runs.run(candidate, f"{given.directory}/candidate", setup=setup, forced_by=given.baseline, **settings)
     comparison = compare(given.baseline, found, noise=given.noise, rename=rename, steps=str(given.step))
     return Pinned(step=given.step, precision=given.name, comparison=comparison)

@@ -16,6 +16,7 @@ from traindiff.recipes.pinning import ForcedSteps, pin_down, precisions, why_not
 from traindiff.recipes.recorded_run import Named
 from traindiff.recipes.runs import LOGS, REPLICAS, Runs
 from traindiff.recipes.trusted import Trusted, recipe_name
+from traindiff.recipes.zoomed import zoom_in
 from traindiff.setups.setup import Setup
 
 Pin = Literal["divergence", "always", "never"]
@@ -35,6 +36,7 @@ class Question:
         rtol: See `traindiff.compare`.
         atol: See `traindiff.compare`.
         compiler_logs: Have torch's compiler say what it does to the candidate.
+        zoom: Run the step that is pinned down once more, and record the operators of the module that is wrong.
     """
 
     candidate: Named
@@ -46,6 +48,7 @@ class Question:
     rtol: float | None = None
     atol: float | None = None
     compiler_logs: bool = False
+    zoom: bool = False
 
 
 def verify_against(trusted: Trusted, question: Question, runs: Runs, forced: ForcedSteps) -> Verification:
@@ -76,9 +79,14 @@ def verify_against(trusted: Trusted, question: Question, runs: Runs, forced: For
         step, note = None, f"Step {step} was not run again with forced tensors: {why}"
     if step is not None:
         note = _pin(trusted, question, runs, forced, step=step, into=pinned)
+    zoomed, zoom_note = None, ""
+    if question.zoom and pinned:
+        zoomed, zoom_note = zoom_in(pinned, question, runs, forced)
     return Verification(
         comparison=comparison,
         pinned=tuple(pinned),
+        zoomed=zoomed,
+        zoom_note=zoom_note,
         pin_note=note,
         sides=(_side(trusted.recipe, trusted.setup), _side(question.candidate, question.setup)),
         failed=failed,

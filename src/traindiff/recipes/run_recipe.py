@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from traindiff.errors import ConfigError, Problem
 from traindiff.observation import Observation
+from traindiff.recipes.aids import DROPOUT, aided, take_out_dropout
 from traindiff.recipes.recipe import (
     Recipe,
     failures_explained,
@@ -50,6 +51,7 @@ def run_recipe(
     last_seen: Callable[[Observation], None] | None = None,
     overwrite: bool = False,
     setup: Setup = PLAIN,
+    aids: Sequence[str] = (),
     **settings: Any,
 ) -> str:
     """Train for some steps, from scratch, and record it.
@@ -68,6 +70,7 @@ def run_recipe(
         overwrite: Replace a recording that is already at `path`.
         setup: Under which engine, in which dtype, ... the training is run. Where that has several ranks, this is
             called on each of them, in a process group.
+        aids: What to take out of the training that may vary; see `traindiff.recipes.aids`.
         **settings: Of `traindiff.record`, over those of the training itself.
 
     Returns:
@@ -77,13 +80,18 @@ def run_recipe(
         ConfigError: The recipe cannot be used or fails, a setting is wrong, or there are no batches.
     """
     where = f"recipe {name_of(recipe)}"
-    with undisturbed_random_state():
+    with undisturbed_random_state(), aided(aids):
         training = prepared(recipe, seed=seed, asked_by=asked_by, setup=setup)
+        if DROPOUT in aids:
+            take_out_dropout(training.model)
         chosen = {**training.record, **settings}
         unknown = [name for name in chosen if name not in STANDARD_SETTINGS]
         check_names(unknown, known=STANDARD_SETTINGS.keys(), where=f"{where}, record")
         checked = record_settings(**{**STANDARD_SETTINGS, **chosen})
-        targets = find_targets(training.model, training.optimizer, select=checked.select, shards=checked.shards)
+        targets = find_targets(
+            training.model, training.optimizer, select=checked.select, shards=checked.shards,
+            operators=checked.operators,
+        )  # fmt: skip
         if forced_by is not None or precision is not None:
             _refuse_compiled(targets, where=where, asked_by=asked_by)
         forced = None if forced_by is None else _forced_values(forced_by, checked.replica)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,6 +75,8 @@ class Runs:
         asked_by: The call, for messages.
         patience: How long a run may go without ending a step.
         launcher: Starts the processes.
+        aids: What is taken out of the trainings that may vary; see `traindiff.recipes.aids`.
+        label: Put before the name of each run, where `progress` and `costs` tell of it.
         costs: What each run took, in order.
         peak_bytes: Largest resident memory of a process that ran one.
     """
@@ -86,6 +88,8 @@ class Runs:
     asked_by: str
     patience: Patience = field(default_factory=Patience)
     launcher: Launcher = launch
+    aids: Sequence[str] = ()
+    label: str = ""
     costs: list[RunCost] = field(default_factory=list)
     peak_bytes: int = 0
 
@@ -148,22 +152,24 @@ class Runs:
             The path of the recording.
 
         Raises:
-            ConfigError: The recipe or a setting cannot be used.
+            ConfigError: The recipe or a setting cannot be used, or the recording that is there is the user's own.
             RunFailedError: The training itself failed.
         """
+        self.check([name])
         began = time.perf_counter()
         done = [0]
 
         def on_step(step: int) -> None:
             done[0] = step + 1
             if self.progress:
-                self.progress(name, step + 1, num_steps)
+                self.progress(self.label + name, step + 1, num_steps)
 
         if self.progress:
-            self.progress(name, 0, num_steps)
+            self.progress(self.label + name, 0, num_steps)
         run = RecordedRun(
             recipe=recipe, path=os.fspath(self.directory / name), num_steps=num_steps, seed=self.seed, setup=setup,
-            asked_by=f"{self.asked_by}, run {name}", settings={**self.record, **settings}, compiler_logs=compiler_logs,
+            asked_by=f"{self.asked_by}, run {name}", compiler_logs=compiler_logs,
+            settings={"aids": tuple(self.aids), **self.record, **settings},
         )  # fmt: skip
         try:
             if isinstance(recipe, str) or compiler_logs or is_launched(recipe, setup):
@@ -172,7 +178,7 @@ class Runs:
                 _in_this_process(run, recipe, name, on_step, done)
                 self.peak_bytes = max(self.peak_bytes, peak_bytes())
         finally:
-            self.costs.append(RunCost(name=name, num_steps=done[0], seconds=time.perf_counter() - began))
+            self.costs.append(RunCost(name=self.label + name, num_steps=done[0], seconds=time.perf_counter() - began))
         return run.path
 
     def _launched(self, run: RecordedRun, name: str, on_step: Callable[[int], None]) -> None:

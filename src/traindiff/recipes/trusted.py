@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from traindiff.comparison import Comparison, compare
@@ -39,16 +40,45 @@ def record_trusted(
     Raises:
         ConfigError: The recipe cannot be used, fails, or does not repeat itself.
     """
-    noise = []
-    try:
-        baseline = runs.run(recipe, "baseline", num_steps=steps, setup=setup)
-        if repeat:
-            noise.append(runs.run(recipe, "repeated", num_steps=steps, setup=setup))
-            _refuse_what_does_not_repeat(recipe, compare(baseline, noise[0]), runs.asked_by)
+    baseline, repeated = record_repeated(runs, recipe, setup, steps=steps, repeat=repeat)
+    if repeated:
+        refuse_what_does_not_repeat(recipe, compare(baseline, repeated), runs.asked_by)
+    return with_replicas(runs, recipe, setup, (baseline, repeated), steps=steps, replicas=replicas)
+
+
+def record_repeated(runs: Runs, recipe: Named, setup: Setup, *, steps: int, repeat: bool) -> tuple[str, str]:
+    """Run the trusted training, and again as it is; gives both recordings, the second empty where it was not wanted.
+
+    Raises:
+        ConfigError: The recipe cannot be used, or fails.
+    """
+    names = ["baseline", *(["repeated"] if repeat else [])]
+    with _needed(runs):
+        found = [runs.run(recipe, name, num_steps=steps, setup=setup) for name in names]
+    return found[0], found[1] if repeat else ""
+
+
+def with_replicas(
+    runs: Runs, recipe: Named, setup: Setup, recorded: tuple[str, str], *, steps: int, replicas: Sequence[str]
+) -> Trusted:
+    """Run the replicas of what `record_repeated` has run.
+
+    Raises:
+        ConfigError: The recipe cannot be used, or fails.
+    """
+    baseline, *noise = (path for path in recorded if path)
+    with _needed(runs):
         noise += [runs.run(recipe, _name(one), num_steps=steps, setup=setup, replica=one) for one in replicas]
+    return Trusted(recipe=recipe, setup=setup, baseline=baseline, noise=tuple(noise))
+
+
+@contextmanager
+def _needed(runs: Runs) -> Iterator[None]:
+    """Inside it are runs without which nothing can be said."""
+    try:
+        yield
     except RunFailedError as failed:
         raise refused(failed, runs.asked_by) from (failed.error.__cause__ if failed.error else failed)
-    return Trusted(recipe=recipe, setup=setup, baseline=baseline, noise=tuple(noise))
 
 
 def names_of_runs(replicas: Sequence[str], *, repeat: bool) -> list[str]:
@@ -65,7 +95,8 @@ def _name(replica: str) -> str:
     return replica.replace(":", "-")
 
 
-def _refuse_what_does_not_repeat(recipe: Named, comparison: Comparison, asked_by: str) -> None:
+def refuse_what_does_not_repeat(recipe: Named, comparison: Comparison, asked_by: str) -> None:
+    """Raise `ConfigError` where a recipe prepares another training when it is called again."""
     first = comparison.first_divergence
     if first is not None and comparison.verdict == "misaligned":
         problem = Problem(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from traindiff.comparison import Verification
+from traindiff.errors import ConfigError, Problem
 from traindiff.report import as_json
 from traindiff.report.verification import print_verification
 
-REPORT, JSON = "report.txt", "verification.json"
+REPORT, JSON, INVESTIGATION = "report.txt", "verification.json", "investigation.json"
 
 _WIDTH = 200
 _ROWS = 50
@@ -29,6 +32,40 @@ def write_files(verification: Verification, directory: Path) -> None:
     as_json.write(verification, values)
     write_whole(directory / REPORT, text.getvalue())
     write_whole(directory / JSON, values.getvalue())
+
+
+def refuse_others_files(directory: Path, names: Sequence[str], *, jsons: Sequence[str], asked_by: str) -> None:
+    """Raise if a report would replace a file that was not written by an earlier one: it is the user's own.
+
+    Args:
+        directory: Where the report will be.
+        names: What its files are called.
+        jsons: What a report leaves beside them: where one of these is there, they are an earlier report's.
+        asked_by: The call, for messages.
+
+    Raises:
+        ConfigError: Names all of them.
+    """
+    others = [name for name in jsons if (directory / name).exists() and not _is_result(directory / name)]
+    if not any(_is_result(directory / name) for name in jsons):
+        others += [name for name in names if (directory / name).exists()]
+    problems = [
+        Problem(
+            where=str(directory / name),
+            what="was not written by an earlier report of traindiff, and would be replaced.",
+            fix="Give another directory for the runs (output, --output), or move the file away.",
+        )
+        for name in others
+    ]
+    if problems:
+        raise ConfigError(asked_by, problems)
+
+
+def _is_result(path: Path) -> bool:
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["schema"]["name"]).startswith("traindiff-")
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def write_whole(path: Path, content: str) -> None:

@@ -19,7 +19,7 @@ from traindiff.recipes.questioned import Pin, Question, verify_against
 from traindiff.recipes.recorded_run import Named
 from traindiff.recipes.runs import REPLICAS, Progress, Runs
 from traindiff.recipes.trusted import names_of_runs, record_trusted
-from traindiff.recipes.verification_files import write_files
+from traindiff.recipes.verification_files import INVESTIGATION, JSON, REPORT, refuse_others_files, write_files
 from traindiff.replica_setting import parse_replica
 from traindiff.setups.obstacles import obstacles
 from traindiff.setups.setup import PLAIN, Setup
@@ -82,6 +82,7 @@ def verify(
     replicas: Sequence[str] = REPLICAS,
     repeat: bool = True,
     pin: Pin = "divergence",
+    zoom: bool = False,
     rename: Mapping[str, str] | Sequence[str] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
@@ -114,6 +115,7 @@ def verify(
         repeat: Also run the baseline again as it is, and say first if it does not repeat itself.
         pin: Pin the fault down on `divergence`, `always` (then in the last step if the runs do not
             diverge), or `never`.
+        zoom: Where a module is wrong alone, run that step once more and name the first operator inside it that differs.
         rename: See `traindiff.compare`.
         rtol: See `traindiff.compare`.
         atol: See `traindiff.compare`.
@@ -131,7 +133,7 @@ def verify(
     """
     question = Question(
         candidate=recipe if candidate is None else candidate, setup=setup, steps=steps, replicas=replicas, pin=pin,
-        rename=rename, rtol=rtol, atol=atol, compiler_logs=compiler_logs,
+        rename=rename, rtol=rtol, atol=atol, compiler_logs=compiler_logs, zoom=zoom,
     )  # fmt: skip
     asked = Asked(
         recipe=recipe, baseline_setup=trusted_way(setup) if baseline_setup is None else baseline_setup,
@@ -155,6 +157,7 @@ def answered(asked: Asked, ranks: PresentRanks | None = None) -> Verification:
     check_asked(asked, ranks)
     runs = asked.runs(asked.output, ranks)
     replicas, steps, repeat = asked.question.replicas, asked.question.steps, asked.repeat
+    refuse_others_files(asked.output, (REPORT,), jsons=(JSON, INVESTIGATION), asked_by=asked.asked_by)
     runs.check([*names_of_runs(replicas, repeat=repeat), "candidate"])
     runs.refuse_unusable(asked.question.candidate, asked.question.setup)  # now, not after all other runs
     trusted = record_trusted(runs, asked.recipe, asked.baseline_setup, steps=steps, replicas=replicas, repeat=repeat)

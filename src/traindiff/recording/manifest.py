@@ -81,6 +81,12 @@ def load_run(data: bytes, *, where: str) -> Manifest:
     return manifest
 
 
+def framework(run: Mapping[str, Any]) -> tuple[str, str]:
+    """The framework that a run was trained with, and its version, by its `run.json`."""
+    name = run.get("environment", {}).get("framework", "torch")
+    return name, str(run.get("versions", {}).get(name, "unknown"))
+
+
 def _another_format(manifest: Manifest, where: str) -> NotARecordingError:
     found = manifest.get("format")
     return NotARecordingError(

@@ -123,8 +123,9 @@ class Recording:
             row: Position of the observation in `step.observations`.
 
         Returns:
-            `value`: the tensor (bfloat16 as float32); `positive` and `signless`: packed bits, the first
-            element in the lowest one. Which, is a matter of `record(detail=...)`.
+            `value`: the tensor (bfloat16 as float32); `positive`, `signless` and `nan`: packed bits, the first
+            element in the lowest one; `intervals`: counts; `md5`: its bytes. Which, is a matter of
+            `record(detail=..., bounds=...)`.
 
         Raises:
             CorruptRecordingError: The file is missing or damaged.

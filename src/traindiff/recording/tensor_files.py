@@ -7,6 +7,7 @@ import struct
 from collections.abc import Mapping
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
@@ -25,6 +26,10 @@ _PLAIN: dict[str, np.dtype[np.generic]] = {
     "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"), "BOOL": np.dtype("?"),
 }  # fmt: skip
 
+_COMPRESSED = ".zstd"
+_BITS = frozenset({"positive", "signless", "nan"})
+_NOTHING = RawTensor(dtype="uint8", shape=(0,), data=b"")
+
 
 def tensor_file(*, step: int, row: int, site: str) -> str:
     """Path of an observation's file in its rank's directory; `row` is its row in the whole stream."""
@@ -38,6 +43,7 @@ def dump(tensors: Mapping[str, RawTensor], *, site: str) -> bytes:
     """
     header: dict[str, object] = {"__metadata__": {"site": site}}
     begin = 0
+    tensors = _compressed(tensors)
     for name, tensor in tensors.items():
         end = begin + len(tensor.data)
         header[name] = {
@@ -63,7 +69,36 @@ def load(data: bytes, *, where: str) -> dict[str, NDArray[np.generic]]:
         raise CorruptRecordingError(
             f"{where} is damaged: {error}. Restore the file from where it was copied, or record again."
         ) from None
-    return {name: _array(entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in entries}
+    found = {name: _array(entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in entries}
+    return dict(_decompressed(name, array, where) for name, array in found.items())
+
+
+def _compressed(tensors: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
+    """The tensors, with bits compressed of which many are alike: the rows of an embedding that nobody looked up."""
+    if not len(tensors.get("signless", _NOTHING).data):
+        return dict(tensors)
+    return dict(_smaller(name, tensor) if name in _BITS else (name, tensor) for name, tensor in tensors.items())
+
+
+def _smaller(name: str, tensor: RawTensor) -> tuple[str, RawTensor]:
+    data = struct.pack("<Q", len(tensor.data)) + pa.compress(tensor.data, codec="zstd", asbytes=True)
+    if len(data) >= len(tensor.data):
+        return name, tensor
+    return name + _COMPRESSED, RawTensor(dtype="uint8", shape=(len(data),), data=data)
+
+
+def _decompressed(name: str, array: NDArray[np.generic], where: str) -> tuple[str, NDArray[np.generic]]:
+    if not name.endswith(_COMPRESSED):
+        return name, array
+    data = array.tobytes()
+    try:
+        (size,) = struct.unpack_from("<Q", data)
+        bits = pa.decompress(data[8:], decompressed_size=size, codec="zstd", asbytes=True)
+    except (struct.error, OSError, ValueError, OverflowError) as error:
+        raise CorruptRecordingError(
+            f"{where} is damaged: {error}. Restore the file from where it was copied, or record again."
+        ) from None
+    return name.removesuffix(_COMPRESSED), np.frombuffer(bits, dtype=np.uint8)
 
 
 def _array(dtype: str, shape: list[int], data: bytes) -> NDArray[np.generic]:

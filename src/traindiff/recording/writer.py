@@ -6,7 +6,7 @@ import io
 import posixpath
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
@@ -46,7 +46,7 @@ class RecordingWriter:
 
     Args:
         path: Directory of the recording: a local path or any fsspec URL.
-        run: Content of `run.json`; written by rank 0 only.
+        run: Content of `run.json`; written by the lowest rank that is recorded.
         rank: This rank.
         world_size: Number of ranks.
         overwrite: Replace a recording that is already there. Anything else there is never touched.
@@ -67,10 +67,11 @@ class RecordingWriter:
     ) -> None:
         self._fs, self._root = file_system(path)
         self._directory = posixpath.join(self._root, rank_directory(rank))
+        recorded = run.get("settings", {}).get("ranks") or range(world_size)
+        self._leads = rank == min(recorded)
         try:
-            self._make_room(path, rank=rank, world_size=world_size, overwrite=overwrite)
+            self._make_room(path, rank=rank, recorded=recorded, overwrite=overwrite)
             self._fs.makedirs(self._directory, exist_ok=True)
-            self._rank = rank
             self.write_run(run)
             self._data: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.arrows"), "wb")
             self._seals: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.crc"), "wb")
@@ -82,6 +83,7 @@ class RecordingWriter:
             ) from error
         self._offset = 0
         self._rows = 0
+        self._folder = ""
         self._failed = False
         self._buffer = io.BytesIO()
         self._stream = pa.ipc.new_stream(self._buffer, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd"))
@@ -91,8 +93,8 @@ class RecordingWriter:
         self._append(self._header)
 
     def write_run(self, run: Mapping[str, Any]) -> None:
-        """Write or replace `run.json`, if this is rank 0."""
-        if self._rank == 0:
+        """Write or replace `run.json`, if this is the lowest rank that is recorded."""
+        if self._leads:
             head = {"format": manifest.FORMAT_NAME, "version": manifest.FORMAT_VERSION}
             self._put(posixpath.join(self._root, "run.json"), manifest.dump({**head, **run}))
 
@@ -131,8 +133,11 @@ class RecordingWriter:
 
     def _put_tensors(self, name: str, content: bytes) -> None:
         path = posixpath.join(self._directory, name)
-        self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
-        self._put(path, content)
+        if (folder := posixpath.dirname(path)) != self._folder:
+            self._fs.makedirs(folder, exist_ok=True)
+            self._folder = folder
+        with self._fs.open(path, "wb") as file:  # nobody looks for it before a message names it
+            file.write(content)
 
     def leave_open(self) -> None:
         """Have `close` not mark the stream as complete, because a step is missing. Nothing can be written after."""
@@ -177,7 +182,7 @@ class RecordingWriter:
             file.write(content)
         self._fs.mv(unfinished, path)
 
-    def _make_room(self, path: str, *, rank: int, world_size: int, overwrite: bool) -> None:
+    def _make_room(self, path: str, *, rank: int, recorded: Collection[int], overwrite: bool) -> None:
         if not self._fs.exists(self._root):
             return
         if not self._fs.isdir(self._root):
@@ -188,7 +193,7 @@ class RecordingWriter:
             )
         names = self._names("")
         mine = rank_directory(rank)
-        beyond = {name for name in names if _rank_of(name) >= world_size}
+        beyond = {name for name in names if _rank_of(name) >= 0 and _rank_of(name) not in recorded}
         other = {name for name in names if _rank_of(name) < 0} - {"run.json", "run.json" + _UNFINISHED}
         if "run.json" in names:
             run = self._fs.cat_file(posixpath.join(self._root, "run.json"))
@@ -205,13 +210,13 @@ class RecordingWriter:
                 "recordings, nothing else.",
             )
         # Other ranks of this run may have been faster, so their directories are no reason to refuse.
-        if not overwrite and (mine in names or (rank == 0 and ("run.json" in names or beyond))):
+        if not overwrite and (mine in names or (self._leads and ("run.json" in names or beyond))):
             raise _unusable(
                 path,
                 what="already holds a recording.",
                 fix="Give another path, or overwrite=True to replace it.",
             )
-        stale = {mine} if rank else {mine, *beyond}
+        stale = {mine, *beyond} if self._leads else {mine}
         for name in sorted(stale & names):
             self._fs.rm(posixpath.join(self._root, name), recursive=True)
 

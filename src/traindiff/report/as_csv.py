@@ -11,6 +11,7 @@ from traindiff.comparison import Comparison, SiteDifference, Verification
 from traindiff.comparison.matrix import Matrix
 from traindiff.findings import Finding
 from traindiff.health import Verdict
+from traindiff.report.csv_rows import Lines
 from traindiff.site import ROOT
 
 COLUMNS = (
@@ -34,11 +35,11 @@ def write(result: Comparison | Verification | Verdict | Matrix, file: IO[str]) -
     those in which it was found. Of a matrix each combination has a row, with columns of its own.
     """
     if isinstance(result, Matrix):
-        table = csv.DictWriter(file, MATRIX_COLUMNS, lineterminator="\n", extrasaction="ignore")
+        table = csv.DictWriter(Lines(file), MATRIX_COLUMNS, extrasaction="ignore")
         table.writeheader()
         table.writerows(row.to_json() for row in result.rows)
         return
-    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(Lines(file), COLUMNS)
     writer.writeheader()
     if isinstance(result, Verdict):
         writer.writerows(_of_finding(finding) for finding in (*result.findings, *result.warnings))

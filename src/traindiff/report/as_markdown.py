@@ -125,4 +125,9 @@ def code(text: str) -> str:
 def escaped(text: str) -> str:
     """Text that means nothing else in Markdown."""
     plain = html.escape(re.sub(r"\s+", " ", text), quote=False)
-    return re.sub(r"([\\`*_\[\]~|#])", r"\\\1", plain).replace("@", "&#64;").replace("://", ":&#47;/")
+    return (
+        re.sub(r"([\\`*_\[\]~|#])", r"\\\1", plain)
+        .replace("@", "&#64;")
+        .replace("://", ":&#47;/")
+        .replace("www.", "www&#46;")
+    )

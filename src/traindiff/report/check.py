@@ -11,7 +11,7 @@ from traindiff.findings import Finding
 from traindiff.findings.groups import grouped
 from traindiff.findings.sentences import also_text, phase_text, where_text
 from traindiff.health import Verdict
-from traindiff.report.terminal import columns
+from traindiff.report.columns import columns
 
 _STYLES = {"healthy": "bold green", "unhealthy": "bold red", "incomplete": "bold yellow"}
 

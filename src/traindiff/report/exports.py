@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,17 +76,18 @@ EXPORTS: Mapping[str, tuple[str, Callable[[Recording, Steps, Path], int]]] = {
 """By the name that `traindiff export` takes: the package that it needs, and what writes it."""
 
 
-def exporter(name: str) -> Callable[[Recording, Steps, Path], int]:
+def exporter(name: str, *, beside: Sequence[str] = ()) -> Callable[[Recording, Steps, Path], int]:
     """What writes to a tool of `EXPORTS`.
 
     Args:
         name: Its name.
+        beside: Names of tools for which others write.
 
     Raises:
         ConfigError: There is no such tool, or its package is not installed.
     """
     if name not in EXPORTS:
-        problem = Problem.unknown_name(where=f"export {name}", kind="a tool", found=name, known=tuple(EXPORTS))
+        problem = Problem.unknown_name(where=f"export {name}", kind="a tool", found=name, known=(*EXPORTS, *beside))
         raise ConfigError("export", [problem], consequence="nothing was exported")
     package, write = EXPORTS[name]
     if find_spec(package) is None:

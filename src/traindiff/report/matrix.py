@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from traindiff.comparison.matrix import Matrix
-from traindiff.report.terminal import columns
+from traindiff.report.columns import columns
 
 
 def print_matrix(console: Console, matrix: Matrix) -> None:

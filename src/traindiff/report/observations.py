@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from traindiff.errors import ConfigError, Problem
 from traindiff.observation import SAMPLE, Observation
 from traindiff.recording import Recording
+from traindiff.report.csv_rows import Lines
 from traindiff.site import PHASES, ROOT, matches
 from traindiff.steps import ALL_STEPS, StepSelection
 from traindiff.summary import finite_count, largest, mean, norm, std
@@ -141,7 +142,7 @@ def _row(rank: int, seen: Observation, summary: Any) -> Row:
 
 def write_csv(found: Iterator[Row], file: IO[str]) -> None:
     """Comma-separated, one header line, empty cells for null."""
-    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(Lines(file), COLUMNS)
     writer.writeheader()
     writer.writerows(found)
 

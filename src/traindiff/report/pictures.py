@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,8 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _literal(text: str) -> str:
-    """Text in which a dollar sign begins no formula."""
-    return text.replace("$", r"\$")
+    """Text in which a dollar sign begins no formula, and without characters that fonts lack."""
+    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text).replace("$", r"\$")
 
 
 def _heat_map(page: Page, history: DifferenceHistory | RunHistory) -> Any:
@@ -101,8 +102,8 @@ def _heat_map(page: Page, history: DifferenceHistory | RunHistory) -> Any:
 
     comparing = isinstance(history, DifferenceHistory)
     stops, low, high = (_RATIO_STOPS, -3, 4) if comparing else (_AROUND_STOPS, -3, 3)
-    colours = LinearSegmentedColormap.from_list("heat", [((at - low) / (high - low), name) for at, name in stops])
-    colours = colours.with_extremes(bad="#ffffff")
+    heat = LinearSegmentedColormap.from_list("heat", [((at - low) / (high - low), name) for at, name in stops])
+    colours = heat.with_extremes(bad="#ffffff")
     values = np.clip(_logarithms(history), low, high)
     rows = page.data["rows"]
     order = _order(history, rows)

@@ -11,19 +11,19 @@ from rich.text import Text
 from traindiff.findings.sentences import phase_text
 from traindiff.observation import SAMPLE
 from traindiff.recording import Recording
+from traindiff.recording.manifest import framework
+from traindiff.report.columns import columns
 from traindiff.report.observations import Row
-from traindiff.report.terminal import columns
 from traindiff.site import PHASES
 
 
 def print_head(console: Console, recording: Recording) -> None:
     """Print what the recording is of, and how its ranks end."""
     run = recording.run
-    versions = run.get("versions", {})
     settings = run["settings"]
     console.print(Text(recording.path, style="bold"))
     console.print(
-        f"recorded {run.get('created', 'at an unknown time')} with torch {versions.get('torch', 'unknown')}, "
+        f"recorded {run.get('created', 'at an unknown time')} with {' '.join(framework(run))}, "
         f"{recording.world_size} rank{'s' if recording.world_size > 1 else ''}; "
         f"observed {', '.join(settings['observe'])}",
         markup=False,

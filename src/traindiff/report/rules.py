@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from traindiff.health import Rule
-from traindiff.report.terminal import columns
+from traindiff.report.columns import columns
 
 
 def print_rules(console: Console, rules: Iterable[type[Rule]]) -> None:

@@ -16,9 +16,6 @@ from traindiff.site import PHASES, ROOT, matches
 from traindiff.steps import ALL_STEPS, StepSelection
 from traindiff.summary import largest, norm, number
 
-NUMBERS = ("norm", "largest")
-"""What is given of a tensor."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:

@@ -6,15 +6,16 @@ import math
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from traindiff.comparison import Comparison, SiteDifference, sentences
 from traindiff.findings.groups import Group, grouped
 from traindiff.findings.sentences import before_text, phase_text, size_text, where_text
+from traindiff.report.columns import columns
+from traindiff.report.operators import print_zooms
 from traindiff.site import label
 
-_STYLES = {
+WORD_STYLES = {
     "identical": "bold green",
     "equivalent": "bold green",
     "diverged": "bold red",
@@ -36,6 +37,7 @@ def print_comparison(console: Console, comparison: Comparison, *, top: int) -> N
     if own := sentences.own_noise(comparison):
         console.print(Text(f"{own}\n"), soft_wrap=True)
     print_verdict(console, comparison)
+    print_zooms(console, comparison, top=top)
     if top and (further := grouped(comparison.findings)[1:]):
         _print_findings(console, further, top=top)
     if top and any(row.difference > 0 for row in comparison.differences):
@@ -47,7 +49,7 @@ def print_comparison(console: Console, comparison: Comparison, *, top: int) -> N
 def print_verdict(console: Console, comparison: Comparison) -> None:
     """Print the verdict and the first divergence."""
     word, colon, rest = sentences.verdict(comparison).partition(":")
-    console.print(Text.assemble((word, _STYLES[comparison.verdict]), colon, rest), soft_wrap=True)
+    console.print(Text.assemble((word, WORD_STYLES[comparison.verdict]), colon, rest), soft_wrap=True)
     first = comparison.first_divergence
     if first is None:
         return
@@ -88,16 +90,6 @@ def _print_differences(console: Console, differences: Sequence[SiteDifference], 
         sizes = (_digits(row.difference), _digits(row.floor), _digits(row.ratio))
         table.add_row(*map(Text, (*cells, *sizes)), style="red" if row.ratio > 1 else None)
     console.print(table)
-
-
-def columns(*, left: Sequence[str], right: Sequence[str]) -> Table:
-    """An empty table without borders."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def _digits(value: float) -> str:

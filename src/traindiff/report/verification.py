@@ -6,9 +6,18 @@ from rich.console import Console
 from rich.text import Text
 
 from traindiff.comparison import Pinned, Verification
-from traindiff.comparison.verification import beside_the_comparison, cost, pinned_heading, pinned_limits, what_was_run
+from traindiff.comparison.verification import (
+    beside_the_comparison,
+    cost,
+    pinned_heading,
+    pinned_limits,
+    what_was_run,
+    zoomed_lines,
+)
 from traindiff.findings.sentences import phase_text
-from traindiff.report.terminal import columns, print_comparison
+from traindiff.report.columns import columns
+from traindiff.report.operators import print_zooms
+from traindiff.report.terminal import print_comparison
 
 
 def print_verification(console: Console, verification: Verification, *, top: int) -> None:
@@ -29,7 +38,15 @@ def print_verification(console: Console, verification: Verification, *, top: int
         _print_pinned(console, pinned, top=top)
         for note in pinned_limits(verification, pinned):
             console.print(Text(note), soft_wrap=True)
+    _print_zoomed(console, verification, top=top)
     console.print(Text(f"\n{cost(verification)}", style="dim"), soft_wrap=True)
+
+
+def _print_zoomed(console: Console, verification: Verification, *, top: int) -> None:
+    for line in zoomed_lines(verification):
+        console.print(Text(line), soft_wrap=True)
+    if verification.zoomed:
+        print_zooms(console, verification.zoomed.comparison, top=top, further=False)
 
 
 def _print_pinned(console: Console, pinned: Pinned, *, top: int) -> None:

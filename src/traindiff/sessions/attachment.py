@@ -10,11 +10,13 @@ from importlib import import_module
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from traindiff.engines.layout import Layout
 from traindiff.errors import TraindiffWarning
 from traindiff.replicas.compiled import notice_compiled
 from traindiff.replicas.replica import Replica
+from traindiff.sessions.containment import Containment
 from traindiff.sessions.followed_optimizers import FollowedOptimizers
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
@@ -39,7 +41,8 @@ class Attachment:
         before_every_step: Whether parameters are recorded before each step, not only where the step
             before was not recorded.
         on_step: Called with an optimizer's name when a step of it has ended and was observed.
-        on_discovery: Called when an optimizer was found that was not given.
+        on_discovery: Called when more is known of this rank, e.g. an optimizer that was not given.
+        containment: What guards hooks.
         on_schedule: Called with the root, a pipeline's schedule, and its stages on this rank, before it runs a batch.
     """
 
@@ -54,8 +57,10 @@ class Attachment:
         on_step: Callable[[str], None],
         on_discovery: Callable[[], None],
         on_schedule: Callable[[nn.Module, Any, list[Any]], None],
+        containment: Containment,
     ) -> None:
         self._targets = targets
+        self._described: dict[str, Any] = {}
         optimizers: dict[str, OptimizerTap] = {}
         context = TapContext(
             sink=sink,
@@ -66,6 +71,7 @@ class Attachment:
             moments=Moments(),
             root=targets.root,
             roots=targets.roots,
+            root_paths=targets.root_paths,
             modules=targets.modules,
             parameters=targets.parameters,
             buffers=targets.buffers,
@@ -78,6 +84,12 @@ class Attachment:
             regions_of=targets.layout.regions_of,
             optimizers=optimizers,
             before_every_step=before_every_step,
+            counts_skipped=settings.counts_skipped,
+            zoomed=targets.zoomed,
+            is_own_hook=containment.is_running,
+            cleaning_up=partial(containment.guarded, always=True),
+            described=self._described,
+            write_described=on_discovery,
         )
         self._moments = context.moments
         self._optimizers = FollowedOptimizers(
@@ -112,6 +124,10 @@ class Attachment:
         """End the steps of optimizers that ran in compiled code, which has returned by now."""
         self._optimizers.settle()
 
+    def follow(self, optimizer: Optimizer) -> None:
+        """See `FollowedOptimizers.follow`."""
+        self._optimizers.follow(optimizer)
+
     @property
     def followed(self) -> Mapping[str, OptimizerTap]:
         """The taps of the optimizers that are followed, by name."""
@@ -119,7 +135,7 @@ class Attachment:
 
     def describe(self) -> dict[str, Any]:
         """Names, shapes and dtypes of what is observed, for `rank.json`."""
-        return {**self._targets.describe(), "optimizers": self._optimizers.describe()}
+        return {**self._targets.describe(), "optimizers": self._optimizers.describe(), **self._described}
 
 
 def _attached(tap: str, context: TapContext) -> AbstractContextManager[object]:

@@ -6,13 +6,14 @@ import os
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from traindiff.detail import Detail
 from traindiff.kernels.store import Deferred, resolved
 from traindiff.observation import Observation
 from traindiff.recording import RecordingWriter
 from traindiff.recording.writer import NO_DETAILS
+from traindiff.summary import Summaries
 
 DEPTH = 2
 """Steps that may wait to be written. With one more in the writer's hands, this bounds the memory."""
@@ -24,6 +25,15 @@ PROMPT_SECONDS = 0.25
 """How long a step of the training waits until it is on disk itself, where its numbers are there already."""
 
 Step = tuple[Sequence[Observation], Sequence[Any], Mapping[int, Detail], threading.Event]
+
+
+class Follower(Protocol):
+    """Is given each step behind the recording, on the thread that writes."""
+
+    def write_step(
+        self, observations: Sequence[Observation], summaries: Summaries, details: Mapping[int, Detail]
+    ) -> None:
+        """Use the step, or a part of it. An error ends the recording, like one of its own."""
 
 
 class BackgroundWriter:
@@ -38,6 +48,7 @@ class BackgroundWriter:
 
     Args:
         writer: Owned from now on: closed by `close`.
+        follower: Given each step that was written, if there is one.
         patience_seconds: See `PATIENCE_SECONDS`.
         prompt_seconds: See `PROMPT_SECONDS`.
     """
@@ -46,10 +57,12 @@ class BackgroundWriter:
         self,
         writer: RecordingWriter,
         *,
+        follower: Follower | None = None,
         patience_seconds: float = PATIENCE_SECONDS,
         prompt_seconds: float = PROMPT_SECONDS,
     ) -> None:
         self._writer = writer
+        self._follower = follower
         self._patience = patience_seconds
         self._prompt = prompt_seconds
         self._steps: queue.Queue[Step | None] = queue.Queue(DEPTH)
@@ -61,7 +74,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def write_run(self, run: Mapping[str, Any]) -> None:
-        """Write or replace `run.json` at once, if this is rank 0."""
+        """Write or replace `run.json` at once, if this is the lowest rank that is recorded."""
         self._writer.write_run(run)
 
     def write_rank(self, content: Mapping[str, Any]) -> None:
@@ -132,13 +145,18 @@ class BackgroundWriter:
     def _timeout(self) -> TimeoutError:
         return TimeoutError(f"the file system took no data for {self._patience:g} seconds")
 
+    def _write(self, observations: Sequence[Observation], summaries: Summaries, details: Mapping[int, Detail]) -> None:
+        self._writer.write_step(observations, summaries, details)
+        if self._follower is not None:
+            self._follower.write_step(observations, summaries, details)
+
     def _run(self) -> None:
         failed = False
         while (step := self._steps.get()) is not None:
             observations, summaries, details, written = step
             try:
                 if not failed:  # nothing can follow a gap; the queue is emptied so that nobody waits
-                    self._writer.write_step(observations, resolved(summaries), details)
+                    self._write(observations, resolved(summaries), details)
             except BaseException as error:  # noqa: BLE001  raised where the training can be told
                 self._error = error
                 self._incomplete = failed = True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -11,20 +9,10 @@ from typing import Any
 
 from torch.compiler import is_compiling
 
-from traindiff.errors import TraindiffWarning
 from traindiff.replicas.replica import NAME as REPLICA
-from traindiff.taps._torch_compat import run_as_it_is
+from traindiff.sessions.faults import TAP_FAILED, Faults
+from traindiff.taps._torch_compat import is_tracing, run_as_it_is
 
-_logger = logging.getLogger("traindiff")
-
-_TAP_FAILED = (
-    "A part of traindiff ({tap}) failed and observes nothing more: {says}. The training is not affected; the recording "
-    "says what it lacks. record(strict=True) raises the error where it happens."
-)
-_WRITER_FAILED = (
-    "traindiff could not write the recording, and records nothing more: {says}. The training is not affected; what "
-    "was written before is kept. Make room, or give record(...) another path."
-)
 _REPLICA_FAILED = (
     "traindiff no longer perturbs the training: {says}. The training goes on; the recording says that it is no full "
     "replica, and no floors can be measured from it."
@@ -46,7 +34,7 @@ class _Guard:
         self._alters = alters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        if is_compiling() or is_tracing():
             return None  # compiled code is observed by operators; see traindiff.taps.compiled
         result = self._containment.run(self._tap, partial(self._hook, *args, **kwargs), always=self._always)
         return result if self._alters else None
@@ -61,14 +49,15 @@ class _NoHook:
         pass
 
 
-class Containment:
-    """Runs hooks so that an error in one disables the tap it belongs to and goes no further.
+class Containment(Faults):
+    """Runs torch's hooks so that an error in one disables the tap it belongs to and goes no further.
 
     Args:
         strict: Raise errors instead.
         report: Called once per disabled tap with its name and the error in one line.
         around: Makes a context for each hook to run in.
-        passes: Errors that are meant for the training.
+        passes: Whether an error is meant for the training.
+        failed: What the user is told when a tap fails; takes `tap` and `says`.
 
     Attributes:
         paused: No hook is run but those that clean up: another training is running, beside the one that is observed.
@@ -80,14 +69,10 @@ class Containment:
         strict: bool,
         report: Callable[[str, str], None],
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
-        passes: tuple[type[Exception], ...] = (),
+        passes: Callable[[Exception], bool] = lambda _: False,
+        failed: str = TAP_FAILED,
     ) -> None:
-        self._strict = strict
-        self._passes = passes
-        self._around = around
-        self._report = report
-        self._disabled: set[str] = set()
-        self.paused = False
+        super().__init__(strict=strict, report=report, around=around, passes=passes, failed=failed)
         run_as_it_is(_Guard.__call__, callees=True)
 
     def guarded(self, tap: str, hook: Callable[..., None], *, always: bool = False) -> Callable[..., Any]:
@@ -104,41 +89,6 @@ class Containment:
         """`hook`, made harmless; torch uses what it returns in place of what it was given, unless that is None."""
         return _Guard(self, tap, hook, always=False, alters=True)
 
-    def run(self, tap: str, hook: Callable[[], Any], *, always: bool) -> Any:
-        """Call `hook`, unless its tap is disabled; gives what it returns, or None."""
-        if (self.paused or tap in self._disabled) and not always:
-            return None
-        try:
-            with self._around():
-                return hook()
-        except Exception as error:  # whatever it is, the training goes on
-            if self._strict or isinstance(error, self._passes):
-                raise
-            self._disable(tap, error)
-            return None
-
-    def is_disabled(self, tap: str) -> bool:
-        """Whether an error has disabled this tap."""
-        return tap in self._disabled
-
-    def _disable(self, tap: str, error: Exception) -> None:
-        if tap in self._disabled:
-            return
-        self._disabled.add(tap)
-        says = f"{type(error).__name__}: {error}"
-        _logger.debug("the tap %s failed", tap, exc_info=error)
-        try:
-            self._report(tap, says)
-        except Exception:  # the report goes into the recording, which may be what failed
-            _logger.debug("the fault could not be recorded", exc_info=True)
-        try:
-            warnings.warn(_template(tap).format(tap=tap, says=says), TraindiffWarning, stacklevel=3)
-        except TraindiffWarning as warning:  # the user turned warnings into errors
-            _logger.warning("%s", warning)
-
-
-def _template(tap: str) -> str:
-    """What the user is told when a tap fails."""
-    if tap == "writer":
-        return _WRITER_FAILED
-    return _REPLICA_FAILED if tap.startswith(REPLICA) else _TAP_FAILED
+    def template(self, tap: str) -> str:
+        """See `Faults.template`."""
+        return _REPLICA_FAILED if tap.startswith(REPLICA) else super().template(tap)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from traindiff.errors import UnsupportedTensorError
 from traindiff.kernels.details import detail_of
 from traindiff.kernels.store import SummaryStore
 from traindiff.kernels.torch_arrays import dtype_name, shape_of
-from traindiff.observation import SAMPLE, Merge, Observation
+from traindiff.observation import LOSS_SCALE, OPERATOR_STAGES, SAMPLE, Merge, Observation
 from traindiff.region import Region
 from traindiff.sessions.containment import Containment
 from traindiff.sessions.forced import ForcedValues
@@ -25,6 +25,9 @@ from traindiff.shards import Shard
 from traindiff.taps._torch_compat import arrived, is_asynchronous
 from traindiff.taps.progress import Progress
 
+_SUMMARY_ALONE = OPERATOR_STAGES | {SAMPLE}
+"""Stages of which nothing but a summary is kept, whatever the detail."""
+
 
 class Observations:
     """The sink of a session's taps; see `traindiff.taps.sink.Sink` for what they call.
@@ -33,10 +36,12 @@ class Observations:
         progress: Where the training is.
         layout: What of which tensors this rank observes.
         detail: What is kept of a tensor beyond its summary.
+        bounds: Of the intervals in which elements of gradients of parameters are counted.
         containment: Guards hooks.
         on_full: Called when more waits to be written than should.
         forced: What is put in place of what was observed, if anything.
         last_seen: Called with each observation before anything is done with it, if anything is.
+        run_on_cpu: Summarise what is on another device on the CPU.
 
     Attributes:
         layout: May be replaced as soon as more is known of it.
@@ -49,19 +54,23 @@ class Observations:
         progress: Progress,
         layout: Layout,
         detail: frozenset[str],
+        bounds: Sequence[float],
         containment: Containment,
         on_full: Callable[[], None],
         forced: ForcedValues | None,
         last_seen: Callable[[Observation], None] | None = None,
+        run_on_cpu: bool = False,
     ) -> None:
         self.progress = progress
         self.layout = layout
         self._detail = detail
+        self._bounds = bounds
+        self._loss_scale: Tensor | None = None
         self._containment = containment
         self._on_full = on_full
         self._forced = forced
         self.last_seen = last_seen
-        self._summaries = SummaryStore()
+        self._summaries = SummaryStore(()) if run_on_cpu else SummaryStore()
         self._in_flight = InFlight()
         self._pending = Pending()
 
@@ -87,6 +96,8 @@ class Observations:
         self._read_arrived()
         progress = self.progress
         name = optimizer or progress.optimizer
+        if self._bounds and (phase, path) == ("loss", LOSS_SCALE):
+            self._loss_scale = tensor
         if scaled is None:
             scaled = progress.loss_scaled and is_before_unscaling(phase=phase, stage=stage, slot=slot)
         if region is None and shard is None:
@@ -168,9 +179,18 @@ class Observations:
             summary = self._summaries.add(tensor, seen.shard)
         except UnsupportedTensorError as error:
             seen = replace(seen, unobserved=str(error))
-        kept = seen.path != "rng" and seen.stage != SAMPLE and summary is not None
-        self._pending.append(seen, summary, detail_of(tensor, self._detail) if kept else None)
+        kept = seen.path != "rng" and seen.stage not in _SUMMARY_ALONE and summary is not None
+        detail = detail_of(tensor, self._detail, bounds=self._bounds_of(seen), summary=summary) if kept else None
+        self._pending.append(seen, summary, detail)
         if self._forced is not None:
             self._forced.overwrite(tensor, seen)
         if self._pending.full:
             self._on_full()
+
+    def _bounds_of(self, seen: Observation) -> Sequence[float]:
+        """Bounds for the elements as they are: multiplied by what the engine and a loss scale multiply them by."""
+        if not self._bounds or (seen.phase, seen.slot) != ("grad", "grad"):
+            return ()
+        scale = float(self._loss_scale) if seen.scaled and self._loss_scale is not None else 1.0
+        factor = seen.factor * scale
+        return self._bounds if factor == 1.0 else [bound * factor for bound in self._bounds]

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from inspect import Parameter, signature
 from typing import Any, Never
-
-from torch import nn
 
 from traindiff.declared_shard import DeclaredShard
 from traindiff.replicas.making import make_replica
 from traindiff.sessions.recorder import Recorder
-from traindiff.sessions.targets import Optimizers, find_targets
-from traindiff.settings import check_names, record_settings, recording_path
+from traindiff.sessions.targets import Models, Optimizers, Targets, find_targets
+from traindiff.settings import RecordSettings, check_names, record_settings, recording_path
 
 
 def record(
     path: str | os.PathLike[str],
-    model: nn.Module | Sequence[nn.Module],
+    model: Models,
     optimizer: Optimizers = None,
     *,
     observe: str | Iterable[str] | None = None,
     select: str | Iterable[str] = "*",
     detail: str | Iterable[str] = "summary",
+    bounds: Iterable[float] = (),
     steps: str | int | Iterable[int] | None = None,
     ranks: int | Collection[int] | None = None,
     every: int = 1,
@@ -33,7 +32,9 @@ def record(
     shards: Iterable[DeclaredShard] = (),
     evaluation: bool = False,
     strict: bool = False,
+    run_on_cpu: bool = False,
     replica: str | None = None,
+    operators: str | Iterable[str] | None = None,
     **misspelt: Never,
 ) -> Recorder:
     """Record a training's numbers, without disturbing it.
@@ -51,10 +52,12 @@ def record(
     Args:
         path: Directory to write: a local path or any fsspec URL.
         model: The root module that the training loop calls, wrapped (DDP, `torch.compile`) or not; of a pipeline,
-            the module of this rank's stage, or a list of them where it has several.
+            the module of this rank's stage, or a list of them where it has several. Several models that are trained
+            together, by name: `{"generator": ..., "discriminator": ...}`; paths begin with these names.
         optimizer: Whose calls are the steps: one, several, or several by name. With several, each
             counts its own steps, and the first also those of forward and backward passes. None
-            finds the optimizers that hold parameters of `model` when they first step.
+            finds the optimizers that hold parameters of `model` when they first step; one that is made later, for
+            parameters of one that has stepped, takes its place.
         observe: Some of `batch`, `forward`, `loss`, `backward`, `grad`, `optimizer`, `update`,
             `param`, `samples`, `replay`, `grad.micro`, `grad.stages`, and what else docs/observe.md lists. Default:
             all up to `replay`. `update` is
@@ -67,9 +70,11 @@ def record(
         select: Globs over canonical paths of modules and parameters, e.g. `"transformer.h.3.*"`.
         detail: What is kept of a tensor, one or several of `summary` (always; 1.2 kilobytes),
             `exponents` (a histogram of binary exponents; 2.5 kilobytes), `signs` (one bit per element, and
-            one more where there are zeros or NaN) and `tensors` (everything). Choose steps with the
-            last two: they write a file per tensor.
-        steps: Steps to record, e.g. `"0-9,20,30-"` or `range(10)`. Default: all.
+            one more where there are zeros or NaN), `md5` (of the elements' bytes) and `tensors` (everything). Choose
+            steps with the last three: they write a file per tensor.
+        bounds: Ascending numbers, e.g. `[-1, 0, 1]`: count how many elements of each gradient of a parameter lie in the
+            intervals between them, each with its upper bound. NaN is counted apart. See docs/gradient-monitor.md.
+        steps: Steps to record, e.g. `"0-9,20,30-"` or `range(10)` (of which the end is left out). Default: all.
         ranks: Ranks to record. Default: all.
         every: Record only every n-th step, counted from 0.
         overwrite: Replace a recording that is already at `path`.
@@ -83,12 +88,19 @@ def record(
             docs/parallel.md.
         evaluation: Record forward passes without gradients too.
         strict: Raise errors of traindiff's own instead of going on without the part that failed.
+        run_on_cpu: Copy tensors of other devices to the CPU, in parts of 4 MiB to 8 MiB, and summarise them there: for
+            devices that no kernel computes on, and where there is no memory left on them. Each copy waits for the
+            device.
         replica: Perturb the training within rounding, **on purpose**, so that comparing it with the
             training as it is measures how far apart correct runs are: `"ulp:SEED"` (every output of a
             module, its gradient and every parameter's gradient randomly rounded by one unit in the last
             place), `"reorder:SEED"` (sums added up in another order) or
             `"float64"` (everything computed in it). The same seed makes the same replica.
             See docs/noise.md.
+        operators: Globs over canonical paths of modules, e.g. `"transformer.h.3"`: every operator that runs inside
+            these, and inside what they hold, is recorded in the steps that are, forward and backward: what it is given,
+            what it returns, and the line of the source that called it. That slows these modules down many times over:
+            choose `steps`, too. See docs/operators.md.
         misspelt: What is no setting is an error that names the nearest one.
 
     Returns:
@@ -104,6 +116,7 @@ def record(
         observe=observe,
         select=select,
         detail=detail,
+        bounds=bounds,
         steps=steps,
         ranks=ranks,
         every=every,
@@ -112,11 +125,35 @@ def record(
         shards=shards,
         evaluation=evaluation,
         strict=strict,
+        run_on_cpu=run_on_cpu,
         replica=replica,
+        operators=operators,
     )
-    targets = find_targets(model, optimizer, select=settings.select, shards=settings.shards)
+    targets = find_targets(
+        model, optimizer, select=settings.select, shards=settings.shards, operators=settings.operators
+    )
+    return recorder_of(directory, targets, settings, overwrite=overwrite)
+
+
+def recorder_of(
+    directory: str, targets: Targets, settings: RecordSettings, *, overwrite: bool, first_step: int = 0
+) -> Recorder:
+    """Record what was looked up, as `record` does.
+
+    Args:
+        directory: Directory to write.
+        targets: What is observed.
+        settings: How.
+        overwrite: Replace a recording that is already there.
+        first_step: Number of the step that comes first, where the training goes on from a checkpoint.
+
+    Raises:
+        ConfigError: `directory` is taken, or a replica of a compiled model is asked for.
+    """
     perturbed = None if settings.replica is None else make_replica(settings.replica, targets.root, targets.names)
-    return Recorder(directory, targets, settings, overwrite=overwrite, replica=perturbed)
+    return Recorder(
+        directory, targets, settings, overwrite=overwrite, replica=perturbed, first_step=first_step
+    )  # fmt: skip
 
 
 STANDARD_SETTINGS: dict[str, Any] = {

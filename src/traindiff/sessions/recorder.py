@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import atexit
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from traindiff.engines.layout import in_pipeline
 from traindiff.engines.pipeline import Pipeline, find_pipeline
@@ -20,11 +19,13 @@ from traindiff.errors import ConfigError, Problem
 from traindiff.observation import ITSELF, NO_REPLICA, TAP_FAILED, Merge, Observation
 from traindiff.replicas.replica import NAME as REPLICA
 from traindiff.replicas.replica import Replica
+from traindiff.sessions.at_exit import close_at_exit
 from traindiff.sessions.attachment import Attachment
 from traindiff.sessions.containment import Containment
 from traindiff.sessions.environment import describe
 from traindiff.sessions.forced import ForcedValues
 from traindiff.sessions.observations import Observations
+from traindiff.sessions.process_rank import rank_and_world_size
 from traindiff.sessions.step_writer import OpenWriter, StepWriter, on_disk
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
@@ -46,6 +47,8 @@ class Recorder:
         recipe: Name of the recipe that has prepared the training.
         open_writer: Makes what takes the steps; left out, they go to a recording at `path`.
         before_every_step: Record parameters before each step, not only where the step before was not recorded.
+        last_seen: Called with each observation.
+        first_step: Number of the step that comes first, where the training goes on from a checkpoint.
 
     Attributes:
         path: Directory that is being written.
@@ -64,6 +67,7 @@ class Recorder:
         open_writer: OpenWriter | None = None,
         before_every_step: bool = False,
         last_seen: Callable[[Observation], None] | None = None,
+        first_step: int = 0,
     ) -> None:
         self.path = path
         self._settings = settings
@@ -71,7 +75,8 @@ class Recorder:
         self._pipeline: Pipeline | None = None
         self._progress = Progress(
             optimizer=targets.primary,
-            observing=settings.records(0),
+            steps={targets.primary: first_step} if first_step else {},
+            observing=settings.records(first_step),
             data_rank=targets.layout.data.rank,
             data_size=targets.layout.data.size,
             interleaved=settings.sample_order == "interleaved",
@@ -83,15 +88,17 @@ class Recorder:
             progress=self._progress,
             layout=targets.layout,
             detail=settings.detail,
+            bounds=settings.bounds,
             containment=self._containment,
             on_full=self._containment.guarded("writer", self._write),
             forced=forced,
             last_seen=last_seen,
+            run_on_cpu=settings.run_on_cpu,
         )
         self._writer: StepWriter | None = None
         self._attachment: Attachment | None = None
         self._undo = ExitStack()
-        rank, world_size = _rank_and_world_size()
+        rank, world_size = rank_and_world_size()
         if settings.ranks is not None and rank not in settings.ranks:
             return
         self._run = {
@@ -111,6 +118,7 @@ class Recorder:
                 targets, settings, self._observations, replica=replica,
                 before_every_step=before_every_step or forced is not None,
                 on_step=self._end_step, on_discovery=self._write_rank, on_schedule=self._follow_pipeline,
+                containment=self._containment,
             )  # fmt: skip
             undo.callback(self._attachment.close)
             self._write_rank()
@@ -161,9 +169,28 @@ class Recorder:
         self._containment.guarded("log", self._log)(name, value, merge, weight)
 
     @property
+    def steps(self) -> Mapping[str, int]:
+        """How many steps each optimizer has ended, by name, also when the recording has ended."""
+        return dict(self._progress.steps)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what is observed is still written."""
+        return self._writer is not None and not self._containment.is_disabled("writer")
+
+    @property
     def followed(self) -> Mapping[str, OptimizerTap]:
         """The taps of the optimizers that are followed, by name; none when the recording has ended."""
         return {} if self._attachment is None else self._attachment.followed
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Follow an optimizer that was made after those that were given.
+
+        Args:
+            optimizer: It is about to step. If it holds nothing of the models, it is left alone.
+        """
+        if self._attachment is not None:
+            self._attachment.follow(optimizer)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -215,11 +242,7 @@ class Recorder:
         self._containment.guarded("in_flight", self._observations.settle)()
         self._containment.guarded("writer", self._write)(name)
         following = self._progress.steps.get(name, 0) + 1
-        self._progress.end_step(name, observing=self._settings.records(following) and self._is_recording)
-
-    @property
-    def _is_recording(self) -> bool:
-        return self._writer is not None and not self._containment.is_disabled("writer")
+        self._progress.end_step(name, observing=self._settings.records(following) and self.is_recording)
 
     def _write(self, optimizer: str | None = None) -> None:
         if self._writer is not None:
@@ -242,7 +265,7 @@ class Recorder:
             self._attachment.settle()
         progress = self._progress
         late = not progress.forward_done and progress.batch is None and progress.step > 0
-        if not self._is_recording or not self._settings.records(progress.step - late):
+        if not self.is_recording or not self._settings.records(progress.step - late):
             return
         self._observations.emit(
             as_tensor(value), phase="loss", path=name, slot="logged", merge=merge, late=late,
@@ -257,21 +280,3 @@ class Recorder:
         else:
             what = NO_REPLICA if tap.startswith(REPLICA) else TAP_FAILED.format(tap=tap)
             self._observations.unobserved(f"{what}: {says}", phase="batch", path=ITSELF, slot=tap)
-
-
-def close_at_exit(recorder: Recorder) -> Callable[[], None]:
-    """Close the recorder when the interpreter exits, without keeping it alive until then."""
-    reference = weakref.ref(recorder)
-
-    def close() -> None:
-        if (still_there := reference()) is not None:
-            still_there.close()
-
-    atexit.register(close)
-    return close
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

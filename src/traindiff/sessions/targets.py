@@ -16,15 +16,21 @@ from traindiff.engines.deepspeed_optimizer import EngineOptimizer, is_engine_opt
 from traindiff.engines.layout import Layout, find_layout, regions_of_parameters
 from traindiff.engines.registry import ENGINES
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, type_of
+from traindiff.framework import is_of
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.sessions.named_parameters import named_parameters
-from traindiff.sessions.parts import Parts, roots_of
+from traindiff.sessions.parts import Parts, Together, roots_of, together
+from traindiff.sessions.prepared_optimizers import unprepared
+from traindiff.sessions.zoomed_modules import zoomed_modules
 from traindiff.shards import Piece
 from traindiff.site import ROOT, canonical_path, canonical_paths, matches, path_in_whole
 from traindiff.taps._torch_compat import is_fully_sharded
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
 """One optimizer, several, several by name, or None to find them when they first step."""
+
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+"""One model, several parts of one, or several models by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +39,8 @@ class Targets:
 
     Attributes:
         select: Globs over canonical paths: what is observed.
-        root: The module that the training loop calls.
+        root: The module that the training loop calls, or that holds those which it calls.
+        roots: What it calls: the root, or some of what that holds.
         modules: Selected modules by canonical path.
         parameters: What holds the selected parameters, by canonical path, tied ones under their first name,
             whichever of their names was selected.
@@ -45,10 +52,12 @@ class Targets:
         layout: How the engine lays tensors out over ranks.
         tied: Canonical path of a parameter by each of its further names.
         optimizers: Tracked optimizers by name, the one that counts steps first.
+        zoomed: Modules whose operators are recorded, by canonical path.
     """
 
     select: Sequence[str]
     root: nn.Module
+    roots: Sequence[nn.Module]
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]
     shapes: Mapping[str, tuple[int, ...]]
@@ -58,11 +67,15 @@ class Targets:
     layout: Layout
     tied: Mapping[str, str]
     optimizers: Mapping[str, Optimizer | EngineOptimizer]
+    zoomed: Mapping[str, nn.Module]
 
     @property
-    def roots(self) -> tuple[nn.Module, ...]:
-        """What the training loop, or the schedule of a pipeline, calls: the root, or each of its parts."""
-        return roots_of(self.root)
+    def root_paths(self) -> dict[int, str]:
+        """Canonical path of each of the roots, by id; parts of one model have the path of that."""
+        if isinstance(self.root, Parts):
+            return {id(root): "" for root in self.roots}
+        paths = {id(module): canonical_path(name) for name, module in self.root.named_modules()}
+        return {id(root): paths.get(id(root), "") for root in self.roots}
 
     @property
     def primary(self) -> str:
@@ -109,12 +122,20 @@ class Targets:
     def describe(self) -> dict[str, Any]:
         """Names, shapes and dtypes for `rank.json`."""
         return {
-            "model": type(self.roots[0]).__qualname__,
+            "model": ", ".join(type(one).__qualname__ for one in self._models),
             "modules": {path_in_whole(path): type(module).__qualname__ for path, module in self.modules.items()},
             "parameters": {path: _describe_tensor(p, self.shapes.get(path)) for path, p in self.parameters.items()},
             "buffers": {path: _describe_tensor(self.root.get_buffer(b)) for path, b in self.buffers.items()},
             "tied": dict(self.tied),
         }
+
+    @property
+    def _models(self) -> Sequence[nn.Module]:
+        return roots_of(self.root) if isinstance(self.root, Together) else roots_of(self.root)[:1]
+
+
+_OF_MINDSPORE = "A MindSpore training is recorded with traindiff.mindspore.record(path, cell, optimizer)."
+_OPTIMIZER = "Give the optimizer whose step() the training calls, or leave it out to have it found."
 
 
 def find_targets(
@@ -123,30 +144,36 @@ def find_targets(
     *,
     select: Sequence[str],
     shards: Sequence[DeclaredShard] = (),
+    called: Sequence[nn.Module] = (),
+    operators: Sequence[str] = (),
     caller: str = "record",
 ) -> Targets:
     """Look up what `select` chooses of `model`.
 
     Args:
-        model: The module that the training loop calls, or several.
+        model: The module that the training loop calls, several parts of one, or several by name.
         optimizer: What steps.
         select: Globs over canonical paths.
         shards: What is declared of plain tensors.
+        called: What the training loop calls, where that is not the model, or each of the models, but something in it.
+        operators: Globs over canonical paths of the modules whose operators are recorded.
         caller: The function to which the user gave these.
 
     Raises:
-        ConfigError: `model` is not a module, `optimizer` is none, nothing is selected, or a declaration in `shards`
-            does not fit the model.
+        ConfigError: `model` is not a module, `optimizer` is none, nothing is selected, a declaration in `shards`
+            does not fit the model, or operators cannot be recorded.
     """
     problems: list[Problem] = []
     if isinstance(model, (list, tuple)) and model and all(isinstance(part, nn.Module) for part in model):
         model = Parts(model) if len(model) > 1 else model[0]
-    if not isinstance(model, nn.Module):
+    if isinstance(model, Mapping):
+        model = together(model, problems, caller)
+    if not isinstance(model, nn.Module) and not problems:
         problems.append(
             Problem(
                 where=f"{caller}(model=...)",
                 what=f"is {type_of(model)}, not a torch.nn.Module.",
-                fix="Give the module that the training loop calls.",
+                fix=_OF_MINDSPORE if is_of(model, "mindspore") else "Give the module that the training loop calls.",
             )
         )
     optimizers = _by_name(optimizer, problems, caller)
@@ -186,6 +213,7 @@ def find_targets(
     return Targets(
         select=tuple(select),
         root=model,
+        roots=tuple(called) or roots_of(model),
         modules=chosen_modules,
         parameters=chosen_parameters,
         shapes={**parameters.shapes, **{path: region.shape for path, region in regions.items()}},
@@ -195,11 +223,14 @@ def find_targets(
         layout=replace(layout, parameters=regions),
         tied=parameters.tied,
         optimizers=followed,
+        zoomed=zoomed_modules(operators, modules, model) if operators else {},
     )
 
 
 def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by canonical path. What several parts of a model have is by the names of the parts, too."""
+    if isinstance(model, Together):
+        return {path: module for path, module in _canonical(dict(model.named_modules())).items() if path}
     if not isinstance(model, Parts):
         return _canonical(dict(model.named_modules()))
     found: dict[str, nn.Module] = {}
@@ -222,11 +253,12 @@ def _by_name(optimizer: object, problems: list[Problem], caller: str) -> dict[st
         named = {f"optimizer[{index}]": one for index, one in enumerate(optimizer)}
     else:
         named = {"optimizer": optimizer}
+    named = {name: unprepared(one) for name, one in named.items()}
     problems += [
         Problem(
             where=f"{caller}(optimizer=...), {name}",
             what=f"is {type_of(one)}, not a torch.optim.Optimizer.",
-            fix="Give the optimizer whose step() the training calls, or leave it out to have it found.",
+            fix=_OF_MINDSPORE if is_of(one, "mindspore") else _OPTIMIZER,
         )
         for name, one in named.items()
         if not hasattr(one, "register_step_pre_hook") and not is_engine_optimizer(one)

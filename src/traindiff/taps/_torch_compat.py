@@ -19,6 +19,37 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def inside_transform() -> bool:
+    """Whether a transform of `torch.func` (vmap, grad, jacrev, ...) is running, whose tensors stand for others.
+
+    There is no public way to ask.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_tracing() -> bool:
+    """Whether `torch.jit.trace` writes down what is computed: the public name is not typed."""
+    return torch._C._get_tracing_state() is not None
+
+
+def running_node() -> Any:
+    """The node of the graph whose backward pass runs on this thread; None where none does.
+
+    There is no public way to ask; torch's own anomaly mode and its tools for debugging do it like this.
+    """
+    return torch._C._current_autograd_node()
+
+
+def node_number(node: Any) -> int:
+    """The number of a node: they count up in the order in which a thread's forward pass makes them."""
+    return int(node._sequence_nr())
+
+
+def next_node_number() -> int:
+    """The number of the node that this thread will make next. Below autograd, that of an operator is made already."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
 def register_ordered_effect(operator: Any) -> None:
     """Tell compilers that calls of `operator` must all happen, once, in order.
 
@@ -128,9 +159,27 @@ def leave_dispatch_mode(mode: Any) -> None:
     while (top := _get_current_dispatch_mode_stack()[-1]) is not mode:
         above.append(top)
         _pop_mode()
-    mode.__exit__(None, None, None)
+    if getattr(mode, "old_dispatch_mode_flags", True):
+        mode.__exit__(None, None, None)
+    else:  # it was left already, in a backward pass, after which autograd has put it back
+        _pop_mode()
     for one in reversed(above):
         _push_mode(one)
+
+
+def hide_dispatch_mode(mode: Any) -> Callable[[], None]:
+    """Take a `TorchDispatchMode` off this thread's stack for a moment; returns what puts it back, on top."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+    stack = _get_current_dispatch_mode_stack()
+    if mode not in stack:
+        return lambda: None
+    place = stack.index(mode)
+    for _ in stack[place:]:
+        _pop_mode()
+    for one in stack[place + 1 :]:
+        _push_mode(one)
+    return lambda: None if mode in _get_current_dispatch_mode_stack() else _push_mode(mode)
 
 
 def patch_hook_guards() -> Callable[[], None]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -44,6 +45,7 @@ class Activations:
         self._forward = "forward" in context.observe
         self._backward = "backward" in context.observe
         self._evaluation = context.evaluation
+        self._several_roots = context.several_roots
         self._regions = context.regions_of
         self._guarded = partial(context.sink.guarded, tap)
         self._on_leaves: dict[tuple[str, str, int, int], RemovableHandle] = {}
@@ -51,7 +53,7 @@ class Activations:
 
     def observe(self, path: str, found: Sequence[tuple[str, Tensor]]) -> bool:
         """Record what a module returned, by slot; gives whether this is a pass that is observed at all."""
-        stage = self._stage()
+        stage = self._stage(beside_roots=self._is_beside_roots())
         if stage is None:
             return False
         call = self._sink.progress.next_call(path, stage)
@@ -65,6 +67,11 @@ class Activations:
             else:
                 self._sink.unobserved(PARTIAL, phase="backward", path=path, slot=slot)
         return True
+
+    def unobserved(self, path: str, slot: str, reason: str) -> None:
+        """Record that something else than a tensor was given, where an output would be recorded."""
+        if self._forward and self._stage() == "":
+            self._sink.unobserved(reason, phase="forward", path=path, slot=slot)
 
     def boundary(self, chunk: Chunk, found: Iterable[tuple[str, Tensor]]) -> None:
         """Record what one stage of a pipeline hands to the next, on either side, and the gradient on its way back."""
@@ -107,12 +114,17 @@ class Activations:
             handle.remove()
         self._on_leaves.clear()
 
-    def _stage(self) -> str | None:
+    def _is_beside_roots(self) -> bool:
+        """Whether the training loop itself calls a module that is none of the roots which it calls, e.g. its loss."""
+        return self._several_roots and not self._sink.progress.in_forward and not inside_backward()
+
+    def _stage(self, *, beside_roots: bool = False) -> str | None:
         """Stage of what a module returns now; None if it is not observed."""
         progress = self._sink.progress
-        if not progress.observing or (progress.evaluating and not self._evaluation):
+        evaluating = progress.evaluating or (beside_roots and not torch.is_grad_enabled())
+        if not progress.observing or (evaluating and not self._evaluation):
             return None
-        return "evaluation" if progress.evaluating else RECOMPUTED if inside_backward() else ""
+        return "evaluation" if evaluating else RECOMPUTED if inside_backward() else ""
 
     def _tensor(self, tensor: Tensor, *, path: str, slot: str, stage: str, call: int) -> _Gradient:
         """Record an output; returns what will record its gradient."""

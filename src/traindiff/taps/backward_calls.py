@@ -41,6 +41,16 @@ class _Listener:
         self.begin = sink.guarded("loss", self._begin)
         self.end = sink.guarded("backward_calls", sink.progress.end_backward)
 
+    def before(self, roots: Sequence[Tensor]) -> None:
+        """The backward pass is about to run."""
+        for function in self._context.moments.before_backward:
+            function(roots)
+
+    def after(self) -> None:
+        """It has ended, also by an error."""
+        for function in self._context.moments.after_backward:
+            function()
+
     def concerns(self, roots: Sequence[Tensor]) -> bool:
         """Whether this is a backward pass of the model, and not of another one that is trained beside it."""
         self._is_concerned = True
@@ -74,7 +84,13 @@ def _install() -> None:
         listeners = [listener for listener in _listeners if listener.concerns(roots)]
         for listener in listeners:
             listener.begin(roots)
-        original(tensors, *args, **kwargs)
+        try:
+            for listener in listeners:
+                listener.before(roots)
+            original(tensors, *args, **kwargs)
+        finally:
+            for listener in listeners:
+                listener.after()
         for listener in listeners:
             listener.end()
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
-
-from traindiff.kernels.torch_arrays import shape_of
 from traindiff.shards import Shard
 from traindiff.site import ROOT, matches
 from traindiff.taps.batch import Batch
 from traindiff.taps.progress import Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 def batch_first(tensor: Tensor, axis: int) -> Tensor:
@@ -42,11 +43,7 @@ class BatchAxis:
 
     def __init__(self, declared: Mapping[str, int | None], modules: Mapping[str, nn.Module] | None = None) -> None:
         self._declared = dict(declared)
-        self._recurrent = {
-            path: 0 if module.batch_first else 1
-            for path, module in (modules or {}).items()
-            if isinstance(module, nn.RNNBase)
-        }
+        self._recurrent = _of_recurrent(modules) if modules else {}
         self._unused = dict.fromkeys(self._declared)
         self._asked = False
 
@@ -109,6 +106,8 @@ class BatchAxis:
 
     def axis_of_samples(self, tensor: Tensor, batch: Batch | None, *, path: str, slot: str) -> int | None:
         """The axis of a tensor of the batch that runs over its samples; None where it has none."""
+        from traindiff.kernels.torch_arrays import shape_of
+
         shape = shape_of(tensor)
         axis = self._declared_axis(path, slot, default=0)
         if axis is None or batch is None or not -len(shape) <= axis < len(shape):
@@ -133,3 +132,10 @@ class BatchAxis:
     def unused(self) -> tuple[str, ...]:
         """Declarations that no site has obeyed so far; empty as long as there was none."""
         return tuple(self._unused) if self._asked else ()
+
+
+def _of_recurrent(modules: Mapping[str, nn.Module]) -> dict[str, int]:
+    """The batch axis of what torch's recurrent modules return, by path."""
+    from torch import nn
+
+    return {path: 0 if module.batch_first else 1 for path, module in modules.items() if isinstance(module, nn.RNNBase)}

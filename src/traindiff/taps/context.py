@@ -26,6 +26,8 @@ class Moments:
         before_step: Before the first forward pass of each step that keeps gradients.
         after_step: When a step of the optimizer that counts them has ended, before the next one has begun.
         at_end: Before the last observations are written.
+        before_backward: Before a backward pass that can reach the model's parameters, with the tensors it starts from.
+        after_backward: When it has ended, also by an error.
         on_schedule: When a pipeline's schedule is about to run a batch, with it and with its stages on this rank.
     """
 
@@ -33,6 +35,8 @@ class Moments:
     before_step: list[Callable[[], None]] = field(default_factory=list)
     after_step: list[Callable[[], None]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
+    before_backward: list[Callable[[Sequence[Tensor]], None]] = field(default_factory=list)
+    after_backward: list[Callable[[], None]] = field(default_factory=list)
     on_schedule: list[Callable[[Any, list[Any]], None]] = field(default_factory=list)
 
 
@@ -47,7 +51,8 @@ class TapContext:
         batch_axis: Recognises the batch axis.
         moments: Where to ask to be called.
         root: The module that the training loop calls, or that holds those which it calls.
-        roots: What it calls: the root, or each of its parts.
+        roots: What it calls: the root, or some of what that holds.
+        root_paths: Canonical path of each of these, by id.
         modules: Selected modules by canonical path.
         parameters: What holds the selected parameters, by canonical path.
         buffers: What `root.get_buffer` calls the selected buffers, by canonical path.
@@ -61,6 +66,12 @@ class TapContext:
         optimizers: The optimizers that are followed, by name; may grow.
         before_every_step: Whether parameters are recorded before each step, not only where the step before it was
             not recorded.
+        counts_skipped: Whether what a loss scaler leaves out is a step.
+        zoomed: Modules whose operators are recorded, by canonical path.
+        is_own_hook: Whether what runs on this thread just now is a hook of traindiff's own.
+        cleaning_up: As `sink.guarded`, for what is to run even after an error has disabled the tap.
+        described: What taps say of this rank, for `rank.json`.
+        write_described: Have that written.
     """
 
     sink: Sink
@@ -70,6 +81,7 @@ class TapContext:
     moments: Moments
     root: nn.Module
     roots: Sequence[nn.Module]
+    root_paths: Mapping[int, str]
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, str]
@@ -82,6 +94,17 @@ class TapContext:
     regions_of: Callable[[Tensor, str, str], Regions | None]
     optimizers: Mapping[str, OptimizerTap]
     before_every_step: bool
+    zoomed: Mapping[str, nn.Module]
+    is_own_hook: Callable[[], bool]
+    cleaning_up: Callable[[str, Callable[..., None]], Callable[..., Any]]
+    described: dict[str, Any]
+    write_described: Callable[[], None]
+    counts_skipped: bool = True
+
+    @property
+    def several_roots(self) -> bool:
+        """Whether the training loop calls several modules, whose inputs may be what others have returned."""
+        return len(set(self.root_paths.values())) > 1
 
     @property
     def leaf_ids(self) -> Collection[int]:

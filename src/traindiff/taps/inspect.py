@@ -25,7 +25,7 @@ def inspect(name: str, tensor: T) -> T:
 
     Args:
         name: The site's path in the recording, e.g. `"attention.scores"`.
-        tensor: Any tensor.
+        tensor: Any tensor; of anything else the recording says that it has no numbers.
 
     Returns:
         `tensor` itself; in a recording that is a replica, `tensor` perturbed within rounding.
@@ -42,26 +42,34 @@ def _observe(name: str, tensor: object) -> None:
     from torch import Tensor
     from torch.compiler import is_compiling
 
+    name = str(name)
     if is_compiling():
         from traindiff.taps.compiled import inspect_compiled
 
         if isinstance(tensor, Tensor):
             inspect_compiled(name, tensor)
         return
+    name = name.encode("utf-8", "backslashreplace").decode("utf-8")  # a recording holds no other names
     for observe in _observers:
         observe(name, tensor)
 
 
 def attach(context: TapContext) -> ExitStack:
     """Observe what `inspect` is called with. Close the result to remove the tap."""
+    from torch import Tensor
+
+    from traindiff.errors import type_of
     from traindiff.taps.activations import Activations
     from traindiff.taps.compiled import tap_compiled_inspection
     from traindiff.taps.compiled_observers import ModuleObserver
 
     activations, guard = Activations(context, tap="inspect"), context.sink.guarded
 
-    def observe(name: str, tensor: Tensor) -> None:
-        activations.observe(name, [("value", tensor)])
+    def observe(name: str, tensor: object) -> None:
+        if isinstance(tensor, Tensor):
+            activations.observe(name, [("value", tensor)])
+        else:
+            activations.unobserved(name, "value", f"it is {type_of(tensor)}, and inspect observes tensors")
 
     def observe_compiled(tensor: Tensor, name: str) -> None:
         activations.compiled_output(name, tensor, "value")

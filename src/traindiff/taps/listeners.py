@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from inspect import getattr_static
 from typing import Any, Generic, TypeVar
 
 Listener = TypeVar("Listener")
@@ -11,6 +12,9 @@ Listener = TypeVar("Listener")
 
 class Listeners(Generic[Listener]):
     """Those who listen to some functions, and what these functions were.
+
+    Where somebody else has put a function of theirs in the place of ours, and calls ours from there, all that stays as
+    it is, and ours calls nobody.
 
     Iterating gives the listeners that are attached when it begins.
 
@@ -21,7 +25,7 @@ class Listeners(Generic[Listener]):
     def __init__(self, install: Callable[[], None]) -> None:
         self._install = install
         self._attached: list[Listener] = []
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def __iter__(self) -> Iterator[Listener]:
         return iter(self._attached.copy())
@@ -44,13 +48,21 @@ class Listeners(Generic[Listener]):
 
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Put a function in place of an attribute of a module or class, until the last listener is removed."""
-        self._replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, function)
+        if not any(one is owner and attribute == name for one, attribute, *_ in self._replaced):
+            self._replaced.append((owner, name, getattr(owner, name), function))
+            setattr(owner, name, function)
 
     def _remove(self, listener: Listener) -> None:
         if listener not in self._attached:
             return
         self._attached.remove(listener)
-        while self._replaced and not self._attached:
-            owner, name, original = self._replaced.pop()
-            setattr(owner, name, original)
+        if not self._attached:
+            self._replaced = [one for one in reversed(self._replaced) if not _put_back(*one)][::-1]
+
+
+def _put_back(owner: Any, name: str, original: Any, function: Callable[..., Any]) -> bool:
+    """Undo a replacement, unless it was itself replaced; gives whether it is undone."""
+    if getattr_static(owner, name, None) is not function:
+        return False
+    setattr(owner, name, original)
+    return True

@@ -14,18 +14,20 @@ from traindiff.taps.inner_optimizer import inner_optimizer
 from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
 
 
-def tap_optimizer_discovery(parameter_ids: Collection[int], found: Callable[[Optimizer], None]) -> ExitStack:
+def tap_optimizer_discovery(
+    parameter_ids: Collection[int], found: Callable[[Optimizer], None], *, known: WeakSet[Optimizer]
+) -> ExitStack:
     """Call `found` before the first step of each optimizer that holds one of the parameters.
 
     Args:
         parameter_ids: Ids of the model's parameters.
         found: Called with the optimizer, inside its `step`, before its own hooks: those that it
             registers run in this very step.
+        known: Is filled with those that were looked at, which is not done again; what is taken out is found again.
 
     Returns:
         Close it to remove the tap.
     """
-    known: WeakSet[Optimizer] = WeakSet()
 
     def before_step(optimizer: Optimizer, *_: Any) -> None:
         if optimizer in known:

@@ -61,6 +61,8 @@ class OptimizerTap:
         self._on_end = on_end
         self._unsettled = False
         self._has_closure = False
+        self._counts_skipped = context.counts_skipped
+        self._left_out = False
         self._calls = 0
         self._calls_before_scaler = 0
 
@@ -97,7 +99,8 @@ class OptimizerTap:
         Where `step` is given a closure, that computes them: they are recorded after the step.
         """
         self._has_closure = has_closure(*call)
-        if not self._sink.progress.observing:
+        self._left_out = not self._counts_skipped and leaves_out(self.optimizer)
+        if self._left_out or not self._sink.progress.observing:
             return
         if "optimizer" in self._observe:
             self._hyper_parameters()
@@ -116,7 +119,7 @@ class OptimizerTap:
 
     def after_step(self, *_: Any) -> None:
         """Record state and parameters."""
-        if not self._sink.progress.observing:
+        if self._left_out or not self._sink.progress.observing:
             return
         if self._has_closure:
             self.gradients()
@@ -128,8 +131,10 @@ class OptimizerTap:
                     self._emit_pieces(parameter, pieces, phase="param", slot="value")
 
     def _end_step(self, *_: Any) -> None:
-        if not is_compiling():
-            self._calls += 1
+        if is_compiling():
+            return
+        self._calls += 1
+        if not self._left_out:
             self._on_end(self.name)
 
     def _before_scaler(self, optimizer: Optimizer) -> None:
@@ -137,6 +142,8 @@ class OptimizerTap:
             self._calls_before_scaler = self._calls
 
     def _after_scaler(self, skip: Callable[[], None], optimizer: Optimizer) -> None:
+        if not self._counts_skipped:
+            return
         if optimizer is self.optimizer and self._calls == self._calls_before_scaler and not self._unsettled:
             skip()
             self._end_step()
@@ -233,3 +240,12 @@ def has_closure(*call: Any) -> bool:
         return False
     _, args, kwargs = call  # `args` begins with the optimizer itself
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+
+
+def leaves_out(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer is about to leave its step out: a loss scaler has told it of infinite gradients.
+
+    Waits for the device.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and bool(found.item())

@@ -23,6 +23,7 @@ class Progress:
         batch: What the root module is working on, while it does; None outside of it.
         latest_batch: What it worked on last in this step, with gradients.
         evaluating: Inside a forward pass of the root without gradients.
+        in_forward: Inside a forward pass of the root.
         observing: Whether the current step is recorded.
         forward_done: A forward pass of the root that keeps gradients has ended in this step.
         backward_done: A backward pass has ended since then.
@@ -32,6 +33,7 @@ class Progress:
         interleaved: Whether these have its samples in turn, not one block each.
         chunk: What a stage of a pipeline works on, while it does: then micro-steps are its micro-batches.
         num_stages: Stages of the pipeline; 1 where there is none.
+        given: Slots of the latest inputs of the root that are part of the batch.
         hidden: Inside calls of modules that are no part of the training.
         loss_scaled: The loss of this step was multiplied by a loss scale.
     """
@@ -42,6 +44,7 @@ class Progress:
     batch: Batch | None = None
     latest_batch: Batch | None = None
     evaluating: bool = False
+    in_forward: bool = False
     observing: bool = True
     forward_done: bool = False
     backward_done: bool = False
@@ -53,6 +56,7 @@ class Progress:
     interleaved: bool = False
     chunk: Chunk | None = None
     num_stages: int = 1
+    given: frozenset[str] = frozenset()
     hidden: bool = False
     loss_scaled: bool = False
     _chunks: tuple[int, int] = (0, 0)  # of this step: before the running call of the schedule, and with it
@@ -121,16 +125,23 @@ class Progress:
         return counted * self.data_size + self.data_rank * rows, None
 
     @contextmanager
-    def forward(self, batch: Batch | None, *, evaluating: bool) -> Iterator[None]:
-        """Inside the root's forward pass. The first one after a backward begins the next micro-step."""
-        outer = self.batch, self.evaluating
+    def forward(self, batch: Batch | None, *, evaluating: bool, continues: bool = False) -> Iterator[None]:
+        """Inside the root's forward pass. The first one after a backward begins the next micro-step.
+
+        Args:
+            batch: What it works on.
+            evaluating: Whether it keeps no gradients.
+            continues: Whether the micro-step goes on all the same; see `Rounds`.
+        """
+        outer = self.batch, self.evaluating, self.in_forward
         if not evaluating and self.backward_done and self.chunk is None:
-            self.micro_step += 1
             self.backward_done = False
-            self._calls.clear()
+            if not continues:
+                self.micro_step += 1
+                self._calls.clear()
         if not evaluating and not self.forward_done:
             self.loss_scaled = False
-        self.batch, self.evaluating = batch, evaluating
+        self.batch, self.evaluating, self.in_forward = batch, evaluating, True
         if batch and not evaluating:
             self.latest_batch, self.samples = batch, batch.size
             if self.chunk is not None:
@@ -138,7 +149,7 @@ class Progress:
         try:
             yield
         finally:
-            self.batch, self.evaluating = outer
+            self.batch, self.evaluating, self.in_forward = outer
             self.forward_done = self.forward_done or not evaluating
 
     def end_backward(self) -> None:

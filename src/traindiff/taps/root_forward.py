@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.kernels.torch_arrays import shape_of
+from traindiff.taps._torch_compat import inside_backward
 from traindiff.taps.batch_axis import batch_first
 from traindiff.taps.compiled import tap_compiled_root
 from traindiff.taps.compiled_observers import RootObserver
 from traindiff.taps.context import TapContext
+from traindiff.taps.given import given_to_training
 from traindiff.taps.nested import tensors
+from traindiff.taps.rounds import Rounds
 
 
 def attach(context: TapContext) -> ExitStack:
@@ -27,7 +30,9 @@ class RootForwardTap:
     """Follow the root's forward passes: they delimit micro-steps and carry the batch.
 
     The root's tensor inputs (phase `batch`) and the state of torch's random number generators before and after
-    every forward pass are recorded where `batch` is observed; if not, only progress is kept.
+    every forward pass are recorded where `batch` is observed; if not, only progress is kept. Where the training loop
+    calls several modules, a call inside another is part of that one's pass, and what they seem to hand to each other
+    is no input of the training: it is an activation (phase `forward`).
 
     Args:
         context: The training.
@@ -39,6 +44,8 @@ class RootForwardTap:
         self._batch_axis = context.batch_axis
         self._observe_batch = "batch" in context.observe
         self._running: list[AbstractContextManager[None]] = []
+        self._num_nested = 0
+        self._rounds = Rounds(context.sink.progress)
         # What fails while it looks at the batch must not stop the counting of micro-steps.
         self._observe_inputs = self._sink.guarded("batch", self._inputs)
         self._observe_end = self._sink.guarded("batch", self._random_state_after)
@@ -51,17 +58,31 @@ class RootForwardTap:
             for root in self._context.roots:
                 undo.callback(root.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
                 undo.callback(root.register_forward_hook(end, with_kwargs=True, always_call=True).remove)
-                compiled = RootObserver(begin=guarded(self._begin_with), end=guarded(self._end))
+                path = self._context.root_paths[id(root)]
+                begin_compiled = guarded(partial(self._begin_with, path))
+                compiled = RootObserver(begin=begin_compiled, end=guarded(self._end))
                 undo.enter_context(tap_compiled_root(root, compiled))
             return undo.pop_all()
 
-    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positional, named = list(tensors(args, "input")), list(tensors(kwargs, "input"))
-        self._begin_with([*positional, *named], evaluating=not torch.is_grad_enabled(), handed_on=len(positional))
+        self._begin_with(
+            self._context.root_paths[id(root)],
+            [*positional, *named],
+            evaluating=not torch.is_grad_enabled(),
+            handed_on=len(positional),
+        )
 
-    def _begin_with(self, inputs: Sequence[tuple[str, Tensor]], *, evaluating: bool, handed_on: int = 0) -> None:
+    def _begin_with(
+        self, path: str, inputs: Sequence[tuple[str, Tensor]], *, evaluating: bool, handed_on: int = 0
+    ) -> None:
         progress, chunk = self._sink.progress, self._sink.progress.chunk
         if progress.hidden:
+            return
+        if self._is_nested():
+            self._num_nested += 1
+            self._running.append(nullcontext())
+            progress.given = frozenset()
             return
         for before_forward in self._context.moments.before_forward:
             before_forward()
@@ -69,18 +90,26 @@ class RootForwardTap:
             with progress.before_all_chunks():
                 for before_step in self._context.moments.before_step:
                     before_step()
+        given = given_to_training(inputs, progress, several=self._context.several_roots)
+        progress.given = frozenset(given)
         forward = progress.forward(
-            self._batch_axis.of_batch(self._shape(*one) for one in inputs), evaluating=evaluating
+            self._batch_axis.of_batch(self._shape(*one) for one in inputs),
+            evaluating=evaluating,
+            continues=self._context.several_roots and not evaluating and self._rounds.continues(path),
         )
         forward.__enter__()
         self._running.append(forward)
         if self._observes:
             # What a stage of a pipeline hands to the next is no input of the whole model.
-            self._observe_inputs(inputs if chunk is None or chunk.is_first else inputs[handed_on:])
+            self._observe_inputs(path, inputs if chunk is None or chunk.is_first else inputs[handed_on:])
 
     def _end(self, *_: Any) -> None:
         if self._sink.progress.hidden or not self._running:
             return  # the tap was attached in the middle of a forward pass
+        if self._num_nested:
+            self._num_nested -= 1
+            self._running.pop()
+            return
         observes = self._observes and not self._sink.progress.evaluating
         self._running.pop().__exit__(None, None, None)
         if observes:
@@ -91,20 +120,27 @@ class RootForwardTap:
         progress = self._sink.progress
         return progress.observing and self._observe_batch and (self._context.evaluation or not progress.evaluating)
 
-    def _inputs(self, inputs: Sequence[tuple[str, Tensor]]) -> None:
+    def _is_nested(self) -> bool:
+        """Whether a call of a root is a part of another's: made by it, or made again in the backward pass."""
+        return self._context.several_roots and (bool(self._running) or inside_backward())
+
+    def _inputs(self, path: str, inputs: Sequence[tuple[str, Tensor]]) -> None:
         progress = self._sink.progress
         stage = "evaluation" if progress.evaluating else ""
-        call = progress.next_call("", f"inputs {stage}")
+        call = progress.next_call(path, f"inputs {stage}")
         for slot, tensor in inputs:
-            site = ("batch", stage, slot, str(call))
-            regions = self._context.regions_of(tensor, "", slot)
+            phase = "batch" if slot in progress.given else "forward"
+            if phase not in self._context.observe:
+                continue
+            site = (phase, stage, path, slot, str(call))
+            regions = self._context.regions_of(tensor, path, slot)
             shape = self._shape(slot, tensor)
-            axis, shard = self._batch_axis.split(shape, path="", slot=slot, site=site, progress=progress)
+            axis, shard = self._batch_axis.split(shape, path=path, slot=slot, site=site, progress=progress)
             region = regions.value.batch_first(axis) if regions else None
             rows = batch_first(tensor, axis)
-            self._sink.emit(rows, phase="batch", path="", slot=slot, stage=stage, call=call, shard=shard, region=region)
+            self._sink.emit(rows, phase=phase, path=path, slot=slot, stage=stage, call=call, shard=shard, region=region)
         if not progress.evaluating:
-            self._random_state(call=call, stage="before")
+            self._random_state(call=progress.next_call("", "rng before"), stage="before")
 
     def _shape(self, slot: str, tensor: Tensor) -> tuple[int, ...]:
         """Shape of an input; where ranks hold parts of it, of all of it."""

@@ -31,18 +31,22 @@ class _Samples:
     def __init__(self, context: TapContext) -> None:
         self._sink = context.sink
         self._batch_axis = context.batch_axis
+        self._root_paths = context.root_paths
 
-    def inputs(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def inputs(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         progress = self._sink.progress
+        path = self._root_paths[id(root)]
         chunk = progress.chunk
         if not progress.observing or progress.evaluating or not torch.is_grad_enabled():
             return
         inputs = [] if chunk is not None and not chunk.is_first else list(tensors(args, "input"))
-        call = progress.next_call("", "samples")
+        call = progress.next_call(path, "samples")
         for slot, tensor in [*inputs, *tensors(kwargs, "input")]:
-            axis = self._batch_axis.axis_of_samples(tensor, progress.current_batch, path="", slot=slot)
+            if slot not in progress.given:
+                continue
+            axis = self._batch_axis.axis_of_samples(tensor, progress.current_batch, path=path, slot=slot)
             if axis is not None and not call:
-                emit_samples(self._sink, batch_first(tensor, axis), path="", slot=slot)
+                emit_samples(self._sink, batch_first(tensor, axis), path=path, slot=slot)
 
 
 def emit_samples(sink: Sink, batch: Tensor, *, path: str, slot: str, micro_step: int | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,12 +59,8 @@ class Catalogue:
         Args:
             name: Its path below the root; `.` for the root itself.
         """
-        if "\0" in name:
-            return None
-        path = (self.root / name).resolve()
-        if not path.is_relative_to(self.root) or not (path / "run.json").is_file():
-            return None
-        return path if not self._leaves(path) else None
+        path = self._directory(name)
+        return None if path is None or self._leaves(path.rglob("*")) else path
 
     def state(self, name: str) -> str:
         """What changes when a recording grows: sizes and times of its files.
@@ -72,16 +68,28 @@ class Catalogue:
         Args:
             name: As of `find`.
         """
-        path = self.find(name)
+        path = self._directory(name)
         if path is None:
             return "gone"
         files = sorted(path.glob("rank-*/observations.*"))[:64]
         return ";".join(f"{file.stat().st_size}" for file in (path / "run.json", *files))
 
-    def _leaves(self, path: Path) -> bool:
-        """Whether a file of a recording leads out of the root."""
-        inside = (path / "run.json", *path.glob("rank-*"), *path.glob("rank-*/*"))
-        return any(not file.resolve().is_relative_to(self.root) for file in inside if file.is_symlink())
+    def _directory(self, name: str) -> Path | None:
+        """A directory below the root that has a recording's files, as far as its names say; None if there is none."""
+        if "\0" in name or not self._inside(self.root / name):
+            return None
+        path = (self.root / name).resolve()
+        return path if (path / "run.json").is_file() and not self._leaves(_named(path)) else None
+
+    def _leaves(self, files: Iterable[Path]) -> bool:
+        """Whether one of the files of a recording leads out of the root, or nowhere."""
+        return any(not self._inside(file) for file in files if file.is_symlink())
+
+    def _inside(self, path: Path) -> bool:
+        try:
+            return path.resolve().is_relative_to(self.root)
+        except (OSError, RuntimeError):  # a link that leads to itself
+            return False
 
     def _found(self) -> Iterator[tuple[str, Path]]:
         count = 0
@@ -91,7 +99,7 @@ class Catalogue:
             if "run.json" in files:
                 below.clear()
                 count += 1
-                if not self._leaves(here):
+                if not self._leaves(_named(here)):
                     yield str(name), here
             elif len(name.parts) >= DEPTH:
                 below.clear()
@@ -100,17 +108,25 @@ class Catalogue:
                 return
 
 
+def _named(path: Path) -> Iterator[Path]:
+    """What every recording has: all of it but files of single tensors."""
+    yield path / "run.json"
+    yield from path.glob("rank-*")
+    yield from path.glob("rank-*/*")
+
+
 def _listed(path: Path, name: str) -> Listed:
     try:
         recording = open_recording(str(path))
         statuses = [recording.status(rank) for rank in recording.ranks]
+        size = sum(file.stat().st_size for file in path.glob("rank-*/*") if file.is_file())
     except (RecordingError, OSError) as error:
         return Listed(name=name, created="", ranks=0, size_bytes=0, ending="unreadable", says=str(error))
     return Listed(
         name=name,
         created=str(recording.run.get("created", "")),
         ranks=recording.world_size,
-        size_bytes=sum(file.stat().st_size for file in path.glob("rank-*/*") if file.is_file()),
+        size_bytes=size,
         ending="closed" if statuses and all(one.ending == "closed" for one in statuses) else "unclosed",
         says=next((status.says for status in statuses if status.says), ""),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from urllib.parse import quote
 
 from traindiff.report.page.writing import environment, policy, styles
@@ -20,7 +21,7 @@ def write_listing(catalogue: Catalogue) -> str:
         .get_template("listing.html")
         .render(
             root=str(catalogue.root),
-            recordings=[(one, quote(one.name)) for one in found],
+            recordings=[(one, quote(os.fsencode(one.name))) for one in found],
             growing=any(one.ending == "unclosed" for one in found),
             most=MOST if len(found) >= MOST else 0,
             policy=policy("", sends_forms=True),

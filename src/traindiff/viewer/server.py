@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -105,7 +107,7 @@ class Viewer:
         recordings = map(open_recording, paths)
         growing = any(one.status(rank).ending != "closed" for one in recordings for rank in one.ranks)
         file = io.StringIO()
-        asks = "&".join(f"of={quote(name, safe='')}" for name in names)
+        asks = "&".join(f"of={quote(os.fsencode(name), safe='')}" for name in names)
         write(page_of(result), file, home="/", refresh=f"/state?{asks}" if growing else "")
         return file.getvalue()
 
@@ -123,24 +125,37 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_for_us():
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, message_page("This server answers for 127.0.0.1 only."))
             return
-        parts = urlsplit(self.path)
-        asked = parse_qs(parts.query)
+        status, content_type = HTTPStatus.OK, "text/html"
         try:
-            if parts.path == "/":
-                self._answer(HTTPStatus.OK, write_listing(self.catalogue))
-            elif parts.path.startswith("/run/"):
-                self._answer(HTTPStatus.OK, self.page((unquote(parts.path.removeprefix("/run/")),)))
-            elif parts.path == "/compare" and "baseline" in asked and "candidate" in asked:
-                self._answer(HTTPStatus.OK, self.page((asked["baseline"][0], asked["candidate"][0])))
-            elif parts.path == "/state":
-                states = "\n".join(map(self.catalogue.state, asked.get("of", ())[:2]))
-                self._answer(HTTPStatus.OK, states, content_type="text/plain")
+            found = self._content()
+            if found is None:
+                status, text = HTTPStatus.NOT_FOUND, message_page("There is nothing at this address.")
             else:
-                self._answer(HTTPStatus.NOT_FOUND, message_page("There is nothing at this address."))
+                text, content_type = found
         except FileNotFoundError:
-            self._answer(HTTPStatus.NOT_FOUND, message_page("There is no such recording under the directory."))
+            status, text = HTTPStatus.NOT_FOUND, message_page("There is no such recording under the directory.")
         except (TraindiffError, OSError) as error:
-            self._answer(HTTPStatus.UNPROCESSABLE_ENTITY, message_page(str(error)))
+            status, text = HTTPStatus.UNPROCESSABLE_ENTITY, message_page(str(error))
+        except Exception as error:  # noqa: BLE001  whatever a damaged recording does, there is an answer
+            says = f"This could not be read: {type(error).__name__}: {error}"
+            status, text = HTTPStatus.INTERNAL_SERVER_ERROR, message_page(says)
+        with suppress(ConnectionError):  # nobody waits for it any more
+            self._answer(status, text, content_type=content_type)
+
+    def _content(self) -> tuple[str, str] | None:
+        """What is at the address, and its content type; None for nothing."""
+        parts = urlsplit(self.path)
+        asked = parse_qs(parts.query, errors="surrogateescape")
+        if parts.path == "/":
+            return write_listing(self.catalogue), "text/html"
+        if parts.path.startswith("/run/"):
+            name = unquote(parts.path.removeprefix("/run/"), errors="surrogateescape")
+            return self.page((name,)), "text/html"
+        if parts.path == "/compare" and "baseline" in asked and "candidate" in asked:
+            return self.page((asked["baseline"][0], asked["candidate"][0])), "text/html"
+        if parts.path == "/state":
+            return "\n".join(map(self.catalogue.state, asked.get("of", ())[:2])), "text/plain"
+        return None
 
     do_HEAD = do_GET  # noqa: N815  the name that the base class calls
 
@@ -149,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.headers.get("Host", "").lower() in self.hosts
 
     def _answer(self, status: HTTPStatus, text: str, *, content_type: str = "text/html") -> None:
-        content = text.encode()
+        content = text.encode(errors="replace")  # a name may be no UTF-8
         self.send_response(status)
         for name, value in HEADERS.items():
             self.send_header(name, value)

@@ -11,20 +11,9 @@ from traindiff.health import Verdict
 from traindiff.health.history import RunHistory
 from traindiff.report.page import curves
 from traindiff.report.page.content import Found, Headline, Page
-from traindiff.report.page.encoding import log_codes, packed
-from traindiff.report.page.histograms import histograms
 from traindiff.report.page.run_settings import run_settings
-from traindiff.report.page.site_rows import (
-    NUMBERS,
-    PROFILES,
-    SiteRow,
-    as_columns,
-    ascending,
-    finding_of,
-    numbers_of,
-    place_of,
-    rows_by_place,
-)
+from traindiff.report.page.site_data import data_of
+from traindiff.report.page.site_rows import ShownSites, SiteRow, in_execution_order, place_of
 
 _DRAWN = ("size", "largest", "zero", "nonfinite")
 
@@ -36,18 +25,15 @@ def page_of_check(verdict: Verdict, history: RunHistory) -> Page:
         verdict: The result of the check.
         history: The size of every site in every step.
     """
-    keys = list(history.whole.sites)
-    unsorted = [
+    sites = in_execution_order(
         SiteRow(
             place=key[:5], micro_step=key.micro_step, order=one.order, step=one.step, dtypes=(one.dtype,),
-            shapes=(one.shape,),
+            shapes=(one.shape,), summaries=(one.summary,),
         )
-        for key in keys
+        for key in history.whole.sites
         for one in [history.extremes[key]]
-    ]  # fmt: skip
-    order = ascending(unsorted)
-    rows = [unsorted[at] for at in order]
-    places = rows_by_place(rows)
+    )  # fmt: skip
+    places = sites.places
     groups = grouped(verdict.findings)
     headline = None
     if groups:
@@ -71,7 +57,7 @@ def page_of_check(verdict: Verdict, history: RunHistory) -> Page:
         facts=(
             (len(verdict.steps), "steps checked" if len(verdict.steps) != 1 else "step checked"),
             (len(verdict.ranks), "ranks" if len(verdict.ranks) != 1 else "rank"),
-            (len(rows), "sites"),
+            (len(sites.rows), "sites"),
             (sum(math.isinf(one.size) for one in history.extremes.values()), "with NaN or infinity"),
         ),
         flow=(),
@@ -80,29 +66,20 @@ def page_of_check(verdict: Verdict, history: RunHistory) -> Page:
         alone=(),
         notes=verdict.notes,
         settings=run_settings([verdict.recording]),
-        data=_data(verdict, history, rows, order, places),
+        data=_data(verdict, history, sites),
     )
 
 
-def _data(
-    verdict: Verdict, history: RunHistory, rows: list[SiteRow], order: list[int], places: dict[Any, int]
-) -> dict[str, Any]:
-    whole = history.whole
-    keys = list(whole.sites)
-    numbers, profiles = numbers_of([(history.extremes[keys[at]].summary,) for at in order])
+def _data(verdict: Verdict, history: RunHistory, sites: ShownSites) -> dict[str, Any]:
+    whole, rows = history.whole, sites.rows
+    recordings, findings = (verdict.recording,), verdict.findings
     return {
         "kind": "check",
-        "columns": whole.columns,
-        "rows": as_columns(rows),
-        "cells": {name: packed(log_codes(whole.of(name)[order])) for name in _DRAWN} if rows else {},
+        **data_of(sites, whole, drawn=_DRAWN, recordings=recordings, findings=findings),
         "by_rank": None,
         "sides": ["run"],
-        "numbers": {"names": NUMBERS, "values": packed(numbers)} if rows else None,
-        "profiles": {"names": PROFILES, "values": packed(profiles)} if rows else None,
         "curves": [
-            {"row": at, "title": curves.title_of(rows[at]), "size": curves.numbers(whole.of("size")[order[at]])}
+            {"row": at, "title": curves.title_of(rows[at]), "size": curves.numbers(whole.of("size")[sites.order[at]])}
             for at in curves.curve_rows(rows)
         ],
-        "histograms": histograms((verdict.recording,), rows),
-        "findings": [finding_of(one, rows=places) for one in verdict.findings],
     }

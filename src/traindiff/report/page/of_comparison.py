@@ -16,20 +16,9 @@ from traindiff.report.page import curves
 from traindiff.report.page.content import Alone, Found, Headline, Page
 from traindiff.report.page.dataflow import Node, dataflow
 from traindiff.report.page.encoding import log_codes, packed
-from traindiff.report.page.histograms import histograms
 from traindiff.report.page.run_settings import run_settings
-from traindiff.report.page.site_rows import (
-    NUMBERS,
-    PROFILES,
-    Place,
-    SiteRow,
-    as_columns,
-    ascending,
-    finding_of,
-    numbers_of,
-    place_of,
-    rows_by_place,
-)
+from traindiff.report.page.site_data import data_of
+from traindiff.report.page.site_rows import Place, ShownSites, SiteRow, in_execution_order, place_of
 from traindiff.site import label
 
 _DRAWN = ("difference", "floor", "baseline", "candidate")
@@ -42,18 +31,15 @@ def page_of_comparison(comparison: Comparison, history: DifferenceHistory) -> Pa
         comparison: The result.
         history: Every site's difference in every step.
     """
-    keys = list(history.whole.sites)
-    unsorted = [
+    sites = in_execution_order(
         SiteRow(
             place=key[:5], micro_step=key.micro_step, order=far.order, step=far.step, dtypes=far.dtypes,
-            shapes=far.shapes,
+            shapes=far.shapes, summaries=far.summaries,
         )
-        for key in keys
+        for key in history.whole.sites
         for far in [history.farthest[key]]
-    ]  # fmt: skip
-    order = ascending(unsorted)
-    rows = [unsorted[at] for at in order]
-    places = rows_by_place(rows)
+    )  # fmt: skip
+    places = sites.places
     first = comparison.first_divergence or (comparison.representation[0] if comparison.representation else None)
     word, _, rest = sentences.verdict(comparison).partition(" ")
     if word.endswith(":"):
@@ -67,13 +53,13 @@ def page_of_comparison(comparison: Comparison, history: DifferenceHistory) -> Pa
         own=sentences.own_noise(comparison),
         headline=_headline(comparison, first, places),
         facts=_facts(comparison),
-        flow=_flow(first, rows, order, history),
+        flow=_flow(first, sites, history),
         findings=_found(comparison.findings, places),
         representation=_found(comparison.representation, places),
         alone=tuple(_alone(comparison)),
         notes=comparison.notes,
         settings=run_settings(paths),
-        data=_data(comparison, history, rows, order, places),
+        data=_data(comparison, history, sites),
     )
 
 
@@ -115,38 +101,25 @@ def _alone(comparison: Comparison) -> Iterator[Alone]:
             )  # fmt: skip
 
 
-def _flow(
-    first: Finding | None, rows: Sequence[SiteRow], order: Sequence[int], history: DifferenceHistory
-) -> list[list[Node]]:
+def _flow(first: Finding | None, sites: ShownSites, history: DifferenceHistory) -> list[list[Node]]:
     if first is None or not history.whole.columns:
         return []
     column = history.whole.column_of(first.step)
     differences, floors = history.whole.of("difference")[:, column], history.whole.of("floor")[:, column]
-    return dataflow(first, rows, lambda row: (float(differences[order[row]]), float(floors[order[row]])))
+    order = sites.order
+    return dataflow(first, sites.rows, lambda row: (float(differences[order[row]]), float(floors[order[row]])))
 
 
-def _data(
-    comparison: Comparison,
-    history: DifferenceHistory,
-    rows: Sequence[SiteRow],
-    order: Sequence[int],
-    places: Mapping[Place, int],
-) -> dict[str, Any]:
-    whole = history.whole
-    keys = list(whole.sites)
-    numbers, profiles = numbers_of([history.farthest[keys[at]].summaries for at in order])
+def _data(comparison: Comparison, history: DifferenceHistory, sites: ShownSites) -> dict[str, Any]:
+    whole, rows = history.whole, sites.rows
+    recordings = (comparison.baseline, comparison.candidate)
+    findings = (*comparison.findings, *comparison.representation)
     return {
         "kind": "comparison",
-        "columns": whole.columns,
-        "rows": as_columns(rows),
-        "cells": {name: packed(log_codes(whole.of(name)[order])) for name in _DRAWN} if rows else {},
-        "by_rank": _by_rank(history, order),
+        **data_of(sites, whole, drawn=_DRAWN, recordings=recordings, findings=findings),
+        "by_rank": _by_rank(history, sites.order),
         "sides": ["baseline", "candidate"],
-        "numbers": {"names": NUMBERS, "values": packed(numbers)} if rows else None,
-        "profiles": {"names": PROFILES, "values": packed(profiles)} if rows else None,
-        "curves": [_curve(at, rows[at], whole.cells[order[at]], whole.fields) for at in curves.curve_rows(rows)],
-        "histograms": histograms((comparison.baseline, comparison.candidate), rows),
-        "findings": [finding_of(one, rows=places) for one in (*comparison.findings, *comparison.representation)],
+        "curves": [_curve(at, rows[at], whole.cells[sites.order[at]], whole.fields) for at in curves.curve_rows(rows)],
     }
 
 

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from traindiff.findings import Finding
-from traindiff.site import PHASES, ROOT
-
-NUMBERS = (
-    "count", "nan", "positive_infinity", "negative_infinity", "zero", "negative", "subnormal", "minimum", "maximum",
-    "smallest", "sum", "sum_of_squares",
-)  # fmt: skip
-"""Fields of a summary that a page shows as numbers."""
-
-PROFILES = ("row_squares", "row_largest", "column_squares", "column_largest")
-"""Fields that it draws."""
+from traindiff.site import PHASES
 
 Place = tuple[str, str, str, str, int]
 """Phase, stage, path, slot and call."""
@@ -36,6 +24,7 @@ class SiteRow:
         step: In which it is farthest, or largest.
         dtypes: Of each side.
         shapes: Of each side.
+        summaries: Of each side, in that step.
     """
 
     place: Place
@@ -44,57 +33,36 @@ class SiteRow:
     step: int
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    summaries: tuple[Any, ...]
 
 
-def ascending(rows: Sequence[SiteRow]) -> list[int]:
-    """Places of rows in execution order, phase by phase."""
-    return sorted(range(len(rows)), key=lambda at: (PHASES.index(rows[at].place[0]), rows[at].order))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownSites:
+    """All sites of a page.
+
+    Attributes:
+        rows: In execution order, phase by phase.
+        order: By row, which site of the history it is.
+        places: The row of each place; of one with several micro-steps the first.
+    """
+
+    rows: Sequence[SiteRow]
+    order: Sequence[int]
+    places: Mapping[Place, int]
 
 
-def as_columns(rows: Sequence[SiteRow]) -> dict[str, list[Any]]:
-    """The rows for the page, attribute by attribute."""
-    return {
-        "phase": [row.place[0] for row in rows],
-        "stage": [row.place[1] for row in rows],
-        "path": [row.place[2] or ROOT for row in rows],
-        "slot": [row.place[3] for row in rows],
-        "call": [row.place[4] for row in rows],
-        "micro": [row.micro_step for row in rows],
-        "step": [row.step for row in rows],
-        "dtype": [" / ".join(dict.fromkeys(row.dtypes)) for row in rows],
-        "shape": [" / ".join(dict.fromkeys(map(_shape, row.shapes))) for row in rows],
-    }
+def in_execution_order(noted: Iterable[SiteRow]) -> ShownSites:
+    """The sites of a history as a page shows them.
 
-
-def _shape(lengths: tuple[int, ...]) -> str:
-    return " x ".join(map(str, lengths)) or "scalar"
-
-
-def rows_by_place(rows: Sequence[SiteRow]) -> dict[Place, int]:
-    """The row of each place; of one with several micro-steps the first."""
-    return {row.place: at for at, row in reversed(list(enumerate(rows)))}
+    Args:
+        noted: A row for each site, in the order of the history.
+    """
+    unsorted = list(noted)
+    order = sorted(range(len(unsorted)), key=lambda at: (PHASES.index(unsorted[at].place[0]), unsorted[at].order))
+    rows = [unsorted[at] for at in order]
+    return ShownSites(rows=rows, order=order, places={row.place: at for at, row in reversed(list(enumerate(rows)))})
 
 
 def place_of(finding: Finding) -> Place:
     """Where a finding is."""
     return finding.phase, finding.stage, finding.path, finding.slot, finding.call
-
-
-def numbers_of(summaries: Sequence[Sequence[Any]]) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-    """Numbers and profiles of the summaries of each row.
-
-    Args:
-        summaries: By row, of one side or of both.
-
-    Returns:
-        `(rows, sides, NUMBERS)`, and `(rows, sides, PROFILES, buckets)`.
-    """
-    numbers = np.array([[[float(one[name]) for name in NUMBERS] for one in sides] for sides in summaries])
-    with np.errstate(over="ignore"):
-        profiles = np.array([[[one[name] for name in PROFILES] for one in sides] for sides in summaries], np.float32)
-    return numbers, profiles
-
-
-def finding_of(finding: Finding, *, rows: Mapping[Place, int]) -> dict[str, Any]:
-    """A finding for the page: as in the JSON, with the row of its site."""
-    return {**finding.to_json(), "row": rows.get(place_of(finding))}

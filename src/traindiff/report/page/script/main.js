@@ -33,6 +33,7 @@ function controls() {
   const differing = document.getElementById("differing");
   differing?.addEventListener("change", () => { state.differing = differing.checked; filter(); });
   document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
+  document.getElementById("one-step").addEventListener("change", (event) => { state.oneStep = event.target.checked; showTable(); });
   document.getElementById("more").addEventListener("click", () => { sorting.shown += 5 * MORE; showTable(); });
 }
 
@@ -98,7 +99,7 @@ async function start() {
   if (page.profiles) cells.profiles = await unpacked(page.profiles.values);
   controls();
   onFilter.push(paint, () => { sorting.shown = MORE; showTable(); });
-  onSelection.push(overlay, showDetails, markSelected);
+  onSelection.push(overlay, showDetails, () => (state.oneStep ? showTable() : markSelected()));
   drawHeadCurves();
   if (numRows && numColumns) {
     farthest = extremes();

@@ -8,7 +8,7 @@ const cells = {};
 
 const state = {
   row: null, column: 0, phases: new Set(rows.phase), quantity: comparing ? "ratio" : "relative", rank: "all",
-  query: "", differing: false, visible: [],
+  query: "", differing: false, oneStep: false, visible: [],
 };
 
 const onSelection = [], onFilter = [], onTheme = [];

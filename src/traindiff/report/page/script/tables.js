@@ -21,16 +21,37 @@ function extremes() {
 
 let farthest = null;
 
+// The column whose numbers a row of the table has: where it is farthest, or that of the selected step.
+function shownColumn(row) {
+  return state.oneStep ? state.column : farthest.column[row];
+}
+
+function shownStep(row) {
+  if (!state.oneStep) return rows.step[row];
+  return columns[state.column][0];
+}
+
+function shownRatio(row) {
+  return comparing ? ratioAt(row, shownColumn(row)) : NaN;
+}
+
+function isThere(row) {
+  return !Number.isNaN(sizeAt(comparing ? "difference" : "size", row, shownColumn(row)));
+}
+
+const firstFound = comparing ? page.findings[0] ?? null : null;
+
 const TABLE_COLUMNS = comparing ? [
   ["phase", null, (row) => phaseText(row)], ["site", null, (row) => siteText(row)], ["tensor", null, (row) => `${rows.dtype[row]} ${rows.shape[row]}`],
-  ["at step", (row) => rows.step[row], (row) => String(rows.step[row])],
-  ["difference", (row) => sizeAt("difference", row, farthest.column[row]), null], ["floor", (row) => sizeAt("floor", row, farthest.column[row]), null],
-  ["x floor", (row) => farthest.ratio[row], null],
+  ["at step", (row) => shownStep(row), (row) => String(shownStep(row))],
+  ["baseline", (row) => sizeAt("baseline", row, shownColumn(row)), null], ["candidate", (row) => sizeAt("candidate", row, shownColumn(row)), null],
+  ["difference", (row) => sizeAt("difference", row, shownColumn(row)), null], ["floor", (row) => sizeAt("floor", row, shownColumn(row)), null],
+  ["x floor", (row) => shownRatio(row), null],
 ] : [
   ["phase", null, (row) => phaseText(row)], ["site", null, (row) => siteText(row)], ["tensor", null, (row) => `${rows.dtype[row]} ${rows.shape[row]}`],
-  ["at step", (row) => rows.step[row], (row) => String(rows.step[row])],
-  ["norm", (row) => sizeAt("size", row, farthest.column[row]), null], ["largest |x|", (row) => sizeAt("largest", row, farthest.column[row]), null],
-  ["zeros", (row) => sizeAt("zero", row, farthest.column[row]), null], ["not finite", (row) => sizeAt("nonfinite", row, farthest.column[row]), null],
+  ["at step", (row) => shownStep(row), (row) => String(shownStep(row))],
+  ["norm", (row) => sizeAt("size", row, shownColumn(row)), null], ["largest |x|", (row) => sizeAt("largest", row, shownColumn(row)), null],
+  ["zeros", (row) => sizeAt("zero", row, shownColumn(row)), null], ["not finite", (row) => sizeAt("nonfinite", row, shownColumn(row)), null],
 ];
 
 function showTable() {
@@ -51,10 +72,11 @@ function showTable() {
 }
 
 function sorted() {
-  if (sorting.by === null) return state.visible;
+  const there = state.oneStep ? state.visible.filter(isThere) : state.visible;
+  if (sorting.by === null) return there;
   const [, number, text] = TABLE_COLUMNS[sorting.by], value = number ?? text, sign = sorting.down ? -1 : 1;
-  const keys = new Map(state.visible.map((row) => [row, value(row)]));
-  return [...state.visible].sort((one, other) => {
+  const keys = new Map(there.map((row) => [row, value(row)]));
+  return [...there].sort((one, other) => {
     const [a, b] = [keys.get(one), keys.get(other)];
     if (Number.isNaN(a) || Number.isNaN(b)) return Number.isNaN(a) - Number.isNaN(b);
     return a < b ? -sign : a > b ? sign : one - other;
@@ -73,7 +95,8 @@ function tableRow(row) {
   TABLE_COLUMNS.forEach(([name, number, text]) => {
     const cell = element("td", { class: number ? "number" : "" });
     if (name === "site") {
-      cell.append(element("button", { type: "button", class: "site", "data-row": row, "data-step": rows.step[row] }, text(row)));
+      cell.append(element("button", { type: "button", class: "site", "data-row": row, "data-step": shownStep(row) }, text(row)));
+      if (firstFound && firstFound.row === row && firstFound.step === shownStep(row)) cell.classList.add("first");
     } else cell.append(text ? text(row) : name === "floor" && number(row) === Infinity ? "–" : digits(number(row)));
     if (name === "x floor" && number(row) > 1) cell.classList.add("above");
     line.append(cell);

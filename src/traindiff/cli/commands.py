@@ -1,0 +1,22 @@
+"""The command line with all its commands: each registers itself with `app` where it is imported."""
+
+from __future__ import annotations
+
+from traindiff.cli import (  # noqa: F401
+    check,
+    compare,
+    demo,
+    doctor,
+    export,
+    importing,
+    investigate,
+    replay,
+    report,
+    run,
+    show,
+    verify,
+    view,
+)
+from traindiff.cli.app import app
+
+__all__ = ["app"]

@@ -1,0 +1,114 @@
+"""What `traindiff investigate` says: a verification, stage by stage, each with its conclusion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from traindiff.comparison.verdict import EXIT_CODES, Comparison, Word
+from traindiff.comparison.verification import RunCost, Verification
+
+SCHEMA_NAME = "traindiff-investigation"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One question of an investigation, with its answer.
+
+    Attributes:
+        name: What is asked, in a word or two; the same in every investigation.
+        asks: The question.
+        says: The conclusion, one sentence or two.
+        numbers: What it rests on, by name.
+        final: Whether nothing needs to be asked after it.
+    """
+
+    name: str
+    asks: str
+    says: str
+    numbers: Mapping[str, Any]
+    final: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as JSON values."""
+        return {
+            "name": self.name,
+            "asks": self.asks,
+            "says": self.says,
+            "numbers": dict(self.numbers),
+            "final": self.final,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Investigation:
+    """The result of `traindiff.investigate`; `str()` of it is the story in the terminal.
+
+    Attributes:
+        stages: What was asked, in order, and what was found.
+        free: Baseline against candidate as they are; None where it did not come to that.
+        steady: The same with all taken out that may vary, pinned down and zoomed into; None where it did not come to
+            that.
+        verdict: The word: that of `free`, or `misaligned` where the baseline is not the same training when it is called
+            again.
+        output: Directory of the recordings, of `report.txt`, `investigation.json` and, of two runs that differ,
+            `report.html`.
+        costs: What each run took, in order.
+        peak_bytes: Largest resident memory of the processes of a run together.
+    """
+
+    stages: tuple[Stage, ...]
+    free: Verification | None
+    steady: Verification | None
+    verdict: Word
+    output: str
+    costs: tuple[RunCost, ...]
+    peak_bytes: int = 0
+
+    @property
+    def deciding(self) -> Verification | None:
+        """The verification on which the last stages rest."""
+        return self.steady or self.free
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """The comparison on which the last stages rest."""
+        return self.deciding.comparison if self.deciding else None
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of `traindiff investigate`: 0 identical or equivalent, 1 diverged, 3 otherwise."""
+        return EXIT_CODES[self.verdict]
+
+    def to_json(self) -> dict[str, Any]:
+        """The result in the schema of `--json`, as JSON values."""
+        return {
+            "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
+            "verdict": self.verdict,
+            "stages": [stage.to_json() for stage in self.stages],
+            "output": self.output,
+            "free": self.free.to_json() if self.free else None,
+            "steady": self.steady.to_json() if self.steady else None,
+            "costs": [{"name": one.name, "num_steps": one.num_steps, "seconds": one.seconds} for one in self.costs],
+            "peak_bytes": self.peak_bytes,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([*story(self), "", self.cost])
+
+    @property
+    def cost(self) -> str:
+        """What it took, in one line."""
+        steps, seconds = sum(run.num_steps for run in self.costs), sum(run.seconds for run in self.costs)
+        memory = f", {self.peak_bytes / 1e6:.0f} MB at most" if self.peak_bytes else ""
+        return f"{len(self.costs)} runs, {steps} steps, {seconds:.1f} s{memory}."
+
+
+def story(investigation: Investigation) -> list[str]:
+    """The stages, numbered, each with its question and its conclusion, and the verdict."""
+    lines: list[str] = []
+    for number, stage in enumerate(investigation.stages, start=1):
+        lines += [f"{number}. {stage.asks}", f"   {stage.says}", ""]
+    return [*lines, f"Verdict: {investigation.verdict}"]

@@ -1,0 +1,88 @@
+"""What can be taken out of a training that may make its numbers vary: dropout, unsteady kernels, threads."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+DROPOUT, ALGORITHMS, THREADS = "dropout", "algorithms", "threads"
+
+AIDS: Mapping[str, str] = {
+    DROPOUT: "no dropout",
+    ALGORITHMS: "deterministic algorithms",
+    THREADS: "one thread",
+}
+"""What there is, and what it means, in a word or two."""
+
+_PLACE_OF_P: Mapping[Any, tuple[str, int]] = {
+    functional.dropout: ("p", 1),
+    functional.dropout1d: ("p", 1),
+    functional.dropout2d: ("p", 1),
+    functional.dropout3d: ("p", 1),
+    functional.alpha_dropout: ("p", 1),
+    functional.feature_alpha_dropout: ("p", 1),
+    torch.dropout: ("p", 1),
+    functional.scaled_dot_product_attention: ("dropout_p", 4),
+    functional.multi_head_attention_forward: ("dropout_p", 10),
+}
+"""By function: the name and the place of its probability."""
+
+
+_DROPPING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Calls functions that drop elements with a probability of zero."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given, named = list(args), dict(kwargs or {})
+        if func in _PLACE_OF_P:
+            name, place = _PLACE_OF_P[func]
+            if len(given) > place:
+                given[place] = 0.0
+            else:
+                named[name] = 0.0
+        return func(*given, **named)
+
+
+@contextmanager
+def aided(aids: Sequence[str]) -> Iterator[None]:
+    """Inside it, trainings are without what `aids` take out; everything is as it was afterwards.
+
+    Args:
+        aids: Some of `AIDS`. Of dropout, calls of torch's functions are made without; see `take_out_dropout` for the
+            modules. What a model draws by itself, e.g. with `torch.bernoulli`, stays.
+    """
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        with warnings.catch_warnings(), _WithoutDropout() if DROPOUT in aids else nullcontext():
+            if THREADS in aids:
+                torch.set_num_threads(1)
+            if ALGORITHMS in aids:
+                warnings.filterwarnings("ignore", message=".*deterministic")
+                torch.use_deterministic_algorithms(True, warn_only=True)  # noqa: FBT003
+            yield
+    finally:
+        if THREADS in aids:
+            torch.set_num_threads(threads)
+        if ALGORITHMS in aids:
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def take_out_dropout(model: nn.Module) -> None:
+    """Set the probability of torch's own modules that drop elements to zero."""
+    for module in model.modules():
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+            module.dropout = 0.0
+        elif isinstance(module, _DROPPING):
+            module.p = 0.0

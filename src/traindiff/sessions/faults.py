@@ -1,0 +1,100 @@
+"""What happens when a part of traindiff fails: it is disabled and reported once, and the training goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from traindiff.errors import TraindiffWarning
+
+_logger = logging.getLogger("traindiff")
+
+TAP_FAILED = (
+    "A part of traindiff ({tap}) failed and observes nothing more: {says}. The training is not affected; the recording "
+    "says what it lacks. record(strict=True) raises the error where it happens."
+)
+_WRITER_FAILED = (
+    "traindiff could not write the recording, and records nothing more: {says}. The training is not affected; what "
+    "was written before is kept. Make room, or give record(...) another path."
+)
+
+
+class Faults:
+    """Runs what observes so that an error in it disables the tap it belongs to and goes no further.
+
+    Args:
+        strict: Raise errors instead.
+        report: Called once per disabled tap with its name and the error in one line.
+        around: Makes a context for each call to run in.
+        passes: Whether an error is raised all the same, as what an observer is there to raise.
+        failed: What the user is told when a tap fails; takes `tap` and `says`.
+
+    Attributes:
+        paused: Whether nothing is observed for now.
+    """
+
+    def __init__(
+        self,
+        *,
+        strict: bool,
+        report: Callable[[str, str], None],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        passes: Callable[[Exception], bool] = lambda _: False,
+        failed: str = TAP_FAILED,
+    ) -> None:
+        self._strict = strict
+        self._passes = passes
+        self._failed = failed
+        self.paused = False
+        self._around = around
+        self._report = report
+        self._disabled: set[str] = set()
+        self._running = threading.local()
+
+    def run(self, tap: str, hook: Callable[[], Any], *, always: bool = False) -> Any:
+        """Call `hook`, unless its tap is disabled or observation is paused; gives what it returns, or None."""
+        if (self.paused or tap in self._disabled) and not always:
+            return None
+        outer = self.is_running()
+        self._running.hook = True
+        try:
+            with self._around():
+                return hook()
+        except Exception as error:  # whatever it is, the training goes on
+            if self._strict or self._passes(error):
+                raise
+            self.disable(tap, f"{type(error).__name__}: {error}", error)
+            return None
+        finally:
+            self._running.hook = outer
+
+    def is_running(self) -> bool:
+        """Whether what runs on this thread just now is called by `run`."""
+        return getattr(self._running, "hook", False)
+
+    def is_disabled(self, tap: str) -> bool:
+        """Whether an error has disabled this tap."""
+        return tap in self._disabled
+
+    def disable(self, tap: str, says: str, error: Exception | None = None) -> None:
+        """Disable a tap, report it, and warn, unless that is done already."""
+        if tap in self._disabled:
+            return
+        self._disabled.add(tap)
+        _logger.debug("the tap %s failed", tap, exc_info=error)
+        try:
+            self._report(tap, says)
+        except Exception:  # the report goes into the recording, which may be what failed
+            _logger.debug("the fault could not be recorded", exc_info=True)
+        try:
+            warnings.warn(self.template(tap).format(tap=tap, says=says), TraindiffWarning, stacklevel=3)
+        except TraindiffWarning as warning:  # the user turned warnings into errors
+            _logger.warning("%s", warning)
+
+    def template(self, tap: str) -> str:
+        """What the user is told when a tap fails."""
+        return _WRITER_FAILED if tap == "writer" else self._failed
