@@ -55,3 +55,8 @@ def test_under_deepspeed_too(stage: int) -> None:
     _, (second, _) = run_on_ranks(train_engine, 2, stage, "forward")
     step, rank, phase, path, _ = second[0]
     assert (step, rank, phase, path) == (1, 1, "forward", "blocks.0.act.1")
+
+
+@NEEDS_DEEPSPEED
+def test_parameters_that_are_still_being_gathered_are_no_fault() -> None:
+    assert run_on_ranks(train_engine, 2, 3, "unfinished gather") == [[[], [""]]] * 2

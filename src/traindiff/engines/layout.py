@@ -81,15 +81,11 @@ class Layout:
             phase: Of the observation.
             region: Where a plain tensor lies; None where that is not known. Those of an engine know it themselves.
         """
-        for engine in ENGINES:
-            if (kept := engine.kept(tensor)) is None:
-                continue
-            tensor, lies = kept
-            if isinstance(lies, Shard):
-                yield LocalShard(tensor=tensor, shard=lies, merge=merge, term=self.data.rank)
-                return
-            region = lies
-            break
+        tensor, lies = kept_here(tensor)
+        if isinstance(lies, Shard):
+            yield LocalShard(tensor=tensor, shard=lies, merge=merge, term=self.data.rank)
+            return
+        region = lies or region
         if region is not None:
             term = self.data.term + self.data.num_terms * (region.term or 0)
             yield from shards_in(tensor, region, shard, merge, term=term)
@@ -124,6 +120,18 @@ class Layout:
     def to_json(self) -> dict[str, Any] | None:
         """For `run.json`; None for a single process."""
         return self.data.to_json()
+
+
+def kept_here(tensor: Tensor) -> tuple[Tensor, Region | Shard | None]:
+    """What this rank keeps of a tensor between uses, and where that lies; the tensor itself where no engine has it.
+
+    Raises:
+        UnsupportedTensorError: The engine has moved the elements away.
+    """
+    for engine in ENGINES:
+        if (kept := engine.kept(tensor)) is not None:
+            return kept
+    return tensor, None
 
 
 def find_layout(model: nn.Module, *, shards: Sequence[DeclaredShard] = (), modules: Collection[str] = ()) -> Layout:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from traindiff.engines.layout import kept_here
+from traindiff.errors import UnsupportedTensorError
 from traindiff.observation import LOSS_SCALE, SKIPPED
 from traindiff.sessions.containment import Containment
 from traindiff.taps.loss_scaler import ScalerListener
@@ -67,7 +69,7 @@ class StepParts:
         elif phase == "param" and slot == "buffer":
             self._judge_buffer(path, tensor)
         elif phase == "param":
-            reading = self._reader.read_again(tensor)  # engines write without moving its version
+            tensor, reading = self._read_parameter(tensor)
             if slot == "value":
                 self.weights[path] = reading
             (self._first if stage else self._written).append(_seen(path, slot, reading, tensor))
@@ -127,6 +129,19 @@ class StepParts:
         self.end_step()
         self.weights.clear()
         self._buffers.clear()
+
+    def _read_parameter(self, tensor: Tensor) -> tuple[Tensor, Reading]:
+        """Read what this rank keeps of a parameter, again: engines write without moving its version.
+
+        What ZeRO stage 3 has gathered of the others may not be there yet: on a CPU it waits for its last gather alone.
+        """
+        try:
+            tensor, _ = kept_here(tensor)
+        except UnsupportedTensorError as error:
+            reading = Reading(tensor)
+            reading.reason = str(error)
+            return tensor, reading
+        return tensor, self._reader.read_again(tensor)
 
     def _judge_gradients(self, seen: list[Seen]) -> None:
         self._judging.drain()
