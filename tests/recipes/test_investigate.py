@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,48 @@ def test_a_candidate_that_crashes_ends_the_investigation_with_where_it_was(inves
     differs = stage(found, "differs")
     assert differs.says.startswith("The candidate fails. Rank 0 raised RuntimeError: out of luck")
     assert differs.says.endswith("Up to there: what could be compared agrees, but not everything could be.")
+
+
+def failing_where(fails: Callable[[], bool]) -> Recipe:
+    """The small training, which breaks off in its second step where that is asked for."""
+
+    def recipe() -> traindiff.Training:
+        training = mlp()()
+        left = 1
+
+        def step(batch: Tensor) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0 and fails():
+                raise RuntimeError("out of luck")
+            return training.step(batch)
+
+        return replace(training, step=step)
+
+    return recipe
+
+
+def test_a_baseline_that_fails_with_another_seed_is_said_and_no_reason_to_stop(investigate: Investigate) -> None:
+    baseline = failing_where(lambda: torch.initial_seed() == 1)
+    found = investigate(baseline, baseline, seeds=2)
+
+    assert names(found) == ["repeats", "seeds", "differs"]
+    assert found.verdict == "identical"
+    of_seeds = stage(found, "seeds")
+    assert sorted(of_seeds.numbers["losses"]) == ["0", "2"]
+    assert " With seed 1 the baseline fails. Rank 0 raised RuntimeError: out of luck" in of_seeds.says
+    alone = investigate(baseline, baseline, seeds=1)
+    assert stage(alone, "seeds").says.startswith("With seed 1 the baseline fails.")
+
+
+def test_a_baseline_that_fails_without_what_varies_ends_it_there(investigate: Investigate) -> None:
+    found = investigate(mlp(other_epsilon), failing_where(torch.are_deterministic_algorithms_enabled))
+
+    assert names(found) == ["repeats", "seeds", "differs", "remains"]
+    assert found.verdict == "diverged"
+    remains = stage(found, "remains")
+    assert remains.final
+    assert remains.says.startswith("That is not known: run so, the baseline fails. Rank 0 raised RuntimeError")
 
 
 def test_other_batches_are_the_end_of_the_investigation(investigate: Investigate) -> None:

@@ -7,6 +7,7 @@ import gc
 import io
 import subprocess
 import sys
+import textwrap
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -55,10 +56,11 @@ def assert_nothing_left(model: nn.Module, *optimizers: Optimizer) -> None:
     assert not inspect._observers
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
+def train(model: nn.Module, optimizer: Optimizer, steps: int = 2, *, compiled: bool = False) -> None:
+    called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     for batch in batches(steps):
         optimizer.zero_grad()
-        model(batch).square().mean().backward()
+        called(batch).square().mean().backward()
         optimizer.step()
 
 
@@ -272,16 +274,41 @@ def test_a_copy_of_the_model_is_not_observed(tmp_path: Path) -> None:
     assert [(seen.path, seen.call) for seen, _ in found] == [("0", 0), ("1", 0), ("2", 0), ("", 0)]
 
 
-def test_a_model_can_be_saved_as_a_whole_while_it_is_recorded(tmp_path: Path) -> None:
+def test_a_compiled_copy_of_a_compiled_model_is_not_observed(tmp_path: Path) -> None:
     model = mlp()
-    file = io.BytesIO()
-    with traindiff.record(tmp_path / "run", model, AdamW(model.parameters()), observe=OBSERVABLE):
-        torch.save(model, file)
+    optimizer = AdamW(model.parameters())
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        train(model, optimizer, steps=1, compiled=True)
+        average = copy.deepcopy(model)
+        torch.compile(average, backend="aot_eager", fullgraph=True)(torch.ones(2, 8)).sum().backward()
+
+    found = rows(tmp_path / "run", phase="forward")
+    assert sorted((seen.path, seen.call) for seen, _ in found) == [("", 0), ("0", 0), ("1", 0), ("2", 0)]
+    assert not [seen for seen, _ in rows(tmp_path / "run") if seen.step > 0]
+
+
+def test_a_model_that_is_saved_as_a_whole_is_loaded_without_traindiff(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = AdamW(model.parameters())
+    with (
+        traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVABLE),
+        traindiff.watch(model, optimizer, output=None),
+    ):
+        torch.save(model, tmp_path / "model.pt")
         torch.save(model(torch.ones(2, 8)), io.BytesIO())
 
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert torch.equal(loaded(torch.ones(2, 8)), model(torch.ones(2, 8)))
+    program = """
+        import sys, torch
+        sys.modules["traindiff"] = None  # an import fails
+        model = torch.load(sys.argv[1], weights_only=False)
+        print(model(torch.ones(2, 8)).tolist())
+        print(torch.compile(model, backend="aot_eager")(torch.ones(2, 8)).shape)
+    """
+    loaded = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), tmp_path / "model.pt"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert loaded.stdout.splitlines() == [str(model(torch.ones(2, 8)).tolist()), "torch.Size([2, 4])"], loaded.stderr
 
 
 def test_a_process_without_a_recording_is_as_if_traindiff_were_not_there() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from traindiff.comparison import Verification, compare
+from traindiff.comparison.failed_run import FailedRun
 from traindiff.comparison.investigation import Investigation, Stage
 from traindiff.comparison.verdict import Word
 from traindiff.errors import ConfigError, Problem, RecordingError
@@ -20,11 +21,12 @@ from traindiff.merging.run_steps import run_steps
 from traindiff.recipes import investigation_stages as stages
 from traindiff.recipes.aids import AIDS
 from traindiff.recipes.asked import Asked
+from traindiff.recipes.failed import RunFailedError
 from traindiff.recipes.pinning import ForcedSteps
 from traindiff.recipes.questioned import Question, verify_against
 from traindiff.recipes.recorded_run import Named
 from traindiff.recipes.runs import REPLICAS, Progress, Runs
-from traindiff.recipes.trusted import Trusted, names_of_runs, record_repeated, with_replicas
+from traindiff.recipes.trusted import Trusted, names_of_runs, needed, record_repeated, with_replicas
 from traindiff.recipes.verification_files import INVESTIGATION, REPORT, refuse_others_files, write_whole
 from traindiff.recipes.verification_files import JSON as VERIFICATION
 from traindiff.recipes.verify import check_asked
@@ -154,25 +156,29 @@ class Investigating:
     def _ask(self, runs: Runs) -> Word:
         """One stage after the other; gives the verdict."""
         asked, question = self.asked, self.asked.question
-        recorded = record_repeated(runs, asked.recipe, asked.baseline_setup, steps=question.steps, repeat=True)
+        with needed(runs):
+            recorded = record_repeated(runs, asked.recipe, asked.baseline_setup, steps=question.steps, repeat=True)
         if self._add(stages.repeats(compare(*recorded, rtol=0.0, atol=0.0), compare(*recorded))):
             return "misaligned"
         losses = {asked.seed: losses_of(recorded[0])}
-        for further in range(asked.seed + 1, asked.seed + 1 + self.seeds):
-            losses[further] = losses_of(self._seeded(runs, further))
-        of_seeds = stages.seeds(losses)
+        of_seeds = self._seeded(runs, losses)
         self._add(of_seeds)
-        trusted = with_replicas(
-            runs, asked.recipe, asked.baseline_setup, recorded, steps=question.steps, replicas=question.replicas
-        )
+        with needed(runs):
+            trusted = with_replicas(
+                runs, asked.recipe, asked.baseline_setup, recorded, steps=question.steps, replicas=question.replicas
+            )
         free = self._free = _verified(runs, trusted, replace(question, pin="never"))
         both = losses[asked.seed], losses_of(free.comparison.candidate)
         if self._add(stages.differs(free, both, of_seeds.numbers["spread"])):
             return free.verdict
-        steady = self._steady = self._aided(runs, tuple(AIDS), pin=True)
+        try:
+            steady = self._steady = self._aided(runs, tuple(AIDS), pin=True)
+        except RunFailedError as failed:
+            self._add(stages.unknown("baseline", failed.run))
+            return free.verdict
         alone: dict[str, str] = {}
         if steady.failed is None and steady.verdict != "diverged":
-            alone = {aid: self._aided(runs, (aid,), pin=False).verdict for aid in AIDS}
+            alone = {aid: self._alone(runs, aid) for aid in AIDS}
         if self._add(stages.remains(steady, alone)):
             return free.verdict
         for stage in (stages.first_step, stages.first_site, stages.pinned, stages.operators):
@@ -187,16 +193,33 @@ class Investigating:
             self.on_stage(stage)
         return stage.final
 
-    def _seeded(self, runs: Runs, seed: int) -> str:
-        """The baseline with another seed."""
+    def _seeded(self, runs: Runs, losses: dict[int, dict[int, float]]) -> Stage:
+        """Run the baseline with further seeds, and add its losses to those of the first."""
         asked = self.asked
-        other = replace(_in(runs, f"seed-{seed}"), seed=seed)
-        path, _ = record_repeated(other, asked.recipe, asked.baseline_setup, steps=asked.question.steps, repeat=False)
-        runs.peak_bytes = max(runs.peak_bytes, other.peak_bytes)
-        return path
+        failed: dict[int, FailedRun] = {}
+        for seed in range(asked.seed + 1, asked.seed + 1 + self.seeds):
+            other = replace(_in(runs, f"seed-{seed}"), seed=seed)
+            try:
+                path = other.run(asked.recipe, "baseline", num_steps=asked.question.steps, setup=asked.baseline_setup)
+                losses[seed] = losses_of(path)
+            except RunFailedError as error:
+                failed[seed] = error.run
+            runs.peak_bytes = max(runs.peak_bytes, other.peak_bytes)
+        return stages.seeds(losses, failed)
+
+    def _alone(self, runs: Runs, aid: str) -> Word:
+        """The verdict with one aid alone."""
+        try:
+            return self._aided(runs, (aid,), pin=False).verdict
+        except RunFailedError:
+            return "incomplete"
 
     def _aided(self, runs: Runs, aids: tuple[str, ...], *, pin: bool) -> Verification:
-        """Both trainings without what the aids take out."""
+        """Both trainings without what the aids take out.
+
+        Raises:
+            RunFailedError: The baseline fails so.
+        """
         asked, question = self.asked, self.asked.question
         aided = replace(_in(runs, _STEADY if len(aids) > 1 else f"{_STEADY}-{aids[0]}"), aids=aids)
         recorded = record_repeated(aided, asked.recipe, asked.baseline_setup, steps=question.steps, repeat=False)

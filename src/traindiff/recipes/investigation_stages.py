@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from traindiff.comparison import Comparison, Verification
+from traindiff.comparison.failed_run import FailedRun
 from traindiff.comparison.investigation import Stage
 from traindiff.comparison.sentences import MEANINGS
 from traindiff.findings.sentences import before_text, size_text, where_text
@@ -13,6 +14,8 @@ from traindiff.recipes.aids import AIDS
 
 Losses = Mapping[int, float]
 """The loss of a run, by step."""
+
+_REMAINS = f"Does it remain with {', '.join(AIDS.values())}?"
 
 
 def repeats(bits: Comparison, tolerant: Comparison) -> Stage:
@@ -42,16 +45,18 @@ def repeats(bits: Comparison, tolerant: Comparison) -> Stage:
     return Stage(name="repeats", asks=asks, says=says, numbers={"identical": False, "first": first.to_json()})
 
 
-def seeds(losses: Mapping[int, Losses]) -> Stage:
+def seeds(losses: Mapping[int, Losses], failed: Mapping[int, FailedRun] | None = None) -> Stage:
     """How much the loss depends on the seed.
 
     Args:
         losses: Of the baseline, by seed.
+        failed: Seeds with which it fails.
     """
     asks = "How much does the seed matter?"
+    fails = "".join(f" With seed {seed} the baseline fails. {run.says}" for seed, run in (failed or {}).items())
     last = _last_step(list(losses.values()))
     if last is None or len(losses) < 2:
-        says = "Not measured: no loss was recorded, or only one seed was run."
+        says = fails.lstrip() or "Not measured: no loss was recorded, or only one seed was run."
         return Stage(name="seeds", asks=asks, says=says, numbers={"spread": None})
     of_seeds = {seed: one[last] for seed, one in losses.items()}
     finite = [value for value in of_seeds.values() if math.isfinite(value)]
@@ -60,6 +65,7 @@ def seeds(losses: Mapping[int, Losses]) -> Stage:
     says = f"The loss of step {last} is {shown}" + ("." if spread is None else f": a spread of {spread:.2g}.")
     if len(finite) < len(of_seeds):
         says += " A loss that is not finite is left out of the spread." if finite else " No loss is finite."
+    says += fails
     return Stage(
         name="seeds", asks=asks, says=says,
         numbers={
@@ -106,22 +112,26 @@ def remains(steady: Verification, alone: Mapping[str, str]) -> Stage:
         steady: Baseline against candidate, with all aids.
         alone: The verdict with each aid alone, where it does not remain.
     """
-    everything = ", ".join(AIDS.values())
-    asks = f"Does it remain with {everything}?"
     numbers = {"verdict": steady.verdict, "alone": dict(alone)}
     if steady.failed is not None and steady.verdict != "diverged":
-        says = f"That is not known: run so, the candidate fails. {steady.failed.says}"
-        return Stage(name="remains", asks=asks, says=says, numbers=numbers, final=True)
+        return unknown("candidate", steady.failed)
     if steady.verdict == "diverged":
         says = "Yes: it has nothing to do with randomness. What follows is measured so."
-        return Stage(name="remains", asks=asks, says=says, numbers=numbers)
+        return Stage(name="remains", asks=_REMAINS, says=says, numbers=numbers)
     enough = [AIDS[name] for name, word in alone.items() if word in ("identical", "equivalent")]
     cause = f" {' or '.join(enough)} alone makes it vanish." if enough else " None of them alone makes it vanish."
     says = (
         f"No: so run, the two are {steady.verdict}.{cause} Look at what draws random numbers, or is not "
         "deterministic, rather than at the mathematics."
     )
-    return Stage(name="remains", asks=asks, says=says, numbers=numbers, final=True)
+    return Stage(name="remains", asks=_REMAINS, says=says, numbers=numbers, final=True)
+
+
+def unknown(who: str, failed: FailedRun) -> Stage:
+    """It is not known whether the difference remains: one of the two fails so."""
+    says = f"That is not known: run so, the {who} fails. {failed.says}"
+    numbers = {"verdict": "incomplete", "alone": {}}
+    return Stage(name="remains", asks=_REMAINS, says=says, numbers=numbers, final=True)
 
 
 def first_step(steady: Verification) -> Stage:

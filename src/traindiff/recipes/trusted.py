@@ -40,21 +40,22 @@ def record_trusted(
     Raises:
         ConfigError: The recipe cannot be used, fails, or does not repeat itself.
     """
-    baseline, repeated = record_repeated(runs, recipe, setup, steps=steps, repeat=repeat)
-    if repeated:
-        refuse_what_does_not_repeat(recipe, compare(baseline, repeated), runs.asked_by)
-    return with_replicas(runs, recipe, setup, (baseline, repeated), steps=steps, replicas=replicas)
+    with needed(runs):
+        baseline, repeated = record_repeated(runs, recipe, setup, steps=steps, repeat=repeat)
+        if repeated:
+            refuse_what_does_not_repeat(recipe, compare(baseline, repeated), runs.asked_by)
+        return with_replicas(runs, recipe, setup, (baseline, repeated), steps=steps, replicas=replicas)
 
 
 def record_repeated(runs: Runs, recipe: Named, setup: Setup, *, steps: int, repeat: bool) -> tuple[str, str]:
     """Run the trusted training, and again as it is; gives both recordings, the second empty where it was not wanted.
 
     Raises:
-        ConfigError: The recipe cannot be used, or fails.
+        ConfigError: The recipe cannot be used.
+        RunFailedError: A run fails; see `needed`.
     """
     names = ["baseline", *(["repeated"] if repeat else [])]
-    with _needed(runs):
-        found = [runs.run(recipe, name, num_steps=steps, setup=setup) for name in names]
+    found = [runs.run(recipe, name, num_steps=steps, setup=setup) for name in names]
     return found[0], found[1] if repeat else ""
 
 
@@ -64,17 +65,17 @@ def with_replicas(
     """Run the replicas of what `record_repeated` has run.
 
     Raises:
-        ConfigError: The recipe cannot be used, or fails.
+        ConfigError: The recipe cannot be used.
+        RunFailedError: A run fails; see `needed`.
     """
     baseline, *noise = (path for path in recorded if path)
-    with _needed(runs):
-        noise += [runs.run(recipe, _name(one), num_steps=steps, setup=setup, replica=one) for one in replicas]
+    noise += [runs.run(recipe, _name(one), num_steps=steps, setup=setup, replica=one) for one in replicas]
     return Trusted(recipe=recipe, setup=setup, baseline=baseline, noise=tuple(noise))
 
 
 @contextmanager
-def _needed(runs: Runs) -> Iterator[None]:
-    """Inside it are runs without which nothing can be said."""
+def needed(runs: Runs) -> Iterator[None]:
+    """Inside it are runs without which nothing can be said: where one fails, that is a `ConfigError`."""
     try:
         yield
     except RunFailedError as failed:

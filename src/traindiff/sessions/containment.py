@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from traindiff.replicas.replica import NAME as REPLICA
 from traindiff.sessions.faults import TAP_FAILED, Faults
 from traindiff.taps._torch_compat import is_tracing, run_as_it_is
+from traindiff.taps.left_behind import LeftBehind
 
 _REPLICA_FAILED = (
     "traindiff no longer perturbs the training: {says}. The training goes on; the recording says that it is no full "
@@ -19,10 +20,8 @@ _REPLICA_FAILED = (
 )
 
 
-class _Guard:
+class _Guard(LeftBehind):
     """A hook made harmless."""
-
-    __torch_unserializable__ = True  # torch need not warn when it saves a tensor without it
 
     def __init__(
         self, containment: Containment, tap: str, hook: Callable[..., Any], *, always: bool, alters: bool = False
@@ -38,15 +37,6 @@ class _Guard:
             return None  # compiled code is observed by operators; see traindiff.taps.compiled
         result = self._containment.run(self._tap, partial(self._hook, *args, **kwargs), always=self._always)
         return result if self._alters else None
-
-    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
-        """A copy of a module (a moving average, a checkpoint) is no longer observed."""
-        return _NoHook, ()
-
-
-class _NoHook:
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
 
 class Containment(Faults):

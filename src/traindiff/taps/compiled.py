@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from traindiff.taps._torch_compat import forget_compiled_code, patch_hook_guards, register_ordered_effect, run_as_it_is
 from traindiff.taps.compiled_observers import ModuleObserver, RootObserver, StepObserver
+from traindiff.taps.left_behind import LeftBehind
 from traindiff.taps.nested import tensors
 
 _NUMBER = "_traindiff_number"
@@ -47,14 +48,14 @@ _tracing: list[Callable[[], None]] = []
 
 def tap_compiled_module(module: nn.Module, observer: ModuleObserver) -> ExitStack:
     """Have `observer` called with the module's outputs in compiled code. Close the result to remove it."""
-    return _attach(module, observer, _modules, [lambda: module.register_forward_hook(_output_hook)])
+    return _attach(module, observer, _modules, [lambda: module.register_forward_hook(_Traced(_output_hook))])
 
 
 def tap_compiled_root(root: nn.Module, observer: RootObserver) -> ExitStack:
     """Have `observer` called around the root's forward passes in compiled code."""
     hooks = [
-        lambda: root.register_forward_pre_hook(_begin_hook, with_kwargs=True, prepend=True),
-        lambda: root.register_forward_hook(_end_hook),
+        lambda: root.register_forward_pre_hook(_Traced(_begin_hook), with_kwargs=True, prepend=True),
+        lambda: root.register_forward_hook(_Traced(_end_hook)),
     ]
     return _attach(root, observer, _roots, hooks)
 
@@ -62,8 +63,8 @@ def tap_compiled_root(root: nn.Module, observer: RootObserver) -> ExitStack:
 def tap_compiled_optimizer(optimizer: Optimizer, observer: StepObserver) -> ExitStack:
     """Have `observer` called around the optimizer's steps in compiled code."""
     hooks = [
-        lambda: optimizer.register_step_pre_hook(_before_step_hook),
-        lambda: optimizer.register_step_post_hook(_after_step_hook),
+        lambda: optimizer.register_step_pre_hook(_Traced(_before_step_hook)),
+        lambda: optimizer.register_step_post_hook(_Traced(_after_step_hook)),
     ]
     return _attach(optimizer, observer, _optimizers, hooks)
 
@@ -139,9 +140,18 @@ def _detach(module: nn.Module | Optimizer, key: int, observer: Any, registry: di
         module.__dict__.pop(_NUMBER, None)  # compiled code is guarded by it, and compiled anew without us
 
 
+class _Traced(LeftBehind):
+    """A hook that does something while code is compiled, and nothing otherwise."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._hook(*args)
+
+
 def _output_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
-    if not torch.compiler.is_compiling():
-        return
     for slot, tensor in tensors(output, "output"):
         _observe(tensor, module._traindiff_number, slot)  # type: ignore[arg-type]  # set by _attach
 
@@ -155,8 +165,6 @@ def _observe(tensor: Tensor, number: Tensor, slot: str) -> None:
 
 
 def _begin_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling():
-        return
     found = [*tensors(args, "input"), *tensors(kwargs, "input")]
     slots = "\n".join([slot for slot, _ in found])
     inputs = [tensor for _, tensor in found]
@@ -164,18 +172,15 @@ def _begin_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _end_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
-    if torch.compiler.is_compiling():
-        torch.ops.traindiff.end(module._traindiff_number)
+    torch.ops.traindiff.end(module._traindiff_number)
 
 
 def _before_step_hook(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-    if torch.compiler.is_compiling():
-        torch.ops.traindiff.before_step(optimizer._traindiff_number)
+    torch.ops.traindiff.before_step(optimizer._traindiff_number)
 
 
 def _after_step_hook(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-    if torch.compiler.is_compiling():
-        torch.ops.traindiff.after_step(optimizer._traindiff_number)
+    torch.ops.traindiff.after_step(optimizer._traindiff_number)
 
 
 @cache
@@ -199,8 +204,7 @@ def operators() -> torch.library.Library:
         library.impl(name, run, "CompositeExplicitAutograd")
         library.impl(name, _do_nothing, "Meta")
         register_ordered_effect(getattr(torch.ops.traindiff, name).default)
-    for hook in (_output_hook, _begin_hook, _end_hook, _before_step_hook, _after_step_hook):
-        run_as_it_is(hook, callees=True)
+    run_as_it_is(_Traced.__call__, callees=True)
     return library
 
 
