@@ -65,6 +65,18 @@ def test_the_command_says_what_it_has_read(tmp_path: Path) -> None:
     assert "wrote 16 tensors" in result.stderr
 
 
+def test_ranks_of_which_some_are_missing_say_so(tmp_path: Path) -> None:
+    for rank in (1, 3):
+        shutil.copytree(WRITTEN, tmp_path / "written" / f"rank_{rank}")
+    import_statistics(str(tmp_path / "written"), str(tmp_path / "run"))
+
+    recording = open_recording(tmp_path / "run")
+    assert recording.run["world_size"] == 4
+    assert recording.run["settings"]["ranks"] == [1, 3]
+    assert sorted(recording.ranks) == [1, 3]
+    assert compare(tmp_path / "run", tmp_path / "run").verdict == "incomplete"
+
+
 def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotARecordingError, match=r"holds no step_0/order\.txt"):
         import_statistics(str(tmp_path), str(tmp_path / "run"))

@@ -56,20 +56,20 @@ def import_statistics(directory: str, recording: str, *, overwrite: bool = False
         ConfigError: `recording` is taken.
         NotARecordingError: `directory` holds no such files, or one that cannot be read.
     """
-    ranks = ranks_in(Path(directory))
-    if not any(steps_in(path) for path in ranks.values()):
+    ranks = {rank: path for rank, path in ranks_in(Path(directory)).items() if steps_in(path)}
+    if not ranks:
         raise NotARecordingError(
             f"{directory} holds no step_0/{ORDER} or the like, so ONNX Runtime's StatisticsSubscriber has not written "
             "it. Give the directory that its output_dir named."
         )
     world_size = max(ranks) + 1
-    run = run_content(
-        world_size, settings=SETTINGS, command=["traindiff", "import", "onnxruntime", directory]
-    )  # fmt: skip
+    recorded = None if len(ranks) == world_size else list(ranks)
+    command = ["traindiff", "import", "onnxruntime", directory]
+    run = run_content(world_size, settings={**SETTINGS, "ranks": recorded}, command=command)
     count = 0
-    for rank in sorted({0, *ranks}):  # rank 0 writes what holds of all
+    for rank, path in ranks.items():
         with rank_writer(recording, run=run, rank=rank, world_size=world_size, overwrite=overwrite) as writer:
-            count += _write_rank(writer, steps_in(ranks[rank])) if rank in ranks else 0
+            count += _write_rank(writer, steps_in(path), world_size=world_size)
     return count
 
 
@@ -81,7 +81,7 @@ def rank_content(modules: Mapping[str, str], *, world_size: int) -> dict[str, An
     }  # fmt: skip
 
 
-def _write_rank(writer: RecordingWriter, steps: Mapping[int, Path]) -> int:
+def _write_rank(writer: RecordingWriter, steps: Mapping[int, Path], *, world_size: int) -> int:
     modules: dict[str, str] = {}
     count = 0
     for step, directory in steps.items():
@@ -92,7 +92,7 @@ def _write_rank(writer: RecordingWriter, steps: Mapping[int, Path]) -> int:
         if rows:
             writer.write_step([seen for seen, _ in rows], np.array([summary for _, summary in rows]))
         modules |= {seen.path: seen.path.rpartition("_")[0] for seen, _ in rows}
-    writer.write_rank(rank_content(modules, world_size=1))
+    writer.write_rank(rank_content(modules, world_size=world_size))
     return count
 
 
