@@ -45,6 +45,11 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     StatisticsSubscriber("pt_out")
 
 
+@situation("steps of activations that end before they begin")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    StatisticsSubscriber("pt_out", start_step=20, end_step=10)
+
+
 @situation("a subscription of what is no module")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     nothing: Any = None

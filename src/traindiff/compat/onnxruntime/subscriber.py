@@ -54,7 +54,7 @@ class StatisticsSubscriber(SubscriberBase):
         bucket_size: Taken, and of no effect: memory does not grow with a tensor.
 
     Raises:
-        ConfigError: The directory holds an earlier run, or other things.
+        ConfigError: The directory holds an earlier run, or other things, or no step lies between the two.
     """
 
     def __init__(
