@@ -209,6 +209,20 @@ def test_the_bar_counts_all_steps_and_grows_with_further_runs() -> None:
     assert "5/7" in capture.get()
 
 
+def test_the_bar_makes_room_for_what_else_is_printed() -> None:
+    console = Console(force_terminal=True, width=100)
+
+    with console.capture() as capture, run_progress(console, steps=4) as bar:
+        bar("baseline", 2, 2)
+        with bar.hidden():
+            console.print("a stage")
+        bar("candidate", 2, 2)
+
+    before, _, after = capture.get().partition("a stage\n")
+    assert "2/4" in before
+    assert "4/4" in after
+
+
 def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     with run_progress(Console(force_terminal=False), steps=4) as on_step:
         on_step("baseline", 1, 4)

@@ -382,4 +382,6 @@ def test_the_command_tells_the_story_and_exits_like_verify(tmp_path: Path) -> No
     assert run.exit_code == 1
     assert "8. Which operator in there is the first that differs?" in run.stdout
     assert "2/aten.native_layer_norm[0]" in run.stdout
+    assert run.stdout.startswith("baseline   ")
+    assert run.stdout.count("1. Does the baseline repeat itself?") == 1
     assert run.stdout.rstrip().endswith(f"Files: {output}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,6 +25,9 @@ from traindiff.cli.setup_options import (
     ZeroStageOption,
 )
 from traindiff.cli.spellings import OtherSpellings
+
+if TYPE_CHECKING:
+    from traindiff.comparison.investigation import Stage
 
 
 @app.command(cls=OtherSpellings, short_help="Ask everything of two trainings, down to the operator.")
@@ -86,7 +90,7 @@ def investigate(
     from traindiff.recipes.investigate import Investigating
     from traindiff.recipes.questioned import Question
     from traindiff.recipes.runs import REPLICAS
-    from traindiff.report.investigation import print_investigation
+    from traindiff.report.investigation import print_conclusion, print_heading, print_stage
 
     given = AskedSetup(
         engine=engine, baseline_engine=baseline_engine, nproc=nproc, zero_stage=zero_stage,
@@ -104,14 +108,23 @@ def investigate(
         question = Question(
             candidate=candidate or recipe, setup=setup, steps=steps, replicas=replicas, rename=rename, zoom=True
         )
-        with run_progress(messages, steps=(3 + seeds + len(replicas)) * steps) as on_step:
+        with run_progress(messages, steps=(3 + seeds + len(replicas)) * steps) as bar:
             asked = Asked(
                 recipe=recipe, baseline_setup=trusted_setup(given, setup), question=question, output=output, seed=seed,
-                timeout=timeout, progress=on_step, asked_by="investigate",
+                timeout=timeout, progress=bar, asked_by="investigate",
             )  # fmt: skip
-            found = Investigating(asked=asked, seeds=seeds, ranks=ranks).answered()
-        form = "json" if as_json else "text"
-        print_result(found, form, text=lambda: print_investigation(results, found, top=top))
+            numbers = count(1)
+
+            def tell(stage: Stage) -> None:
+                number = next(numbers)
+                with bar.hidden():
+                    if number == 1:
+                        print_heading(results, work.sides, str(output))
+                    print_stage(results, number, stage)
+
+            work = Investigating(asked=asked, seeds=seeds, ranks=ranks, on_stage=None if as_json else tell)
+            found = work.answered()
+        print_result(found, "json" if as_json else "text", text=lambda: print_conclusion(results, found, top=top))
         return found.exit_code
 
     raise typer.Exit(on_rank_0(decide))

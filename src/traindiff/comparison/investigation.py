@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from traindiff.comparison.verdict import EXIT_CODES, Comparison, Word
-from traindiff.comparison.verification import RunCost, Verification
+from traindiff.comparison.verification import RunCost, Sides, Verification
 
 SCHEMA_NAME = "traindiff-investigation"
 SCHEMA_VERSION = 1
@@ -47,6 +47,7 @@ class Investigation:
     """The result of `traindiff.investigate`; `str()` of it is the story in the terminal.
 
     Attributes:
+        sides: What was run.
         stages: What was asked, in order, and what was found.
         free: Baseline against candidate as they are; None where it did not come to that.
         steady: The same with all taken out that may vary, pinned down and zoomed into; None where it did not come to
@@ -59,6 +60,7 @@ class Investigation:
         peak_bytes: Largest resident memory of the processes of a run together.
     """
 
+    sides: Sides
     stages: tuple[Stage, ...]
     free: Verification | None
     steady: Verification | None
@@ -87,6 +89,7 @@ class Investigation:
         return {
             "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
             "verdict": self.verdict,
+            "sides": [side.to_json() for side in self.sides],
             "stages": [stage.to_json() for stage in self.stages],
             "output": self.output,
             "free": self.free.to_json() if self.free else None,

@@ -71,6 +71,10 @@ class SideOfVerification:
         return {"recipe": self.recipe, "setup": dict(self.setup)}
 
 
+Sides = tuple[SideOfVerification, SideOfVerification]
+"""Baseline and candidate."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """The result of `traindiff.verify`; `str()` of it is the report in the terminal.
@@ -91,7 +95,7 @@ class Verification:
     """
 
     comparison: Comparison
-    sides: tuple[SideOfVerification, SideOfVerification]
+    sides: Sides
     output: str
     failed: FailedRun | None = None
     pinned: tuple[Pinned, ...] = ()
@@ -150,7 +154,12 @@ class Verification:
         }
 
     def __str__(self) -> str:
-        lines = [*what_was_run(self), "", sentences.text(self.comparison), *beside_the_comparison(self)]
+        lines = [
+            *what_is_run(self.sides, self.output),
+            "",
+            sentences.text(self.comparison),
+            *beside_the_comparison(self),
+        ]
         for one in self.pinned:
             lines += ["", pinned_heading(one)]
             lines += [f"  {where_text(found)}: {found.says}" for found in one.comparison.findings]
@@ -159,13 +168,18 @@ class Verification:
         return "\n".join([*lines, "", cost(self)])
 
 
-def what_was_run(verification: Verification) -> list[str]:
-    """What was run, and where its files are: the first lines of a report."""
-    baseline, candidate = verification.sides
+def what_is_run(sides: Sides, output: str) -> list[str]:
+    """What is run, and where its files are: the first lines of a report.
+
+    Args:
+        sides: Baseline and candidate.
+        output: Directory of the recordings.
+    """
+    baseline, candidate = sides
     return [
         f"baseline   {baseline.recipe} ({baseline.says})",
         f"candidate  {candidate.recipe} ({candidate.says})",
-        f"files      {verification.output}",
+        f"files      {output}",
     ]
 
 

@@ -15,6 +15,7 @@ from traindiff.comparison import Verification, compare
 from traindiff.comparison.failed_run import FailedRun
 from traindiff.comparison.investigation import Investigation, Stage
 from traindiff.comparison.verdict import Word
+from traindiff.comparison.verification import Sides
 from traindiff.errors import ConfigError, Problem, RecordingError
 from traindiff.launching.present_ranks import PresentRanks
 from traindiff.merging.run_steps import run_steps
@@ -23,7 +24,7 @@ from traindiff.recipes.aids import AIDS
 from traindiff.recipes.asked import Asked
 from traindiff.recipes.failed import RunFailedError
 from traindiff.recipes.pinning import ForcedSteps
-from traindiff.recipes.questioned import Question, verify_against
+from traindiff.recipes.questioned import Question, sides_of, verify_against
 from traindiff.recipes.recorded_run import Named
 from traindiff.recipes.runs import REPLICAS, Progress, Runs
 from traindiff.recipes.trusted import Trusted, names_of_runs, needed, record_repeated, with_replicas
@@ -132,6 +133,11 @@ class Investigating:
     _free: Verification | None = None
     _steady: Verification | None = None
 
+    @property
+    def sides(self) -> Sides:
+        """What is run."""
+        return sides_of(self.asked.recipe, self.asked.baseline_setup, self.asked.question)
+
     def answered(self) -> Investigation:
         """Investigate, and leave the report with the recordings.
 
@@ -147,7 +153,7 @@ class Investigating:
         runs.refuse_unusable(asked.question.candidate, asked.question.setup)
         word = self._ask(runs)
         found = Investigation(
-            stages=tuple(self._stages), free=self._free, steady=self._steady, verdict=word,
+            sides=self.sides, stages=tuple(self._stages), free=self._free, steady=self._steady, verdict=word,
             output=str(asked.output), costs=tuple(runs.costs), peak_bytes=runs.peak_bytes,
         )  # fmt: skip
         write_files(found, asked)

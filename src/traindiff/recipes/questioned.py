@@ -8,7 +8,7 @@ from typing import Literal
 
 from traindiff.comparison import Comparison, Pinned, Verification, compare
 from traindiff.comparison.failed_run import FailedRun
-from traindiff.comparison.verification import SideOfVerification
+from traindiff.comparison.verification import SideOfVerification, Sides
 from traindiff.errors import ConfigError, RecordingError
 from traindiff.recipes.compiler_logs import compiler_log
 from traindiff.recipes.failed import RunFailedError
@@ -88,13 +88,18 @@ def verify_against(trusted: Trusted, question: Question, runs: Runs, forced: For
         zoomed=zoomed,
         zoom_note=zoom_note,
         pin_note=note,
-        sides=(_side(trusted.recipe, trusted.setup), _side(question.candidate, question.setup)),
+        sides=sides_of(trusted.recipe, trusted.setup, question),
         failed=failed,
         compiler=compiler_log(runs.directory / LOGS / "candidate") if question.compiler_logs else None,
         output=str(runs.directory),
         costs=tuple(runs.costs),
         peak_bytes=runs.peak_bytes,
     )
+
+
+def sides_of(recipe: Named, setup: Setup, question: Question) -> Sides:
+    """The trusted training and the one in question, as reports name them."""
+    return _side(recipe, setup), _side(question.candidate, question.setup)
 
 
 def _side(recipe: Named, setup: Setup) -> SideOfVerification:

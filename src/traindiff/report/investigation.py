@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from traindiff.comparison.investigation import Investigation, Stage
-from traindiff.comparison.verification import what_was_run
+from traindiff.comparison.verification import Sides, what_is_run
 from traindiff.report.operators import print_zooms
 from traindiff.report.terminal import WORD_STYLES
 
@@ -19,13 +19,17 @@ def print_investigation(console: Console, investigation: Investigation, *, top: 
         investigation: What to print.
         top: Rows per table at most; 0 prints no tables.
     """
-    if investigation.free is not None:
-        for line in what_was_run(investigation.free):
-            console.print(Text(line), soft_wrap=True)
-        console.print()
+    print_heading(console, investigation.sides, investigation.output)
     for number, stage in enumerate(investigation.stages, start=1):
         print_stage(console, number, stage)
     print_conclusion(console, investigation, top=top)
+
+
+def print_heading(console: Console, sides: Sides, output: str) -> None:
+    """Print what is run."""
+    for line in what_is_run(sides, output):
+        console.print(Text(line), soft_wrap=True)
+    console.print()
 
 
 def print_stage(console: Console, number: int, stage: Stage) -> None:

@@ -11,7 +11,7 @@ from traindiff.comparison.verification import (
     cost,
     pinned_heading,
     pinned_limits,
-    what_was_run,
+    what_is_run,
     zoomed_lines,
 )
 from traindiff.findings.sentences import phase_text
@@ -28,7 +28,7 @@ def print_verification(console: Console, verification: Verification, *, top: int
         verification: What to print.
         top: Rows per table at most; 0 prints no tables.
     """
-    for line in what_was_run(verification):
+    for line in what_is_run(verification.sides, verification.output):
         console.print(Text(line), soft_wrap=True)
     console.print()
     print_comparison(console, verification.comparison, top=top)
