@@ -27,7 +27,7 @@ from benchmarks.machine import machine
 from tests.faults.further_faults import FURTHER_FAULTS
 from tests.faults.injected import FAULTS, Fault
 from tests.faults.laboratory import STEPS, Laboratory
-from tests.faults.recipe import Recipe, recipe
+from tests.faults.recipe import Recipe, recipe, runs_here
 from tests.faults.rewritten import REPRESENTATION, rewritten
 from tests.faults.variations import variations
 
@@ -152,9 +152,11 @@ def cases(precisions: Iterable[str]) -> Iterator[Case]:
     """All faults and all legal variations, in each precision."""
     for precision in precisions:
         for name, fault in ALL_FAULTS.items():
-            if fault.model != "mlp":
+            if fault.model != "mlp" and runs_here(fault.model, precision):
                 yield Case(name=name, precision=precision, model=fault.model, optimizer=fault.optimizer, fault=True)
         for model, optimizer in TRAININGS:
+            if not runs_here(model, precision):
+                continue
             names = {**variations(model, optimizer, precision), **rewritten(model), **REPRESENTATION[model]}
             for name in names:
                 yield Case(name=name, precision=precision, model=model, optimizer=optimizer, fault=False)

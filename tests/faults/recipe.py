@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,6 +152,22 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=3e-3),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1),
 }
+
+
+@cache
+def runs_here(model: str, precision: str) -> bool:
+    """Whether torch can run a training on this processor: oneDNN has no LSTM in bfloat16 for those without AVX-512.
+
+    Torch does not take its own there, but raises.
+    """
+    if (model, precision) != ("lstm", "autocast"):
+        return True
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=()), torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(16, 24)(torch.ones(3, 2, 16))
+    except RuntimeError:
+        return False
+    return True
 
 
 def recipe(model: str, optimizer: str = "adamw", precision: Precision = "float32") -> Recipe:

@@ -97,13 +97,13 @@ def test_golden_recordings_are_made_on_request_and_agree_ever_after(project: Pro
 
 
 def test_a_training_that_parts_fails_and_is_named(project: Project) -> None:
-    project.run("--traindiff-update", "-n", "2").assert_outcomes(passed=3)
+    project.run("--traindiff-update", "-n", "2", "-k", "test_loop or 0").assert_outcomes(passed=2)
     before = project.files()
     project.write(epsilon=1e-2)
 
-    changed = project.run()
+    changed = project.run("-k", "test_loop or 0")
 
-    changed.assert_outcomes(failed=3)
+    changed.assert_outcomes(failed=2, deselected=1)
     changed.stdout.fnmatch_lines(["*First divergence: step 0, micro-step 0, forward, 1 output[[]0[]]*"])
     changed.stdout.fnmatch_lines(["*If the change is meant, keep what the training computes now: *"])
     changed.stdout.no_fnmatch_line("*golden.py*")  # the traceback ends in the user's own test
@@ -111,20 +111,19 @@ def test_a_training_that_parts_fails_and_is_named(project: Project) -> None:
 
 
 def test_an_update_replaces_what_has_changed_and_only_that(project: Project) -> None:
-    project.run("--traindiff-update").assert_outcomes(passed=3)
+    project.run("--traindiff-update", "-k", "test_loop or 0").assert_outcomes(passed=2, deselected=1)
     before = project.files()
 
-    unchanged = project.run("--traindiff-update")
+    unchanged = project.run("--traindiff-update", "-k", "test_loop or 0")
 
-    unchanged.stdout.fnmatch_lines(["unchanged: 3"])
+    unchanged.stdout.fnmatch_lines(["unchanged: 2"])
     unchanged.stdout.no_fnmatch_line("written: *")
     assert project.files() == before
 
     project.write(learning_rate=0.2)
     project.run("--traindiff-update", "-k", "test_loop").stdout.fnmatch_lines(["written: *test_loop*"])
 
-    project.run("-k", "test_loop").assert_outcomes(passed=1, deselected=2)
-    project.run("-k", "TestRecipe").assert_outcomes(failed=2, deselected=1)
+    project.run("-k", "test_loop or 0").assert_outcomes(passed=1, failed=1, deselected=1)
 
 
 def test_a_training_that_raises_leaves_what_is_kept(project: Project) -> None:
