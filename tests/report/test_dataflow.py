@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.made_up import BATCH, FC, HEAD, Compared, Step, at, both, scaled
+from tests.made_up import BATCH, FC, HEAD, Compared, Seen, Step, at, both, random, scaled
 from traindiff.comparison import Comparison
 from traindiff.report.page import page_of
 from traindiff.report.page.dataflow import says, status_of
@@ -26,6 +26,15 @@ def test_an_activation_stands_between_what_comes_before_and_what_follows(compare
     (first,) = [node for column in page_of(result).flow for node in column if node.first]
     assert first.site == "fc output[0]"
     assert first.size.endswith(" x floor")
+
+
+def test_a_backward_pass_is_not_what_the_next_models_batch_comes_from(compared: Compared) -> None:
+    def another_model(step: int, sites: Step) -> None:
+        sites["backward", "", "critic", "output[0]"] = Seen(values=random(4, seed=step), about={"order": -1})
+
+    result = compared(both(another_model, scaled(FC, 1e-2, step=1)), baseline_edit=another_model, history=True)
+
+    assert flow(result)[0] == [("batch", "(root) input[0]", "identical")]
 
 
 def test_a_gradient_follows_from_what_its_module_received_and_from_the_gradient_of_its_output(

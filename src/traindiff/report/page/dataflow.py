@@ -76,7 +76,14 @@ def _in_order(here: int, rows: Sequence[SiteRow]) -> list[list[int]]:
     if here not in flowing:
         return [[here]]
     place = flowing.index(here)
-    return [[at] for at in flowing[max(0, place - BEFORE) : place + AFTER + 1]]
+    phases = [FLOW.index(rows[at].place[0]) for at in flowing]
+    first, last = place, place
+    # Nothing flows from a backward pass into a batch: there the next forward pass begins, of another model perhaps.
+    while first > max(0, place - BEFORE) and phases[first - 1] <= phases[first]:
+        first -= 1
+    while last < min(len(flowing) - 1, place + AFTER) and phases[last] <= phases[last + 1]:
+        last += 1
+    return [[at] for at in flowing[first : last + 1]]
 
 
 def _of_parameter(here: int, rows: Sequence[SiteRow]) -> list[list[int]]:
