@@ -332,3 +332,18 @@ def test_operators_can_be_asked_for_like_any_other_thing_to_observe(tmp_path: Pa
 def no_mode_is_left() -> Iterator[None]:
     yield
     assert not _get_current_dispatch_mode_stack()
+
+
+def test_no_tensor_is_written_out_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than the operator, and waits for its device."""
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise AssertionError("a tensor was written out")
+
+    net = model()
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "__repr__", refuse)
+        patched.setattr(nn.Parameter, "__repr__", refuse)
+        train(tmp_path / "run", net, operators="*", strict=True)
+
+    assert operators(tmp_path / "run", phase="forward")

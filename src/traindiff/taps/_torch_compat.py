@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -87,8 +88,16 @@ def run_as_it_is(function: Callable[..., Any], *, callees: bool) -> None:
         set_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip if callees else default))
 
 
-_STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
-"""The code of the function in which torch wraps the `step` of each class of optimizers, to call hooks."""
+@cache
+def _step_code() -> CodeType:
+    """The code of the function in which torch wraps the `step` of each class of optimizers, to call hooks."""
+
+    def step(*_: Any) -> None:
+        pass
+
+    wrapped: Any = torch.optim.Optimizer.profile_hook_step(step)
+    code: CodeType = wrapped.__code__
+    return code
 
 
 def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -97,10 +106,10 @@ def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
     torch wraps the `step` of a class when an instance of it is made, so hooks run twice in one step of an optimizer if
     there is also one of its base class. There is no public way to tell the calls apart.
     """
-    calls = 0
+    calls, step = 0, _step_code()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _STEP_CODE and frame.f_locals["args"][0] is optimizer:
+        if frame.f_code is step and frame.f_locals["args"][0] is optimizer:
             calls += 1
         frame = frame.f_back
     return calls > 1

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from traindiff.taps.nested import tensors
@@ -128,5 +129,4 @@ def _text(value: Any) -> str:
         if any(True for _ in tensors(value, "")) or any(one is None for one in value):
             return ""
         return f"[{', '.join(map(str, value))}]"[:_LONGEST_TEXT]
-    text = str(value)
-    return text if text.startswith("torch.") else ""
+    return str(value) if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)) else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -175,7 +175,7 @@ class _Operators:
         source = called_from(in_backward=node is not None)
         if made is None:
             self._nodes.note(Made(inside=inside, operator=path, source=source))
-        self._describe(phase, path, settings_of(schema, args, kwargs), source, node=node, made=made)
+        self._describe(phase, path, partial(settings_of, schema, args, kwargs), source, node=node, made=made)
         running = _Running(schema, phase, path, inside)
         for slot, tensor in given:
             self._emit(running, slot, tensor)
@@ -203,7 +203,7 @@ class _Operators:
         self,
         phase: str,
         path: str,
-        settings: dict[str, str],
+        settings: Callable[[], dict[str, str]],
         source: SourceLine | None,
         *,
         node: Any,
@@ -214,7 +214,7 @@ class _Operators:
         if path in of_phase:
             return
         self._is_written = False
-        about: dict[str, Any] = {"settings": settings}
+        about: dict[str, Any] = {"settings": settings()}
         if made is not None:
             about |= {"node": node.name(), "of": made.operator}
             source = source or made.source
