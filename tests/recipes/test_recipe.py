@@ -284,3 +284,23 @@ def test_a_recipe_that_cannot_be_found_is_refused_with_what_to_write(
 
     assert str(caught.value).startswith("1 problem in verify; nothing was done.")
     assert says in str(caught.value)
+
+
+def test_a_script_that_reads_its_command_line_finds_no_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import argparse, sys\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--lr', type=float, default=0.5)\n"
+        "options = parser.parse_args()\n"
+        "def recipe():\n"
+        "    return sys.argv, parser.parse_args().lr, options.lr\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["traindiff", "investigate", "train.py:recipe"])
+    source = str(tmp_path / "train.py")
+
+    recipe: Any = load_recipe(f"{source}:recipe", asked_by="test")
+
+    assert recipe() == ([source], 0.5, 0.5)
+    assert sys.argv == ["traindiff", "investigate", "train.py:recipe"]

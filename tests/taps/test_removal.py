@@ -311,6 +311,33 @@ def test_a_model_that_is_saved_as_a_whole_is_loaded_without_traindiff(tmp_path: 
     assert loaded.stdout.splitlines() == [str(model(torch.ones(2, 8)).tolist()), "torch.Size([2, 4])"], loaded.stderr
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
+def test_torchscript_compiles_a_model_that_is_recorded_as_if_it_were_not(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = AdamW(model.parameters())
+    plain = torch.jit.script(model).code
+    with (
+        traindiff.record(tmp_path / "run", model, optimizer, strict=True),
+        traindiff.watch(model, optimizer, output=None),
+    ):
+        train(model, optimizer, steps=1)
+        scripted = torch.jit.script(model)
+        with pytest.raises(torch.jit.frontend.NotSupportedError):
+            torch.jit.script(nn.Sequential(model, Unscriptable()))
+        train(model, optimizer, steps=1)
+
+    assert scripted.code == plain
+    assert "_traindiff_number" not in dir(scripted[0])
+    torch.jit.save(scripted, io.BytesIO())
+    assert {seen.step for seen, _ in rows(tmp_path / "run", phase="forward")} == {0, 1}
+    assert_nothing_left(model, optimizer)
+
+
+class Unscriptable(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        yield x
+
+
 def test_a_process_without_a_recording_is_as_if_traindiff_were_not_there() -> None:
     TRAININGS["plain"](lambda *_: nullcontext())
 

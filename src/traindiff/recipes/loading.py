@@ -7,8 +7,12 @@ import importlib.util
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from traindiff.errors import ConfigError, Problem
 from traindiff.recipes.recipe import Recipe, failures_explained
@@ -33,14 +37,31 @@ def load_recipe(named: str, *, asked_by: str) -> Recipe:
         )
         raise ConfigError(asked_by, [problem])
     _refuse_no_source(source, named, asked_by)
-    with failures_explained(f"running {source}", where=named, asked_by=asked_by):
+    with failures_explained(f"running {source}", where=named, asked_by=asked_by), _started_as(source):
         module = _run(Path(source).resolve()) if source.endswith(".py") else _imported(source)
     found = getattr(module, name, None)
     if not callable(found):
         functions = [one for one, value in vars(module).items() if _may_be_a_recipe(value) and not one.startswith("_")]
         problem = Problem.unknown_name(where=named, kind=f"a function of {source}", found=name, known=functions)
         raise ConfigError(asked_by, [problem])
-    return found  # type: ignore[no-any-return]
+
+    @wraps(found)
+    def recipe() -> Any:
+        with _started_as(source):
+            return found()
+
+    return recipe
+
+
+@contextmanager
+def _started_as(source: str) -> Iterator[None]:
+    """Inside it, code that reads command lines finds that it was started without arguments."""
+    before = sys.argv
+    sys.argv = [source]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def _refuse_no_source(source: str, named: str, asked_by: str) -> None:

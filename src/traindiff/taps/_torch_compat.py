@@ -62,6 +62,13 @@ def register_ordered_effect(operator: Any) -> None:
     _register_effectful_op(operator, _EffectType.ORDERED)
 
 
+def script_compiler() -> Any:
+    """The module that makes a TorchScript module, by `create_script_module`, of what `torch.jit.script` is given."""
+    from torch.jit import _recursive
+
+    return _recursive
+
+
 def forget_compiled_code() -> None:
     """Have everything that was compiled compiled anew at its next call; nothing if there is nothing."""
     if "torch._dynamo" in sys.modules:

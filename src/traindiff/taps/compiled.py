@@ -27,7 +27,8 @@ from traindiff.taps.compiled_observers import ModuleObserver, RootObserver, Step
 from traindiff.taps.left_behind import LeftBehind
 from traindiff.taps.nested import tensors
 
-_NUMBER = "_traindiff_number"
+NUMBER = "_traindiff_number"
+"""What observed modules and optimizers carry."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,10 +116,10 @@ def _attach(
     module: nn.Module | Optimizer, observer: Any, registry: dict[int, _Observed], hooks: Sequence[Callable[[], Any]]
 ) -> ExitStack:
     operators()
-    number = module.__dict__.get(_NUMBER)
+    number = module.__dict__.get(NUMBER)
     if number is None:
         # Not an attribute in torch's sense: it is in no state_dict and moves with no `.to()`.
-        number = module.__dict__[_NUMBER] = torch.tensor(next(_numbers), device="cpu")
+        number = module.__dict__[NUMBER] = torch.tensor(next(_numbers), device="cpu")
     key = int(number)
     with ExitStack() as undo:
         undo.callback(_detach, module, key, observer, registry)
@@ -137,7 +138,7 @@ def _detach(module: nn.Module | Optimizer, key: int, observer: Any, registry: di
     if not observed.observers:  # the hooks serve all observers, so they go with the last
         registry.pop(key).hooks.close()
     if not any(key in one for one in (_modules, _roots, _optimizers)):
-        module.__dict__.pop(_NUMBER, None)  # compiled code is guarded by it, and compiled anew without us
+        module.__dict__.pop(NUMBER, None)  # compiled code is guarded by it, and compiled anew without us
 
 
 class _Traced(LeftBehind):
