@@ -210,3 +210,76 @@ def test_wrappers_around_a_model_are_found() -> None:
     assert outermost_around(model) is wrapper
     assert outermost_around(wrapper) is wrapper
     assert unwrapped(wrapper) is model
+
+
+class Autoencoder(nn.Module):
+    """A model whose loss is a method, which calls its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(3, 2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.decoder(torch.tanh(self.encoder(x))) - x).square().mean()
+
+
+def autoencoded(path: Path, *, data: int = 0, weights: int = 0, parts: bool = True, micro_batches: int = 1) -> None:
+    torch.manual_seed(weights)
+    model = Autoencoder()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(data)
+    with traindiff.record(path, model, optimizer, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            for batch in torch.randn(8, 3, generator=generator).chunk(micro_batches):
+                loss = model.loss(batch) if parts else model.decoder(model(batch)[:, :2]).square().mean()
+                (loss / micro_batches).backward()
+            optimizer.step()
+
+
+def test_parts_that_the_loop_calls_in_place_of_the_model_are_given_the_batch(tmp_path: Path) -> None:
+    autoencoded(tmp_path / "run")
+
+    found = sites(tmp_path / "run")
+    assert {("batch", "encoder", "input[0]"), ("forward", "decoder", "input[0]"), ("batch", "rng", "cpu")} <= found
+    assert ("batch", "decoder", "input[0]") not in found
+    before = [one for one in observations(tmp_path / "run") if (one.phase, one.stage) == ("param", "before")]
+    assert {one.path for one in before} == {
+        "encoder.weight", "encoder.bias", "decoder.weight", "decoder.bias"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "kind"), [({"data": 1}, "batch"), ({"weights": 1}, "initial-parameter")])
+def test_other_batches_or_weights_of_such_a_loop_are_misaligned(
+    changed: dict[str, int], kind: str, tmp_path: Path
+) -> None:
+    autoencoded(tmp_path / "baseline")
+    autoencoded(tmp_path / "candidate", **changed)
+
+    found = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate")
+
+    assert found.verdict == "misaligned"
+    assert found.first_divergence is not None
+    assert found.first_divergence.kind == kind
+
+
+def test_micro_batches_of_such_a_loop_merge_to_its_batch(tmp_path: Path) -> None:
+    autoencoded(tmp_path / "baseline")
+    autoencoded(tmp_path / "candidate", micro_batches=2)
+
+    assert {one.micro_step for one in observations(tmp_path / "candidate")} == {0, 1}
+    assert traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").verdict == "equivalent"
+
+
+def test_a_part_that_is_called_after_the_model_is_no_further_forward_pass(tmp_path: Path) -> None:
+    autoencoded(tmp_path / "run", parts=False)
+
+    found = sites(tmp_path / "run")
+    assert ("batch", "", "input[0]") in found
+    assert not {one for one in found if one[1:] == ("decoder", "input[0]")}
+    assert {one.call for one in observations(tmp_path / "run") if one.path == "decoder" and one.phase == "forward"} == {
+        0, 1
+    }  # fmt: skip

@@ -73,6 +73,7 @@ class Attachment:
             root=targets.root,
             roots=targets.roots,
             root_paths=targets.root_paths,
+            parts=targets.parts,
             modules=targets.modules,
             parameters=targets.parameters,
             buffers=targets.buffers,

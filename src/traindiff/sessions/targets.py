@@ -18,6 +18,7 @@ from traindiff.engines.registry import ENGINES
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, type_of
 from traindiff.framework import is_of
 from traindiff.kernels.torch_arrays import shape_of
+from traindiff.sessions.live_modules import trained_parts, unwrapped
 from traindiff.sessions.named_parameters import named_parameters
 from traindiff.sessions.parts import Parts, Together, roots_of, together
 from traindiff.sessions.prepared_optimizers import unprepared
@@ -76,6 +77,15 @@ class Targets:
             return {id(root): "" for root in self.roots}
         paths = {id(module): canonical_path(name) for name, module in self.root.named_modules()}
         return {id(root): paths.get(id(root), "") for root in self.roots}
+
+    @property
+    def parts(self) -> dict[str, nn.Module]:
+        """What the training loop may call in place of the model: its outermost parts that are trained, by path."""
+        if len(self.roots) > 1:
+            return {}  # what it calls is known
+        parts = {id(one) for one in trained_parts(unwrapped(self.root))}
+        modules = self.root.named_modules()
+        return {canonical_path(name): module for name, module in modules if id(module) in parts}
 
     @property
     def primary(self) -> str:

@@ -53,6 +53,7 @@ class TapContext:
         root: The module that the training loop calls, or that holds those which it calls.
         roots: What it calls: the root, or some of what that holds.
         root_paths: Canonical path of each of these, by id.
+        parts: What it may call instead of the one root, by canonical path.
         modules: Selected modules by canonical path.
         parameters: What holds the selected parameters, by canonical path.
         buffers: What `root.get_buffer` calls the selected buffers, by canonical path.
@@ -82,6 +83,7 @@ class TapContext:
     root: nn.Module
     roots: Sequence[nn.Module]
     root_paths: Mapping[int, str]
+    parts: Mapping[str, nn.Module]
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, str]

@@ -19,6 +19,7 @@ from traindiff.taps.context import TapContext
 from traindiff.taps.given import given_to_training
 from traindiff.taps.nested import tensors
 from traindiff.taps.rounds import Rounds
+from traindiff.taps.silent_modules import takes_hooks
 
 
 def attach(context: TapContext) -> ExitStack:
@@ -32,7 +33,8 @@ class RootForwardTap:
     The root's tensor inputs (phase `batch`) and the state of torch's random number generators before and after
     every forward pass are recorded where `batch` is observed; if not, only progress is kept. Where the training loop
     calls several modules, a call inside another is part of that one's pass, and what they seem to hand to each other
-    is no input of the training: it is an activation (phase `forward`).
+    is no input of the training: it is an activation (phase `forward`). That it does so may show only when a step
+    begins with a part of the model: from then on the parts are followed, too.
 
     Args:
         context: The training.
@@ -46,6 +48,8 @@ class RootForwardTap:
         self._running: list[AbstractContextManager[None]] = []
         self._num_nested = 0
         self._rounds = Rounds(context.sink.progress)
+        self._calls_several = context.several_roots
+        self._paths = {**context.root_paths, **{id(part): path for path, part in context.parts.items()}}
         # What fails while it looks at the batch must not stop the counting of micro-steps.
         self._observe_inputs = self._sink.guarded("batch", self._inputs)
         self._observe_end = self._sink.guarded("batch", self._random_state_after)
@@ -58,16 +62,34 @@ class RootForwardTap:
             for root in self._context.roots:
                 undo.callback(root.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
                 undo.callback(root.register_forward_hook(end, with_kwargs=True, always_call=True).remove)
-                path = self._context.root_paths[id(root)]
+                path = self._paths[id(root)]
                 begin_compiled = guarded(partial(self._begin_with, path))
                 compiled = RootObserver(begin=begin_compiled, end=guarded(self._end))
                 undo.enter_context(tap_compiled_root(root, compiled))
+            begin_part, end_part = guarded(self._begin_part), guarded(self._end_part)
+            for part in self._context.parts.values():
+                if takes_hooks(part):
+                    undo.callback(part.register_forward_pre_hook(begin_part, with_kwargs=True, prepend=True).remove)
+                    undo.callback(part.register_forward_hook(end_part, with_kwargs=True, always_call=True).remove)
             return undo.pop_all()
+
+    def _begin_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        progress = self._sink.progress
+        if not self._calls_several:
+            has_begun = progress.in_forward or progress.forward_done or inside_backward()
+            if has_begun or progress.hidden or progress.chunk is not None or not torch.is_grad_enabled():
+                return
+            self._calls_several = True
+        self._begin(part, args, kwargs)
+
+    def _end_part(self, *_: Any) -> None:
+        if self._calls_several:
+            self._end()
 
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positional, named = list(tensors(args, "input")), list(tensors(kwargs, "input"))
         self._begin_with(
-            self._context.root_paths[id(root)],
+            self._paths[id(root)],
             [*positional, *named],
             evaluating=not torch.is_grad_enabled(),
             handed_on=len(positional),
@@ -90,12 +112,12 @@ class RootForwardTap:
             with progress.before_all_chunks():
                 for before_step in self._context.moments.before_step:
                     before_step()
-        given = given_to_training(inputs, progress, several=self._context.several_roots)
+        given = given_to_training(inputs, progress, several=self._calls_several)
         progress.given = frozenset(given)
         forward = progress.forward(
             self._batch_axis.of_batch(self._shape(*one) for one in inputs),
             evaluating=evaluating,
-            continues=self._context.several_roots and not evaluating and self._rounds.continues(path),
+            continues=self._calls_several and not evaluating and self._rounds.continues(path),
         )
         forward.__enter__()
         self._running.append(forward)
@@ -122,7 +144,7 @@ class RootForwardTap:
 
     def _is_nested(self) -> bool:
         """Whether a call of a root is a part of another's: made by it, or made again in the backward pass."""
-        return self._context.several_roots and (bool(self._running) or inside_backward())
+        return self._calls_several and (bool(self._running) or inside_backward())
 
     def _inputs(self, path: str, inputs: Sequence[tuple[str, Tensor]]) -> None:
         progress = self._sink.progress
