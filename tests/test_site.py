@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traindiff.site import PHASES, WRAPPERS, canonical_path, canonical_paths, label, matches
+from traindiff.site import PHASES, WRAPPERS, canonical_path, canonical_paths, label, matches, printable
 
 names = st.sampled_from(["a", "b", "0", "module", "_orig_mod", "_fsdp_wrapped_module", "weight"])
 paths = st.lists(names, max_size=4).map(".".join)
@@ -96,3 +96,24 @@ def test_a_site_is_labelled_as_people_read_it() -> None:
 
 def test_phases_are_in_dataflow_order() -> None:
     assert PHASES == ("batch", "forward", "loss", "backward", "grad", "optimizer", "update", "param")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("encoder.0.größe`|\\n 名", "encoder.0.größe`|\\n 名"),
+        ("", ""),
+        ("a\nb\x1b[31mc\x00", r"a\nb\x1b[31mc\x00"),
+        ("\u202egpj.größe\xa0", r"\u202egpj.größe\xa0"),
+        ("\ud800", r"\ud800"),
+    ],
+)
+def test_what_is_not_printable_is_escaped_and_nothing_else(text: str, expected: str) -> None:
+    assert printable(text) == expected
+    assert printable(expected) == expected
+
+
+def test_canonical_paths_are_printable_and_patterns_match_what_a_module_is_really_called() -> None:
+    assert canonical_path("module.a\x1bb.weight") == r"a\x1bb.weight"
+    assert matches("a\x1bb.*", r"a\x1bb.weight")
+    assert matches(r"a\x1bb.*", r"a\x1bb.weight")

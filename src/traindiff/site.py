@@ -40,9 +40,25 @@ def path_in_whole(path: str) -> str:
     return rest if _PART.fullmatch(first) else path
 
 
+def printable(text: str) -> str:
+    r"""`text` on one line, without codes that a terminal would follow: names may hold anything.
+
+    Args:
+        text: Any text, also one that is not valid Unicode.
+
+    Returns:
+        The same with an escape (`\n`, `\x1b`, `\u202e`) for each character that `str.isprintable` is false of; text
+        without any, which what this function returns always is, as it was.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def canonical_path(path: str) -> str:
-    """`path` without the components that wrappers insert."""
-    return ".".join(part for part in path.split(".") if part not in WRAPPERS and not _PART.fullmatch(part))
+    """`path` without the components that wrappers insert, `printable`."""
+    kept = (part for part in path.split(".") if part not in WRAPPERS and not _PART.fullmatch(part))
+    return printable(".".join(kept))
 
 
 def canonical_paths(paths: Iterable[str]) -> dict[str, str]:
@@ -79,6 +95,7 @@ def _contains(outer: str, inner: str) -> bool:
 
 def matches(pattern: str, path: str) -> bool:
     """Whether a glob of the user matches a canonical path; the root is `(root)` or `*`."""
+    pattern = printable(pattern)  # as paths are
     return fnmatchcase(path or ROOT, pattern) or (not path and pattern == "*")
 
 

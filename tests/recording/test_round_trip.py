@@ -14,17 +14,19 @@ from traindiff.observation import Observation
 from traindiff.recording import RecordingWriter, open_recording
 from traindiff.recording.schema import SCHEMA, from_batch, to_batch
 from traindiff.shards import Shard
+from traindiff.site import printable
 from traindiff.summary import SUMMARY
 
 lengths = st.lists(st.integers(-1, 2**40), max_size=4).map(tuple)
+texts = st.text().map(printable)
 observations = st.builds(
     Observation,
-    step=st.integers(0, 2**62), micro_step=st.integers(0, 2**31 - 1), optimizer=st.text(), phase=st.text(),
-    stage=st.text(), path=st.text(), slot=st.text(), call=st.integers(0, 2**31 - 1),
-    order=st.integers(0, 2**62), dtype=st.text(),
+    step=st.integers(0, 2**62), micro_step=st.integers(0, 2**31 - 1), optimizer=texts, phase=texts,
+    stage=texts, path=texts, slot=texts, call=st.integers(0, 2**31 - 1),
+    order=st.integers(0, 2**62), dtype=texts,
     shard=st.builds(Shard, shape=lengths, global_shape=lengths, offset=lengths),
     merge=st.sampled_from(["shard", "sum", "mean"]), weight=st.floats(allow_nan=False),
-    factor=st.floats(allow_nan=False), unobserved=st.text(),
+    factor=st.floats(allow_nan=False), unobserved=texts,
 )  # fmt: skip
 
 

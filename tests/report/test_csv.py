@@ -107,7 +107,7 @@ def test_ends_of_lines_in_names_end_no_row(compared: Compared) -> None:
             sites["forward", "", path, "output[0]"] = Seen(values=random(5, 6, seed=number))
 
     result = compared(odd, baseline_edit=odd, history=True)
-    names = {"a\rb", "a\r\nb", 'a,"b"\n'}
+    names = {r"a\rb", r"a\r\nb", r'a,"b"\n'}
     assert names <= {row["site"] for row in rows(result)}
 
     assert result.history is not None

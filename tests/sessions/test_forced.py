@@ -71,6 +71,21 @@ def test_a_wrong_operation_is_found_and_nothing_that_follows_from_it(
     assert forced(mlp(change)) == wrong
 
 
+def other_gelu_of_renamed(model: nn.Sequential) -> None:
+    model._modules["1\x1b[31m\n"] = nn.GELU(approximate="tanh")
+
+
+def renamed(model: nn.Sequential) -> None:
+    model._modules = {f"{name}\x1b[31m\n": module for name, module in model._modules.items()}  # type: ignore[assignment]
+
+
+def test_modules_are_forced_whatever_they_are_called(forced: Forced) -> None:
+    assert forced(mlp(renamed, other_gelu_of_renamed), mlp(renamed)) == [
+        r"forward 1\x1b[31m\n output[0]",
+        r"backward 0\x1b[31m\n output[0]",
+    ]
+
+
 def test_a_wrong_gradient_is_found_and_nothing_that_follows_from_it(forced: Forced) -> None:
     assert forced(mlp(before_step=doubled_gradient)) == ["grad 3.weight grad"]
 

@@ -324,3 +324,17 @@ def test_names_of_modules_are_printed_on_one_line() -> None:
         model(torch.ones(3))
     assert "\x1b" not in file.getvalue()
     assert r"a\x1b[31m\nb Scale" in file.getvalue()
+
+
+def test_names_of_classes_parameters_and_outputs_are_printed_on_one_line() -> None:
+    model = type(
+        "Sc\u202eale\n", (Scale,), {"forward": lambda self, x: {"o\x1b": x * self.factor * self._parameters["w\x07"]}}
+    )()
+    model.register_parameter("w\x07", nn.Parameter(torch.ones(3)))
+    model.factor = float("nan")
+    file = io.StringIO()
+    with traindiff.watch(model, output=None, file=file), pytest.raises(traindiff.NonFiniteError):
+        model(torch.ones(3))
+    assert all(line.isprintable() for line in file.getvalue().split("\n"))
+    assert r"(root) Sc\u202eale\n" in file.getvalue()
+    assert r"1.00e+00 1.00e+00 w\x07" in file.getvalue()

@@ -248,6 +248,21 @@ def test_the_command_prints_a_table_and_the_same_as_json(tmp_path: Path) -> None
     assert {row["native"]["dtype"] for row in content["operators"]} == {"float16", "bool"} - {"bool"}
 
 
+def test_names_that_somebody_else_has_saved_are_no_codes_for_the_terminal(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    directory = saved(nn.Sequential(Mlp()).half(), torch.randn(4, WIDTH).half(), directory=tmp_path)
+    file = directory / "module.json"
+    content = json.loads(file.read_text())
+    content |= {"path": "a\x1b[31m", "module": "\u202eb", "origin": {**content["origin"], "says": "c\r\x00"}}
+    file.write_text(json.dumps(content))
+
+    _, printed, _ = run_command(str(directory))
+    assert printed.startswith("a\\x1b[31m \\u202eb\n  c\\r\\x00\n")
+    assert all(line.isprintable() for line in printed.split("\n"))
+    file.write_text(json.dumps({**content, "call": None, "not_captured": "\x1b[2J"}))
+    assert "\x1b" not in "".join(map(str, run_command(str(directory))))
+
+
 def test_what_is_no_saved_call_exits_with_2(tmp_path: Path) -> None:
     code, _, says = run_command(str(tmp_path))
     assert code == 2

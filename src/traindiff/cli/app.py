@@ -25,10 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-messages = Console(stderr=True, highlight=False)
+messages = Console(stderr=True, highlight=False, emoji=False)
 """For everything that is not a result."""
 
-results = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+results = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
 """For results."""
 
 

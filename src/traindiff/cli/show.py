@@ -69,7 +69,7 @@ def show(
         elif form is Format.JSON:
             table.write_json(rows, text, recording=found)
         else:
-            console = Console(file=text, highlight=False, width=results.width) if output else results
+            console = Console(file=text, highlight=False, emoji=False, width=results.width) if output else results
             print_head(console, found)
             recorded = any(True for rank in found.ranks for _ in found.steps(rank))
             print_rows(console, islice(rows, top), rest=rows, recorded=recorded)

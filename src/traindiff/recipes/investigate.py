@@ -286,7 +286,7 @@ def write_files(found: Investigation, asked: Asked) -> None:
         asked: What was asked.
     """
     text, values = io.StringIO(), io.StringIO()
-    print_investigation(Console(file=text, width=_WIDTH, highlight=False), found, top=_ROWS)
+    print_investigation(Console(file=text, width=_WIDTH, highlight=False, emoji=False), found, top=_ROWS)
     as_json.write(found, values)
     write_whole(asked.output / REPORT, text.getvalue())
     write_whole(asked.output / JSON, values.getvalue())

@@ -28,7 +28,7 @@ def write_files(verification: Verification, directory: Path) -> None:
         directory: Where; made if it is not there.
     """
     text, values = io.StringIO(), io.StringIO()
-    print_verification(Console(file=text, width=_WIDTH, highlight=False), verification, top=_ROWS)
+    print_verification(Console(file=text, width=_WIDTH, highlight=False, emoji=False), verification, top=_ROWS)
     as_json.write(verification, values)
     write_whole(directory / REPORT, text.getvalue())
     write_whole(directory / JSON, values.getvalue())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from traindiff.errors import CorruptRecordingError, FormatVersionError, NotARecordingError
+from traindiff.site import printable
 
 FORMAT_NAME = "traindiff-recording"
 FORMAT_VERSION = 1
@@ -79,6 +80,24 @@ def load_run(data: bytes, *, where: str) -> Manifest:
     while (version := manifest["version"]) < FORMAT_VERSION:
         manifest = MIGRATIONS[version](manifest)
     return manifest
+
+
+def readable(content: Any) -> Any:
+    """What is in a manifest, with all texts and keys `printable`.
+
+    Args:
+        content: A manifest, or what is in one; is not changed.
+
+    Returns:
+        A copy.
+    """
+    if isinstance(content, str):
+        return printable(content)
+    if isinstance(content, list):
+        return [readable(one) for one in content]
+    if isinstance(content, dict):
+        return {printable(key): readable(value) for key, value in content.items()}
+    return content
 
 
 def framework(run: Mapping[str, Any]) -> tuple[str, str]:

@@ -15,12 +15,14 @@ from traindiff.recording import manifest, tensor_files
 from traindiff.recording.location import file_system
 from traindiff.recording.names import rank_directory
 from traindiff.recording.stream import RankStatus, RankStream, StepObservations
+from traindiff.site import printable
 
 
 class Recording:
     """A recording on disk, whole, cut off by a kill, or still being written; `open_recording` makes it.
 
-    Nothing but its JSON files is read before it is asked for.
+    Nothing but its JSON files is read before it is asked for. Names and all other texts in it are `printable`: whoever
+    wrote it may have put codes into them that a terminal would follow.
 
     Args:
         path: Its directory: a local path or any fsspec URL.
@@ -68,7 +70,7 @@ class Recording:
         if rank not in self._contents:
             where = self._file(rank, "rank.json")
             there = self._fs.exists(where)
-            content = manifest.load(self._fs.cat_file(where), where=where) if there else {}
+            content = manifest.readable(manifest.load(self._fs.cat_file(where), where=where)) if there else {}
             self._check_run(content, rank)
             # What ranks say alike, as most do of modules and parameters, is kept once.
             before = next(reversed(self._contents.values()), {})
@@ -136,10 +138,10 @@ class Recording:
         where = self._file(step.rank, name)
         if not self._fs.exists(where):
             raise CorruptRecordingError(
-                f"{where} is missing, although the recording names it. "
+                f"{printable(where)} is missing, although the recording names it. "
                 "Restore the file from where it was copied, or record again."
             )
-        return tensor_files.load(self._fs.cat_file(where), where=where)
+        return tensor_files.load(self._fs.cat_file(where), where=printable(where))
 
     def _read_run(self) -> dict[str, Any]:
         where = posixpath.join(self._root, "run.json")
@@ -156,7 +158,8 @@ class Recording:
                 f"{self.path} holds no run.json, so it is not a recording. "
                 "Give the directory that traindiff.record(...) wrote."
             )
-        return manifest.load_run(self._fs.cat_file(where), where=where)
+        run: dict[str, Any] = manifest.readable(manifest.load_run(self._fs.cat_file(where), where=where))
+        return run
 
     def _stream(self, rank: int) -> RankStream:
         return RankStream(self._fs, posixpath.join(self._root, rank_directory(rank)), rank)

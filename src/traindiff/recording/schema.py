@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from traindiff.observation import Observation
 from traindiff.shards import Shard
+from traindiff.site import printable
 from traindiff.summary import SUMMARY, Summaries
 
 _ABOUT: tuple[pa.Field, ...] = (
@@ -92,7 +93,10 @@ def to_batch(
 
 
 def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Stored]:
-    """The inverse of `to_batch`. Equal texts and shards of a batch are one object each."""
+    """The inverse of `to_batch`, but that texts are `printable`.
+
+    Equal texts and shards of a batch are one object each.
+    """
     about = [_values(batch.column(field.name)) for field in _ABOUT]
     names = (*(field.name for field in _ABOUT), "shard")
     rows = zip(*about, _shards(batch), strict=True)
@@ -112,12 +116,15 @@ def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Sto
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """The values of a column. Texts repeat from row to row, step to step and rank to rank; each is kept once."""
+    """The values of a column. Texts repeat from row to row, step to step and rank to rank; each is kept once.
+
+    They come from whoever wrote the recording, and are read by people: see `printable`.
+    """
     if not pa.types.is_string(column.type):
         values: list[Any] = column.to_numpy(zero_copy_only=False).tolist()
         return values
     encoded = column.dictionary_encode()
-    texts = [sys.intern(text) for text in encoded.dictionary.to_pylist()]
+    texts = [sys.intern(printable(text)) for text in encoded.dictionary.to_pylist()]
     return [texts[number] for number in encoded.indices.to_numpy().tolist()]
 
 

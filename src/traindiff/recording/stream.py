@@ -17,6 +17,7 @@ from traindiff.errors import CorruptRecordingError
 from traindiff.observation import Observation
 from traindiff.recording import manifest
 from traindiff.recording.schema import NOTHING_STORED, SCHEMA, Stored, from_batch
+from traindiff.site import printable
 from traindiff.summary import Summaries
 
 _SEAL = re.compile(rb"(\d+) (\d+) ([0-9a-f]{8})")
@@ -216,7 +217,9 @@ def _packed(message: bytes) -> _Packed:
     with pa.ipc.open_stream(pa.BufferReader(_SCHEMA_MESSAGE + message), options=options) as stream:
         batch = stream.read_next_batch()
     return _Packed(
-        step=batch.column("step")[0].as_py(), optimizer=batch.column("optimizer")[0].as_py(), messages=[message]
+        step=batch.column("step")[0].as_py(),
+        optimizer=printable(batch.column("optimizer")[0].as_py()),
+        messages=[message],
     )
 
 

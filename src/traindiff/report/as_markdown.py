@@ -63,7 +63,7 @@ def _first(group: Group, title: str) -> Iterator[str]:
     first = group.first
     micro = "" if first.micro_step is None else f", micro-step {first.micro_step}"
     yield ""
-    yield f"**{title}:** step {first.step}{micro}, {phase_text(first.phase, first.stage)}, {code(first.site)}"
+    yield f"**{title}:** step {first.step}{micro}, {escaped(phase_text(first.phase, first.stage))}, {code(first.site)}"
     yield ""
     yield f"> {escaped(first.says)}"
     for line in (size_text(first), before_text(first), also_text(group.paths)):
@@ -88,8 +88,14 @@ def _table(groups: Iterable[Group]) -> Iterator[str]:
     yield "| ---: | --- | --- | --- | ---: |"
     for group in groups:
         one = group.first
-        cells = (str(one.step), phase_text(one.phase, one.stage), code(group.site), escaped(one.says), _ratio(one))
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        phase = escaped(phase_text(one.phase, one.stage))
+        cells = (str(one.step), phase, _code_in_cell(group.site), escaped(one.says), _ratio(one))
+        yield f"| {' | '.join(cells)} |"
+
+
+def _code_in_cell(text: str) -> str:
+    """Text as code in a table, where no code span can hold a bar behind a backslash."""
+    return f"<code>{escaped(text)}</code>" if "|" in text else code(text)
 
 
 def _ratio(finding: Finding) -> str:
@@ -126,7 +132,8 @@ def escaped(text: str) -> str:
     """Text that means nothing else in Markdown."""
     plain = html.escape(re.sub(r"\s+", " ", text), quote=False)
     return (
-        re.sub(r"([\\`*_\[\]~|#])", r"\\\1", plain)
+        re.sub(r"([\\`*_\[\]~#])", r"\\\1", plain)
+        .replace("|", "&#124;")
         .replace("@", "&#64;")
         .replace("://", ":&#47;/")
         .replace("www.", "www&#46;")

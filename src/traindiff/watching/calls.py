@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from traindiff.site import printable
 from traindiff.taps.nested import replaced, tensors
 from traindiff.watching.frames import Frame
 from traindiff.watching.reading import version_of
@@ -54,7 +55,7 @@ class Call:
     @property
     def kind(self) -> str:
         """Class of the module."""
-        return type(self.module).__name__
+        return printable(type(self.module).__name__)
 
     def finished(self, *, trained: bool, keeps_inputs: bool) -> None:
         """Let go of the arguments, as far as its backward pass does not need them."""

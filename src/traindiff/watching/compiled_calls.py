@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from traindiff.site import ROOT
+from traindiff.site import ROOT, printable
 from traindiff.taps.compiled import tap_compiled_module
 from traindiff.taps.compiled_observers import ModuleObserver
 from traindiff.taps.sink import Sink
@@ -52,7 +52,7 @@ class CompiledCalls:
 
     def attach(self, path: str, module: nn.Module) -> ExitStack:
         """Follow one module. Close the result to end that."""
-        kind = type(module).__name__
+        kind = printable(type(module).__name__)
         output, gradient = partial(self._output, path, kind), partial(self._gradient, path, kind)
         return tap_compiled_module(
             module, ModuleObserver(output=self._guarded(output), gradient=self._guarded(gradient))

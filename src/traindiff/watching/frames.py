@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from traindiff.site import ROOT
+from traindiff.site import ROOT, printable
 from traindiff.watching.reading import Reading
 
 Part = Literal["forward", "backward", "gradients", "optimizer"]
@@ -18,11 +18,6 @@ PARTS: tuple[Part, ...] = ("forward", "backward", "gradients", "optimizer")
 
 HEAD = f"{'abs min':8} {'abs max':8} metadata"
 _INDENT = " " * 18
-
-
-def printable(path: str) -> str:
-    """A path on one line, without codes that a terminal would follow: names of modules may hold anything."""
-    return path if path.isprintable() else path.encode("unicode_escape").decode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.sessions.targets import Targets
-from traindiff.site import ROOT, path_in_whole
+from traindiff.site import ROOT, path_in_whole, printable
 from traindiff.taps._torch_compat import inside_backward, inside_transform
 from traindiff.taps.silent_modules import takes_hooks
 from traindiff.taps.sink import Sink
@@ -93,7 +93,8 @@ class ModuleCalls:
                     continue
                 site = path_in_whole(path)
                 names = [name for name, _ in module.named_parameters(recurse=False)]
-                own = [(name, self._targets.first_name(f"{path}.{name}" if path else name)) for name in names]
+                paths = (printable(f"{path}.{name}" if path else name) for name in names)
+                own = list(zip(map(printable, names), map(self._targets.first_name, paths), strict=True))
                 before, after = self._guarded(partial(self._before, site, own)), self._guarded(self._after)
                 undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 hook = module.register_forward_hook(after, with_kwargs=True)
@@ -146,7 +147,8 @@ class ModuleCalls:
         again = inside_backward()
         if not self._running and not again:
             self._returned = None
-        frame = Frame(part="forward", path=path, kind=type(module).__name__, note="recomputed" if again else "")
+        kind = printable(type(module).__name__)
+        frame = Frame(part="forward", path=path, kind=kind, note="recomputed" if again else "")
         frame.lines += [Line(name=name, reading=self._weights[key]) for name, key in own if key in self._weights]
         call = Call(
             path=path, module=module, parent=self._running[-1] if self._running else None, behind=self._returned,

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from traindiff.errors import UnsupportedTensorError
 from traindiff.kernels.extent import extent
-from traindiff.site import ROOT
+from traindiff.site import ROOT, printable
 from traindiff.watching.calls import Call
-from traindiff.watching.frames import Frame, printable
+from traindiff.watching.frames import Frame
 from traindiff.watching.reading import Reading, only_masks
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from traindiff.site import ROOT
+from traindiff.site import ROOT, printable
 from traindiff.watching.rerunning import Made, Rerun, rerun
 from traindiff.watching.saving import load
 
@@ -143,7 +143,7 @@ def _number(value: float) -> float | None:
 
 
 def table(found: Replay) -> list[str]:
-    """Lines of the report for people."""
+    """Lines of the report for people; what somebody else has saved may hold any names."""
     title = f"{found.path} {found.module}"
     head = f"{'':34}" + "".join(f"{name:>26}" for name in found.runs())
     columns = f"{'operator':34}" + f"{'abs min':>9} {'abs max':>9} {'NaN/inf':>6}" * 3
@@ -155,7 +155,7 @@ def table(found: Replay) -> list[str]:
         lines.append(f"{name:34}" + "".join(_cells(run, index) for run in found.runs().values()))
     lines += ["", found.says]
     lines += [f"{name}: {run.failed}." for name, run in found.runs().items() if run.failed]
-    return lines
+    return [printable(line) for line in lines]
 
 
 def _cells(run: Rerun, index: int) -> str:

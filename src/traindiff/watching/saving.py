@@ -14,6 +14,7 @@ from torch import Tensor
 
 from traindiff.errors import NotARecordingError
 from traindiff.kernels.extent import stored_values
+from traindiff.site import printable
 from traindiff.taps.nested import tensors
 from traindiff.watching.capturing import CapturedCall, capture
 from traindiff.watching.operations import NotWritableError, Operation
@@ -74,9 +75,8 @@ def load(directory: Path) -> tuple[CapturedCall, dict[str, Any]]:
             f"{file} has format {kind} {version}; this traindiff reads {FORMAT} {VERSION}. Update traindiff."
         )
     if content["call"] is None:
-        raise NotARecordingError(
-            f"{directory} holds tensors, but no module that could be run again: {content['not_captured']}."
-        )
+        reason = printable(str(content["not_captured"]))
+        raise NotARecordingError(f"{directory} holds tensors, but no module that could be run again: {reason}.")
     try:
         kept = load_file(directory / "tensors.safetensors")
         return _from_json(content["call"], kept), content
