@@ -143,7 +143,7 @@ function barsOf(values) {
   const svg = document.createElementNS(space, "svg");
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", values.map((one, side) => `${page.sides[side]}: ${one.map(digits).join(", ")}`).join("; "));
+  svg.setAttribute("aria-label", values.map((one, side) => `${page.sides[side]}: ${Array.from(one, (value) => digits(value)).join(", ")}`).join("; "));
   svg.style.width = "100%";
   const largest = Math.max(...values.flat().filter(Number.isFinite)) || 1;
   const slot = width / count, gap = Math.min(4, slot / 4), bar = (slot - gap) / values.length;
