@@ -119,6 +119,16 @@ def test_curves_of_all_but_equal_values_have_an_axis_that_does_not_zoom_into_the
     assert page.said == []
 
 
+def test_the_sizes_of_a_site_do_not_zoom_into_the_rounding_of_their_codes(opened: Open, flat: Comparison) -> None:
+    page = opened(flat)
+    page.tab.click("#sites button.site >> text=near many")
+    texts = [one for one in drawn(page) if one.on.startswith("Size") and one.text]
+    numbers = [float(one.text) for one in texts if one.y < max(other.y for other in texts) - 5]
+
+    assert max(numbers) - min(numbers) >= 5e-3 * CURVES["near many"]
+    assert page.said == []
+
+
 def few(step: int, sites: Step) -> None:
     sites["loss", "", "loss", "backward"] = Seen(values=np.array(2.0, np.float32))
 

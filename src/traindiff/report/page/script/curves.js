@@ -9,7 +9,7 @@ const placed = new ResizeObserver(() => requestAnimationFrame(() => {
 }));
 
 // Draw curves: `series` of {label, values, colour, dash, fill, width}; values are null where there are none.
-function plot(parent, { title, note = "", series, log = false, height = 190, bands = [], mark = () => null, none }) {
+function plot(parent, { title, note = "", series, log = false, height = 190, bands = [], mark = () => null, leastSpan = LEAST_SPAN, none }) {
   const box = element("div", { class: "plot" });
   box.append(element("h4", {}, title, " ", element("small", {}, note)));
   parent.append(box);
@@ -19,7 +19,7 @@ function plot(parent, { title, note = "", series, log = false, height = 190, ban
     box.append(element("p", { class: "none" }, none ?? "There is nothing finite above 0 to draw."));
     return;
   }
-  const range = log ? null : rangeOf(series.filter((about) => !about.silent).map((about) => about.values));
+  const range = log ? null : rangeOf(series.filter((about) => !about.silent).map((about) => about.values), leastSpan);
   const one = { box, uplot: null, width: 0 };
   one.draw = () => {
     one.uplot?.destroy();
@@ -70,7 +70,7 @@ function tickText(tick, apart) {
 }
 
 // From the lowest to the highest of the values in some lists, with a margin; the band may reach beyond.
-function rangeOf(lists) {
+function rangeOf(lists, leastSpan) {
   let low = Infinity, high = -Infinity;
   for (const values of lists) {
     for (const value of values) {
@@ -81,7 +81,7 @@ function rangeOf(lists) {
   }
   const magnitude = Math.max(Math.abs(low), Math.abs(high));
   if (!(magnitude > 0 && magnitude < Infinity)) return [0, 1];
-  const short = Math.max(0, (LEAST_SPAN * magnitude - (high - low)) / 2), margin = short + 0.12 * Math.max(high - low, LEAST_SPAN * magnitude);
+  const least = leastSpan * magnitude, margin = Math.max(0, (least - (high - low)) / 2) + 0.12 * Math.max(high - low, least);
   return [low >= 0 ? Math.max(0, low - margin) : low - margin, high + margin];
 }
 

@@ -1,6 +1,7 @@
 // The site that is selected: its curves, its numbers, its profiles, and what was found there.
 
 const details = document.getElementById("details");
+const LEAST_SPAN_OF_SIZES = 2e-2; // ten times what the codes of sizes tell apart (arrays.js)
 const SIDE_COLOURS = comparing ? ["baseline", "candidate"] : ["baseline"];
 
 function showDetails() {
@@ -16,7 +17,7 @@ function showDetails() {
     plot(details, { title: "Difference", note: "relative L2, and its floor", log: true, height: 150, mark, none: noneText(row), series: [
       { label: "floor", values: line("floor"), colour: "floor", fill: true, width: 1, dash: [3, 3] },
       { label: "difference", values: line("difference"), colour: "candidate" }] });
-    plot(details, { title: "Size", note: single(row) ? "|value|" : "L2 norm", height: 150, mark, series: [
+    plot(details, { title: "Size", note: single(row) ? "|value|" : "L2 norm", height: 150, mark, leastSpan: LEAST_SPAN_OF_SIZES, series: [
       { label: "baseline", values: line("baseline"), colour: "baseline", width: 2.4 },
       { label: "candidate", values: line("candidate"), colour: "candidate", dash: [6, 3] }] });
   } else {
