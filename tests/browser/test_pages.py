@@ -67,9 +67,9 @@ def click_cell(page: Opened, row: int, column: int, *, num_columns: int = STEPS)
     heat_map = page.tab.locator("#map")
     heat_map.scroll_into_view_if_needed()
     box = heat_map.bounding_box()
-    gutter, height = (float(heat_map.get_attribute(f"data-{name}")) for name in ("gutter", "row-height"))
+    gutter, top, height = (float(heat_map.get_attribute(f"data-{name}")) for name in ("gutter", "top", "row-height"))
     across = (box["width"] - gutter) / num_columns
-    heat_map.click(position={"x": gutter + (column + 0.5) * across, "y": (row + 0.5) * height})
+    heat_map.click(position={"x": gutter + (column + 0.5) * across, "y": top + (row + 0.5) * height})
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

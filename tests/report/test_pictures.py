@@ -5,10 +5,12 @@ from __future__ import annotations
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.made_up import FC, record, scaled
+from tests.made_up import FC, Edit, Seen, Step, record, scaled
 from tests.report.hostile import hostile_pair
 from traindiff.comparison import compare
 from traindiff.errors import ConfigError
@@ -43,6 +45,29 @@ def test_a_check_and_equal_runs_have_no_dataflow(tmp_path: Path) -> None:
     for result in (check(run, history=True), compare(run, record(tmp_path / "c"), history=True)):
         names = [path.name for path in write_pictures(result, tmp_path / "pictures")]
         assert names == ["heat-map.png", "curves.png"]
+
+
+@pytest.mark.usefixtures("matplotlib")
+def test_curves_do_not_zoom_into_the_rounding_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    def near_one(odd: float) -> Edit:
+        def edit(step: int, sites: Step) -> None:
+            sites["loss", "", "loss", "backward"] = Seen(values=np.array(1 + odd * (step % 2)))
+
+        return edit
+
+    shown: dict[str, Any] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: shown.update({path.stem: self}))
+    baseline = record(tmp_path / "b", near_one(0))
+    for result in (
+        compare(baseline, record(tmp_path / "c", near_one(1e-7)), history=True),
+        check(tmp_path / "c", history=True),
+    ):
+        write_pictures(result, tmp_path / "pictures")
+        low, high = shown["curves"].axes[0].get_ylim()
+        assert high - low >= 0.99e-3
+        assert low < 1 < high
 
 
 @pytest.mark.usefixtures("matplotlib")

@@ -21,6 +21,9 @@ from traindiff.report.page.dataflow import Node
 
 DOTS_PER_INCH = 150
 
+LEAST_SPAN = 1e-3
+"""Of an axis of values, in units of their size; what is smaller is for the plot of differences (as in curves.js)."""
+
 MOST_INCHES = 9.0
 """Height of the heat map, however many sites there are."""
 
@@ -168,10 +171,12 @@ def _curves(page: Page) -> Any:
         axes[0].set_title(_literal(curve["title"]), fontsize=9, loc="left")
         if not comparing:
             axes[0].plot(steps, _array(curve["size"]), color=_BASELINE)
+            _widen(axes[0])
             continue
         baseline, floor = _array(curve["baseline"]), _array(curve["floor"])
         axes[0].plot(steps, baseline, color=_BASELINE, linewidth=2.2, label="baseline")
         axes[0].plot(steps, _array(curve["candidate"]), "--", color=_CANDIDATE, label="candidate")
+        _widen(axes[0])
         low, high = axes[0].get_ylim()
         band = np.abs(baseline) * floor
         axes[0].fill_between(steps, baseline - band, baseline + band, color=_FLOOR, alpha=0.25, label="floor")
@@ -183,6 +188,8 @@ def _curves(page: Page) -> Any:
             axes[1].set_yscale("log")
         axes[1].plot(steps, floor, ":", color=_FLOOR, label="floor")
         axes[1].plot(steps, difference, color=_CANDIDATE, label="difference")
+    for axes in grid[:, 0]:
+        axes.ticklabel_format(axis="y", useOffset=False)
     for axes in grid.flat:
         axes.grid(alpha=0.25)
         axes.tick_params(labelsize=8)
@@ -191,6 +198,14 @@ def _curves(page: Page) -> Any:
     for axes in grid[-1]:
         axes.set_xlabel("step", fontsize=8)
     return figure
+
+
+def _widen(axes: Any) -> None:
+    """Let an axis of values span a thousandth of their size at least, so that it does not zoom into their rounding."""
+    low, high = axes.get_ylim()
+    short = (LEAST_SPAN * max(abs(low), abs(high)) - (high - low)) / 2
+    if short > 0:
+        axes.set_ylim(low - short, high + short)
 
 
 def _array(values: Sequence[float | None]) -> NDArray[np.float64]:

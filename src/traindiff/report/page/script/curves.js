@@ -1,9 +1,15 @@
 // Curves over the steps, drawn by uPlot.
 
 const plots = new Set();
+const LEAST_SPAN = 1e-3; // of the values' magnitude: what is smaller is for the plot of differences
+
+// A plot is drawn again when its place has another width: a smaller window, a scroll bar, or what was folded.
+const placed = new ResizeObserver(() => requestAnimationFrame(() => {
+  for (const one of plots) if (one.box.clientWidth && one.box.clientWidth !== one.width) one.draw();
+}));
 
 // Draw curves: `series` of {label, values, colour, dash, fill, width}; values are null where there are none.
-function plot(parent, { title, note = "", series, log = false, height = 190, bands = [], mark = () => null, range, none }) {
+function plot(parent, { title, note = "", series, log = false, height = 190, bands = [], mark = () => null, leastSpan = LEAST_SPAN, none }) {
   const box = element("div", { class: "plot" });
   box.append(element("h4", {}, title, " ", element("small", {}, note)));
   parent.append(box);
@@ -13,16 +19,20 @@ function plot(parent, { title, note = "", series, log = false, height = 190, ban
     box.append(element("p", { class: "none" }, none ?? "There is nothing finite above 0 to draw."));
     return;
   }
-  const one = { box, uplot: null };
+  const range = log ? null : rangeOf(series.filter((about) => !about.silent).map((about) => about.values), leastSpan);
+  const one = { box, uplot: null, width: 0 };
   one.draw = () => {
     one.uplot?.destroy();
+    one.width = box.clientWidth;
     const axis = { stroke: css("faint"), grid: { stroke: css("line"), width: 1 }, ticks: { stroke: css("line"), width: 1 }, font: "11px system-ui, sans-serif" };
     one.uplot = new uPlot({
-      width: Math.max(240, box.clientWidth), height, ms: 1,
+      width: Math.max(160, one.width), height, ms: 1,
       cursor: { points: { size: 6 }, drag: { x: true, y: false }, sync: { key: "steps" } },
-      scales: { x: { time: false }, y: log ? { distr: 3 } : range ? { range: () => range } : {} },
+      scales: { x: { time: false }, y: log ? { distr: 3 } : { range: () => range } },
       axes: [{ ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6, 1e7] },
-        { ...axis, size: 62, ...(log ? { grid: { ...axis.grid, filter: powersOnly }, ticks: { ...axis.ticks, filter: powersOnly }, filter: powersOnly } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : digits(tick))) }],
+        { ...axis, size: (_, labels) => Math.max(62, 18 + 6.6 * Math.max(0, ...(labels ?? []).map((label) => label.length))),
+          ...(log ? { grid: { ...axis.grid, filter: fewOfMany }, ticks: { ...axis.ticks, filter: fewOfMany }, filter: fewOfMany } : {}),
+          values: (_, ticks, __, ___, apart) => ticks.map((tick) => tickText(tick, log ? 0 : apart)) }],
       series: [{ label: "step" }, ...series.map((about) => ({
         label: about.label, class: about.silent ? "silent" : undefined, stroke: about.colour ? css(about.colour) : "transparent", width: about.width ?? 1.6,
         dash: about.dash, fill: about.fill ? css("band") : undefined, fillTo: about.fill && log ? (u) => u.scales.y.min : undefined,
@@ -35,23 +45,43 @@ function plot(parent, { title, note = "", series, log = false, height = 190, ban
   };
   one.draw();
   plots.add(one);
+  placed.observe(box);
 }
 
-// Of a logarithmic axis the powers of ten, and of many of those every second, third, ...
-function powersOnly(_, ticks) {
-  const powers = ticks.filter(isPower), every = Math.ceil(powers.length / 7);
-  return ticks.map((tick) => (isPower(tick) && Math.round(Math.log10(tick)) % every === 0 ? tick : null));
+// Of a logarithmic axis the powers of ten, and of many of those every second, third, ...; where there are not two of
+// them, 2 and 5 as well, and then all.
+function fewOfMany(_, ticks) {
+  const powers = ticks.filter((tick) => leads(tick, 1)), every = Math.ceil(powers.length / 7);
+  if (powers.length > 1) return ticks.map((tick) => (leads(tick, 1) && Math.round(Math.log10(tick)) % every === 0 ? tick : null));
+  const some = ticks.filter((tick) => leads(tick, 1, 2, 5));
+  return some.length > 1 ? ticks.map((tick) => (some.includes(tick) ? tick : null)) : ticks;
 }
 
-function isPower(value) {
-  return value > 0 && Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9;
+// Whether a number is one of these times a power of ten.
+function leads(value, ...firsts) {
+  return value > 0 && firsts.some((first) => Math.abs(Math.log10(value / first) - Math.round(Math.log10(value / first))) < 1e-9);
 }
 
-// From the lowest to the highest of some values, with a margin; the band may reach beyond.
-function rangeOf(...lists) {
-  const finite = lists.flat().filter((value) => value !== null && Number.isFinite(value));
-  if (!finite.length) return undefined;
-  const low = Math.min(...finite), high = Math.max(...finite), margin = 0.12 * (high - low) || 0.1 * Math.abs(high) || 1;
+// A number of an axis, with the digits that tell it from its neighbour.
+function tickText(tick, apart) {
+  if (tick === null) return "";
+  const places = apart > 0 && tick !== 0 ? Math.floor(Math.log10(Math.abs(tick) * 1.000001)) - Math.floor(Math.log10(apart * 1.000001)) + 2 : 0;
+  return digits(tick, Math.max(4, Math.min(15, places)));
+}
+
+// From the lowest to the highest of the values in some lists, with a margin; the band may reach beyond.
+function rangeOf(lists, leastSpan) {
+  let low = Infinity, high = -Infinity;
+  for (const values of lists) {
+    for (const value of values) {
+      if (value === null || !Number.isFinite(value)) continue;
+      if (value < low) low = value;
+      if (value > high) high = value;
+    }
+  }
+  const magnitude = Math.max(Math.abs(low), Math.abs(high));
+  if (!(magnitude > 0 && magnitude < Infinity)) return [0, 1];
+  const least = leastSpan * magnitude, margin = Math.max(0, (least - (high - low)) / 2) + 0.12 * Math.max(high - low, least);
   return [low >= 0 ? Math.max(0, low - margin) : low - margin, high + margin];
 }
 
@@ -70,7 +100,7 @@ function verticalMark(u, step) {
 }
 
 function forget(parent) {
-  for (const one of plots) if (parent.contains(one.box)) { one.uplot?.destroy(); plots.delete(one); }
+  for (const one of plots) if (parent.contains(one.box)) { one.uplot?.destroy(); placed.unobserve(one.box); plots.delete(one); }
   parent.replaceChildren();
 }
 
@@ -97,7 +127,6 @@ function drawCurves(parent, curves) {
     const bound = (sign) => curve.baseline.map((value, at) => (value === null || curve.floor[at] === null ? null : value + sign * Math.abs(value) * curve.floor[at]));
     plot(parent, {
       title: curve.title, note: "the band is what the floor allows", bands: [{ series: [2, 1] }],
-      range: rangeOf(curve.baseline, curve.candidate),
       series: [
         { label: "floor, lower", values: bound(-1), silent: true, width: 0 }, { label: "upper", values: bound(1), silent: true, width: 0 },
         { label: "baseline", values: curve.baseline, colour: "baseline", width: 2.4 },

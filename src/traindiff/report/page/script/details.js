@@ -1,6 +1,7 @@
 // The site that is selected: its curves, its numbers, its profiles, and what was found there.
 
 const details = document.getElementById("details");
+const LEAST_SPAN_OF_SIZES = 2e-2; // ten times what the codes of sizes tell apart (arrays.js)
 const SIDE_COLOURS = comparing ? ["baseline", "candidate"] : ["baseline"];
 
 function showDetails() {
@@ -16,7 +17,7 @@ function showDetails() {
     plot(details, { title: "Difference", note: "relative L2, and its floor", log: true, height: 150, mark, none: noneText(row), series: [
       { label: "floor", values: line("floor"), colour: "floor", fill: true, width: 1, dash: [3, 3] },
       { label: "difference", values: line("difference"), colour: "candidate" }] });
-    plot(details, { title: "Size", note: single(row) ? "|value|" : "L2 norm", height: 150, mark, series: [
+    plot(details, { title: "Size", note: single(row) ? "|value|" : "L2 norm", height: 150, mark, leastSpan: LEAST_SPAN_OF_SIZES, series: [
       { label: "baseline", values: line("baseline"), colour: "baseline", width: 2.4 },
       { label: "candidate", values: line("candidate"), colour: "candidate", dash: [6, 3] }] });
   } else {
@@ -143,7 +144,7 @@ function barsOf(values) {
   const svg = document.createElementNS(space, "svg");
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", values.map((one, side) => `${page.sides[side]}: ${one.map(digits).join(", ")}`).join("; "));
+  svg.setAttribute("aria-label", values.map((one, side) => `${page.sides[side]}: ${Array.from(one, (value) => digits(value)).join(", ")}`).join("; "));
   svg.style.width = "100%";
   const largest = Math.max(...values.flat().filter(Number.isFinite)) || 1;
   const slot = width / count, gap = Math.min(4, slot / 4), bar = (slot - gap) / values.length;

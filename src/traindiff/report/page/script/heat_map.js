@@ -1,8 +1,11 @@
 // The heat map: a row of pixels for each site that is shown, a column for each step.
 
 const map = document.getElementById("map"), axis = document.getElementById("axis"), frame = document.getElementById("map-frame");
-const layout = { gutter: 0, width: 0, height: 0, rowHeight: 1, pool: 1, image: null, colours: null };
+const layout = { gutter: 0, names: true, total: 0, width: 0, height: 0, rowHeight: 1, pool: 1, image: null, colours: null };
 const MOST_ROWS = 6000, MAP_HEIGHT = 560;
+const MARKS = 156; // pixels that the marks of equal and infinite take beside the scale
+const EDGE = 6; // pixels above and below the rows, for the text beside the first and the last
+const LABEL = 12, NAMES_FROM = 74, LEAST_NAME = 80; // pixels: the height of a line of text, and where names of sites stand
 
 const heats = new Map();
 
@@ -62,21 +65,25 @@ function rowAt(line, column) {
   return best;
 }
 
+new ResizeObserver(() => requestAnimationFrame(() => { if (frame.clientWidth !== layout.total && layout.colours) paint(); })).observe(frame);
+
 function paint() {
   const ratio = window.devicePixelRatio || 1;
   layout.pool = Math.ceil(state.visible.length / MOST_ROWS) || 1;
   const lines = Math.ceil(state.visible.length / layout.pool);
   layout.rowHeight = Math.max(1, Math.min(20, Math.floor(MAP_HEIGHT / Math.max(1, lines))));
-  const total = frame.clientWidth;
+  const total = layout.total = frame.clientWidth;
   layout.gutter = Math.min(300, Math.round(total * 0.34));
+  layout.names = layout.gutter >= NAMES_FROM + LEAST_NAME;
+  if (!layout.names) layout.gutter = NAMES_FROM + 4;
   layout.width = Math.max(60, total - layout.gutter);
   layout.height = Math.max(40, lines * layout.rowHeight);
-  for (const [canvas, height] of [[map, layout.height], [axis, 22]]) {
+  for (const [canvas, height] of [[map, layout.height + 2 * EDGE], [axis, 22]]) {
     canvas.width = total * ratio;
     canvas.height = height * ratio;
     canvas.style.height = `${height}px`;
   }
-  Object.assign(map.dataset, { gutter: layout.gutter, rowHeight: layout.rowHeight, rows: state.visible.length });
+  Object.assign(map.dataset, { gutter: layout.gutter, top: EDGE, rowHeight: layout.rowHeight, rows: state.visible.length });
   layout.colours = palette(state.rank === "all" ? state.quantity : "ratio");
   layout.image = lines ? imageOf(lines) : null;
   overlay();
@@ -120,6 +127,7 @@ function overlay() {
     context.fillText("No site matches.", 12, 24);
     return;
   }
+  context.translate(0, EDGE);
   context.imageSmoothingEnabled = false;
   context.drawImage(layout.image, layout.gutter, 0, layout.width, layout.height);
   labels(context);
@@ -128,33 +136,81 @@ function overlay() {
   if (state.row !== null) crosshair(context);
 }
 
-function labels(context) {
-  const lines = Math.ceil(state.visible.length / layout.pool);
-  const every = Math.max(1, Math.ceil(13 / layout.rowHeight));
-  context.font = `${Math.min(12, Math.max(10.5, layout.rowHeight - 3))}px ${css("mono")}`;
-  context.textBaseline = "middle";
-  let phase = null, busyUntil = -1, phaseUntil = -1;
+// Phases that follow each other on the map: from which line to before which.
+function blocksOf(lines) {
+  const blocks = [];
   for (let line = 0; line < lines; line++) {
-    const row = state.visible[line * layout.pool], y = (line + 0.5) * layout.rowHeight;
-    const begins = rows.phase[row] !== phase;
-    if (begins) {
-      phase = rows.phase[row];
-      context.fillStyle = css("line");
-      if (line) context.fillRect(0, line * layout.rowHeight - 0.5, layout.gutter + layout.width, 1);
-      const at = Math.max(7, y, phaseUntil);
-      context.fillStyle = css("text");
-      context.font = context.font.replace(/^(bold )?/, "bold ");
-      context.fillText(phase, 6, at, 62);
-      context.font = context.font.replace(/^bold /, "");
-      phaseUntil = at + 12;
-    }
-    if ((begins || line % every === 0) && Math.max(7, y) >= busyUntil) {
-      context.fillStyle = css("faint");
-      const at = Math.max(7, y);
-      context.fillText(shortened(context, siteText(row), layout.gutter - 82), 74, at);
-      busyUntil = at + 12;
-    }
+    const phase = rows.phase[state.visible[line * layout.pool]];
+    if (blocks.at(-1)?.phase === phase) blocks.at(-1).to = line + 1;
+    else blocks.push({ phase, from: line, to: line + 1 });
   }
+  return blocks;
+}
+
+function labels(context) {
+  const lines = Math.ceil(state.visible.length / layout.pool), blocks = blocksOf(lines);
+  context.textBaseline = "middle";
+  blocks.forEach(({ from, to }, at) => {
+    const top = from * layout.rowHeight, height = (to - from) * layout.rowHeight;
+    context.fillStyle = css("line");
+    if (at) context.fillRect(layout.gutter, top - 0.5, layout.width, 1);
+    context.fillStyle = css(at % 2 ? "floor" : "faint");
+    context.fillRect(0, top + (at && height > 2 ? 1 : 0), 3, Math.max(1, height - (at && height > 2 ? 1 : 0)));
+  });
+  const font = `${Math.min(12, Math.max(10.5, layout.rowHeight - 3))}px ${css("mono")}`;
+  context.font = `bold ${font}`;
+  context.fillStyle = css("text");
+  const ofPhases = linesOfPhases(blocks);
+  for (const line of ofPhases) context.fillText(rows.phase[state.visible[line * layout.pool]], 8, middleOf(line), NAMES_FROM - 12);
+  if (!layout.names) return;
+  context.font = font;
+  context.fillStyle = css("faint");
+  for (const line of namedLines(ofPhases, lines)) {
+    const name = siteText(state.visible[line * layout.pool]);
+    context.fillText(shortened(context, name, layout.gutter - NAMES_FROM - 16), NAMES_FROM, middleOf(line));
+  }
+}
+
+function middleOf(line) {
+  return (line + 0.5) * layout.rowHeight;
+}
+
+// The first line of a phase beside which there is room for text: within its rows, as far as these are high enough.
+function firstFree({ from, to }, taken) {
+  const top = from * layout.rowHeight, end = to * layout.rowHeight, slack = Math.max(1, (LABEL + layout.rowHeight - (end - top)) / 2);
+  for (let line = from; line < to; line++) {
+    const y = middleOf(line);
+    if (y - LABEL / 2 < top - slack || y + LABEL / 2 > end + slack) continue;
+    if (taken.every((other) => Math.abs(other - y) >= LABEL)) return line;
+  }
+  return null;
+}
+
+// A line for each phase at its own rows. Those with the fewest choose first, since the others can make room; a phase
+// whose rows are all beside the text of others has none.
+function linesOfPhases(blocks) {
+  const taken = [], found = [];
+  for (const block of [...blocks].sort((one, other) => one.to - one.from - (other.to - other.from))) {
+    const line = firstFree(block, taken);
+    if (line === null) continue;
+    taken.push(middleOf(line));
+    found.push(line);
+  }
+  return found.sort((one, other) => one - other);
+}
+
+// Lines whose sites are named: those of the phases, then as many as there is room for.
+function namedLines(ofPhases, lines) {
+  const found = [...ofPhases];
+  let next = 0, before = -Infinity;
+  for (let line = 0; line < lines; line++) {
+    while (ofPhases[next] <= line) before = middleOf(ofPhases[next++]);
+    const y = middleOf(line), after = next < ofPhases.length ? middleOf(ofPhases[next]) : Infinity;
+    if (y - before < LABEL || after - y < LABEL) continue;
+    before = y;
+    found.push(line);
+  }
+  return found;
 }
 
 function shortened(context, text, width) {
@@ -218,7 +274,7 @@ function paintScale(ratio) {
   scale.height = 46 * ratio;
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   const { pixels, low, high } = layout.colours, about = QUANTITIES[state.rank === "all" ? state.quantity : "ratio"];
-  const left = layout.gutter, width = Math.max(120, Math.min(420, total - left - 190));
+  const left = layout.gutter, width = Math.max(80, Math.min(420, total - left - MARKS));
   context.font = "11px system-ui, sans-serif";
   context.fillStyle = css("faint");
   context.textAlign = "right";
@@ -229,13 +285,13 @@ function paintScale(ratio) {
     context.fillRect(left + x, 6, 1, 14);
   }
   context.fillStyle = css("faint");
-  const every = Math.ceil((high - low) / 8);
+  const every = Math.ceil((high - low) / Math.max(2, Math.min(8, Math.floor(width / 36))));
   for (let power = low; power <= high; power += every) {
     const text = power === 0 ? "1" : power === 1 ? "10" : `1e${power}`;
     context.fillText(text, left + ((power - low) / (high - low)) * width, 32);
   }
   [[pixels[LEVELS], about.zero], [pixels[LEVELS + 1], "inf"]].forEach(([colour, text], at) => {
-    const x = left + width + 24 + at * 80;
+    const x = left + width + 20 + at * 92;
     context.fillStyle = colourText(colour);
     context.fillRect(x, 6, 16, 14);
     context.strokeStyle = css("line");

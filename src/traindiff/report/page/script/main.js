@@ -74,12 +74,6 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", retint);
 
-let resizing = 0;
-window.addEventListener("resize", () => {
-  clearTimeout(resizing);
-  resizing = setTimeout(retint, 120);
-});
-
 // A page of `traindiff view` asks whether its recording has grown, and then loads itself again.
 function refreshFrom(address) {
   let known = null;

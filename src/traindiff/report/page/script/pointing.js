@@ -4,7 +4,7 @@ const tip = document.getElementById("tip");
 
 function cellAt(event) {
   const bounds = map.getBoundingClientRect();
-  const x = event.clientX - bounds.left - layout.gutter, y = event.clientY - bounds.top;
+  const x = event.clientX - bounds.left - layout.gutter, y = event.clientY - bounds.top - EDGE;
   const line = Math.floor(y / layout.rowHeight), lines = Math.ceil(state.visible.length / layout.pool);
   if (!layout.image || line < 0 || line >= lines || x > layout.width) return null;
   const column = Math.max(0, Math.min(numColumns - 1, Math.floor((x / layout.width) * numColumns)));

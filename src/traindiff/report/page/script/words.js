@@ -1,11 +1,11 @@
 // Numbers and sites as people read them.
 
-function digits(value) {
+function digits(value, places = 4) {
   if (value === null || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  return size >= 1e5 || size < 1e-3 ? value.toExponential(2).replace("e+", "e") : String(Number(value.toPrecision(4)));
+  return size >= 1e5 || size < 1e-3 ? value.toExponential(places > 4 ? places - 1 : 2).replace("e+", "e") : String(Number(value.toPrecision(places)));
 }
 
 function phaseText(row) {
