@@ -122,7 +122,7 @@ def test_of_what_is_no_tensor_the_recording_says_so_and_others_are_inspected(tmp
     assert [one.phase for one, _ in rows(tmp_path / "run", path="attention.scores")] == ["forward", "backward"]
 
 
-@pytest.mark.parametrize(("name", "path"), [(3, "3"), ("\ud800", "\\ud800"), ("a\0\r\n\u2028", "a\0\r\n\u2028")])
+@pytest.mark.parametrize(("name", "path"), [(3, "3"), ("\ud800", "\\ud800"), ("a\0\r\n\u2028", r"a\x00\r\n\u2028")])
 def test_any_name_can_be_recorded(name: str, path: str, tmp_path: Path) -> None:
     model = Attention()
     optimizer = SGD(model.parameters(), lr=0.1)
