@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 import traindiff
-from tests.recipes.recipes import mlp, one_thread, other_epsilon
+from tests.recipes.recipes import mlp, other_epsilon
 from traindiff.cli.commands import app
 from traindiff.comparison.investigation import Investigation, Stage
 from traindiff.errors import ConfigError
@@ -26,12 +26,6 @@ from traindiff.recipes.recipe import Recipe
 ALL = ["repeats", "seeds", "differs", "remains", "first-step", "first-site", "pinned", "operators"]
 
 Investigate = Callable[..., Investigation]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from torch.compiler import is_compiling
 
 from traindiff.replicas.replica import NAME as REPLICA
-from traindiff.sessions.faults import TAP_FAILED, Faults
+from traindiff.sessions.faults import Faults
 from traindiff.taps._torch_compat import is_tracing, run_as_it_is
 from traindiff.taps.left_behind import LeftBehind
 
@@ -39,31 +38,17 @@ class _Guard(LeftBehind):
         return result if self._alters else None
 
 
+run_as_it_is(_Guard.__call__, callees=True)
+
+
 class Containment(Faults):
     """Runs torch's hooks so that an error in one disables the tap it belongs to and goes no further.
 
-    Args:
-        strict: Raise errors instead.
-        report: Called once per disabled tap with its name and the error in one line.
-        around: Makes a context for each hook to run in.
-        passes: Whether an error is meant for the training.
-        failed: What the user is told when a tap fails; takes `tap` and `says`.
+    Args are those of `Faults`.
 
     Attributes:
         paused: No hook is run but those that clean up: another training is running, beside the one that is observed.
     """
-
-    def __init__(
-        self,
-        *,
-        strict: bool,
-        report: Callable[[str, str], None],
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-        passes: Callable[[Exception], bool] = lambda _: False,
-        failed: str = TAP_FAILED,
-    ) -> None:
-        super().__init__(strict=strict, report=report, around=around, passes=passes, failed=failed)
-        run_as_it_is(_Guard.__call__, callees=True)
 
     def guarded(self, tap: str, hook: Callable[..., None], *, always: bool = False) -> Callable[..., Any]:
         """`hook`, made harmless. It returns None, which tells torch to change nothing.
