@@ -51,7 +51,7 @@ _PLACES = """
 _to_copy _unsafe_view alias as_strided as_strided_scatter block_diag cat channel_shuffle clone constant_pad_nd copy detach
 diag_embed diagonal diagonal_scatter expand fill flip gather im2col col2im index index_add index_copy index_fill index_put
 index_reduce index_select lift_fresh masked_scatter masked_select permute pixel_shuffle pixel_unshuffle put
-reflection_pad1d reflection_pad2d reflection_pad3d repeat repeat_interleave replication_pad1d replication_pad2d
+reflection_pad1d reflection_pad2d reflection_pad3d repeat repeat_interleave resize_as replication_pad1d replication_pad2d
 replication_pad3d roll rot90 scatter scatter_add scatter_reduce select select_scatter slice slice_scatter split
 split_with_sizes squeeze stack t take transpose tril triu unbind unfold unsafe_chunk unsafe_split
 unsafe_split_with_sizes unsqueeze view view_as_complex view_as_real zero alias_copy as_strided_copy diagonal_copy
@@ -60,7 +60,7 @@ transpose_copy unbind_copy unfold_copy unsqueeze_copy view_copy
 """
 
 _NEW = """
-arange empty empty_like empty_permuted empty_strided eye full full_like linspace logspace new_empty new_empty_strided
+arange bartlett_window blackman_window hamming_window hann_window kaiser_window empty empty_like empty_permuted empty_strided eye full full_like linspace logspace new_empty new_empty_strided
 new_full new_ones new_zeros ones ones_like range scalar_tensor tril_indices triu_indices zeros zeros_like bernoulli cauchy
 exponential geometric log_normal multinomial native_dropout normal rand rand_like randint randint_like randn randn_like
 random randperm uniform
@@ -73,7 +73,7 @@ _native_multi_head_attention _pack_padded_sequence _scaled_dot_product_cudnn_att
 _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
 _thnn_fused_gru_cell _thnn_fused_lstm_cell _transformer_encoder_layer_fwd _upsample_bicubic2d_aa _upsample_bilinear2d_aa
 _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm_interface adaptive_max_pool2d
-adaptive_max_pool3d avg_pool2d avg_pool3d binary_cross_entropy binary_cross_entropy_with_logits embedding embedding_renorm
+adaptive_max_pool3d affine_grid_generator avg_pool2d avg_pool3d binary_cross_entropy binary_cross_entropy_with_logits embedding embedding_renorm
 fractional_max_pool2d fractional_max_pool3d glu grid_sampler_2d grid_sampler_3d max_pool2d_with_indices
 max_pool3d_with_indices max_unpool2d max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss_forward
 native_batch_norm native_group_norm native_layer_norm nll_loss2d_forward nll_loss_forward smooth_l1_loss soft_margin_loss

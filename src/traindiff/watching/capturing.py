@@ -42,6 +42,7 @@ class CapturedCall:
     tensors: dict[int, Tensor] = field(default_factory=dict)
 
 
+@torch.inference_mode(mode=False)  # in inference mode composite operators are not taken apart
 def capture(
     module: nn.Module,
     args: Sequence[Any],
