@@ -137,7 +137,9 @@ class Folder:
             OSError: It may not be read.
         """
         with self.open(name, limit=limit) as file:
-            content = file.read(limit + 1)  # more than were there when it was opened
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            content = file.read(size + 1)  # not the limit: as many bytes are allocated at once
         if len(content) > limit:
             raise self._refuse(self.path(name), f"it has more than the {limit} bytes that it may have")
         return content
