@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from traindiff.replicas.replica import NAME
-from traindiff.taps._torch_compat import leave_dispatch_mode
+from traindiff.taps.out_of_sight import enter_mode, leave_mode
 from traindiff.taps.sink import Sink
 
 Compute = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -40,7 +40,7 @@ class Dispatching(TorchDispatchMode):
     def enter(self) -> ExitStack:
         """Compute so from now on. Close the result to end it, whatever modes were entered since."""
         undo = ExitStack()
-        self.__enter__()  # type: ignore[no-untyped-call]
+        enter_mode(self)
         undo.callback(self._leave)
         return undo
 
@@ -70,7 +70,7 @@ class Dispatching(TorchDispatchMode):
 
     def _leave(self) -> None:
         self._active = False
-        leave_dispatch_mode(self)
+        leave_mode(self)
 
 
 def _raise(error: Exception) -> None:

@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from traindiff.observation import OPERATOR, RECOMPUTED_OPERATOR
 from traindiff.site import ROOT, path_in_whole
-from traindiff.taps._torch_compat import inside_backward, leave_dispatch_mode, running_node
+from traindiff.taps._torch_compat import inside_backward, running_node
 from traindiff.taps.context import TapContext
 from traindiff.taps.mode_dependent_nodes import WITHOUT_MODE, WithoutMode
 from traindiff.taps.operator_calls import GraphNodes, Made, ModuleCall
 from traindiff.taps.operator_tensors import Schema, inputs_of, outputs_of, schema_of, settings_of
+from traindiff.taps.out_of_sight import enter_mode, leave_mode
 from traindiff.taps.silent_modules import takes_hooks
 from traindiff.taps.source_line import SourceLine, called_from
 from traindiff.taps.undefined_memory import UndefinedMemory
@@ -151,9 +152,9 @@ class _Operators:
         """Turn the mode on or off, whatever other modes are on."""
         wanted = bool(self._calls) or self._in_backward
         if wanted and not self._is_on:
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            enter_mode(self._mode)
         elif not wanted:  # also where it was left already: autograd puts back what a hook in a backward pass has left
-            leave_dispatch_mode(self._mode)
+            leave_mode(self._mode)
         self._is_on = wanted
 
     def _begin(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Running | None:
