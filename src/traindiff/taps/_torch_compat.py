@@ -348,7 +348,12 @@ def has_arrived(tensor: Any) -> bool:
 
 def versions_of(tensor: Any) -> tuple[int, int]:
     """Counters that move when an asynchronous tensor, or what it stands for, is written to."""
-    return tensor._version, tensor.elem._version
+    return version_of(tensor), version_of(tensor.elem)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Counts what is written into a tensor; -1 where nobody counts. There is no public way to ask."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def arrived(tensor: Any) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from traindiff.kernels.torch_arrays import is_abstract
 from traindiff.observation import OPERATOR, RECOMPUTED_OPERATOR
 from traindiff.site import ROOT, path_in_whole
 from traindiff.taps._torch_compat import inside_backward, running_node
@@ -170,7 +171,7 @@ class _Operators:
             phase, inside = "backward", made.inside
         schema = schema_of(operator)
         given = inputs_of(schema, args, kwargs)
-        if any(_is_abstract(tensor) for _, tensor in given):
+        if any(is_abstract(tensor) for _, tensor in given):
             return None
         path = f"{inside.path or ROOT}/{schema.name}[{inside.next_number(phase, schema.name)}]"
         source = called_from(in_backward=node is not None)
@@ -245,8 +246,3 @@ class _Mode(TorchDispatchMode):
         if running is not None:
             self._tap.end(running, args, kwargs, output)
         return output
-
-
-def _is_abstract(tensor: Tensor) -> bool:
-    """Whether a tensor has no elements to read: its operator is run to learn the shape of a result."""
-    return tensor.is_meta or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")

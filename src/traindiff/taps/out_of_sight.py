@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from traindiff.taps._torch_compat import (
@@ -74,6 +74,14 @@ def in_sight() -> Iterator[None]:
             yield
     finally:
         _hidden.modes = take_dispatch_modes()
+
+
+def with_functions() -> AbstractContextManager[Any]:
+    """Inside it, functions of torch do again what the training has made of them, e.g. on its default device.
+
+    For code of the training's that a tap calls: dispatch modes, which count operators, still do not see it.
+    """
+    return nullcontext() if _hidden.modes is None else with_torch_function()
 
 
 def enter_mode(mode: Any) -> None:
