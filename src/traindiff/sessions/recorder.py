@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -39,6 +40,7 @@ from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.taps.numbers import as_tensor
 from traindiff.taps.optimizer_step import OptimizerTap
+from traindiff.taps.out_of_sight import out_of_sight
 from traindiff.taps.progress import Progress
 
 
@@ -90,9 +92,7 @@ class Recorder:
             data_size=targets.layout.data.size,
             interleaved=settings.sample_order == "interleaved",
         )
-        self._containment = Containment(
-            strict=settings.strict, report=self._record_fault, around=replica.paused if replica else nullcontext
-        )
+        self._containment = Containment(strict=settings.strict, report=self._record_fault)
         self._observations = Observations(
             progress=self._progress,
             layout=targets.layout,
@@ -104,6 +104,8 @@ class Recorder:
             last_seen=last_seen,
             run_on_cpu=settings.run_on_cpu,
         )
+        # A replica puts tensors of its own in the place of some of the training's, which are to be of the same class.
+        self._out_of_sight = partial(out_of_sight, functions=replica is None)
         self._writer: StepWriter | None = None
         self._attachment: Attachment | None = None
         self._undo = ExitStack()
@@ -121,7 +123,7 @@ class Recorder:
         }
         open_writer = open_writer or on_disk(path, overwrite=overwrite)
         self._writer = writer = open_writer(self._run, rank, world_size)
-        with ExitStack() as undo:
+        with self._out_of_sight(), ExitStack() as undo:
             undo.callback(self._containment.guarded("writer", writer.close, always=True))
             self._attachment = Attachment(
                 targets, settings, self._observations, replica=replica,
@@ -201,7 +203,8 @@ class Recorder:
             optimizer: It is about to step. If it holds nothing of the models, it is left alone.
         """
         if self._attachment is not None:
-            self._attachment.follow(optimizer)
+            with self._out_of_sight():
+                self._attachment.follow(optimizer)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -225,7 +228,7 @@ class Recorder:
         """Remove every tap, complete the files and let go of the model. Later calls do nothing."""
         self._containment.paused = False
         undo, self._undo = self._undo, ExitStack()
-        with undo:
+        with self._out_of_sight(), undo:
             if self._attachment is not None:
                 self._attachment.finish()
             self._containment.guarded("in_flight", self._observations.settle)()
