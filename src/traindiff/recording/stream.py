@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from traindiff.errors import CorruptRecordingError
 from traindiff.observation import Observation
-from traindiff.recording import manifest
+from traindiff.recording import gap, manifest
 from traindiff.recording.schema import NOTHING_STORED, SCHEMA, Stored, from_batch
 from traindiff.site import printable
 from traindiff.summary import Summaries
@@ -57,7 +57,7 @@ class RankStatus:
     Attributes:
         rank: Which rank.
         ending: `closed` by the recorder; `unclosed` after a whole step (killed, or still running);
-            `truncated` inside a message, which is left out.
+            `truncated` inside a message, which is left out, or before a step that could not be written.
         says: The same in one sentence; empty for `closed`.
     """
 
@@ -96,14 +96,17 @@ class RankStream:
         self._rank = rank
         self._data = posixpath.join(folder, "observations.arrows")
         self._crc = posixpath.join(folder, "observations.crc")
+        self._gap = posixpath.join(folder, gap.GAP_FILE)
 
     def status(self) -> RankStatus:
-        """How the stream ends, from its seals and the length of its data.
+        """How the stream ends, from its seals, the length of its data, and what the recording says of a gap.
 
         Raises:
-            CorruptRecordingError: The seals are damaged.
+            CorruptRecordingError: The seals are damaged, or the file of a gap.
         """
         seals, cut = self._seals()
+        if (found := self._found_gap()) is not None:
+            return RankStatus(rank=self._rank, ending="truncated", says=found.says(self._rank))
         where = self._data
         size = self._fs.size(where) if self._fs.exists(where) else 0
         if cut or (seals and seals[-1].offset + seals[-1].length > size):
@@ -121,6 +124,9 @@ class RankStream:
             CorruptRecordingError: The bytes are not those that were written.
         """
         yield from (unpacked(packed, self._rank) for packed in self._packed_steps())
+
+    def _found_gap(self) -> gap.Gap | None:
+        return gap.parsed(self._fs.cat_file(self._gap), where=self._gap) if self._fs.exists(self._gap) else None
 
     def _packed_steps(self) -> Iterator[_Packed]:
         """The rank's steps as they are on disk. No name here still refers to one when it is given away."""

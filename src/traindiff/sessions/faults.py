@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from traindiff.errors import TraindiffWarning
+from traindiff.errors import LostFilesError, TraindiffWarning
 
 _logger = logging.getLogger("traindiff")
 
@@ -20,6 +20,10 @@ TAP_FAILED = (
 _WRITER_FAILED = (
     "traindiff could not write the recording, and records nothing more: {says}. The training is not affected; what "
     "was written before is kept. Make room, or give record(...) another path."
+)
+_FILES_LOST = (
+    "traindiff records nothing more: {says} The training is not affected. Record again, into a directory that nothing "
+    "else changes."
 )
 
 
@@ -67,7 +71,8 @@ class Faults:
         except Exception as error:  # whatever it is, the training goes on
             if self._strict or self._passes(error):
                 raise
-            self.disable(tap, f"{type(error).__name__}: {error}", error)
+            says = str(error) if isinstance(error, LostFilesError) else f"{type(error).__name__}: {error}"
+            self.disable(tap, says, error)
             return None
         finally:
             self._running.hook = outer
@@ -91,7 +96,8 @@ class Faults:
         except Exception:  # the report goes into the recording, which may be what failed
             _logger.debug("the fault could not be recorded", exc_info=True)
         try:
-            warnings.warn(self.template(tap).format(tap=tap, says=says), TraindiffWarning, stacklevel=3)
+            template = _FILES_LOST if isinstance(error, LostFilesError) else self.template(tap)
+            warnings.warn(template.format(tap=tap, says=says), TraindiffWarning, stacklevel=3)
         except TraindiffWarning as warning:  # the user turned warnings into errors
             _logger.warning("%s", warning)
 
