@@ -24,12 +24,9 @@ from torch.optim import Optimizer
 
 from traindiff.taps._torch_compat import forget_compiled_code, patch_hook_guards, register_ordered_effect, run_as_it_is
 from traindiff.taps.compiled_observers import ModuleObserver, RootObserver, StepObserver
-from traindiff.taps.left_behind import LeftBehind
+from traindiff.taps.left_behind import NUMBER, LeftBehind
 from traindiff.taps.nested import tensors
 from traindiff.taps.out_of_sight import out_of_sight
-
-NUMBER = "_traindiff_number"
-"""What observed modules and optimizers carry."""
 
 
 @dataclass(slots=True, kw_only=True)

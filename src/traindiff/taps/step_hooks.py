@@ -9,6 +9,7 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from traindiff.taps._torch_compat import is_nested_step
+from traindiff.taps.left_behind import LeftBehind
 
 StepHook = Callable[..., Any]
 """Called with the optimizer, and with positional and keyword arguments of its `step`."""
@@ -16,17 +17,18 @@ StepHook = Callable[..., Any]
 
 def hook_before_step(optimizer: Optimizer, hook: StepHook) -> Callable[[], None]:
     """Have `hook` called before each step. Call the result to remove it."""
-    return optimizer.register_step_pre_hook(_once(hook)).remove
+    return optimizer.register_step_pre_hook(_Once(hook)).remove
 
 
 def hook_after_step(optimizer: Optimizer, hook: StepHook) -> Callable[[], None]:
     """Have `hook` called after each step. Call the result to remove it."""
-    return optimizer.register_step_post_hook(_once(hook)).remove
+    return optimizer.register_step_post_hook(_Once(hook)).remove
 
 
-def _once(hook: StepHook) -> StepHook:
-    def call(optimizer: Optimizer, *arguments: Any) -> None:
+class _Once(LeftBehind):
+    def __init__(self, hook: StepHook) -> None:
+        self._hook = hook
+
+    def __call__(self, optimizer: Optimizer, *arguments: Any) -> None:
         if is_compiling() or not is_nested_step(optimizer):
-            hook(optimizer, *arguments)
-
-    return call
+            self._hook(optimizer, *arguments)
