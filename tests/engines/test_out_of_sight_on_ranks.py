@@ -187,7 +187,8 @@ def differences(engine: str, cases: list[tuple[str, str, bool]], path: str) -> l
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_selective_checkpointing_recomputes_what_it_would_without_a_recording(engine: str, tmp_path: Path) -> None:
-    cases = [(checkpointed, "none", early_stop) for checkpointed in CHECKPOINTED for early_stop in (True, False)]
+    cases = [(checkpointed, "none", True) for checkpointed in CHECKPOINTED]
+    cases += [("whole", "none", False), ("must_save", "none", False)]
 
     found = run_on_ranks(differences, 2, engine, cases, str(tmp_path / "run"))
 
@@ -198,5 +199,6 @@ def test_selective_checkpointing_recomputes_what_it_would_without_a_recording(en
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_mode_on_a_rank_sees_the_same_with_and_without_a_recording(engine: str, tmp_path: Path) -> None:
     cases = [(checkpointed, mode, True) for mode in ON_RANKS for checkpointed in ("not", "must_save")]
+    cases.remove(("must_save", "communication", True))  # torch itself cannot do both at once
 
     assert run_on_ranks(differences, 2, engine, cases, str(tmp_path / "run")) == [[], []]

@@ -22,7 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from traindiff.taps._torch_compat import forget_compiled_code, patch_hook_guards, register_ordered_effect, run_as_it_is
+from traindiff.taps._torch_compat import (
+    forget_compiled_code,
+    is_exporting,
+    patch_hook_guards,
+    register_ordered_effect,
+    run_as_it_is,
+)
 from traindiff.taps.compiled_observers import ModuleObserver, RootObserver, StepObserver
 from traindiff.taps.left_behind import NUMBER, LeftBehind
 from traindiff.taps.nested import tensors
@@ -146,7 +152,7 @@ class _Traced(LeftBehind):
         self._hook = hook
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not is_exporting():  # what is exported is used without traindiff
             self._hook(*args)
 
 
