@@ -26,6 +26,7 @@ from traindiff.taps.batch_axis import BatchAxis
 from traindiff.taps.compiled import trace_hooks
 from traindiff.taps.context import Moments, TapContext
 from traindiff.taps.followed_modules import FollowedModules
+from traindiff.taps.left_behind import leave_hooks_behind
 from traindiff.taps.optimizer_step import OptimizerTap
 from traindiff.taps.scripting import hide_from_scripting
 from traindiff.taps.sink import Sink
@@ -115,6 +116,7 @@ class Attachment:
             undo.enter_context(self._optimizers.attach())  # whose steps are to be known before the rest is looked at
             undo.enter_context(trace_hooks())
             undo.enter_context(hide_from_scripting())
+            undo.enter_context(leave_hooks_behind())
             self._undo = undo.pop_all()
         report = partial(_report_unused, context.batch_axis, targets.layout)
         self._moments.at_end.append(sink.guarded("batch_axis", report))
