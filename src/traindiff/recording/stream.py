@@ -137,7 +137,7 @@ class RankStream:
         if says:
             return RankStatus(rank=self._rank, ending="truncated", says=f"rank {self._rank}: {says}")
         if last.length != len(_END_OF_STREAM):
-            says = f"rank {self._rank}: the recording was not closed (the run was killed, or still runs)."
+            says = f"rank {self._rank}: the recording was not closed (the run was killed, could not write, or still runs)."
             return RankStatus(rank=self._rank, ending="unclosed", says=says)
         return RankStatus(rank=self._rank, ending="closed", says="")
 
