@@ -101,7 +101,12 @@ class Attachment:
         self._write_described = on_discovery
         upkeep = Upkeep(context, targets, on_change=on_discovery)
         self._optimizers = FollowedOptimizers(
-            context, targets, optimizers, on_step=on_step, on_discovery=on_discovery, before_step=upkeep.before_optimizer
+            context,
+            targets,
+            optimizers,
+            on_step=on_step,
+            on_discovery=on_discovery,
+            before_step=upkeep.before_optimizer,
         )
         self._moments.before_forward.append(self.settle)
         self._moments.on_schedule.append(partial(on_schedule, targets.root))
@@ -132,7 +137,6 @@ class Attachment:
         if elsewhere := self._optimizers.goes_on_elsewhere():
             self._described["goes_on_elsewhere"] = elsewhere
             self._write_described()
-            warnings.warn(f"record(...): {elsewhere}.", TraindiffWarning, stacklevel=2)
         for at_end in self._moments.at_end:
             at_end()
 
