@@ -25,6 +25,7 @@ from traindiff.observation import ITSELF, TAP_FAILED
 from traindiff.recording import RecordingWriter
 from traindiff.sessions.at_exit import close_at_exit
 from traindiff.sessions.background import BackgroundWriter, Follower
+from traindiff.sessions.ending import Ending
 from traindiff.sessions.faults import Faults
 from traindiff.settings import RecordSettings
 from traindiff.taps.batch_axis import BatchAxis
@@ -68,6 +69,9 @@ class Recorder:
             progress=self._progress, detail=settings.detail, bounds=settings.bounds, on_full=self._write_contained
         )
         self._logged: dict[str, int] = {}
+        self._ending = Ending(self._progress)
+        self._content: dict[str, Any] = {}
+        self._final: dict[str, Any] | None = None
         self._writer: BackgroundWriter | None = None
         self._forward: ForwardPass | None = None
         self._undo = ExitStack()
@@ -91,7 +95,7 @@ class Recorder:
         files = RecordingWriter(path, run=run, rank=rank, world_size=world_size, overwrite=overwrite)
         self._writer = writer = BackgroundWriter(files, follower=follower)
         with ExitStack() as undo:
-            undo.callback(self._faults.run, "writer", writer.close, always=True)
+            undo.callback(self._faults.run, "writer", lambda: writer.close(self._final), always=True)
             if targets.root is not None:
                 self._forward = ForwardPass(
                     targets.cells, targets.root, observe=observe, batch_axis=BatchAxis(settings.batch_axis),
@@ -102,8 +106,9 @@ class Recorder:
                 undo.enter_context(compiled.attach())
                 direct = DirectSteps(tap, before_step=self._before_step, faults=self._faults, pause=compiled.pause)
                 undo.enter_context(direct.attach())
-            files.write_rank({**targets.describe(), "world_size": world_size, "mesh": divided, "pid": os.getpid()})
-            undo.callback(atexit.unregister, close_at_exit(self))
+            self._content = {**targets.describe(), "world_size": world_size, "mesh": divided, "pid": os.getpid()}
+            files.write_rank(self._content)
+            undo.callback(atexit.unregister, close_at_exit(self, first=self._ending.at_exit))
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -112,6 +117,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        self._ending.by(error)
         self.close()
 
     @property
@@ -151,6 +157,8 @@ class Recorder:
                 self._settle()
                 self._look_for_unseen_steps()
                 self._write_contained()
+                optimizers = [tap.followed.name for tap in self._steps]
+                self._final = {**self._content, "ended": self._ending.to_json(optimizers)}
         self._writer = None
         self._forward = None
         self._steps.clear()
@@ -176,6 +184,8 @@ class Recorder:
 
     def _end_step(self, name: str) -> None:
         primary = name == self._progress.optimizer
+        if primary:
+            self._ending.step_ends()
         with self._observations.lock:
             if primary and self._forward is not None:
                 self._faults.run("module_outputs", self._forward.end_step)

@@ -75,11 +75,13 @@ class BackgroundWriter:
 
     def write_run(self, run: Mapping[str, Any]) -> None:
         """Write or replace `run.json` at once, if this is the lowest rank that is recorded."""
-        self._writer.write_run(run)
+        if not self._is_forked:
+            self._writer.write_run(run)
 
     def write_rank(self, content: Mapping[str, Any]) -> None:
         """Write or replace `rank.json` at once."""
-        self._writer.write_rank(content)
+        if not self._is_forked:
+            self._writer.write_rank(content)
 
     def write_step(
         self, observations: Sequence[Observation], summaries: Sequence[Any], details: Mapping[int, Detail] = NO_DETAILS
@@ -105,8 +107,11 @@ class BackgroundWriter:
         if not (slow or any(isinstance(one, Deferred) for one in summaries)):
             written.wait(self._prompt)
 
-    def close(self) -> None:
+    def close(self, content: Mapping[str, Any] | None = None) -> None:
         """Wait until everything is written, and complete the files.
+
+        Args:
+            content: Of `rank.json`, now that the training has ended; left out where nothing has changed.
 
         Raises:
             OSError: A step could not be written.
@@ -121,6 +126,13 @@ class BackgroundWriter:
                 raise self._timeout()
         if self._incomplete:
             self._writer.leave_open()
+        try:
+            if content is not None:
+                self._writer.write_rank(content)
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
         try:
             self._writer.close()
         finally:
