@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,11 @@ DEPTH = 6
 MOST = 500
 """Recordings that are listed."""
 
+SECONDS = 10.0
+"""How long they are looked into; those that are left are listed by their names."""
+
+UNREAD = "not looked into: there are too many"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
@@ -26,7 +32,8 @@ class Listed:
         created: When it was begun, as `run.json` has it.
         ranks: How many ranks it has.
         size_bytes: Of its files.
-        ending: `closed`, `unclosed` (still recording, or killed), or `unreadable`.
+        ending: `closed`, `aborted` (ended by an error), `unclosed` (still recording, or killed), `unreadable`, or
+            `unread` (there was no time).
         says: More of that in a sentence; may be empty.
     """
 
@@ -50,7 +57,11 @@ class Catalogue:
 
     def recordings(self) -> list[Listed]:
         """The recordings, those begun last first."""
-        found = [_listed(path, name) for name, path in self._found()]
+        until = time.monotonic() + SECONDS
+        found = [
+            _listed(path, name) if time.monotonic() < until else _without_details(name, ending="unread", says=UNREAD)
+            for name, path in self._found()
+        ]
         return sorted(found, key=lambda one: (one.created, one.name), reverse=True)
 
     def find(self, name: str) -> Path | None:
@@ -95,18 +106,29 @@ class Catalogue:
                 return
 
 
+def _without_details(name: str, *, ending: str, says: str) -> Listed:
+    return Listed(name=name, created="", ranks=0, size_bytes=0, ending=ending, says=says)
+
+
+def _ending(of_ranks: set[str]) -> str:
+    """How a recording ends: as the rank that ends worst."""
+    if not of_ranks or of_ranks & {"unclosed", "truncated"}:
+        return "unclosed"
+    return "aborted" if "aborted" in of_ranks else "closed"
+
+
 def _listed(path: Path, name: str) -> Listed:
     try:
         recording = open_recording(str(path))
         statuses = [recording.status(rank) for rank in recording.ranks]
         size = sum(file.lstat().st_size for file in path.glob("rank-*/*"))
     except (RecordingError, OSError) as error:
-        return Listed(name=name, created="", ranks=0, size_bytes=0, ending="unreadable", says=str(error))
+        return _without_details(name, ending="unreadable", says=str(error))
     return Listed(
         name=name,
         created=str(recording.run.get("created", "")),
         ranks=recording.world_size,
         size_bytes=size,
-        ending="closed" if statuses and all(one.ending == "closed" for one in statuses) else "unclosed",
+        ending=_ending({one.ending for one in statuses}),
         says=next((status.says for status in statuses if status.says), ""),
     )
