@@ -30,6 +30,7 @@ VOCABULARY = frozenset(
         "steps",
         "summary",
         "tap_registry",
+        "untrusted",
     }
 )
 """Modules that every layer speaks: the lowest layer, without torch."""
