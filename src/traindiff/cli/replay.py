@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.watching.contained import GIB, SECONDS, replay_contained
 
 
 @app.command(short_help="Run again a module that made NaN or infinity, in longer dtypes.")
@@ -17,19 +18,26 @@ def replay(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="What traindiff.watch has saved.")],
     device: Annotated[str, typer.Option(help='Where to run it, e.g. "cuda".')] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="For programs (docs/watch.md).")] = False,
+    seconds: Annotated[float, typer.Option(min=1, help="How long it may take.")] = SECONDS,
+    memory: Annotated[
+        float,
+        typer.Option(
+            min=0.5, metavar="GIB", help="How much memory it may take (or 64 times its file of tensors, if that is more)."
+        ),
+    ] = GIB,
 ) -> None:
     """Run the operators of one module's call again, in its own dtypes, in float32 and in float64.
+
+    They run in a process of their own, so that what somebody else has saved can be replayed, too: only operators that
+    compute from tensors and numbers are called, and time and memory are limited.
 
     Exits with 0 if the overflow is the dtype's, 1 if the mathematics is not finite, 2 if the input cannot be used, and
     3 if nothing that is not finite came out again.
     """
-    from traindiff.watching.replaying import replay as replay_directory
-    from traindiff.watching.replaying import table
-
     with messages.status("running"):
-        found = replay_directory(directory, device=device)
+        found = replay_contained(directory, device=device, seconds=seconds, gib=memory)
     if as_json:
-        results.print(json.dumps(found.to_json(), indent=2), markup=False, soft_wrap=True)
+        results.print(json.dumps(found.content, indent=2), markup=False, soft_wrap=True)
     else:
-        results.print("\n".join(table(found)), markup=False, soft_wrap=True)
+        results.print("\n".join(found.lines), markup=False, soft_wrap=True)
     raise typer.Exit(found.exit_code)

@@ -51,6 +51,14 @@ def next_node_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
+def schemas_of(name: str) -> list[Any]:
+    """The schemas of all overloads of an operator, e.g. `aten::add`; none where there is no such operator.
+
+    `torch.ops` finds operators by attributes of objects, which have others too; this asks what is registered.
+    """
+    return list(torch._C._jit_get_schemas_for_operator(name))
+
+
 def register_ordered_effect(operator: Any) -> None:
     """Tell compilers that calls of `operator` must all happen, once, in order.
 

@@ -124,9 +124,12 @@ class Folder:
             OSError: It may not be read.
         """
         with self.open(name) as file:
-            if self._local and (size := os.fstat(file.fileno()).st_size) > limit:
-                raise self._refuse(self.path(name), f"it has {size} bytes, and may have {limit}")
-            content = file.read(limit + 1)
+            most = limit
+            if self._local:
+                most = os.fstat(file.fileno()).st_size
+                if most > limit:
+                    raise self._refuse(self.path(name), f"it has {most} bytes, and may have {limit}")
+            content = file.read(most + 1)  # which allocates as many bytes at once
         if len(content) > limit:
             raise self._refuse(self.path(name), f"it has more than the {limit} bytes that it may have")
         return content

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from traindiff.taps._torch_compat import without_onednn
 from traindiff.taps.nested import replaced, tensors
+from traindiff.watching.allowed_operators import RefusedOperatorError, check
 from traindiff.watching.calls import slots, within
 from traindiff.watching.operations import NotWritableError, Operation, to_json
 
@@ -41,6 +42,7 @@ class CapturedCall:
     tensors: dict[int, Tensor] = field(default_factory=dict)
 
 
+@torch.inference_mode(mode=False)  # in inference mode composite operators are not taken apart
 def capture(
     module: nn.Module,
     args: Sequence[Any],
@@ -65,10 +67,9 @@ def capture(
     Returns:
         The call.
 
-
     Raises:
-        NotWritableError: The module cannot be copied, fails, or calls an operator whose arguments cannot be written
-            down.
+        NotWritableError: The module cannot be copied, fails, or calls an operator that `traindiff replay` does not
+            call, or whose arguments cannot be written down.
     """
     copied = _copy(module)
     given = [one for _, one in tensors((list(args), dict(kwargs)), "input")]
@@ -183,9 +184,12 @@ class _Writer(TorchDispatchMode):
         if name.split(".")[1] in _DRAWS:
             drawn = [self._keep_value(one) for _, one in tensors(output, "")]
         made = to_json(output, self._output_number)
-        self.call.operations.append(
-            Operation(name=name, args=written[0], kwargs=written[1], output=made, drawn=tuple(drawn))
-        )
+        operation = Operation(name=name, args=written[0], kwargs=written[1], output=made, drawn=tuple(drawn))
+        try:
+            check(operation)
+        except RefusedOperatorError as error:
+            raise NotWritableError(str(error)) from None
+        self.call.operations.append(operation)
         return output
 
     def _output_number(self, tensor: Tensor) -> int:

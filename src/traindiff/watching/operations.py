@@ -10,6 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from traindiff.watching.argument_types import DTYPES, FLOATS, LAYOUTS, MEMORY_FORMATS
+
 Json = Any
 """What JSON can hold."""
 
@@ -48,7 +50,13 @@ class Operation:
     @classmethod
     def from_json(cls, content: Mapping[str, Json]) -> Self:
         """What `to_json` made."""
-        return cls(**{**content, "drawn": tuple(content.get("drawn", ()))})
+        return cls(
+            name=content["name"],
+            args=content["args"],
+            kwargs=content.get("kwargs", {}),
+            output=content["output"],
+            drawn=tuple(content.get("drawn", ())),
+        )
 
 
 def to_json(value: Any, number: Callable[[Tensor], int]) -> Json:
@@ -64,7 +72,7 @@ def to_json(value: Any, number: Callable[[Tensor], int]) -> Json:
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
+        return {"complex": [to_json(value.real, number), to_json(value.imag, number)]}
     if isinstance(value, (list, tuple)):
         return [to_json(one, number) for one in value]
     if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
@@ -81,7 +89,7 @@ def from_json(
     dtype: Callable[[torch.dtype], torch.dtype] = lambda one: one,
     device: torch.device | None = None,
 ) -> Any:
-    """The argument that `to_json` wrote.
+    """The argument that `to_json` wrote; `allowed_operators.check` has found it to be one.
 
     Args:
         value: What it wrote.
@@ -97,8 +105,9 @@ def from_json(
     if kind == "tensor":
         return tensor(content)
     if kind == "torch":
-        found = getattr(torch, content)
-        return dtype(found) if isinstance(found, torch.dtype) else found
+        return dtype(DTYPES[content]) if content in DTYPES else {**LAYOUTS, **MEMORY_FORMATS}[content]
     if kind == "device":
         return device or torch.device("cpu")
-    return float(content) if kind == "float" else complex(*content)
+    if kind == "float":
+        return FLOATS[content]
+    return complex(*(from_json(one, tensor) for one in content))

@@ -10,7 +10,7 @@ import torch
 
 from traindiff.site import ROOT, printable
 from traindiff.watching.rerunning import Made, Rerun, rerun
-from traindiff.watching.saving import load
+from traindiff.watching.saved_call import load_call
 
 Cause = Literal["dtype", "mathematics", "given", "not reproduced", "not run"]
 
@@ -71,13 +71,14 @@ def replay(directory: Path, *, device: str = "cpu") -> Replay:
     """Run a call that `traindiff.watch` has saved again.
 
     Raises:
-        NotARecordingError: The directory holds none.
+        NotARecordingError: The directory holds none, or one that is not run.
+        CorruptRecordingError: Its files are damaged.
     """
-    call, content = load(directory)
+    call, content = load_call(directory)
     native, *others = (rerun(call, dtype, device) for dtype in (None, torch.float32, torch.float64))
     cause, says = _judged(native, *others)
     return Replay(
-        path=content["path"] or ROOT, module=content["module"], origin=content["origin"]["says"], native=native,
+        path=content["path"] or ROOT, module=content["module"] or "", origin=content["origin"]["says"], native=native,
         float32=others[0], float64=others[1], cause=cause, says=says,
     )  # fmt: skip
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from traindiff.taps._torch_compat import without_onednn
 from traindiff.taps.nested import tensors
+from traindiff.watching.allowed_operators import allowed_operator, bound
+from traindiff.watching.argument_checks import check_bounds
 from traindiff.watching.capturing import CapturedCall
 from traindiff.watching.operations import Operation, from_json
 
@@ -195,11 +197,14 @@ class _Values:
 
     def run(self, operation: Operation) -> Any:
         """Run an operator; gives back what it returns."""
-        namespace, name, overload = operation.name.split(".", 2)
-        function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        operator, name = allowed_operator(operation.name), operation.name.split(".")[1]
         convert = partial(from_json, tensor=self.__getitem__, dtype=self._other, device=self._device)
-        args = [convert(one) for one in operation.args]
-        output = function(*args, **{key: convert(one) for key, one in operation.kwargs.items()})
+        given = {one: convert(value) for one, value in bound(operation, operator._schema.arguments).items()}
+        check_bounds(name, {one.name: value for one, value in given.items()})
+        output = operator(
+            *(value for one, value in given.items() if not one.kwarg_only),
+            **{one.name: value for one, value in given.items() if one.kwarg_only},
+        )
         made = [one for _, one in tensors(output, "")]
         with torch.no_grad() if operation.drawn or name.startswith(("empty", "new_empty")) else nullcontext():
             if name.startswith(("empty", "new_empty")):

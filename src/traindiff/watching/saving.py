@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from traindiff.errors import NotARecordingError
+from traindiff.errors import RecordingError
 from traindiff.kernels.extent import stored_values
-from traindiff.site import printable
 from traindiff.taps.nested import tensors
 from traindiff.watching.capturing import CapturedCall, capture
-from traindiff.watching.operations import NotWritableError, Operation
+from traindiff.watching.operations import NotWritableError
 from traindiff.watching.origin import Found, Origin
-
-FORMAT = "traindiff-module"
-VERSION = 1
+from traindiff.watching.saved_call import FORMAT, MODULE_FILE, MOST_TENSOR_BYTES, TENSORS_FILE, VERSION, call_of, read_content
 
 _LARGEST_BYTES = 8 << 30
 """A module whose parameters and inputs take more is not copied to be captured."""
@@ -37,12 +34,9 @@ def save(directory: Path, found: Found, origin: Origin, frames: str) -> str:
         OSError: It cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "module.json").unlink(missing_ok=True)  # of an earlier run, which had other tensors
+    (directory / MODULE_FILE).unlink(missing_ok=True)  # of an earlier run, which had other tensors
     (directory / "frames.txt").write_text(frames, encoding="utf-8")
     call, reason = _captured(found)
-    kept = _at_hand(found) if call is None else {str(number): one for number, one in call.tensors.items()}
-    written = {name: one for name, tensor in kept.items() if (one := _writable(tensor)) is not None}
-    save_file(written, directory / "tensors.safetensors")
     content: dict[str, Any] = {
         "format": FORMAT, "version": VERSION, "origin": asdict(origin),
         "module": None if found.call is None else found.call.kind,
@@ -50,38 +44,33 @@ def save(directory: Path, found: Found, origin: Origin, frames: str) -> str:
         "not_captured": reason,
         "call": None if call is None else _to_json(call),
     }  # fmt: skip
-    (directory / "module.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    written = _written({} if call is None else {str(number): one for number, one in call.tensors.items()})
+    text = json.dumps(content, indent=1)
+    if call is not None and (reason := _refused(text, call, written)):
+        call, text = None, json.dumps({**content, "not_captured": reason, "call": None}, indent=1)
+    save_file(_written(_at_hand(found)) if call is None else written, directory / TENSORS_FILE)
+    (directory / MODULE_FILE).write_text(text, encoding="utf-8")
     return reason
 
 
-def load(directory: Path) -> tuple[CapturedCall, dict[str, Any]]:
-    """What `save` wrote: the call, and everything else in `module.json`.
+def _written(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one for name, tensor in kept.items() if (one := _writable(tensor)) is not None}
 
-    Raises:
-        NotARecordingError: There is no call in it; the message says why.
-    """
-    file = directory / "module.json"
-    if not file.is_file():
-        raise NotARecordingError(
-            f"{directory} holds no module.json. Give a directory that traindiff.watch has written when it found a NaN."
-        )
+
+def _refused(text: str, call: CapturedCall, written: Mapping[str, Tensor]) -> str:
+    """Why `traindiff replay` would refuse a call; empty where it takes it."""
+    for number, tensor in call.tensors.items():
+        one = written.get(str(number))
+        if one is None or (one.dtype, one.shape) != (tensor.dtype, tensor.shape):
+            return f"a tensor of {tensor.dtype} of shape {tuple(tensor.shape)} cannot be saved as it is"
+    if (size := sum(one.numel() * one.element_size() for one in written.values())) > MOST_TENSOR_BYTES:
+        return f"its tensors have {size / 2**30:.1f} GiB, and may have {MOST_TENSOR_BYTES >> 30}"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        kind, version = content["format"], content["version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise NotARecordingError(f"{file} is damaged ({error}). Watch the training again.") from None
-    if kind != FORMAT or version != VERSION:
-        raise NotARecordingError(
-            f"{file} has format {kind} {version}; this traindiff reads {FORMAT} {VERSION}. Update traindiff."
-        )
-    if content["call"] is None:
-        reason = printable(str(content["not_captured"]))
-        raise NotARecordingError(f"{directory} holds tensors, but no module that could be run again: {reason}.")
-    try:
-        kept = load_file(directory / "tensors.safetensors")
-        return _from_json(content["call"], kept), content
-    except Exception as error:  # noqa: BLE001  safetensors has errors of its own for damaged files
-        raise NotARecordingError(f"{directory} is damaged ({type(error).__name__}: {error}).") from None
+        content = read_content(text.encode(), "the call")
+        call_of(content["call"], {int(name): one for name, one in written.items()}, where="the call")
+    except RecordingError as error:
+        return str(error).rstrip(".")
+    return ""
 
 
 def _captured(found: Found) -> tuple[CapturedCall | None, str]:
@@ -130,12 +119,3 @@ def _to_json(call: CapturedCall) -> dict[str, Any]:
         "trained": call.trained,
         "operations": [one.to_json() for one in call.operations],
     }  # fmt: skip
-
-
-def _from_json(content: Mapping[str, Any], kept: Mapping[str, Tensor]) -> CapturedCall:
-    return CapturedCall(
-        inputs=content["inputs"], weights=content["weights"], outputs=content["outputs"],
-        gradients=content["gradients"], trained=content["trained"],
-        operations=[Operation.from_json(one) for one in content["operations"]],
-        tensors={int(number): one for number, one in kept.items()},
-    )  # fmt: skip
