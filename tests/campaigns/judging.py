@@ -126,7 +126,7 @@ class Judge:
             for one in args[: _ON_PATHS[event]]:
                 if isinstance(one, (str, bytes)) or hasattr(one, "__fspath__"):
                     self._look_at(event, os.fsdecode(one))
-        elif event in _FORBIDDEN:
+        elif event in _FORBIDDEN and not (event.startswith("socket.") and "127.0.0.1" in repr(args)):
             self._note(event, repr(args)[:200])
 
     def _look_at(self, event: str, path: str) -> None:
@@ -152,7 +152,7 @@ _ON_PATHS = {
 
 _FORBIDDEN = frozenset(
     {
-        "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "os.kill", "os.putenv",
+        "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "os.kill",
         "socket.connect", "socket.getaddrinfo", "ctypes.dlopen", "pickle.find_class", "webbrowser.open", "urllib.Request",
     }
 )  # fmt: skip
@@ -161,8 +161,9 @@ _FORBIDDEN = frozenset(
 
 def _of_the_interpreter() -> list[str]:
     """Where code comes from that is imported late, and what belongs to it."""
-    names = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), SOURCE, HERE}
-    return sorted({os.path.realpath(name) for name in names} | names | {"/usr/share/zoneinfo", "/etc/localtime"})
+    names = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *sys.path, SOURCE, HERE}
+    names |= {os.path.realpath(name) for name in names}
+    return sorted(name for name in names if name) + ["/usr/share/zoneinfo", "/etc/localtime"]
 
 
 def _failure(kind: str, error: BaseException) -> Failure:

@@ -27,6 +27,7 @@ from tests.campaigns.judging import HANG_SECONDS, Failure, Judge
 from tests.campaigns.mutating import Mutant, Seed, mutant
 from tests.campaigns.places import Places
 from tests.campaigns.readers import READERS, Case
+from traindiff.errors import TraindiffError
 
 _LEASE = 4000
 """Mutants that a process judges before another takes its place."""
@@ -149,8 +150,8 @@ class Worker:
 
     def kill_if_stuck(self) -> None:
         """Kill the process if its reader has taken too long, and no alarm got through."""
-        _, begun = struct.unpack("<qd", self._slot[:])
-        if time.monotonic() - begun > self._plan.hang_seconds + _GRACE_SECONDS:
+        number, begun = struct.unpack("<qd", self._slot[:])
+        if number >= 0 and time.monotonic() - begun > self._plan.hang_seconds + _GRACE_SECONDS:
             os.kill(self._pid, signal.SIGKILL)
 
     def finish(self) -> Iterator[Judged]:
@@ -167,6 +168,8 @@ class Worker:
         if status and os.waitstatus_to_exitcode(status) >= 0:
             broken = self._work / "broken"
             raise RuntimeError(f"a worker broke: {broken.read_text() if broken.exists() else status}")
+        if status and number < 0:
+            raise RuntimeError(f"a worker was ended by signal {-os.waitstatus_to_exitcode(status)} between two mutants")
         if status and number >= 0 and number not in done:
             done.add(number)
             yield self._died(number, -os.waitstatus_to_exitcode(status))
@@ -203,6 +206,7 @@ class Worker:
             outside=places.outside, hang_seconds=self._plan.hang_seconds,
         )  # fmt: skip
         run: Callable[[Callable[[], object]], tuple[str, Failure | None, int]]
+        self._warm(places)
         if self._plan.commands:
             own = Forked(judge, self._work)
             run = own.run
@@ -227,6 +231,23 @@ class Worker:
             self._slot[:] = struct.pack("<qd", -1, time.monotonic())
             if failure is not None and failure.kind == "memory" and not self._plan.commands:
                 return  # its peak is that of every reader that came after
+
+
+    def _warm(self, places: Places) -> None:
+        """Have every reader read what is right, so that everything is imported and what is kept for good is there."""
+        said = [os.dup(1), os.dup(2)]
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(self._work / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND), descriptor)
+        for seed in {one.kind: one for one in self._plan.seeds}.values():
+            for name, (_, reader) in self._plan.readers()[seed.kind].items():
+                for choice in range(4 if "view" not in name else 1):
+                    places.put(dict(seed.files))
+                    try:
+                        reader(Case(places, seed.name, Random(choice)))
+                    except TraindiffError:
+                        continue
+        for descriptor, kept in ((1, said[0]), (2, said[1])):
+            os.dup2(kept, descriptor)
 
 
 def _prepare_process(crash: Path) -> None:
