@@ -24,6 +24,7 @@ from traindiff.interop.msprobe.exporting import export_gradients
 from traindiff.interop.msprobe.importing import import_gradients
 from traindiff.recording import tensor_files
 from traindiff.report.direction_pictures import check_available
+from traindiff.shards import Shard
 
 chapter = Chapter("The gradient monitor, import and export", [])
 situation = chapter.situation
@@ -210,7 +211,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     data = bytearray(tensor_files.dump({"positive": zeros, "signless": zeros}, site="fc.weight grad"))
     begin = 8 + int.from_bytes(data[:8], "little")  # behind the header
     data[begin : begin + 8] = bytes(7) + b"\xff"
-    tensor_files.load(bytes(data), where="tensors/fc.weight.safetensors")
+    tensor_files.load(bytes(data), where="tensors/fc.weight.safetensors", shard=Shard.whole((200, 200)))
 
 
 @situation("an export where gradients of another run are")

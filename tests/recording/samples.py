@@ -30,10 +30,19 @@ def observation(**changes: Any) -> Observation:
 
 
 def summaries(count: int, *, seed: int = 0) -> Summaries:
-    """Any bits in every field: what is read must be what was written, not what makes sense."""
+    """Any bits in every field but counts: what is read must be what was written, not what makes sense.
+
+    Counts are those of a single element, which every tensor here has.
+    """
     generator = np.random.default_rng(seed)
     words = generator.integers(0, 2**64, size=count * SUMMARY.itemsize // 8, dtype=np.uint64)
-    return words.view(SUMMARY)
+    found = words.view(SUMMARY)
+    found["count"] = 1
+    for name in ("nan", "positive_infinity", "negative_infinity", "zero"):
+        found[name] = 0
+    for name in ("negative", "subnormal"):
+        found[name] = generator.integers(0, 2, size=count)
+    return found
 
 
 def step(number: int, *, sites: int = 3, optimizer: str = "optimizer") -> tuple[list[Observation], Summaries]:

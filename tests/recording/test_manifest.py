@@ -99,10 +99,10 @@ def test_older_versions_are_migrated_one_by_one(monkeypatch: pytest.MonkeyPatch)
             2: lambda old: {**old, "version": 3, "second": old["first"]},
         },
     )
-    old = manifest.dump({"format": "traindiff-recording", "version": 1})
+    old = manifest.dump({"format": "traindiff-recording", "version": 1, "world_size": 1, "settings": {}})
 
     assert manifest.load_run(old, where="run.json") == {
-        "format": "traindiff-recording", "version": 3, "first": True, "second": True,
+        "format": "traindiff-recording", "version": 3, "world_size": 1, "settings": {}, "first": True, "second": True,
     }  # fmt: skip
 
 

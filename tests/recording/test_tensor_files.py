@@ -15,6 +15,7 @@ from traindiff.errors import CorruptRecordingError
 from traindiff.recording import Recording, RecordingWriter, open_recording
 from traindiff.recording.names import LONGEST, file_name
 from traindiff.recording.tensor_files import dump, load
+from traindiff.shards import Shard
 
 VALUES = np.array([[1.0, -2.5], [0.0, np.inf]], dtype=np.float32)
 
@@ -27,9 +28,10 @@ def write(path: Path, *, site: str = "a/../b") -> Recording:
     """Two steps of two observations; the second one of each has details."""
     writer = RecordingWriter(str(path), run=RUN)
     for step in range(2):
-        seen = [observation(step=step), observation(step=step, path=site, slot="grad", dtype="float32")]
+        shard = Shard.whole(VALUES.shape)
+        seen = [observation(step=step), observation(step=step, path=site, slot="grad", dtype="float32", shard=shard)]
         tensors = {"value": raw(VALUES + step, "float32")}
-        detail = Detail(exponents=np.arange(320, dtype=np.int64) + step, tensors=tensors)
+        detail = Detail(exponents=np.eye(320, dtype=np.int64)[step], tensors=tensors)
         writer.write_step(seen, summaries(2), {1: detail})
     writer.close()
     return open_recording(str(path))
@@ -40,7 +42,7 @@ def test_tensors_and_exponents_come_back_with_their_observation(tmp_path: Path) 
 
     for number, step in enumerate(recording.steps(0)):
         np.testing.assert_array_equal(recording.tensors(step, 1)["value"], VALUES + number)
-        np.testing.assert_array_equal(step.stored.exponents[1], np.arange(320) + number)
+        np.testing.assert_array_equal(step.stored.exponents[1], np.eye(320)[number])
         assert recording.tensors(step, 0) == {}
         assert 0 not in step.stored.exponents
 
@@ -56,7 +58,8 @@ def test_a_hostile_site_stays_inside_the_recording(tmp_path: Path) -> None:
 def test_bfloat16_is_stored_as_such_and_read_as_float32(tmp_path: Path) -> None:
     bits = np.array([0x3F80, 0xC020, 0x7F80], dtype=np.uint16)  # 1, -2.5, inf
     writer = RecordingWriter(str(tmp_path / "run"), run=RUN)
-    writer.write_step([observation()], summaries(1), {0: Detail(tensors={"value": raw(bits, "bfloat16")})})
+    seen = observation(shard=Shard.whole(bits.shape))
+    writer.write_step([seen], summaries(1), {0: Detail(tensors={"value": raw(bits, "bfloat16")})})
     writer.close()
 
     recording = open_recording(str(tmp_path / "run"))
@@ -71,7 +74,7 @@ def test_a_damaged_or_missing_tensor_file_is_named(tmp_path: Path) -> None:
     (path / first.stored.files[1]).write_bytes(b"\xff" * 40)
     (path / second.stored.files[1]).unlink()
 
-    with pytest.raises(CorruptRecordingError, match=r"step-000000/00000001-.*damaged"):
+    with pytest.raises(CorruptRecordingError, match=r"step-000000/00000001-.*damaged: its content has checksum"):
         recording.tensors(first, 1)
     with pytest.raises(CorruptRecordingError, match=r"step-000001/00000003-.*missing"):
         recording.tensors(second, 1)
@@ -83,7 +86,7 @@ def test_bits_of_which_many_are_alike_are_compressed_and_read_as_they_were(tmp_p
     data = dump({name: raw(array, "uint8") for name, array in bits.items()}, site="fc.weight grad")
 
     assert len(data) < 500
-    found = load(data, where="here")
+    found = load(data, where="here", shard=Shard.whole((200, 200)))
     assert {name: array.tolist() for name, array in found.items()} == {name: a.tolist() for name, a in bits.items()}
 
 
@@ -93,7 +96,7 @@ def test_damaged_compressed_bits_are_named() -> None:
     data[-6] ^= 0xFF
 
     with pytest.raises(CorruptRecordingError, match="here is damaged"):
-        load(bytes(data), where="here")
+        load(bytes(data), where="here", shard=Shard.whole((200, 200)))
 
 
 @given(st.text(max_size=200))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.recording.samples import content, write
+from traindiff.errors import CorruptRecordingError
 from traindiff.recording import open_recording
 
 STEPS = 4
@@ -55,7 +56,8 @@ def test_seals_cut_at_any_length_give_the_steps_of_the_whole_lines(rank: Path) -
         if length == len(lines):
             assert status.ending == "closed"
         else:
-            assert status.ending == ("unclosed" if length in (0, *ends) else "truncated")
+            assert status.ending == "truncated"
+            assert "observations.crc was cut off" in status.says
 
 
 def test_both_files_cut_as_a_kill_cuts_them_read_up_to_the_last_whole_step(rank: Path) -> None:
@@ -76,14 +78,48 @@ def test_the_status_says_what_happened_in_a_sentence(rank: Path) -> None:
     stream = rank / "observations.arrows"
     offset, _ = seals(rank)[-1]
 
-    stream.write_bytes(stream.read_bytes()[: offset - 3])
+    data, lines = stream.read_bytes(), (rank / "observations.crc").read_bytes().splitlines(keepends=True)
+
+    # As a kill leaves them.
+    (rank / "observations.crc").write_bytes(b"".join(lines[:-1]))
+    stream.write_bytes(data[: offset - 3])
     assert recording.status(0).says == (
         "rank 0: the last step was cut off while it was written; all steps before it are used."
     )
-
-    lines = (rank / "observations.crc").read_bytes().splitlines(keepends=True)
     (rank / "observations.crc").write_bytes(b"".join(lines[:-2]))
+    stream.write_bytes(data[: seals(rank)[-1][0] + seals(rank)[-1][1]])
     assert recording.status(0).says == ("rank 0: the recording was not closed (the run was killed, or still runs).")
+
+    # As only somebody else leaves them.
+    stream.write_bytes(data)
+    assert recording.status(0).says == (
+        f"rank 0: observations.crc was cut off: {len(data) - seals(rank)[-1][0] - seals(rank)[-1][1]} bytes at the end "
+        "of observations.arrows have no checksum and are not used. Restore observations.crc from where it was copied."
+    )
+    (rank / "observations.crc").write_bytes(b"".join(lines))
+    stream.write_bytes(data[: offset - 3])
+    assert recording.status(0).says == (
+        f"rank 0: observations.arrows was cut off: it has {offset - 3} bytes of {len(data)}, and 2 messages are "
+        "missing or not whole; all steps before them are used. Restore it from where it was copied."
+    )
+
+
+def test_data_without_seals_are_refused_and_not_called_cut_off(rank: Path) -> None:
+    (rank / "observations.crc").unlink()
+    recording = open_recording(str(rank.parent))
+
+    for read in (recording.status, lambda number: list(recording.steps(number))):
+        with pytest.raises(CorruptRecordingError, match=r"observations\.crc is missing, and observations\.arrows"):
+            read(0)
+
+
+def test_a_rank_without_data_and_seals_says_so(rank: Path) -> None:
+    for name in ("observations.crc", "observations.arrows"):
+        (rank / name).unlink()
+
+    assert open_recording(str(rank.parent)).status(0).says == (
+        "rank 0: observations.crc is missing, and so is what it belongs to: no step can be read."
+    )
 
 
 @pytest.mark.parametrize("left", [[], ["observations.arrows"]])

@@ -21,7 +21,8 @@ from traindiff.tap_registry import OBSERVABLE
 def tensor_files(path: Path) -> dict[str, Tensor]:
     found = {}
     for file in sorted((path / "rank-00000" / "tensors").rglob("*.safetensors")):
-        found |= {f"{file.relative_to(path)} {key}": tensor for key, tensor in load_file(file).items()}
+        site = file.relative_to(path).with_suffix("").with_suffix("")  # the first of them is a checksum
+        found |= {f"{site} {key}": tensor for key, tensor in load_file(file).items()}
     return found
 
 

@@ -126,7 +126,7 @@ def _losses() -> dict[str, Layer]:
         "TripletMarginWithDistanceLoss": _of(nn.TripletMarginWithDistanceLoss(), x, y, share),
         "CTCLoss": _of(nn.CTCLoss(), steps, labels, inputs, lengths),
         "ctc loss of joined targets": _of(nn.CTCLoss(), steps, labels.flatten()[:9], inputs, lengths),
-        "AdaptiveLogSoftmaxWithLoss": _of(nn.AdaptiveLogSoftmaxWithLoss(5, 20, [5, 10]), x, torch.tensor([1, 7, 15])),
+        "AdaptiveLogSoftmaxWithLoss": _of(nn.AdaptiveLogSoftmaxWithLoss(5, 20, [5, 10], div_value=2.0), x, torch.tensor([1, 7, 15])),
         "LinearCrossEntropyLoss": _of(getattr(nn, "LinearCrossEntropyLoss", nn.Linear)(5, 4), x, torch.tensor([1, 0, 3])),
     }  # fmt: skip
 

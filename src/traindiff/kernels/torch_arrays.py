@@ -16,7 +16,7 @@ def check_supported(tensor: torch.Tensor) -> None:
     """Raise unless a summary can be made of this tensor.
 
     Raises:
-        UnsupportedTensorError: Sparse, quantised, nested, meta or lazy tensors.
+        UnsupportedTensorError: Sparse, quantised, nested, meta, fake or lazy tensors.
     """
     if is_lazy(tensor):
         raise UnsupportedTensorError("a lazy parameter has no elements before the first forward pass")
@@ -28,8 +28,15 @@ def check_supported(tensor: torch.Tensor) -> None:
         raise UnsupportedTensorError(f"quantised dtype {dtype_name(tensor)} is not supported")
     if tensor.device.type == "meta":
         raise UnsupportedTensorError("a tensor on the meta device has no elements")
+    if is_abstract(tensor):
+        raise UnsupportedTensorError(f"a {type(tensor).__name__} has no elements")
     if tensor.element_size() not in _INTEGERS and not tensor.is_complex():
         raise UnsupportedTensorError(f"dtype {dtype_name(tensor)} is not supported")
+
+
+def is_abstract(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no elements to read: its operator is run to learn the shape of a result."""
+    return tensor.device.type == "meta" or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -26,6 +26,14 @@ from traindiff.recording import RecordingWriter
 from traindiff.sessions.at_exit import close_at_exit
 from traindiff.sessions.background import BackgroundWriter, Follower
 from traindiff.sessions.faults import Faults
+from traindiff.sessions.logged_numbers import (
+    NotLoggedError,
+    RefusedLogs,
+    logged_name,
+    number_of,
+    reshaped,
+    weight_of,
+)
 from traindiff.settings import RecordSettings
 from traindiff.taps.batch_axis import BatchAxis
 from traindiff.taps.progress import Progress
@@ -68,6 +76,7 @@ class Recorder:
             progress=self._progress, detail=settings.detail, bounds=settings.bounds, on_full=self._write_contained
         )
         self._logged: dict[str, int] = {}
+        self._refused = RefusedLogs()
         self._writer: BackgroundWriter | None = None
         self._forward: ForwardPass | None = None
         self._undo = ExitStack()
@@ -134,12 +143,14 @@ class Recorder:
             merge: How the values of several micro-steps become one.
             weight: Weight of this value in a mean; the size of the latest batch where left out.
 
+        What is no number is not recorded: the recording says so, and a warning, once for each name.
+
         Raises:
             ConfigError: `merge` is neither word.
         """
         if merge not in ("mean", "sum"):
             where = f"log({name!r}, merge=...)"
-            problem = Problem.unknown_name(where=where, kind="a way to merge", found=merge, known=("mean", "sum"))
+            problem = Problem.unknown_name(where=where, kind="a way to merge", found=str(merge), known=("mean", "sum"))
             raise ConfigError("log(...)", [problem], consequence="the value was not recorded")
         self._faults.run("log", lambda: self._log(name, value, merge, weight))
 
@@ -195,7 +206,8 @@ class Recorder:
             for step in self._observations.take(optimizer):
                 self._writer.write_step(*step)
 
-    def _log(self, name: str, value: Any, merge: Literal["mean", "sum"], weight: float | None) -> None:
+    def _log(self, given: object, value: Any, merge: Literal["mean", "sum"], weight: object) -> None:
+        name = logged_name(given)
         self._settle()
         self._look_for_unseen_steps()
         progress = self._progress
@@ -205,12 +217,17 @@ class Recorder:
         self._logged[name] = step
         if not self._is_recording or not self._settings.records(step):
             return
-        number = read(value) if hasattr(value, "asnumpy") else np.float64(value)
-        weight = float(progress.samples) if weight is None else float(weight)
+        call = progress.next_call(name, "logged")
+        try:
+            number = _logged(value)
+            weighs = float(progress.samples) if weight is None else weight_of(weight)
+        except NotLoggedError as error:
+            self._observations.unobserved(str(error), phase="loss", path=name, slot="logged", call=call, late=late)
+            self._refused.warn(name, str(error))
+            return
         self._observations.emit(
-            np.asarray(number).reshape(()), phase="loss", path=name, slot="logged", merge=merge, late=late,
-            call=progress.next_call(name, "logged"), weight=weight,
-        )  # fmt: skip
+            number, phase="loss", path=name, slot="logged", merge=merge, late=late, call=call, weight=weighs
+        )
 
     def _look_for_unseen_steps(self) -> None:
         """Disable what observes steps where parameters have changed, and no step was seen."""
@@ -226,3 +243,10 @@ class Recorder:
         else:
             what = TAP_FAILED.format(tap=tap)
             self._observations.unobserved(f"{what}: {says}", phase="batch", path=ITSELF, slot=tap)
+
+
+def _logged(value: Any) -> Any:
+    if not hasattr(value, "asnumpy"):
+        return np.asarray(number_of(value))
+    array = np.asarray(read(value))
+    return reshaped(array, array.size, array.shape)

@@ -11,6 +11,7 @@ from mindspore import Parameter, nn
 
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.mindspore.sights import Followed, Sight, follow
+from traindiff.sessions.held_parameters import warn_of_other_models
 from traindiff.site import ROOT, canonical_paths, matches
 
 Optimizers = nn.Cell | Sequence[nn.Cell] | Mapping[str, nn.Cell]
@@ -91,6 +92,14 @@ def find_targets(cell: object, optimizer: object, *, select: Sequence[str]) -> T
                 before=_as_found(found) if first else (), after=_statistics(found) if first else (),
             )
         )  # fmt: skip
+    if root is not None:
+        in_cell = {id(one): path for path, one in _parameters(root, {}, without=state).items()}
+        warn_of_other_models(
+            {name: (type(held).__name__, held.parameters) for name, held in optimizers.items()},
+            in_cell.values(),
+            is_ours=lambda parameter: id(parameter) in in_cell,
+            caller="record",
+        )
     return Targets(select=tuple(select), root=root, cells=chosen, parameters=parameters, optimizers=tuple(followed))
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from traindiff.errors import CorruptRecordingError, FormatVersionError, NotARecordingError
+from traindiff.recording.documents import RANK, RUN
 from traindiff.site import printable
+from traindiff.untrusted import demanded, parse, shaped, whole
 
 FORMAT_NAME = "traindiff-recording"
 FORMAT_VERSION = 1
@@ -30,19 +32,23 @@ def load(data: bytes, *, where: str) -> Manifest:
     """Parse what `dump` wrote.
 
     Raises:
-        CorruptRecordingError: It is not JSON, or its checksum does not fit.
+        CorruptRecordingError: It is not JSON, would cost too much to parse, or its checksum does not fit.
     """
-    try:
-        manifest = json.loads(data)
-    except ValueError as error:
-        raise CorruptRecordingError(
-            f"{where} is damaged: {error}. Restore the file from where it was copied, or record again."
-        ) from None
-    if not isinstance(manifest, dict):
-        raise CorruptRecordingError(
-            f"{where} is damaged: it holds a {type(manifest).__name__}, not an object. "
-            "Restore the file from where it was copied, or record again."
-        )
+    return _checked(demanded(parse(data, where=where), shaped({}), where=where), where)
+
+
+def load_rank(data: bytes, *, where: str) -> Manifest:
+    """Parse a `rank.json`.
+
+    Raises:
+        CorruptRecordingError: See `load`; or it does not say what a `rank.json` must say.
+    """
+    content: Manifest = demanded(load(data, where=where), RANK, where=where)
+    return content
+
+
+def _checked(manifest: Manifest, where: str) -> Manifest:
+    """A manifest without its checksum, which fits."""
     found = manifest.pop("checksum", None)
     expected = _checksum(manifest)
     if found != expected:
@@ -59,26 +65,25 @@ def load_run(data: bytes, *, where: str) -> Manifest:
     Raises:
         NotARecordingError: JSON of something else.
         FormatVersionError: A newer format than this traindiff reads.
-        CorruptRecordingError: See `load`.
+        CorruptRecordingError: See `load`; or it does not say what a `run.json` must say.
     """
-    try:
-        peek = json.loads(data)
-    except ValueError:
-        peek = {}
-    if isinstance(peek, dict) and peek and peek.get("format") != FORMAT_NAME and "checksum" not in peek:
-        raise _another_format(peek, where)
-    version = peek.get("version") if isinstance(peek, dict) else None
+    found: Manifest = demanded(parse(data, where=where), shaped({}), where=where)
+    if found and found.get("format") != FORMAT_NAME and "checksum" not in found:
+        raise _another_format(found, where)
+    version = found.get("version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         # Before the checksum: a newer version may compute it otherwise.
         raise FormatVersionError(
             f"{where} has format version {version}; this traindiff reads versions up to {FORMAT_VERSION}. "
             "Update it with: pip install --upgrade traindiff"
         )
-    manifest = load(data, where=where)
+    manifest = _checked(found, where)
     if manifest.get("format") != FORMAT_NAME:
         raise _another_format(manifest, where)
+    demanded(manifest, shaped({"version": whole(1)}), where=where)
     while (version := manifest["version"]) < FORMAT_VERSION:
         manifest = MIGRATIONS[version](manifest)
+    demanded(manifest, RUN, where=where)
     return manifest
 
 
@@ -107,9 +112,9 @@ def framework(run: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _another_format(manifest: Manifest, where: str) -> NotARecordingError:
-    found = manifest.get("format")
+    found = printable(repr(manifest.get("format"))[:80])
     return NotARecordingError(
-        f'{where} is not of a recording: "format" is {found!r}, not "{FORMAT_NAME}". '
+        f'{where} is not of a recording: "format" is {found}, not "{FORMAT_NAME}". '
         "Give the directory that traindiff.record(...) wrote."
     )
 

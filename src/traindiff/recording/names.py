@@ -5,6 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 
+DATA = "observations.arrows"
+"""File of a rank's observations."""
+
+SEALS = "observations.crc"
+"""File of their checksums."""
+
 LONGEST = 150
 """Characters of a file name at most, its ending left out."""
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import posixpath
 import re
+import zlib
 from collections.abc import Iterator, Mapping
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from traindiff.errors import CorruptRecordingError, MixedRecordingError, NotARecordingError
+from traindiff.errors import MixedRecordingError, NotARecordingError
 from traindiff.recording import manifest, tensor_files
 from traindiff.recording.location import file_system
 from traindiff.recording.names import rank_directory
 from traindiff.recording.stream import RankStatus, RankStream, StepObservations
-from traindiff.site import printable
+from traindiff.shards import Shard
+from traindiff.untrusted import MOST_JSON_BYTES, Folder
+
+_BLOCK_BYTES = 1 << 20
 
 
 class Recording:
@@ -36,12 +40,14 @@ class Recording:
     def __init__(self, path: str) -> None:
         self.path = path
         self._fs, self._root = file_system(path)
+        self._folder = Folder(self._fs, self._root)
         self._contents: dict[int, dict[str, Any]] = {}
+        self._num_verified: dict[int, int] = {}  # steps whose files are known to be as they were written
         self.run = self._read_run()
         found = {
             int(match[1])
-            for entry in self._fs.ls(self._root, detail=False)
-            if (match := re.fullmatch(r"rank-(\d{5,})", posixpath.basename(entry.rstrip("/"))))
+            for name in self._folder.names()
+            if (match := re.fullmatch(r"rank-(\d{5,18})", name, re.ASCII)) and name == rank_directory(int(match[1]))
         }
         self.ranks: tuple[int, ...] = tuple(sorted(rank for rank in found if rank < self.world_size))
 
@@ -55,7 +61,8 @@ class Recording:
         """Ranks that should have been recorded and left nothing."""
         wanted = self.run["settings"].get("ranks")
         expected = range(self.world_size) if wanted is None else wanted
-        return tuple(rank for rank in expected if rank not in self.ranks)
+        there = frozenset(self.ranks)
+        return tuple(rank for rank in expected if rank not in there)
 
     def rank_content(self, rank: int) -> dict[str, Any]:
         """Content of `rank.json` when it was first asked for; empty where the run was killed before it was written.
@@ -68,9 +75,7 @@ class Recording:
             MixedRecordingError: It is of another run.
         """
         if rank not in self._contents:
-            where = self._file(rank, "rank.json")
-            there = self._fs.exists(where)
-            content = manifest.readable(manifest.load(self._fs.cat_file(where), where=where)) if there else {}
+            content = self._read_rank(f"{rank_directory(rank)}/rank.json")
             self._check_run(content, rank)
             # What ranks say alike, as most do of modules and parameters, is kept once.
             before = next(reversed(self._contents.values()), {})
@@ -79,6 +84,13 @@ class Recording:
                 for name, value in content.items()
             }
         return self._contents[rank]
+
+    def _read_rank(self, name: str) -> dict[str, Any]:
+        if not self._folder.exists(name):
+            return {}
+        data = self._folder.read(name, limit=MOST_JSON_BYTES)
+        content: dict[str, Any] = manifest.readable(manifest.load_rank(data, where=self._folder.path(name)))
+        return content
 
     def _check_run(self, content: Mapping[str, Any], rank: int) -> None:
         said = {"number of ranks": (content.get("world_size"), self.world_size)}
@@ -112,10 +124,18 @@ class Recording:
             rank: One of `ranks`.
 
         Raises:
-            CorruptRecordingError: The bytes are not those that were written. A stream that is
-                merely cut off ends at its last whole step.
+            CorruptRecordingError: The bytes are not those that were written, or a file with tensors that a step
+                names is missing or damaged: each of these is looked at once. A stream that is merely cut off ends
+                at its last whole step.
         """
-        yield from self._stream(rank).steps()
+        known = self._num_verified.get(rank, 0)
+        steps = self._stream(rank).steps()
+        yield from islice(steps, known)
+        for number in count(known + 1):
+            if not (here := [*map(self._verified, islice(steps, 1))]):
+                return
+            self._num_verified[rank] = max(number, self._num_verified.get(rank, 0))
+            yield here.pop()
 
     def tensors(self, step: StepObservations, row: int) -> dict[str, NDArray[np.generic]]:
         """What was kept of an observation in a file of its own; empty where nothing was.
@@ -135,16 +155,27 @@ class Recording:
         name = step.stored.files.get(row)
         if name is None:
             return {}
-        where = self._file(step.rank, name)
-        if not self._fs.exists(where):
-            raise CorruptRecordingError(
-                f"{printable(where)} is missing, although the recording names it. "
-                "Restore the file from where it was copied, or record again."
-            )
-        return tensor_files.load(self._fs.cat_file(where), where=printable(where))
+        shard = step.observations[row].shard
+        within = f"{rank_directory(step.rank)}/{name}"
+        data = self._folder.read(within, limit=self._most_bytes(shard))
+        tensor_files.check_content(name, zlib.crc32(data), where=self._folder.path(within))
+        return tensor_files.load(data, where=self._folder.path(within), shard=shard)
+
+    def _verified(self, step: StepObservations) -> StepObservations:
+        """The step, if each file that it names is there and as it was written."""
+        for row, name in step.stored.files.items():
+            within = f"{rank_directory(step.rank)}/{name}"
+            checksum = 0
+            with self._folder.open(within, limit=self._most_bytes(step.observations[row].shard)) as file:
+                while block := file.read(_BLOCK_BYTES):
+                    checksum = zlib.crc32(block, checksum)
+            tensor_files.check_content(name, checksum, where=self._folder.path(within))
+        return step
+
+    def _most_bytes(self, shard: Shard) -> int:
+        return tensor_files.most_bytes(shard, num_bounds=len(self.run["settings"].get("bounds", ())))
 
     def _read_run(self) -> dict[str, Any]:
-        where = posixpath.join(self._root, "run.json")
         if not self._fs.exists(self._root):
             raise NotARecordingError(
                 f"{self.path} does not exist. Give the directory that traindiff.record(...) wrote."
@@ -153,19 +184,17 @@ class Recording:
             raise NotARecordingError(
                 f"{self.path} is a file. A recording is a directory: give the one that holds run.json."
             )
-        if not self._fs.exists(where):
+        if not self._folder.exists("run.json"):
             raise NotARecordingError(
                 f"{self.path} holds no run.json, so it is not a recording. "
                 "Give the directory that traindiff.record(...) wrote."
             )
-        run: dict[str, Any] = manifest.readable(manifest.load_run(self._fs.cat_file(where), where=where))
+        data = self._folder.read("run.json", limit=MOST_JSON_BYTES)
+        run: dict[str, Any] = manifest.readable(manifest.load_run(data, where=self._folder.path("run.json")))
         return run
 
     def _stream(self, rank: int) -> RankStream:
-        return RankStream(self._fs, posixpath.join(self._root, rank_directory(rank)), rank)
-
-    def _file(self, rank: int, name: str) -> str:
-        return posixpath.join(self._root, rank_directory(rank), name)
+        return RankStream(self._folder.within(rank_directory(rank)), rank)
 
 
 def open_recording(path: str) -> Recording:

@@ -13,6 +13,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from traindiff.observation import Observation
+from traindiff.recording.checked_rows import (
+    NUM_EXPONENTS,
+    Malformed,
+    check_columns,
+    check_tensor_file,
+    check_texts,
+    checked_shard,
+)
 from traindiff.shards import Shard
 from traindiff.site import printable
 from traindiff.summary import SUMMARY, Summaries
@@ -96,7 +104,11 @@ def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Sto
     """The inverse of `to_batch`, but that texts are `printable`.
 
     Equal texts and shards of a batch are one object each.
+
+    Raises:
+        Malformed: No observations are like that.
     """
+    check_columns(batch)
     about = [_values(batch.column(field.name)) for field in _ABOUT]
     names = (*(field.name for field in _ABOUT), "shard")
     rows = zip(*about, _shards(batch), strict=True)
@@ -107,12 +119,20 @@ def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Sto
         column = batch.column(name)
         flat = column.flatten() if SUMMARY[name].shape else column
         summaries[name] = flat.to_numpy().reshape(batch.num_rows, *SUMMARY[name].shape)
-    exponents = enumerate(batch.column("exponents").to_pylist())
+    sizes = np.array([seen.shard.size for seen in observations], dtype=np.uint64)
+    if (summaries["count"].astype(np.uint64) > sizes).any():
+        raise Malformed("a summary counts more elements than its tensor has")
+    files = enumerate(batch.column("tensors").to_pylist())
     stored = Stored(
-        exponents={row: np.array(counts, dtype=np.int64) for row, counts in exponents if counts},
-        files={row: name for row, name in enumerate(batch.column("tensors").to_pylist()) if name},
+        exponents=_exponents(batch.column("exponents")),
+        files={row: check_tensor_file(name) for row, name in files if name},
     )
     return observations, summaries, stored
+
+
+def _exponents(column: pa.ListArray) -> dict[int, NDArray[np.int64]]:
+    there = np.flatnonzero(np.diff(column.offsets.to_numpy()))
+    return dict(zip(there.tolist(), column.flatten().to_numpy().reshape(-1, NUM_EXPONENTS), strict=True))
 
 
 def _values(column: pa.Array) -> list[Any]:
@@ -124,7 +144,7 @@ def _values(column: pa.Array) -> list[Any]:
         values: list[Any] = column.to_numpy(zero_copy_only=False).tolist()
         return values
     encoded = column.dictionary_encode()
-    texts = [sys.intern(printable(text)) for text in encoded.dictionary.to_pylist()]
+    texts = [sys.intern(printable(text)) for text in check_texts(encoded.dictionary.to_pylist())]
     return [texts[number] for number in encoded.indices.to_numpy().tolist()]
 
 
@@ -136,7 +156,7 @@ def _shards(batch: pa.RecordBatch) -> list[Shard]:
         shard = known.get(key)
         if shard is None:
             shape, whole, offset, spacing = (tuple(np.frombuffer(part, dtype=np.int64).tolist()) for part in key)
-            shard = known[key] = Shard(shape=shape, global_shape=whole, offset=offset, spacing=spacing or None)
+            shard = known[key] = checked_shard(shape, whole, offset, spacing)
         found.append(shard)
     return found
 

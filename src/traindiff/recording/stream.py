@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import posixpath
 import re
 import zlib
+from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, Literal
+from itertools import count
+from typing import IO, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,14 +18,19 @@ import pyarrow as pa
 from traindiff.errors import CorruptRecordingError
 from traindiff.observation import Observation
 from traindiff.recording import manifest
+from traindiff.recording.batch_metadata import MOST_MESSAGE_BYTES, checked_size, too_much
+from traindiff.recording.checked_rows import Malformed, check_texts, decoding
+from traindiff.recording.names import DATA, SEALS
 from traindiff.recording.schema import NOTHING_STORED, SCHEMA, Stored, from_batch
 from traindiff.site import printable
 from traindiff.summary import Summaries
+from traindiff.untrusted import Folder, damaged
 
-_SEAL = re.compile(rb"(\d+) (\d+) ([0-9a-f]{8})")
-_CUT_SEAL = re.compile(rb"\d*|\d+ \d*|\d+ \d+ [0-9a-f]{0,8}")
+_SEAL = re.compile(rb"(\d{1,18}) (\d{1,18}) ([0-9a-f]{8})\n")
+_CUT_SEAL = re.compile(rb"\d{0,18}|\d{1,18} \d{0,18}|\d{1,18} \d{1,18} [0-9a-f]{0,8}")
+_MOST_SEAL_BYTES = 48
 _SCHEMA_MESSAGE = SCHEMA.serialize().to_pybytes()
-_END_OF_STREAM_BYTES = 8  # the shortest of all messages
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,53 +73,89 @@ class RankStatus:
     says: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Packed:
     """A step as it is on disk: it ends where the next one begins, which need not be unpacked to see that."""
 
     optimizer: str
     step: int
     messages: list[bytes]
+    packed_bytes: int
+    unpacked_bytes: int
+
+    def append(self, more: _Packed) -> None:
+        """Add further messages of the step.
+
+        Raises:
+            Malformed: Together they hold too much.
+        """
+        self.messages.extend(more.messages)
+        self.packed_bytes += more.packed_bytes
+        self.unpacked_bytes += more.unpacked_bytes
+        if too_much(self.unpacked_bytes, self.packed_bytes):
+            raise Malformed(f"its messages hold {self.unpacked_bytes} bytes")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seal:
+class _Seal(NamedTuple):
     offset: int
     length: int
     checksum: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
 
 
 class RankStream:
     """What one rank has written, step by step.
 
     Args:
-        file_system: Where it is.
         folder: The rank's directory.
         rank: Its number.
     """
 
-    def __init__(self, file_system: Any, folder: str, rank: int) -> None:
-        self._fs = file_system
+    def __init__(self, folder: Folder, rank: int) -> None:
+        self._folder = folder
         self._rank = rank
-        self._data = posixpath.join(folder, "observations.arrows")
-        self._crc = posixpath.join(folder, "observations.crc")
 
     def status(self) -> RankStatus:
         """How the stream ends, from its seals and the length of its data.
 
         Raises:
-            CorruptRecordingError: The seals are damaged.
+            CorruptRecordingError: The seals are damaged, or missing although there is data.
         """
-        seals, cut = self._seals()
-        where = self._data
-        size = self._fs.size(where) if self._fs.exists(where) else 0
-        if cut or (seals and seals[-1].offset + seals[-1].length > size):
-            says = f"rank {self._rank}: the last step was cut off while it was written; all steps before it are used."
-            return RankStatus(rank=self._rank, ending="truncated", says=says)
-        if not seals or seals[-1].length != _END_OF_STREAM_BYTES:
+        size = self._size()  # first: of a run that still goes on, the data follow the seals
+        last, num_missing, cut = _Seal(0, 0, 0), 0, False
+        for seal in self._seals():
+            if seal is None:
+                cut = True
+            else:
+                last, num_missing = seal, num_missing + (seal.end > size)
+        says = self._says(last, size=size, num_missing=num_missing, cut=cut)
+        if says:
+            return RankStatus(rank=self._rank, ending="truncated", says=f"rank {self._rank}: {says}")
+        if last.length != len(_END_OF_STREAM):
             says = f"rank {self._rank}: the recording was not closed (the run was killed, or still runs)."
             return RankStatus(rank=self._rank, ending="unclosed", says=says)
         return RankStatus(rank=self._rank, ending="closed", says="")
+
+    def _says(self, last: _Seal, *, size: int, num_missing: int, cut: bool) -> str:
+        """What is missing at the end of the stream; empty where nothing is."""
+        if not self._folder.exists(SEALS):
+            return f"{SEALS} is missing, and so is what it belongs to: no step can be read."
+        if size > last.end:  # a seal is written before its message
+            return (
+                f"{SEALS} was cut off: {size - last.end} bytes at the end of {DATA} have no checksum and are not used. "
+                f"Restore {SEALS} from where it was copied."
+            )
+        if num_missing > 1:
+            return (
+                f"{DATA} was cut off: it has {size} bytes of {last.end}, and {num_missing} messages are missing or not "
+                "whole; all steps before them are used. Restore it from where it was copied."
+            )
+        if num_missing or cut:
+            return "the last step was cut off while it was written; all steps before it are used."
+        return ""
 
     def steps(self) -> Iterator[StepObservations]:
         """The steps, those of one optimizer in their order; one per optimizer in memory.
@@ -120,14 +163,27 @@ class RankStream:
         Raises:
             CorruptRecordingError: The bytes are not those that were written.
         """
-        yield from (unpacked(packed, self._rank) for packed in self._packed_steps())
+        yield from map(self._unpacked, self._packed_steps())
+
+    def _unpacked(self, packed: _Packed) -> StepObservations:
+        with self._step(packed.step):
+            return unpacked(packed, self._rank)
+
+    @contextmanager
+    def _step(self, step: int) -> Iterator[None]:
+        """Have what is malformed end in an error that names the step."""
+        try:
+            yield
+        except Malformed as malformed:
+            raise damaged(self._path(DATA), f"step {step} is malformed: {malformed}") from None
 
     def _packed_steps(self) -> Iterator[_Packed]:
         """The rank's steps as they are on disk. No name here still refers to one when it is given away."""
         held: dict[str, _Packed] = {}
         for part in self._messages():
             if part.optimizer in held and held[part.optimizer].step == part.step:
-                held[part.optimizer].messages.extend(part.messages)
+                with self._step(part.step):
+                    held[part.optimizer].append(part)
                 continue
             if part.optimizer in held:
                 yield held.pop(part.optimizer)
@@ -138,59 +194,115 @@ class RankStream:
             yield held.pop(next(iter(held)))
 
     def _messages(self) -> Iterator[_Packed]:
-        where = self._data
-        seals, _ = self._seals()
-        if not self._fs.exists(where):
-            if seals:
+        size = self._size()
+        if not self._folder.exists(DATA):
+            if any(True for _ in self._seals()):
                 raise CorruptRecordingError(
-                    f"{where} is missing, and observations.crc beside it is not. "
+                    f"{self._path(DATA)} is missing, and {SEALS} beside it is not. "
                     "Restore the file from where it was copied, or record again."
                 )
             return  # killed before the first byte
-        with self._fs.open(where, "rb") as file:
+        closed = False
+        with self._folder.open(DATA) as file:
+            seals = self._seals()
             for number, sealed in enumerate(seals):
-                file.seek(sealed.offset)
-                message = file.read(sealed.length)
-                checksum = zlib.crc32(message)
-                fits = checksum == sealed.checksum
-                if len(message) < sealed.length and not (fits and len(message) >= _END_OF_STREAM_BYTES):
-                    return  # cut off
-                if len(message) < sealed.length or not fits:
-                    raise CorruptRecordingError(
-                        f"{where} is damaged: message {number} (bytes {sealed.offset} to "
-                        f"{sealed.offset + len(message)}) has checksum {checksum:08x}, sealed as "
-                        f"{sealed.checksum:08x} over {sealed.length} bytes in observations.crc. "
-                        "Restore both files from where they were copied, or record again."
-                    )
+                if sealed is None:
+                    return
+                if closed:
+                    raise damaged(self._path(DATA), f"message {number} follows the end of the stream")
+                message = self._message(file, number, sealed, size)
+                if message is None:  # cut off; unless a later seal says that this one is wrong
+                    deque(seals, maxlen=0)
+                    return
                 if number == 0:
-                    _check_schema(message, where)
-                elif sealed.length > _END_OF_STREAM_BYTES:
-                    yield _packed(message)
+                    _check_schema(message, self._path(DATA))
+                elif len(message) <= len(_END_OF_STREAM):
+                    closed = self._is_end(message, number)
+                else:
+                    yield self._packed(message, number)
 
-    def _seals(self) -> tuple[list[_Seal], bool]:
-        """The seals of a rank's messages, and whether the last line of the file was cut off."""
-        where = self._crc
-        if not self._fs.exists(where):
-            return [], True
-        *lines, rest = self._fs.cat_file(where).split(b"\n")
-        seals: list[_Seal] = []
+    def _message(self, file: IO[bytes], number: int, sealed: _Seal, size: int) -> bytes | None:
+        """A message; None where it was cut off."""
+        there = max(0, min(sealed.length, size - sealed.offset))
+        if there > MOST_MESSAGE_BYTES:
+            says = f"message {number} has {there} bytes, and may have {MOST_MESSAGE_BYTES}"
+            raise damaged(self._path(DATA), says)
+        file.seek(sealed.offset)
+        message = file.read(there)
+        checksum = zlib.crc32(message)
+        fits = checksum == sealed.checksum
+        if len(message) < sealed.length and not (fits and len(message) >= len(_END_OF_STREAM)):
+            return None
+        if len(message) < sealed.length or not fits:
+            raise CorruptRecordingError(
+                f"{self._path(DATA)} is damaged: message {number} (bytes {sealed.offset} to "
+                f"{sealed.offset + len(message)}) has checksum {checksum:08x}, sealed as "
+                f"{sealed.checksum:08x} over {sealed.length} bytes in {SEALS}. "
+                "Restore both files from where they were copied, or record again."
+            )
+        return message
+
+    def _is_end(self, message: bytes, number: int) -> bool:
+        if message != _END_OF_STREAM:
+            raise damaged(
+                self._path(DATA), f"message {number} has {len(message)} bytes and is not the end of the stream"
+            )
+        return True
+
+    def _packed(self, message: bytes, number: int) -> _Packed:
+        try:
+            return _packed(message)
+        except Malformed as malformed:
+            raise damaged(self._path(DATA), f"message {number} is malformed: {malformed}") from None
+
+    def _seals(self) -> Iterator[_Seal | None]:
+        """The seals of a rank's messages, and None behind them where the last line of the file was cut off.
+
+        Raises:
+            CorruptRecordingError: A line is damaged, or the file is missing although there is data.
+        """
+        if not self._folder.exists(SEALS):
+            if self._size():
+                raise CorruptRecordingError(
+                    f"{self._path(SEALS)} is missing, and {DATA} beside it is not: nothing says whether that is as it "
+                    "was written. Restore the file from where it was copied, or record again."
+                )
+            return
         end = 0
-        for number, line in enumerate(lines, start=1):
-            match = _SEAL.fullmatch(line)
-            if not match or int(match[1]) != end:
-                raise _damaged_seal(where, number)
-            seals.append(_Seal(offset=int(match[1]), length=int(match[2]), checksum=int(match[3], 16)))
-            end = seals[-1].offset + seals[-1].length
-        if not _CUT_SEAL.fullmatch(rest):
-            raise _damaged_seal(where, len(lines) + 1)
-        return seals, bool(rest)
+        with self._folder.open(SEALS) as file:
+            for number in count(1):
+                line = file.readline(_MOST_SEAL_BYTES)
+                if not line:
+                    return
+                match = _SEAL.fullmatch(line)
+                if match and int(match[1]) == end:
+                    seal = _Seal(offset=end, length=int(match[2]), checksum=int(match[3], 16))
+                    end = seal.end
+                    yield seal
+                elif _CUT_SEAL.fullmatch(line) and not file.read(1):
+                    yield None
+                    return
+                else:
+                    raise _damaged_seal(self._path(SEALS), number)
+
+    def _size(self) -> int:
+        """Size of the data; 0 where there are none yet."""
+        return self._folder.size(DATA) if self._folder.exists(DATA) else 0
+
+    def _path(self, name: str) -> str:
+        return self._folder.path(name)
 
 
 def unpacked(packed: _Packed, rank: int) -> StepObservations:
-    """A step from its messages."""
+    """A step from its messages.
+
+    Raises:
+        Malformed: It is not one.
+    """
     steps = []
     for message in packed.messages:
-        batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
+        with decoding():
+            batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
         observations, summaries, stored = from_batch(batch)
         steps.append(
             StepObservations(
@@ -202,7 +314,11 @@ def unpacked(packed: _Packed, rank: int) -> StepObservations:
 
 
 def _check_schema(message: bytes, where: str) -> None:
-    found = pa.ipc.read_schema(pa.py_buffer(message))
+    try:
+        with decoding():
+            found = pa.ipc.read_schema(pa.py_buffer(message))
+    except Malformed as malformed:
+        raise damaged(where, f"its first message is not a schema ({malformed})") from None
     if not found.equals(SCHEMA):
         raise CorruptRecordingError(
             f"{where} does not have the columns of format version {manifest.FORMAT_VERSION}, "
@@ -213,18 +329,20 @@ def _check_schema(message: bytes, where: str) -> None:
 
 def _packed(message: bytes) -> _Packed:
     """A message, of which only the two columns are read that say which step it is of."""
+    size = checked_size(message)
     options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in ("step", "optimizer")])
-    with pa.ipc.open_stream(pa.BufferReader(_SCHEMA_MESSAGE + message), options=options) as stream:
+    with decoding(), pa.ipc.open_stream(pa.BufferReader(_SCHEMA_MESSAGE + message), options=options) as stream:
         batch = stream.read_next_batch()
+        batch.validate(full=True)
+    (optimizer,) = check_texts([batch.column("optimizer")[0].as_py()])
     return _Packed(
         step=batch.column("step")[0].as_py(),
-        optimizer=printable(batch.column("optimizer")[0].as_py()),
+        optimizer=printable(optimizer),
         messages=[message],
+        packed_bytes=len(message),
+        unpacked_bytes=size.num_bytes,
     )
 
 
 def _damaged_seal(where: str, line: int) -> CorruptRecordingError:
-    return CorruptRecordingError(
-        f"{where} is damaged: line {line} is not a checksum that follows the ones before it. "
-        "Restore the file from where it was copied, or record again."
-    )
+    return damaged(where, f"line {line} is not a checksum that follows the ones before it")

@@ -16,6 +16,7 @@ from traindiff.detail import Detail
 from traindiff.errors import ConfigError, Problem
 from traindiff.observation import Observation
 from traindiff.recording import manifest, tensor_files
+from traindiff.recording.batch_metadata import too_much
 from traindiff.recording.location import file_system
 from traindiff.recording.names import rank_directory
 from traindiff.recording.schema import SCHEMA, Stored, to_batch
@@ -124,12 +125,16 @@ class RecordingWriter:
             if detail.tensors:
                 seen = observations[row]
                 site = label(seen.path, seen.slot)
-                files[row] = tensor_files.tensor_file(step=seen.step, row=self._rows + row, site=site)
-                self._put_tensors(files[row], tensor_files.dump(detail.tensors, site=site))
+                content = tensor_files.dump(detail.tensors, site=site)
+                files[row] = tensor_files.tensor_file(step=seen.step, row=self._rows + row, site=site, content=content)
+                self._put_tensors(files[row], content)
         exponents = {row: one.exponents for row, one in details.items() if one.exponents is not None}
-        self._stream.write_batch(to_batch(observations, summaries, Stored(exponents=exponents, files=files)))
+        batch = to_batch(observations, summaries, Stored(exponents=exponents, files=files))
+        self._stream.write_batch(batch)
         self._rows += len(observations)
-        self._flush()
+        message = self._message()
+        # Readers take a message that expands to more for an attack.
+        self._append(batch.serialize().to_pybytes() if too_much(batch.nbytes, len(message)) else message)
 
     def _put_tensors(self, name: str, content: bytes) -> None:
         path = posixpath.join(self._directory, name)
@@ -152,13 +157,14 @@ class RecordingWriter:
             files.callback(self._seals.close)
             if not self._failed:
                 self._stream.close()
-                self._flush()
+                self._append(self._message())
 
-    def _flush(self) -> None:
+    def _message(self) -> bytes:
+        """What Arrow has written since the last message, without the schema."""
         message = self._buffer.getvalue()
         self._buffer.seek(0)
         self._buffer.truncate()
-        self._append(message.removeprefix(self._header))
+        return message.removeprefix(self._header)
 
     def _append(self, message: bytes) -> None:
         # Whatever stays half written (the disk is full) must remain the end of the files.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from traindiff.replicas.replica import NAME
-from traindiff.taps._torch_compat import leave_dispatch_mode
+from traindiff.taps.out_of_sight import enter_mode, leave_mode
 from traindiff.taps.sink import Sink
 
 Compute = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -35,30 +34,19 @@ class Dispatching(TorchDispatchMode):
         self._failed = sink.guarded(NAME, _raise)
         self._active = True
         self._ends = ends
-        self._paused = threading.local()
 
     def enter(self) -> ExitStack:
         """Compute so from now on. Close the result to end it, whatever modes were entered since."""
         undo = ExitStack()
-        self.__enter__()  # type: ignore[no-untyped-call]
+        enter_mode(self)
         undo.callback(self._leave)
         return undo
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside it, on this thread, operators are computed as ever."""
-        before = getattr(self._paused, "yes", False)
-        self._paused.yes = True
-        try:
-            yield
-        finally:
-            self._paused.yes = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._active or getattr(self._paused, "yes", False):
+        if not self._active:
             return func(*args, **kwargs)
         try:
             return self._compute(func, args, kwargs)
@@ -70,7 +58,7 @@ class Dispatching(TorchDispatchMode):
 
     def _leave(self) -> None:
         self._active = False
-        leave_dispatch_mode(self)
+        leave_mode(self)
 
 
 def _raise(error: Exception) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,6 @@ class PrecisionReplica:
         self._root = root
         self._nominal = NominalDtypes()
         self._usual = _usual_dtype(root)
-        self._mode: Dispatching | None = None
         self._not_promoted: set[str] = set()
 
     def attach(self, sink: Sink) -> ExitStack:
@@ -77,13 +76,8 @@ class PrecisionReplica:
             for module in self._root.modules():
                 noted = sink.guarded(INPUTS, self._note_autocast)
                 undo.callback(module.register_forward_pre_hook(noted).remove)
-            self._mode = Dispatching(self._compute, sink, ends=False)
-            undo.enter_context(self._mode.enter())
+            undo.enter_context(Dispatching(self._compute, sink, ends=False).enter())
             return undo.pop_all()
-
-    def paused(self) -> AbstractContextManager[None]:
-        """See `traindiff.replicas.replica.Replica`."""
-        return nullcontext() if self._mode is None else self._mode.paused()
 
     def _note_autocast(self, *_: Any) -> None:
         self._nominal.autocast = current_autocast()

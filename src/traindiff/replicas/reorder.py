@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,16 +27,10 @@ class ReorderReplica:
     def __init__(self, seed: int) -> None:
         self._order = Permutations(seed)
         self._operators = reordered_operators()
-        self._mode: Dispatching | None = None
 
     def attach(self, sink: Sink) -> ExitStack:
         """See `traindiff.replicas.replica.Replica`."""
-        self._mode = Dispatching(self._compute, sink)
-        return self._mode.enter()
-
-    def paused(self) -> AbstractContextManager[None]:
-        """See `traindiff.replicas.replica.Replica`."""
-        return nullcontext() if self._mode is None else self._mode.paused()
+        return Dispatching(self._compute, sink).enter()
 
     def _compute(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         reordered = self._operators.get(operator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Protocol
 
 from traindiff.taps.sink import Sink
@@ -20,6 +20,3 @@ class Replica(Protocol):
         Returns:
             Close it to have the training as it was.
         """
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Inside it nothing is perturbed: traindiff's own computations."""

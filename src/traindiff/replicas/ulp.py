@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -63,10 +63,6 @@ class UlpReplica:
             undo.enter_context(alter_inspected(altering(partial(self._inspected, sink))))
             undo.callback(self._versions.clear)
             return undo.pop_all()
-
-    def paused(self) -> AbstractContextManager[None]:
-        """See `traindiff.replicas.replica.Replica`; hooks perturb nothing that they were not given."""
-        return nullcontext()
 
     def _key(self, sink: Sink, *site: str) -> int:
         return rounding_key(self._seed, sink.progress.step, *site)

@@ -20,12 +20,12 @@ from traindiff.site import PHASES
 def print_head(console: Console, recording: Recording) -> None:
     """Print what the recording is of, and how its ranks end."""
     run = recording.run
-    settings = run["settings"]
+    observed = ", ".join(run["settings"].get("observe", ())) or "nothing"
     console.print(Text(recording.path, style="bold"))
     console.print(
         f"recorded {run.get('created', 'at an unknown time')} with {' '.join(framework(run))}, "
         f"{recording.world_size} rank{'s' if recording.world_size > 1 else ''}; "
-        f"observed {', '.join(settings['observe'])}",
+        f"observed {observed}",
         markup=False,
         soft_wrap=True,
     )

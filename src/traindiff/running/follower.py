@@ -26,6 +26,7 @@ from traindiff.settings import RecordSettings
 from traindiff.taps._torch_compat import is_nested_step
 from traindiff.taps.inner_optimizer import inner_optimizer
 from traindiff.taps.optimizer_step import has_closure
+from traindiff.taps.out_of_sight import out_of_sight
 
 if TYPE_CHECKING:
     from traindiff.sessions.recorder import Recorder
@@ -94,7 +95,8 @@ class Follower:
 
         def call(*args: Any) -> None:
             try:
-                listener(*args)
+                with out_of_sight():
+                    listener(*args)
             except Exception as error:  # the training is none of its business
                 if self._wanted.settings.strict:
                     raise

@@ -12,6 +12,7 @@ from traindiff.replicas.replica import NAME as REPLICA
 from traindiff.sessions.faults import Faults
 from traindiff.taps._torch_compat import is_tracing, run_as_it_is
 from traindiff.taps.left_behind import LeftBehind
+from traindiff.taps.out_of_sight import out_of_sight
 
 _REPLICA_FAILED = (
     "traindiff no longer perturbs the training: {says}. The training goes on; the recording says that it is no full "
@@ -34,7 +35,8 @@ class _Guard(LeftBehind):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() or is_tracing():
             return None  # compiled code is observed by operators; see traindiff.taps.compiled
-        result = self._containment.run(self._tap, partial(self._hook, *args, **kwargs), always=self._always)
+        hook = partial(self._hook, *args, **kwargs)
+        result = self._containment.run(self._tap, hook, always=self._always, alters=self._alters)
         return result if self._alters else None
 
 
@@ -44,11 +46,16 @@ run_as_it_is(_Guard.__call__, callees=True)
 class Containment(Faults):
     """Runs torch's hooks so that an error in one disables the tap it belongs to and goes no further.
 
-    Args are those of `Faults`.
+    No mode of the training sees what they compute; see `traindiff.taps.out_of_sight`. Args are those of `Faults`.
 
     Attributes:
         paused: No hook is run but those that clean up: another training is running, beside the one that is observed.
     """
+
+    def run(self, tap: str, hook: Callable[[], Any], *, always: bool = False, alters: bool = False) -> Any:
+        """See `Faults.run`. `alters` says that the training goes on with what `hook` returns."""
+        with out_of_sight(functions=not alters):
+            return super().run(tap, hook, always=always)
 
     def guarded(self, tap: str, hook: Callable[..., None], *, always: bool = False) -> Callable[..., Any]:
         """`hook`, made harmless. It returns None, which tells torch to change nothing.

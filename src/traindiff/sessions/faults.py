@@ -6,7 +6,6 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from traindiff.errors import TraindiffWarning
@@ -29,7 +28,6 @@ class Faults:
     Args:
         strict: Raise errors instead.
         report: Called once per disabled tap with its name and the error in one line.
-        around: Makes a context for each call to run in.
         passes: Whether an error is raised all the same, as what an observer is there to raise.
         failed: What the user is told when a tap fails; takes `tap` and `says`.
 
@@ -42,7 +40,6 @@ class Faults:
         *,
         strict: bool,
         report: Callable[[str, str], None],
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
         passes: Callable[[Exception], bool] = lambda _: False,
         failed: str = TAP_FAILED,
     ) -> None:
@@ -50,7 +47,6 @@ class Faults:
         self._passes = passes
         self._failed = failed
         self.paused = False
-        self._around = around
         self._report = report
         self._disabled: set[str] = set()
         self._running = threading.local()
@@ -62,8 +58,7 @@ class Faults:
         outer = self.is_running()
         self._running.hook = True
         try:
-            with self._around():
-                return hook()
+            return hook()
         except Exception as error:  # whatever it is, the training goes on
             if self._strict or self._passes(error):
                 raise

@@ -25,6 +25,7 @@ from traindiff.taps.inner_optimizer import inner_optimizer
 from traindiff.taps.optimizer_discovery import tap_optimizer_discovery
 from traindiff.taps.optimizer_replay import OptimizerReplayTap
 from traindiff.taps.optimizer_step import OptimizerTap
+from traindiff.taps.out_of_sight import out_of_sight
 
 
 class FollowedOptimizers:
@@ -149,10 +150,11 @@ class FollowedOptimizers:
             self._following.clear()
 
     def _end_step(self, name: str) -> None:
-        if name == self._context.sink.progress.optimizer:
-            for after_step in self._context.moments.after_step:
-                after_step()
-        self._on_step(name)
+        with out_of_sight():
+            if name == self._context.sink.progress.optimizer:
+                for after_step in self._context.moments.after_step:
+                    after_step()
+            self._on_step(name)
 
 
 def _live_optimizers() -> WeakSet[Optimizer]:

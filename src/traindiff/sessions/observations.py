@@ -120,14 +120,15 @@ class Observations:
                 self._keep(part.tensor, seen)
 
     def unobserved(
-        self, reason: str, *, phase: str, path: str, slot: str, stage: str = "", optimizer: str | None = None
-    ) -> None:
-        """See `traindiff.taps.sink.Sink`."""
+        self, reason: str, *, phase: str, path: str, slot: str, stage: str = "", optimizer: str | None = None,
+        call: int = 0, late: bool = False,
+    ) -> None:  # fmt: skip
+        """See `traindiff.taps.sink.Sink`. `late` files it under the step that has just ended."""
         progress = self.progress
         name = optimizer or progress.optimizer
         seen = Observation(
-            step=progress.steps.get(name, 0), micro_step=progress.micro_step, optimizer=name, phase=phase,
-            stage=stage, path=path, slot=slot, call=0, order=progress.next_order(), dtype="",
+            step=progress.steps.get(name, 0) - late, micro_step=progress.micro_step, optimizer=name, phase=phase,
+            stage=stage, path=path, slot=slot, call=call, order=progress.next_order(late=late), dtype="",
             shard=Shard.whole(()), unobserved=reason,
         )  # fmt: skip
         self._pending.append(seen, None)

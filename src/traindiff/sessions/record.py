@@ -12,6 +12,7 @@ from traindiff.replicas.making import make_replica
 from traindiff.sessions.recorder import Recorder
 from traindiff.sessions.targets import Models, Optimizers, Targets, find_targets
 from traindiff.settings import RecordSettings, check_names, record_settings, recording_path
+from traindiff.taps.out_of_sight import out_of_sight
 
 
 def record(
@@ -129,9 +130,10 @@ def record(
         replica=replica,
         operators=operators,
     )
-    targets = find_targets(
-        model, optimizer, select=settings.select, shards=settings.shards, operators=settings.operators
-    )
+    with out_of_sight():
+        targets = find_targets(
+            model, optimizer, select=settings.select, shards=settings.shards, operators=settings.operators
+        )
     return recorder_of(directory, targets, settings, overwrite=overwrite)
 
 
@@ -150,7 +152,8 @@ def recorder_of(
     Raises:
         ConfigError: `directory` is taken, or a replica of a compiled model is asked for.
     """
-    perturbed = None if settings.replica is None else make_replica(settings.replica, targets.root, targets.names)
+    with out_of_sight():
+        perturbed = None if settings.replica is None else make_replica(settings.replica, targets.root, targets.names)
     return Recorder(
         directory, targets, settings, overwrite=overwrite, replica=perturbed, first_step=first_step
     )  # fmt: skip

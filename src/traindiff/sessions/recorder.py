@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -24,6 +25,14 @@ from traindiff.sessions.attachment import Attachment
 from traindiff.sessions.containment import Containment
 from traindiff.sessions.environment import describe
 from traindiff.sessions.forced import ForcedValues
+from traindiff.sessions.logged_numbers import (
+    NotLoggedError,
+    RefusedLogs,
+    logged_name,
+    number_of,
+    reshaped,
+    weight_of,
+)
 from traindiff.sessions.observations import Observations
 from traindiff.sessions.process_rank import rank_and_world_size
 from traindiff.sessions.step_writer import OpenWriter, StepWriter, on_disk
@@ -31,6 +40,7 @@ from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.taps.numbers import as_tensor
 from traindiff.taps.optimizer_step import OptimizerTap
+from traindiff.taps.out_of_sight import out_of_sight
 from traindiff.taps.progress import Progress
 
 
@@ -73,6 +83,7 @@ class Recorder:
         self._settings = settings
         self._forced = forced
         self._pipeline: Pipeline | None = None
+        self._refused = RefusedLogs()
         self._progress = Progress(
             optimizer=targets.primary,
             steps={targets.primary: first_step} if first_step else {},
@@ -81,9 +92,7 @@ class Recorder:
             data_size=targets.layout.data.size,
             interleaved=settings.sample_order == "interleaved",
         )
-        self._containment = Containment(
-            strict=settings.strict, report=self._record_fault, around=replica.paused if replica else nullcontext
-        )
+        self._containment = Containment(strict=settings.strict, report=self._record_fault)
         self._observations = Observations(
             progress=self._progress,
             layout=targets.layout,
@@ -95,6 +104,8 @@ class Recorder:
             last_seen=last_seen,
             run_on_cpu=settings.run_on_cpu,
         )
+        # A replica puts tensors of its own in the place of some of the training's, which are to be of the same class.
+        self._out_of_sight = partial(out_of_sight, functions=replica is None)
         self._writer: StepWriter | None = None
         self._attachment: Attachment | None = None
         self._undo = ExitStack()
@@ -112,7 +123,7 @@ class Recorder:
         }
         open_writer = open_writer or on_disk(path, overwrite=overwrite)
         self._writer = writer = open_writer(self._run, rank, world_size)
-        with ExitStack() as undo:
+        with self._out_of_sight(), ExitStack() as undo:
             undo.callback(self._containment.guarded("writer", writer.close, always=True))
             self._attachment = Attachment(
                 targets, settings, self._observations, replica=replica,
@@ -159,12 +170,14 @@ class Recorder:
             merge: How the values of several micro-steps, and of several ranks, become one.
             weight: Weight of this value in a mean; the size of the latest batch where left out.
 
+        What is no number is not recorded: the recording says so, and a warning, once for each name.
+
         Raises:
             ConfigError: `merge` is neither word.
         """
         if merge not in ("mean", "sum"):
             where = f"log({name!r}, merge=...)"
-            problem = Problem.unknown_name(where=where, kind="a way to merge", found=merge, known=("mean", "sum"))
+            problem = Problem.unknown_name(where=where, kind="a way to merge", found=str(merge), known=("mean", "sum"))
             raise ConfigError("log(...)", [problem], consequence="the value was not recorded")
         self._containment.guarded("log", self._log)(name, value, merge, weight)
 
@@ -190,7 +203,8 @@ class Recorder:
             optimizer: It is about to step. If it holds nothing of the models, it is left alone.
         """
         if self._attachment is not None:
-            self._attachment.follow(optimizer)
+            with self._out_of_sight():
+                self._attachment.follow(optimizer)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -214,7 +228,7 @@ class Recorder:
         """Remove every tap, complete the files and let go of the model. Later calls do nothing."""
         self._containment.paused = False
         undo, self._undo = self._undo, ExitStack()
-        with undo:
+        with self._out_of_sight(), undo:
             if self._attachment is not None:
                 self._attachment.finish()
             self._containment.guarded("in_flight", self._observations.settle)()
@@ -260,18 +274,24 @@ class Recorder:
             }
             self._writer.write_rank({**self._attachment.describe(), **not_forced, **pipeline, **run})
 
-    def _log(self, name: str, value: float | Tensor, merge: Merge, weight: float | None) -> None:
+    def _log(self, given: object, value: object, merge: Merge, weight: object) -> None:
         if self._attachment is not None:
             self._attachment.settle()
         progress = self._progress
         late = not progress.forward_done and progress.batch is None and progress.step > 0
         if not self.is_recording or not self._settings.records(progress.step - late):
             return
+        name = logged_name(given)
+        call = progress.next_call(name, "logged")
+        try:
+            number, weighs = _logged(value), float(progress.samples) if weight is None else weight_of(weight)
+        except NotLoggedError as error:
+            self._observations.unobserved(str(error), phase="loss", path=name, slot="logged", call=call, late=late)
+            self._refused.warn(name, str(error))
+            return
         self._observations.emit(
-            as_tensor(value), phase="loss", path=name, slot="logged", merge=merge, late=late,
-            call=progress.next_call(name, "logged"),
-            weight=float(progress.samples) if weight is None else float(weight),
-        )  # fmt: skip
+            number, phase="loss", path=name, slot="logged", merge=merge, late=late, call=call, weight=weighs
+        )
 
     def _record_fault(self, tap: str, says: str) -> None:
         if tap == "writer":  # nothing more can be written, so nothing more is kept
@@ -280,3 +300,12 @@ class Recorder:
         else:
             what = NO_REPLICA if tap.startswith(REPLICA) else TAP_FAILED.format(tap=tap)
             self._observations.unobserved(f"{what}: {says}", phase="batch", path=ITSELF, slot=tap)
+
+
+def _logged(value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        return as_tensor(number_of(value))
+    if value.is_complex():
+        raise NotLoggedError("it is a complex number")
+    tensor: Tensor = reshaped(value.detach(), value.numel(), tuple(value.shape))
+    return tensor

@@ -18,6 +18,7 @@ from traindiff.engines.registry import ENGINES
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, type_of
 from traindiff.framework import is_of
 from traindiff.kernels.torch_arrays import shape_of
+from traindiff.sessions.held_parameters import warn_of_other_models
 from traindiff.sessions.live_modules import trained_parts, unwrapped
 from traindiff.sessions.named_parameters import named_parameters
 from traindiff.sessions.parts import Parts, Together, roots_of, together
@@ -220,7 +221,7 @@ def find_targets(
     followed: Mapping[str, Optimizer | EngineOptimizer] = optimizers
     for engine in ENGINES:
         followed = engine.optimizers(model, followed, parameters.ids)
-    return Targets(
+    found = Targets(
         select=tuple(select),
         root=model,
         roots=tuple(called) or roots_of(model),
@@ -235,6 +236,17 @@ def find_targets(
         optimizers=followed,
         zoomed=zoomed_modules(operators, modules, model) if operators else {},
     )
+    warn_of_other_models(
+        {name: (type(one).__name__, _held(one)) for name, one in followed.items() if isinstance(one, Optimizer)},
+        found.paths,
+        is_ours=lambda parameter: found.pieces_of(parameter) is not None,
+        caller=caller,
+    )
+    return found
+
+
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _named_modules(model: nn.Module) -> dict[str, nn.Module]:

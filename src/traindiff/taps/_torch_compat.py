@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any
@@ -29,8 +29,14 @@ def inside_transform() -> bool:
 
 
 def is_tracing() -> bool:
-    """Whether `torch.jit.trace` writes down what is computed: the public name is not typed."""
-    return torch._C._get_tracing_state() is not None
+    """Whether `torch.jit.trace` or `make_fx` writes down what is computed.
+
+    The public name for the first is not typed; for the second there is no public way to ask.
+    """
+    if torch._C._get_tracing_state() is not None:
+        return True
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return proxies is not None and proxies.get_proxy_mode() is not None
 
 
 def running_node() -> Any:
@@ -167,6 +173,41 @@ def without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+def take_dispatch_modes() -> list[Any]:
+    """Take all dispatch modes off this thread's stack; gives them, the outermost first.
+
+    There is no public way. torch's own `_disable_current_modes` does it like this, for the length of a block.
+    """
+    count = torch._C._len_torch_dispatch_stack()
+    if not count:
+        return []
+    from torch.utils._python_dispatch import _pop_mode
+
+    return [_pop_mode() for _ in range(count)][::-1]
+
+
+def put_dispatch_modes(modes: Iterable[Any]) -> None:
+    """Put dispatch modes on this thread's stack, above those that are there."""
+    for mode in modes:
+        from torch.utils._python_dispatch import _push_mode
+
+        _push_mode(mode)
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Inside it, neither modes nor subclasses of tensors are told which functions of torch are called.
+
+    The public name, `torch._C.DisableTorchFunctionSubclass`, leaves modes on.
+    """
+    return torch._C.DisableTorchFunction()
+
+
+def with_torch_function() -> AbstractContextManager[Any]:
+    """Inside it, they are told again. There is no public way."""
+    guard: AbstractContextManager[Any] = torch._C._EnableTorchFunction()
+    return guard
 
 
 def leave_dispatch_mode(mode: Any) -> None:
@@ -315,12 +356,20 @@ def has_arrived(tensor: Any) -> bool:
 
 def versions_of(tensor: Any) -> tuple[int, int]:
     """Counters that move when an asynchronous tensor, or what it stands for, is written to."""
-    return tensor._version, tensor.elem._version
+    return version_of(tensor), version_of(tensor.elem)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Counts what is written into a tensor; -1 where nobody counts. There is no public way to ask."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def arrived(tensor: Any) -> torch.Tensor:
-    """What an asynchronous tensor stands for, after a wait where nobody has waited for it."""
-    result: torch.Tensor = tensor.trigger_wait()
+    """What an asynchronous tensor stands for, after a wait where nobody has waited for it.
+
+    It does not take note of this wait, as it would of `trigger_wait`: the training waits as often as without it.
+    """
+    result: torch.Tensor = tensor.wait()
     return result
 
 

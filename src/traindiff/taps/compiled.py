@@ -26,6 +26,7 @@ from traindiff.taps._torch_compat import forget_compiled_code, patch_hook_guards
 from traindiff.taps.compiled_observers import ModuleObserver, RootObserver, StepObserver
 from traindiff.taps.left_behind import LeftBehind
 from traindiff.taps.nested import tensors
+from traindiff.taps.out_of_sight import out_of_sight
 
 NUMBER = "_traindiff_number"
 """What observed modules and optimizers carry."""
@@ -252,7 +253,8 @@ def _run_after_step(optimizer: Tensor) -> None:
 
 
 def _observers(registry: dict[int, _Observed], module: Tensor) -> list[Any]:
-    observed = registry.get(int(module))
+    with out_of_sight():
+        observed = registry.get(int(module))
     return list(observed.observers) if observed else []
 
 

@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from traindiff.kernels.torch_arrays import is_abstract
 from traindiff.observation import OPERATOR, RECOMPUTED_OPERATOR
 from traindiff.site import ROOT, path_in_whole
-from traindiff.taps._torch_compat import inside_backward, leave_dispatch_mode, running_node
+from traindiff.taps._torch_compat import inside_backward, running_node
 from traindiff.taps.context import TapContext
 from traindiff.taps.mode_dependent_nodes import WITHOUT_MODE, WithoutMode
 from traindiff.taps.operator_calls import GraphNodes, Made, ModuleCall
 from traindiff.taps.operator_tensors import Schema, inputs_of, outputs_of, schema_of, settings_of
+from traindiff.taps.out_of_sight import enter_mode, leave_mode
 from traindiff.taps.silent_modules import takes_hooks
 from traindiff.taps.source_line import SourceLine, called_from
 from traindiff.taps.undefined_memory import UndefinedMemory
@@ -151,9 +153,9 @@ class _Operators:
         """Turn the mode on or off, whatever other modes are on."""
         wanted = bool(self._calls) or self._in_backward
         if wanted and not self._is_on:
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            enter_mode(self._mode)
         elif not wanted:  # also where it was left already: autograd puts back what a hook in a backward pass has left
-            leave_dispatch_mode(self._mode)
+            leave_mode(self._mode)
         self._is_on = wanted
 
     def _begin(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Running | None:
@@ -169,7 +171,7 @@ class _Operators:
             phase, inside = "backward", made.inside
         schema = schema_of(operator)
         given = inputs_of(schema, args, kwargs)
-        if any(_is_abstract(tensor) for _, tensor in given):
+        if any(is_abstract(tensor) for _, tensor in given):
             return None
         path = f"{inside.path or ROOT}/{schema.name}[{inside.next_number(phase, schema.name)}]"
         source = called_from(in_backward=node is not None)
@@ -244,8 +246,3 @@ class _Mode(TorchDispatchMode):
         if running is not None:
             self._tap.end(running, args, kwargs, output)
         return output
-
-
-def _is_abstract(tensor: Tensor) -> bool:
-    """Whether a tensor has no elements to read: its operator is run to learn the shape of a result."""
-    return tensor.is_meta or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")

@@ -75,13 +75,13 @@ def mapped(demand: Demand) -> Demand:
     return check
 
 
-def listed(demand: Demand, *, most: int | None = None) -> Demand:
+def listed(demand: Demand, *, least: int = 0) -> Demand:
     """A list whose items are all as demanded."""
 
     def check(value: Any, place: str) -> None:
         _is(list, value, place)
-        if most is not None and len(value) > most:
-            raise Unmet(f"{_named(place)} has {len(value)} items, and may have {most}")
+        if len(value) < least:
+            raise Unmet(f"{_named(place)} has {len(value)} items, and must have at least {least}")
         for number, one in enumerate(value):
             demand(one, f"{place}[{number}]")
 

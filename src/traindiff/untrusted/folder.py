@@ -88,13 +88,26 @@ class Folder:
         self._about(self.path(name))
         return int(self._fs.size(self.path(name)))
 
-    def open(self, name: str) -> IO[bytes]:
-        """Open a file to read it.
+    def open(self, name: str, *, limit: int | None = None) -> IO[bytes]:
+        """Open a file to read it piece by piece.
+
+        Args:
+            name: The file.
+            limit: How many bytes it may have; None for any number.
 
         Raises:
-            TraindiffError: There is no regular file of this name inside the directory.
+            TraindiffError: There is no regular file of this name inside the directory, or it is larger.
             OSError: It may not be read.
         """
+        file = self._opened(name)
+        if limit is not None and (size := file.seek(0, os.SEEK_END)) > limit:
+            file.close()
+            raise self._refuse(self.path(name), f"it has {size} bytes, and may have {limit}")
+        if limit is not None:
+            file.seek(0)
+        return file
+
+    def _opened(self, name: str) -> IO[bytes]:
         path = self.path(name)
         if not self._local:
             self._about(path)
@@ -123,13 +136,10 @@ class Folder:
             TraindiffError: There is no regular file of this name inside the directory, or it is larger.
             OSError: It may not be read.
         """
-        with self.open(name) as file:
-            most = limit
-            if self._local:
-                most = os.fstat(file.fileno()).st_size
-                if most > limit:
-                    raise self._refuse(self.path(name), f"it has {most} bytes, and may have {limit}")
-            content = file.read(most + 1)  # which allocates as many bytes at once
+        with self.open(name, limit=limit) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            content = file.read(size + 1)  # not the limit: as many bytes are allocated at once
         if len(content) > limit:
             raise self._refuse(self.path(name), f"it has more than the {limit} bytes that it may have")
         return content

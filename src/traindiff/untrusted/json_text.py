@@ -18,7 +18,7 @@ MOST_DEPTH = 64
 MOST_VALUES = 1 << 20
 """Values of a text at most: an empty list takes 2 bytes of it, and 64 in memory."""
 
-_MOST_DIGITS = 20
+_MOST_DIGITS = 300
 _TEXTS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """Texts in JSON, also one that does not end; possessive, so that the time is linear in any input."""
 

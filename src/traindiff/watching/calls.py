@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.site import printable
+from traindiff.taps._torch_compat import version_of
 from traindiff.taps.nested import replaced, tensors
 from traindiff.watching.frames import Frame
-from traindiff.watching.reading import version_of
 
 _DEEPEST = 16
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from traindiff.taps._torch_compat import without_onednn
 from traindiff.taps.nested import replaced, tensors
+from traindiff.taps.out_of_sight import with_functions
 from traindiff.watching.allowed_operators import RefusedOperatorError, check
 from traindiff.watching.calls import slots, within
 from traindiff.watching.operations import NotWritableError, Operation, to_json
@@ -87,7 +88,8 @@ def capture(
         call.trained += [number for number in differentiated if call.tensors[number].is_floating_point()]
     devices = {one.device.index or 0 for one in (*given, *copied.parameters()) if one.device.type == "cuda"}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices)), without_onednn(), writer:
+        drawing = torch.random.fork_rng(devices=sorted(devices))
+        with torch.no_grad(), drawing, without_onednn(), with_functions(), writer:
             if random_state is not None:
                 torch.set_rng_state(random_state)
             output = copied.forward(*replaced(list(args), by_id), **replaced(dict(kwargs), by_id))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from traindiff.errors import UnsupportedTensorError
 from traindiff.kernels.extent import Extent, extent, stored_values
-from traindiff.taps._torch_compat import arrived, has_arrived, is_asynchronous
+from traindiff.taps._torch_compat import arrived, has_arrived, is_asynchronous, version_of
 
 
 class Reading:
@@ -158,11 +158,6 @@ def _bounds(tensor: Tensor) -> Tensor:
             values = values.to(torch.float32)
         least, most = torch.aminmax(values)
         return torch.stack([torch.linalg.vector_norm(values, -math.inf), least, most]).to(torch.float32)
-
-
-def version_of(tensor: Tensor) -> int:
-    """Counts what is written into a tensor; -1 where nobody counts."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def only_masks(tensor: Tensor) -> bool:

@@ -14,13 +14,14 @@ from traindiff.engines.layout import kept_here
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observation import LOSS_SCALE, SKIPPED
 from traindiff.sessions.containment import Containment
+from traindiff.taps._torch_compat import version_of
 from traindiff.taps.loss_scaler import ScalerListener
 from traindiff.taps.progress import Progress
 from traindiff.watching import origin
 from traindiff.watching.frames import Frame, Line
 from traindiff.watching.judging import Judging
 from traindiff.watching.origin import Found
-from traindiff.watching.reading import Reader, Reading, version_of
+from traindiff.watching.reading import Reader, Reading
 
 _LARGEST_STATISTICS = 1 << 16
 """Elements of a buffer above which it is read again only if its version has moved: it is no normalisation's statistics,

@@ -11,6 +11,7 @@ from torch import nn
 from traindiff.sessions.record import STANDARD_SETTINGS
 from traindiff.sessions.targets import Optimizers, find_targets
 from traindiff.settings import check_names, record_settings
+from traindiff.taps.out_of_sight import out_of_sight
 from traindiff.watching.origin import Origin
 from traindiff.watching.settings import DEFAULT_SIGNS, watch_settings
 from traindiff.watching.watcher import Watcher
@@ -95,6 +96,7 @@ def watch(
         keep_inputs=keep_inputs,
         file=file,
     )
-    targets = find_targets(model, optimizer, select=("*",), caller="watch")
+    with out_of_sight():
+        targets = find_targets(model, optimizer, select=("*",), caller="watch")
     observed = record_settings(**{**STANDARD_SETTINGS, "observe": _OBSERVE})
     return Watcher(targets, settings, observed)

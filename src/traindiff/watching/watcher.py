@@ -24,6 +24,7 @@ from traindiff.sessions.process_rank import rank_and_world_size
 from traindiff.sessions.targets import Targets
 from traindiff.settings import RecordSettings
 from traindiff.taps.loss_scaler import tap_loss_scaler
+from traindiff.taps.out_of_sight import in_sight, out_of_sight
 from traindiff.taps.progress import Progress
 from traindiff.watching.journal import Journal
 from traindiff.watching.judging import Judging, Moment
@@ -97,7 +98,7 @@ class Watcher:
         )  # fmt: skip
         self._parts.order = self._calls.order
         self._attachment: Attachment | None = None
-        with ExitStack() as undo:
+        with out_of_sight(), ExitStack() as undo:
             self._attachment = Attachment(
                 targets, observed, self._parts, replica=None, before_every_step=False, on_step=self._end_step,
                 on_discovery=lambda: None, on_schedule=lambda *_: None, containment=containment,
@@ -141,7 +142,7 @@ class Watcher:
     def close(self) -> None:
         """Remove every hook and let go of the model. Later calls do nothing."""
         undo, self._undo = self._undo, ExitStack()
-        with undo:
+        with out_of_sight(), undo:
             if self._attachment is not None:
                 self._attachment.settle()
                 self._reader.wait()
@@ -211,7 +212,8 @@ class Watcher:
     def _tell(self, function: Callable[[Origin], object], origin: Origin) -> None:
         """Call the user's function; what it raises is meant for the training."""
         try:
-            function(origin)
+            with in_sight():
+                function(origin)
         except Exception as error:
             self._raised = error
             raise

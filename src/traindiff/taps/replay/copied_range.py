@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from traindiff.kernels.torch_arrays import is_abstract
 from traindiff.shards import Piece, Shard
 from traindiff.taps.replay.formulas import Before, Rule, Units
 from traindiff.taps.replay.rules import moments_of, step_of
@@ -122,6 +123,8 @@ def obstacle(parameter: Tensor, piece: Piece) -> str:
         return f"the parameter is {str(parameter.dtype).removeprefix('torch.')}"
     if parameter.device.type in ("mps", "meta"):
         return f"there is no float64 on {parameter.device.type}"
+    if parameter.grad is not None and is_abstract(parameter.grad):
+        return f"the gradient is a {type(parameter.grad).__name__}"
     if parameter.grad is not None and parameter.grad.layout != torch.strided:
         return f"the gradient is {str(parameter.grad.layout).removeprefix('torch.')}"
     placements = [getattr(one, "placements", None) for one in (parameter, parameter.grad) if one is not None]
