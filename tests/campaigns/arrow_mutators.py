@@ -306,6 +306,20 @@ def mutate(stream: Stream, name: str, rng: Random) -> None:
     ARROW[name][1](stream, rng.choice(places), rng)
 
 
+def rename_file(stream: Stream, old: str, new: str) -> None:
+    """Have the messages name a file of tensors otherwise; they stay as they are where one was changed already."""
+    if stream.changed:
+        return
+    number = SCHEMA.get_field_index("tensors")
+    for at, message in enumerate(stream.messages):
+        if at and len(message) > 8:
+            names = _batch(message).column(number).to_pylist()
+            if old in names:
+                column = pa.array([new if name == old else name for name in names], pa.utf8())
+                stream.messages[at] = _message(_with_column(_batch(message), number, column))
+                stream.seals = None
+
+
 def zstd_frame(length: int) -> bytes:
     """A zstd frame of as many zeros."""
     return _bomb(length)

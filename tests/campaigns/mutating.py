@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
@@ -107,6 +109,25 @@ def _file(ending: str, change: Callable[[bytes, Random], bytes]) -> Callable[[Dr
     return mutate
 
 
+_NAMED = re.compile(r"(?P<folder>rank-\d+)/(?P<start>tensors/.*)\.[0-9a-f]{8}\.safetensors")
+
+
+def _tensors(draft: Draft, rng: Random) -> None:
+    """A file of tensors, under the name that its checksum gives it as a rule."""
+    names = sorted(name for name in draft.files if name.endswith(".safetensors"))
+    name = rng.choice(names)
+    content = tensor_mutators.mutated_safetensors(draft.files[name], rng)
+    match = _NAMED.fullmatch(name)
+    if match and rng.random() < 0.85:
+        del draft.files[name]
+        folder, old = match["folder"], name.removeprefix(match["folder"] + "/")
+        new = f"{match['start']}.{zlib.crc32(content):08x}.safetensors"
+        if folder in draft.streams:
+            arrow_mutators.rename_file(draft.streams[folder], old, new)
+        name = f"{folder}/{new}"
+    draft.files[name] = content
+
+
 def _json_text(data: bytes, rng: Random) -> bytes:
     try:
         return json_mutators.mutated(data.decode(), rng).encode("utf-8", "surrogatepass")
@@ -123,7 +144,7 @@ MUTATORS: Mapping[Kind, Mapping[str, tuple[int, Mutator]]] = {
         "json bytes": (3, _json_bytes),
         "seals": (7, _seals),
         **{f"arrow {name}": (weight, _stream(name)) for name, (weight, _) in arrow_mutators.ARROW.items()},
-        "tensors": (8, _file(".safetensors", tensor_mutators.mutated_safetensors)),
+        "tensors": (8, _tensors),
     },
     "msprobe": {
         "bytes": (2, _bytes),
