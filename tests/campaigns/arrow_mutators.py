@@ -97,7 +97,7 @@ def _values_changed(stream: Stream, at: int, rng: Random) -> None:
     batch = _batch(stream.messages[at])
     for _ in range(rng.choice((1, 1, 2, 3, 6))):
         number = rng.randrange(len(SCHEMA) - 2 if rng.random() < 0.8 else len(SCHEMA))
-        if rng.random() < 0.4:
+        if rng.random() < 0.6:
             number = rng.randrange(20)  # what says of which tensor the numbers are
         kind = SCHEMA.field(number).type
         values = batch.column(number).to_pylist()
@@ -109,6 +109,81 @@ def _values_changed(stream: Stream, at: int, rng: Random) -> None:
             values = [_value(kind, rng)] * len(values)
         batch = _with_column(batch, number, pa.array(values, kind))
     stream.messages[at] = _message(batch)
+
+
+_SITES = (
+    ("batch", "", "", "input[0]"), ("batch", "sample", "", "input[0]"), ("batch", "before", "rng", "cpu"),
+    ("batch", "", "traindiff", "optimizer"), ("forward", "", "fc", "output[0]"), ("forward", "evaluation", "fc", "output[0]"),
+    ("forward", "recomputed", "fc", "output[0]"), ("forward", "boundary", "stage[1]", "received[0]"),
+    ("forward", "operator", "fc/aten.addmm[0]", "output[0]"), ("backward", "operator", "fc/aten.mm[0]", "input[0]"),
+    ("backward", "again[1]", "fc", "output[0]"), ("loss", "", "loss", "backward"), ("loss", "", "loss_scale", "value"),
+    ("loss", "", "loss", "logged"), ("backward", "", "fc", "output[0]"), ("grad", "", "fc.weight", "grad"),
+    ("grad", "micro", "fc.weight", "grad"), ("grad", "reduced", "fc.weight", "grad"), ("grad", "unscaled", "fc.weight", "grad"),
+    ("grad", "clipped", "(all parameters)", "norm"), ("grad", "clipped", "(all parameters)", "max_norm"),
+    ("grad", "clipped", "(all parameters)", "squared_norm"), ("grad", "clipped", "(all parameters)", "max_value"),
+    ("optimizer", "", "optimizer.groups[0]", "lr"), ("optimizer", "", "optimizer.groups[1]", "weight_decay"),
+    ("optimizer", "", "optimizer.groups[7]", "betas[0]"), ("optimizer", "", "optimizer", "skipped"),
+    ("optimizer", "", "fc.weight", "exp_avg"), ("optimizer", "", "fc.weight", "exp_avg_sq"), ("optimizer", "", "fc.weight", "step"),
+    ("update", "residual", "fc.weight", "SGD"), ("update", "replayed", "fc.weight", "SGD"), ("update", "taken", "fc.weight", "SGD"),
+    ("update", "rounding", "fc.weight", "SGD"), ("update", "variant[x]", "fc.weight", "NAME(AdamW)"),
+    ("param", "before", "fc.weight", "value"), ("param", "", "fc.weight", "value"), ("param", "", "fc.weight", "master"),
+    ("param", "", "out.weight", "value"), ("update", "", "fc.weight", "value"),
+)  # fmt: skip
+_DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool", "complex64", "float8_e4m3fn", "", "x")
+_SHAPES: tuple[list[int], ...] = (
+    [], [0], [1], [4], [12], [4, 3], [2, 4], [0, 3], [1, 1, 1], [1] * 8, [2**31, 3], [2**20, 2**20], [2**40], [3, 2**58],
+)  # fmt: skip
+
+
+def _sites(stream: Stream, at: int, rng: Random) -> None:
+    """Rows that say of themselves that they are something else, and are right in all other ways: what they mean is odd."""
+    batch = _batch(stream.messages[at])
+    columns = {field.name: column.to_pylist() for field, column in zip(SCHEMA, batch.columns, strict=True)}
+    step = rng.choice((None, None, None, 0, 5, 2**40))
+    for row in range(batch.num_rows):
+        if rng.random() < 0.5:
+            continue
+        names = ("phase", "stage", "path", "slot")
+        for name, value in zip(names, rng.choice(_SITES), strict=True):
+            columns[name][row] = value
+        for name, values in (
+            ("micro_step", (0, 1, 2, 2**31 - 1)), ("call", (0, 1, 3, 2**31 - 1)), ("dtype", _DTYPES), ("term", (0, 1, 2**31 - 1)),
+            ("merge", ("shard", "sum", "mean")), ("scaled", (True, False)), ("weight", (1.0, 0.0, 3.0, 1e308, 5e-324)),
+            ("factor", (1.0, 2.0, 0.5, 1e308, 5e-324)), ("order", (0, 1, 2, 1 << 24, 7 << 24, 2**62)),
+            ("unobserved", ("", "", "no gradient", "no output was observed", "the grad tap failed: x", "this is no full replica: x")),
+        ):  # fmt: skip
+            if rng.random() < 0.3:
+                columns[name][row] = rng.choice(values)
+        if rng.random() < 0.4:
+            _reshaped(columns, row, rng)
+    if step is not None:
+        columns["step"] = [step] * batch.num_rows
+    stream.messages[at] = _message(pa.RecordBatch.from_pydict(columns, schema=SCHEMA))
+
+
+def _reshaped(columns: dict[str, list[Any]], row: int, rng: Random) -> None:
+    """Another shape, and a summary that fits it."""
+    shape = rng.choice(_SHAPES)
+    whole = rng.choice((shape, [-1, *shape[1:]] if shape else shape, [2 * one for one in shape], [6, 6], [*shape, 2]))
+    columns["shape"][row], columns["global_shape"][row] = shape, whole
+    columns["offset"][row] = rng.choice(([0] * len(whole), [0], [1] * len(whole)))
+    columns["spacing"][row] = rng.choice(([], [], [1, 2]))
+    count = 1
+    for length in shape:
+        count *= length
+    for name in ("nan", "positive_infinity", "negative_infinity", "zero", "negative", "subnormal"):
+        columns[name][row] = 0
+    columns["count"][row] = count
+    columns["exponents"][row] = []
+    for name in rng.sample(("nan", "positive_infinity", "zero", "negative"), rng.choice((0, 0, 1))):
+        columns[name][row] = count
+    if rng.random() < 0.5:
+        value = rng.choice((0.0, 1.0, 1e308, 5e-324, 1e-40, 65504.0, 3.4e38))
+        columns["minimum"][row], columns["maximum"][row], columns["smallest"][row] = -value, value, value or 1.0
+        columns["sum"][row], columns["sum_of_squares"][row] = rng.choice((0.0, value)), min(value * value, 1e308)
+        columns["sketch"][row] = [rng.choice((0.0, value, -value))] * 64
+        for name in ("row_largest", "column_largest", "row_squares", "column_squares"):
+            columns[name][row] = [rng.choice((0.0, value))] * 16
 
 
 def _nulls(stream: Stream, at: int, rng: Random) -> None:
@@ -283,7 +358,7 @@ def _other_writer(stream: Stream, at: int, rng: Random) -> None:
 
 
 ARROW: Mapping[str, tuple[int, Callable[[Stream, int, Random], None]]] = {
-    "values": (10, _values_changed), "nulls": (1, _nulls), "type": (2, _other_type), "columns": (1, _columns_moved),
+    "values": (10, _values_changed), "sites": (12, _sites), "nulls": (1, _nulls), "type": (2, _other_type), "columns": (1, _columns_moved),
     "rows": (2, _rows), "huge text": (1, _huge_text), "messages": (2, _messages_moved), "metadata": (4, _metadata),
     "body": (3, _body), "numbers": (4, _numbers), "buffers": (5, _buffers), "compression": (3, _compression),
     "writer": (1, _other_writer),

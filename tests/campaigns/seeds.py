@@ -129,17 +129,22 @@ def _detailed(path: Path) -> None:
     # Many alike, so that the writer compresses them.
     bits = {name: RawTensor(dtype="uint8", shape=(64,), data=bytes([part]) * 64) for name, part in _BITS.items()}
     half = RawTensor(dtype="bfloat16", shape=(2, 4), data=bytes(16))
-    exponents = np.zeros(320, dtype=np.int64)
-    exponents[158:162] = 3
-    rows = _training_step(1)
-    place = {seen.phase: number for number, (seen, _) in enumerate(rows)}
+    rows = [*_training_step(1), _row("grad", "fc.table", "grad", 64, 8, step=1, number=9)]
+    place = {(seen.phase, seen.path): number for number, (seen, _) in enumerate(rows)}
     details = {
-        place["grad"]: Detail(exponents=exponents, tensors=kept),
-        place["param"]: Detail(tensors=bits),
-        place["forward"]: Detail(exponents=exponents, tensors={"value": half}),
+        place["grad", "fc.weight"]: Detail(exponents=_exponents(rows[place["grad", "fc.weight"]][1]), tensors=kept),
+        place["grad", "fc.table"]: Detail(tensors=bits),
+        place["forward", "fc"]: Detail(exponents=_exponents(rows[place["forward", "fc"]][1]), tensors={"value": half}),
     }
     settings = {"detail": ["summary", "exponents", "signs", "md5", "tensors"], "bounds": [-1.0, 1.0]}
     _write(path, [rows], settings=settings, details=details)
+
+
+def _exponents(summary: Any) -> Any:
+    """A histogram of as many elements as a summary has."""
+    counts = np.zeros(320, dtype=np.int64)
+    counts[159] = summary["count"]
+    return counts
 
 
 _BITS = {"positive": 0x55, "signless": 0x00}
@@ -205,7 +210,7 @@ def _pipeline(path: Path) -> None:
             "pipeline": {"num_stages": 2, "stages": [rank], "ranks": [0, 1]},
             "parameters": {f"fc{rank}.weight": {"shape": [4, 3], "dtype": "float32", "requires_grad": True}},
             "optimizers": [{"name": "optimizer", "type": "Adam", "groups": [[f"fc{rank}.weight"]]}],
-            "not_forced": {f"fc{rank}": {"output[0]": "it has no gradient"}},
+            "not_forced": {f"fc{rank} output[0]": "it has no gradient"},
         }
         _write(path, [rows], run={"world_size": 2, "mesh": mesh, "forced_by": "other"}, rank=rank, content=content)
 
@@ -293,8 +298,7 @@ def onnxruntime() -> Files:
 def configuration() -> Files:
     """Limits for rules of `check`."""
     return {
-        "limits.toml": b'# limits\n["spike"]\nfactor = 10\n[exploding-gradients]\nfactor = 1e3\n[near-overflow]\n'
-        b"share = 0.5\n[underflow]\nshare = 0.5\n"
+        "limits.toml": b"# limits\n[spike]\nnorm_factor = 10\n'least_steps' = 3\n[dead-units]\n"
     }
 
 
