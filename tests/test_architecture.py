@@ -16,6 +16,7 @@ VOCABULARY = frozenset(
     {
         "_version",
         "bounds",
+        "csv_cells",
         "declared_shard",
         "detail",
         "errors",

@@ -43,6 +43,7 @@ Errors, of which only `ConfigError` is for what the user wrote:
             CorruptRecordingError   The bytes are not those that were written.
             MixedRecordingError     Its ranks are of different runs.
             FormatVersionError      A newer traindiff wrote it.
+            LostFilesError          Its files were moved, deleted or cut short while they were written.
         LockstepError           The ranks, or the sides, of a lockstep cannot go on together.
         NonFiniteError          A training that is watched has made its first NaN or infinity.
         StoppedError            A training that is watched has come to the step after which it was to stop.
@@ -68,6 +69,7 @@ from traindiff.errors import (
     CorruptRecordingError,
     FormatVersionError,
     LockstepError,
+    LostFilesError,
     MixedRecordingError,
     NonFiniteError,
     NotARecordingError,
@@ -134,6 +136,7 @@ __all__ = [
     "Investigation",
     "Lockstep",
     "LockstepError",
+    "LostFilesError",
     "MixedRecordingError",
     "NonFiniteError",
     "NotARecordingError",

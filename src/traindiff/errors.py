@@ -7,6 +7,7 @@
     - CorruptRecordingError  the bytes are not those that were written
     - MixedRecordingError    its ranks are of different runs
     - FormatVersionError     written by a newer traindiff
+    - LostFilesError         its files were moved, deleted or cut short while they were written
   + UnsupportedTensorError   no kernel can summarise this tensor
   + NotPerturbedError        a replica's training ran where it cannot be perturbed
   + LockstepError            the ranks, or the sides, of a lockstep cannot go on together
@@ -64,6 +65,10 @@ class MixedRecordingError(RecordingError):
 
 class FormatVersionError(RecordingError):
     """The recording was written in a newer format than this traindiff reads."""
+
+
+class LostFilesError(RecordingError):
+    """Files of a recording are no longer as they were written, and it is still being written."""
 
 
 class TraindiffWarning(UserWarning):

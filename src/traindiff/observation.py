@@ -39,6 +39,13 @@ NO_REPLICA = "this is no full replica"
 NOT_CALLED = "no output was observed"
 """How the reason begins for a module of which not even a call was seen."""
 
+UNSEEN = "not observed in this step"
+"""How the reason begins where a step was not fully observed, in all that one phase has at a path; at `ITSELF`, in all
+that it has."""
+
+MAYBE_UNSEEN = "maybe not observed in this step"
+"""The same where there may have been nothing to observe: worth a word only where the other run has something."""
+
 NO_GRADIENT = "no gradient"
 """How the reason begins where an optimizer stepped and there was no gradient to observe."""
 

@@ -75,6 +75,7 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="optimizer_replay", part_of="optimizers", observe=("replay",), by_default=True, loses=(("update", None),)),
     Tap(name="optimizer_step", part_of="optimizers", loses=_STEP),
     Tap(name="optimizer_discovery", part_of="optimizers", loses=_STEP),
+    Tap(name="upkeep", part_of="session"),
     Tap(name="batch_axis", part_of="session", loses=()),
     Tap(name="log", part_of="session", loses=_LOSS),
 )

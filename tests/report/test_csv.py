@@ -14,7 +14,11 @@ from tests.made_up import Compared, Seen, Step, at, random, record
 from traindiff.comparison import Comparison, Verification
 from traindiff.comparison.verification import SideOfVerification
 from traindiff.health import Verdict
+from traindiff.interop.msprobe import tables
+from traindiff.recording import open_recording
 from traindiff.report.as_csv import COLUMNS, write
+from traindiff.report.observations import Filter, write_csv
+from traindiff.report.observations import rows as observation_rows
 from traindiff.report.step_rows import step_rows, write_rows
 
 
@@ -114,3 +118,56 @@ def test_ends_of_lines_in_names_end_no_row(compared: Compared) -> None:
     file = io.StringIO(newline="")
     write_rows(file, step_rows(result, result.history, None))
     assert names <= {row["site"] for row in csv.DictReader(io.StringIO(file.getvalue(), newline=""))}
+
+
+FORMULA = '=HYPERLINK("http://e.example/?x","click; or -1")'
+
+
+def cells(text: str) -> list[str]:
+    """All cells of a table."""
+    return [cell for row in csv.reader(io.StringIO(text, newline="")) for cell in row]
+
+
+def test_no_table_has_a_cell_that_a_spreadsheet_computes(compared: Compared, tmp_path: Path) -> None:
+    names = (FORMULA, "+a.weight", "-a", "@a", "\uff1da", "a;=1")
+
+    def odd(step: int, sites: Step) -> None:
+        for number, path in enumerate(names):
+            sites["forward", "", path, "output[0]"] = Seen(values=random(5, 6, seed=number))
+            sites["optimizer", "", path, "=slot"] = Seen(values=np.array(-1.5))
+
+    def parted(step: int, sites: Step) -> None:
+        odd(step, sites)
+        for path in names:
+            sites["forward", "", path, "output[0]"].values[:] = np.nan
+
+    result = compared(parted, baseline_edit=odd, history=True)
+    recording = open_recording(str(record(tmp_path / "odd", parted)))
+    files = [io.StringIO(newline="") for _ in range(4)]
+    write(result, files[0])
+    assert result.history is not None
+    write_rows(files[1], step_rows(result, result.history, None))
+    write_csv(observation_rows(recording, Filter()), files[2])
+    write(traindiff.check(tmp_path / "odd"), files[3])
+
+    for number, file in enumerate(files):
+        found = cells(file.getvalue())
+        assert f"'{FORMULA}" in found
+        if number < 3:  # a check has the first finding alone
+            assert {"'+a.weight", "a;'=1"} <= {*found}
+        begins = [cell for cell in found if cell.startswith(("=", "+", "-", "@", "\uff1d"))]
+        assert all(float(cell) for cell in begins)
+    assert "-1.5" in cells(files[1].getvalue())
+
+
+def test_a_table_of_msprobe_has_ordinary_names_as_they_are_and_gives_back_every_name() -> None:
+    columns = tables.Columns()
+    ordinary, odd = (
+        tables.Row(name=name, shape=(2,), maximum=1.0, minimum=-1.0, norm=1.4) for name in ("fc.w", FORMULA)
+    )
+
+    data = tables.dump(columns, [ordinary, odd])
+
+    assert b"\r\nfc.w,1.0,-1.0,1.4,[2]\r\n" in data
+    assert f"'{FORMULA}" in cells(data.decode("utf-8-sig"))
+    assert tables.load(data, where="here").rows == (ordinary, odd)

@@ -111,7 +111,10 @@ def test_a_step_that_was_dropped_leaves_the_recording_without_its_end(
     written = [number for _, number, _, _ in content(tmp_path / "run")]
     assert written == list(range(len(written)))  # what had been taken over, and nothing behind the gap
     assert len(written) >= DEPTH
-    assert open_recording(str(tmp_path / "run")).status(0).ending == "unclosed"
+    assert open_recording(str(tmp_path / "run")).status(0).says == (
+        f"rank 0: step {len(written)} could not be written: the file system took no data for 0.05 seconds; "
+        "all steps before it are used."
+    )
 
 
 def test_a_step_whose_summaries_never_come_is_an_error_and_nothing_follows_it(
@@ -132,7 +135,9 @@ def test_a_step_whose_summaries_never_come_is_an_error_and_nothing_follows_it(
     writer.close()
 
     assert [number for _, number, _, _ in content(tmp_path / "run")] == [0]
-    assert open_recording(str(tmp_path / "run")).status(0).ending == "unclosed"
+    assert open_recording(str(tmp_path / "run")).status(0).says == (
+        "rank 0: the recording ends early: RuntimeError: the device is gone; all steps before that are used."
+    )
 
 
 def test_a_step_that_cannot_be_written_is_an_error_of_a_later_call_and_nothing_follows_it(

@@ -17,7 +17,7 @@ import traindiff
 from tests.taps.reading import Row, row, rows
 from tests.taps.test_undisturbed import assert_bitwise_equal
 from tests.taps.trainings import TRAININGS, Outcome
-from traindiff.recording import RecordingWriter
+from traindiff.recording.written_files import WrittenFiles
 from traindiff.tap_registry import OBSERVABLE
 from traindiff.taps.activations import Activations
 
@@ -210,18 +210,23 @@ def test_a_discovery_that_fails_disables_discovery_only(tmp_path: Path, monkeypa
 def test_an_optimizer_that_cannot_be_written_down_is_still_observed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_rank = RecordingWriter.write_rank
+    put = WrittenFiles.put
+    refused: list[str] = []
 
-    def full(self: RecordingWriter, content: Any) -> None:
-        if content["optimizers"]:
+    def full(self: WrittenFiles, path: str, content: bytes) -> None:
+        if b'"groups"' in content and not refused:
+            refused.append(path)
             raise OSError(28, "No space left on device")
-        write_rank(self, content)
+        put(self, path, content)
 
-    monkeypatch.setattr(RecordingWriter, "write_rank", full)
-    with pytest.warns(traindiff.TraindiffWarning, match="optimizer_discovery"):
-        TRAININGS["optimizer_not_given"](lambda *args: traindiff.record(tmp_path / "run", *args))
+    monkeypatch.setattr(WrittenFiles, "put", full)
+    TRAININGS["optimizer_not_given"](lambda *args: traindiff.record(tmp_path / "run", *args))
 
+    assert len(refused) == 1
     assert [seen.step for seen, _ in rows(tmp_path / "run", phase="grad", path="0.weight")] == [0, 1, 2]
+    recording = traindiff.open_recording(str(tmp_path / "run"))
+    assert recording.rank_content(0)["optimizers"]  # it was written with the next step
+    assert recording.status(0).ending == "closed"
 
 
 def test_a_writer_that_fails_ends_the_recording_and_keeps_nothing_in_memory(

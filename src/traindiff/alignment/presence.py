@@ -92,9 +92,13 @@ class Presence:
                 findings += self._absent(baseline, side=side, step=step, lacking=(baseline, candidate)[side])
             else:
                 self._skip(baseline if baseline.unobserved else candidate)
+        called = {(pair.baseline.key.path, pair.baseline.key.call) for pair in aligned.pairs if _is_output(pair.baseline)}
         for side, entries in enumerate((aligned.only_baseline, aligned.only_candidate)):
             for entry in entries:
-                findings += self._alone(entry, side=side, step=step)
+                if entry.key.phase == "forward" and (entry.key.path, entry.key.call) in called:
+                    self._add(side, entry, step)  # both runs call it: the other does not have this tensor of it
+                else:
+                    findings += self._alone(entry, side=side, step=step)
         for pair in aligned.unmerged:
             self._add(0, pair.baseline, step, why=_batch_axis_hint(pair))
         return pairs, findings
@@ -188,6 +192,10 @@ def known_paths(contents: Iterable[Mapping[str, Any]]) -> frozenset[str]:
     return frozenset(
         path for content in contents for part in ("modules", "parameters") for path in content.get(part, {})
     )
+
+
+def _is_output(entry: Entry) -> bool:
+    return entry.key.phase == "forward" and not entry.key.stage and not entry.unobserved
 
 
 def _skipped(entry: Entry, *, side: int, step: int) -> Finding:

@@ -50,6 +50,7 @@ class Side:
         recording: The run.
         groups: Parameters of each group of each optimizer, by its name.
         model: Class name of the model.
+        goes_on_elsewhere: What has stepped in place of the optimizers that were followed; empty if that is not known.
         paths: Canonical paths of modules and parameters, under the run's own names.
     """
 
@@ -61,6 +62,7 @@ class Side:
         contents = [recording.rank_content(rank) for rank in recording.ranks]
         self.paths = known_paths(contents)
         self.model = next((content["model"] for content in contents if "model" in content), "unknown")
+        self.goes_on_elsewhere = next(filter(None, (content.get("goes_on_elsewhere") for content in contents)), "")
         self.groups: Groups = parameter_groups(recording, rename)
         self._pipelines = {tuple(content["pipeline"]["ranks"]) for content in contents if "pipeline" in content}
 

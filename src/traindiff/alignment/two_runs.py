@@ -124,9 +124,9 @@ class TwoRuns:
 
     def _both(self, baseline: RunStep, candidate: RunStep) -> AlignedStep | None:
         steps = baseline, candidate
-        for failed, step in zip(self.failed, steps, strict=True):
-            failed.see(step.table, step=step.step)
         sides = self.sides[0].step(baseline), self.sides[1].step(candidate)
+        self.failed[0].see(sides[0].table, sides[1].table, step=baseline.step)
+        self.failed[1].see(sides[1].table, sides[0].table, step=candidate.step)
         if baseline.step not in self._selection:
             return None
         tables = self._comparable(join(sides), steps)

@@ -68,9 +68,10 @@ def _missing_steps(runs: TwoRuns) -> Iterator[str]:
         after = [step for step in alone if step > last and ended.would_record(step)]
         if after:
             steps = "1 later step of the other run was" if len(after) == 1 else f"{len(after)} later steps were"
+            why = f" The reason: {ended.goes_on_elsewhere}." if ended.goes_on_elsewhere else ""
             yield (
                 f"The {RUNS[1 - number]} ends after step {last}; {steps} not compared. "
-                "(--steps compares a part on purpose.)"
+                f"(--steps compares a part on purpose.){why}"
             )
 
 

@@ -59,7 +59,7 @@ class EngineOptimizerTap(OptimizerTap):
         guarded = partial(self._sink.guarded, "optimizer_step")
         with ExitStack() as undo:
             for inner in self._engine.inner:
-                undo.callback(hook_before_step(inner, guarded(self._before_part)))
+                undo.callback(hook_before_step(inner, guarded(self._before_part)).remove)
             outer, after = self._engine.outer, guarded(self._after)
             if hasattr(outer, "scale_if_loss"):
                 undo.enter_context(around(outer, "scale_if_loss", after=guarded(self._scaled)))

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from traindiff.errors import NotARecordingError
-from traindiff.recording import RecordingWriter
+from traindiff.recording import Gap, RecordingWriter
 
 
 def run_content(world_size: int, *, settings: Mapping[str, Any], command: Sequence[str], **more: Any) -> dict[str, Any]:
@@ -47,8 +47,8 @@ def rank_writer(
     writer = RecordingWriter(recording, run=run, rank=rank, world_size=world_size, overwrite=overwrite)
     try:
         yield writer
-    except NotARecordingError:
-        writer.leave_open()
+    except NotARecordingError as error:
+        writer.give_up(Gap(reason=str(error)))
         raise
     finally:
         writer.close()

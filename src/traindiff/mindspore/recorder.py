@@ -22,9 +22,8 @@ from traindiff.mindspore.step_tap import TAP, StepTap
 from traindiff.mindspore.targets import Targets
 from traindiff.mindspore.unseen import Unseen
 from traindiff.observation import ITSELF, TAP_FAILED
-from traindiff.recording import RecordingWriter
 from traindiff.sessions.at_exit import close_at_exit
-from traindiff.sessions.background import BackgroundWriter, Follower
+from traindiff.sessions.background import Follower
 from traindiff.sessions.faults import Faults
 from traindiff.sessions.logged_numbers import (
     NotLoggedError,
@@ -34,6 +33,7 @@ from traindiff.sessions.logged_numbers import (
     reshaped,
     weight_of,
 )
+from traindiff.sessions.step_writer import StepWriter, on_disk
 from traindiff.settings import RecordSettings
 from traindiff.taps.batch_axis import BatchAxis
 from traindiff.taps.progress import Progress
@@ -77,7 +77,7 @@ class Recorder:
         )
         self._logged: dict[str, int] = {}
         self._refused = RefusedLogs()
-        self._writer: BackgroundWriter | None = None
+        self._writer: StepWriter | None = None
         self._forward: ForwardPass | None = None
         self._undo = ExitStack()
         self._steps: list[StepTap] = []
@@ -97,8 +97,7 @@ class Recorder:
             "world_size": world_size, "mesh": divided, "engine": None, "settings": settings.to_json(),
             "forced_by": None, "recipe": None, **describe(),
         }  # fmt: skip
-        files = RecordingWriter(path, run=run, rank=rank, world_size=world_size, overwrite=overwrite)
-        self._writer = writer = BackgroundWriter(files, follower=follower)
+        self._writer = writer = on_disk(path, overwrite=overwrite, follower=follower)(run, rank, world_size)
         with ExitStack() as undo:
             undo.callback(self._faults.run, "writer", writer.close, always=True)
             if targets.root is not None:
@@ -111,7 +110,7 @@ class Recorder:
                 undo.enter_context(compiled.attach())
                 direct = DirectSteps(tap, before_step=self._before_step, faults=self._faults, pause=compiled.pause)
                 undo.enter_context(direct.attach())
-            files.write_rank({**targets.describe(), "world_size": world_size, "mesh": divided, "pid": os.getpid()})
+            writer.write_rank({**targets.describe(), "world_size": world_size, "mesh": divided, "pid": os.getpid()})
             undo.callback(atexit.unregister, close_at_exit(self))
             self._undo = undo.pop_all()
 

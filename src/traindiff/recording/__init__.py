@@ -1,8 +1,9 @@
 """Observations to disk and back. The format is defined in FORMAT.md beside this file."""
 
+from traindiff.recording.gap import Gap
 from traindiff.recording.reader import Recording, open_recording
 from traindiff.recording.run import Run
 from traindiff.recording.stream import RankStatus, StepObservations
 from traindiff.recording.writer import RecordingWriter
 
-__all__ = ["RankStatus", "Recording", "RecordingWriter", "Run", "StepObservations", "open_recording"]
+__all__ = ["Gap", "RankStatus", "Recording", "RecordingWriter", "Run", "StepObservations", "open_recording"]

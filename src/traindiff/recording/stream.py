@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from traindiff.errors import CorruptRecordingError
 from traindiff.observation import Observation
-from traindiff.recording import manifest
+from traindiff.recording import gap, manifest
 from traindiff.recording.batch_metadata import MOST_MESSAGE_BYTES, checked_size, too_much
 from traindiff.recording.checked_rows import Malformed, check_texts, decoding
 from traindiff.recording.names import DATA, SEALS
@@ -64,7 +64,7 @@ class RankStatus:
     Attributes:
         rank: Which rank.
         ending: `closed` by the recorder; `unclosed` after a whole step (killed, or still running);
-            `truncated` inside a message, which is left out.
+            `truncated` inside a message, which is left out, or before a step that could not be written.
         says: The same in one sentence; empty for `closed`.
     """
 
@@ -119,10 +119,10 @@ class RankStream:
         self._rank = rank
 
     def status(self) -> RankStatus:
-        """How the stream ends, from its seals and the length of its data.
+        """How the stream ends, from its seals, the length of its data, and what the recording says of a gap.
 
         Raises:
-            CorruptRecordingError: The seals are damaged, or missing although there is data.
+            CorruptRecordingError: The seals are damaged, or missing although there is data; or the file of a gap is damaged.
         """
         size = self._size()  # first: of a run that still goes on, the data follow the seals
         last, num_missing, cut = _Seal(0, 0, 0), 0, False
@@ -131,6 +131,8 @@ class RankStream:
                 cut = True
             else:
                 last, num_missing = seal, num_missing + (seal.end > size)
+        if (found := self._found_gap()) is not None:
+            return RankStatus(rank=self._rank, ending="truncated", says=found.says(self._rank))
         says = self._says(last, size=size, num_missing=num_missing, cut=cut)
         if says:
             return RankStatus(rank=self._rank, ending="truncated", says=f"rank {self._rank}: {says}")
@@ -176,6 +178,12 @@ class RankStream:
             yield
         except Malformed as malformed:
             raise damaged(self._path(DATA), f"step {step} is malformed: {malformed}") from None
+
+    def _found_gap(self) -> gap.Gap | None:
+        if not self._folder.exists(gap.GAP_FILE):
+            return None
+        content = self._folder.read(gap.GAP_FILE, limit=gap.RESERVED_BYTES)
+        return gap.parsed(content, where=self._path(gap.GAP_FILE))
 
     def _packed_steps(self) -> Iterator[_Packed]:
         """The rank's steps as they are on disk. No name here still refers to one when it is given away."""

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import logging
 import posixpath
-import re
 import zlib
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
-from typing import IO, Any
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import pyarrow as pa
 
 from traindiff.detail import Detail
-from traindiff.errors import ConfigError, Problem
+from traindiff.errors import LostFilesError
 from traindiff.observation import Observation
 from traindiff.recording import manifest, tensor_files
 from traindiff.recording.batch_metadata import too_much
+from traindiff.recording.gap import GAP_FILE, Gap, ReservedNote, dumped, reason_of
 from traindiff.recording.location import file_system
+from traindiff.recording.lock import RecordingLock
 from traindiff.recording.names import rank_directory
+from traindiff.recording.room import STREAM_FILE, make_room, unusable
 from traindiff.recording.schema import SCHEMA, Stored, to_batch
+from traindiff.recording.written_files import Lost, WrittenFiles, write_all
 from traindiff.site import label
 from traindiff.summary import Summaries
 
-_FILES = frozenset({"observations.arrows", "observations.crc", "rank.json", "tensors"})
-"""What a rank's directory holds."""
-
-_UNFINISHED = ".unfinished"
-
+_HEAD = {"format": manifest.FORMAT_NAME, "version": manifest.FORMAT_VERSION}
+_WITHOUT = {
+    "run.json": "Without it the recording cannot be read.",
+    "rank.json": "Without it the recording does not say what the rank holds of the model.",
+}
+_logger = logging.getLogger("traindiff")
 
 NO_DETAILS: Mapping[int, Detail] = {}
 """Details of observations that have none."""
@@ -68,40 +74,69 @@ class RecordingWriter:
     ) -> None:
         self._fs, self._root = file_system(path)
         self._directory = posixpath.join(self._root, rank_directory(rank))
+        self._arrows = posixpath.join(self._directory, STREAM_FILE)
+        self._crc = posixpath.join(self._directory, "observations.crc")
         recorded = run.get("settings", {}).get("ranks") or range(world_size)
         self._leads = rank == min(recorded)
-        try:
-            self._make_room(path, rank=rank, recorded=recorded, overwrite=overwrite)
-            self._fs.makedirs(self._directory, exist_ok=True)
-            self.write_run(run)
-            self._data: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.arrows"), "wb")
-            self._seals: IO[bytes] = self._fs.open(posixpath.join(self._directory, "observations.crc"), "wb")
-        except OSError as error:
-            raise _unusable(
-                path,
-                what=f"cannot be written: {error.strerror or error}.",
-                fix="Give the path of a directory that does not exist yet, where you may write and there is room.",
-            ) from error
+        self._files = WrittenFiles(self._fs, self._root)
+        self._lock: RecordingLock | None = None
+        self._note: ReservedNote | None = None
+        self._gap: Gap | None = None
         self._offset = 0
+        self._sealed = 0
         self._rows = 0
-        self._folder = ""
-        self._failed = False
+        self._num_steps = 0
+        self._latest: dict[str, int] = {}
+        self._unwritten: dict[str, bytes] = {}
         self._buffer = io.BytesIO()
         self._stream = pa.ipc.new_stream(self._buffer, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd"))
         # Arrow writes the schema together with the first batch; a run killed before its first step
         # should leave a readable stream too.
         self._header = SCHEMA.serialize().to_pybytes()
-        self._append(self._header)
+        try:
+            make_room(
+                self._fs, self._root, path=path, rank=rank, recorded=recorded, leads=self._leads, overwrite=overwrite
+            )
+            self._open(run)
+        except OSError as error:
+            raise unusable(
+                path,
+                what=f"cannot be written: {reason_of(error)}.",
+                fix="Give the path of a directory that does not exist yet, where you may write and there is room.",
+            ) from error
+
+    def _open(self, run: Mapping[str, Any]) -> None:
+        """Make the files, or none of them."""
+        with ExitStack() as undo:
+            undo.callback(self._files.discard)
+            self._files.make_directories(self._directory)
+            self._data = undo.enter_context(self._files.open(self._arrows))
+            if self._files.is_local:
+                self._lock = RecordingLock(self._arrows)
+                undo.callback(self._lock.release)
+                if self._lock.is_taken:
+                    raise FileExistsError(errno.EEXIST, "another recording has just begun there")
+                self._note = ReservedNote(posixpath.join(self._directory, GAP_FILE))
+                undo.callback(self._note.close, keep=False)
+            self._seals = undo.enter_context(self._files.open(self._crc))
+            if self._leads:
+                self._files.put(posixpath.join(self._root, "run.json"), manifest.dump({**_HEAD, **run}))
+            self._append(self._header)
+            undo.pop_all()
 
     def write_run(self, run: Mapping[str, Any]) -> None:
-        """Write or replace `run.json`, if this is the lowest rank that is recorded."""
+        """Write or replace `run.json`, if this is the lowest rank that is recorded; see `write_rank`."""
         if self._leads:
-            head = {"format": manifest.FORMAT_NAME, "version": manifest.FORMAT_VERSION}
-            self._put(posixpath.join(self._root, "run.json"), manifest.dump({**head, **run}))
+            self._unwritten[posixpath.join(self._root, "run.json")] = manifest.dump({**_HEAD, **run})
+            self._write_again()
 
     def write_rank(self, content: Mapping[str, Any]) -> None:
-        """Write or replace `rank.json`: what this rank holds of the model and of the optimizers."""
-        self._put(posixpath.join(self._directory, "rank.json"), manifest.dump(content))
+        """Write or replace `rank.json`: what this rank holds of the model and of the optimizers.
+
+        Where that fails it is tried again with each step, and is an error of `close` in the end.
+        """
+        self._unwritten[posixpath.join(self._directory, "rank.json")] = manifest.dump(content)
+        self._write_again()
 
     def write_step(
         self,
@@ -119,7 +154,112 @@ class RecordingWriter:
 
         Raises:
             OSError: They could not be written, or earlier ones could not: nothing follows a gap.
+            LostFilesError: What was written is no longer there.
         """
+        if self._gap is not None:
+            raise OSError(
+                f"{self._directory} is incomplete: an earlier step could not be written, and nothing is written "
+                "behind the gap"
+            )
+        if (lost := self._files.lost()) is not None:  # before a step is written behind what was cut off
+            self.give_up(Gap(reason=lost.says))
+            raise self._lost(lost)
+        step, optimizer = (observations[0].step, observations[0].optimizer) if observations else (None, "")
+        try:
+            self._append_step(observations, summaries, details)
+        except Exception as error:
+            lost = self._files.lost()
+            reason = reason_of(error)
+            if lost is not None:
+                self.give_up(Gap(reason=lost.says))
+                raise self._lost(lost) from error
+            self.give_up(Gap(reason=reason, step=step, optimizer=optimizer))
+            if isinstance(error, OSError):
+                raise _saying(f"step {step} could not be written: {reason}", error) from error
+            raise
+        self._write_again()
+        if step is not None and self._latest.get(optimizer) != step:
+            self._latest[optimizer] = step
+            self._num_steps += 1
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether nothing can be written any more, because something is missing."""
+        return self._gap is not None
+
+    def give_up(self, gap: Gap) -> None:
+        """Have the recording say that it ends early, and why. Nothing can be written after; later calls do nothing."""
+        if self._gap is not None:
+            return
+        self._gap = gap
+        try:
+            if self._note is not None:
+                self._note.write(gap)
+            else:
+                self._files.put(posixpath.join(self._directory, GAP_FILE), dumped(gap))
+        except Exception:  # what takes no steps may not take this
+            _logger.debug("the recording does not say why it ends early", exc_info=True)
+
+    def close(self) -> None:
+        """Mark the stream as complete, unless a step is missing. Later calls do nothing.
+
+        Raises:
+            OSError: The mark could not be written.
+            LostFilesError: What was written is no longer there.
+        """
+        if self._data.closed:
+            return
+        with ExitStack() as files:
+            if self._lock is not None:
+                files.callback(self._lock.release)
+            files.callback(self._close_note)
+            files.callback(self._data.close)
+            files.callback(self._seals.close)
+            if self._gap is None:
+                self._end()
+        if self._gap is None and not self._files.is_local and (lost := self._files.lost_at_the_end()) is not None:
+            raise self._lost(lost)
+
+    def _end(self) -> None:
+        if self._files.is_local and (lost := self._files.lost_at_the_end()) is not None:
+            self.give_up(Gap(reason=lost.says))
+            raise self._lost(lost)
+        try:
+            self._write_unwritten()
+            self._stream.close()
+            self._append(self._message())
+        except OSError as error:
+            says = f"its end could not be written: {reason_of(error)}"
+            self.give_up(Gap(reason=says))
+            raise _saying(says, error) from error
+
+    def _write_again(self) -> None:
+        try:
+            self._write_unwritten()
+        except OSError:
+            _logger.debug("a file that is not of steps could not be written yet", exc_info=True)
+
+    def _write_unwritten(self) -> None:
+        for path in list(self._unwritten):
+            try:
+                self._files.put(path, self._unwritten[path])
+            except OSError as error:
+                raise _saying(f"{posixpath.basename(path)}: {reason_of(error)}", error) from error
+            del self._unwritten[path]
+
+    def _close_note(self) -> None:
+        if self._note is not None:
+            with suppress(OSError):  # blanks that stay say nothing
+                self._note.close(keep=self._gap is not None)
+
+    def _lost(self, lost: Lost) -> LostFilesError:
+        without = _WITHOUT.get(posixpath.basename(lost.path))
+        count = f"{self._num_steps:,} step{'s' * (self._num_steps != 1)}"
+        return LostFilesError(f"{lost.says}. {without or f'What it held of the {count} recorded before went with it.'}")
+
+    def _append_step(
+        self, observations: Sequence[Observation], summaries: Summaries, details: Mapping[int, Detail]
+    ) -> None:
         files: dict[int, str] = {}
         for row, detail in details.items():
             if detail.tensors:
@@ -127,7 +267,7 @@ class RecordingWriter:
                 site = label(seen.path, seen.slot)
                 content = tensor_files.dump(detail.tensors, site=site)
                 files[row] = tensor_files.tensor_file(step=seen.step, row=self._rows + row, site=site, content=content)
-                self._put_tensors(files[row], content)
+                self._files.put_in_folder(posixpath.join(self._directory, files[row]), content)
         exponents = {row: one.exponents for row, one in details.items() if one.exponents is not None}
         batch = to_batch(observations, summaries, Stored(exponents=exponents, files=files))
         self._stream.write_batch(batch)
@@ -135,29 +275,6 @@ class RecordingWriter:
         message = self._message()
         # Readers take a message that expands to more for an attack.
         self._append(batch.serialize().to_pybytes() if too_much(batch.nbytes, len(message)) else message)
-
-    def _put_tensors(self, name: str, content: bytes) -> None:
-        path = posixpath.join(self._directory, name)
-        if (folder := posixpath.dirname(path)) != self._folder:
-            self._fs.makedirs(folder, exist_ok=True)
-            self._folder = folder
-        with self._fs.open(path, "wb") as file:  # nobody looks for it before a message names it
-            file.write(content)
-
-    def leave_open(self) -> None:
-        """Have `close` not mark the stream as complete, because a step is missing. Nothing can be written after."""
-        self._failed = True
-
-    def close(self) -> None:
-        """Mark the stream as complete, unless writing it failed. Later calls do nothing."""
-        if self._data.closed:
-            return
-        with ExitStack() as files:
-            files.callback(self._data.close)
-            files.callback(self._seals.close)
-            if not self._failed:
-                self._stream.close()
-                self._append(self._message())
 
     def _message(self) -> bytes:
         """What Arrow has written since the last message, without the schema."""
@@ -168,74 +285,17 @@ class RecordingWriter:
 
     def _append(self, message: bytes) -> None:
         # Whatever stays half written (the disk is full) must remain the end of the files.
-        if self._failed:
-            raise OSError(
-                f"{self._directory} is incomplete: an earlier step could not be written, and nothing is written "
-                "behind the gap"
-            )
-        self._failed = True
-        self._seals.write(seal(self._offset, message))
+        line = seal(self._offset, message)
+        write_all(self._seals, line)
         self._seals.flush()
-        self._data.write(message)
+        write_all(self._data, message)
         self._data.flush()
         self._offset += len(message)
-        self._failed = False
-
-    def _put(self, path: str, content: bytes) -> None:
-        """Write a whole file at once: a reader sees the old one or the new one."""
-        unfinished = path + _UNFINISHED
-        with self._fs.open(unfinished, "wb") as file:
-            file.write(content)
-        self._fs.mv(unfinished, path)
-
-    def _make_room(self, path: str, *, rank: int, recorded: Collection[int], overwrite: bool) -> None:
-        if not self._fs.exists(self._root):
-            return
-        if not self._fs.isdir(self._root):
-            raise _unusable(
-                path,
-                what="is a file, and a recording is a directory.",
-                fix="Give the path of a directory that does not exist yet.",
-            )
-        names = self._names("")
-        mine = rank_directory(rank)
-        beyond = {name for name in names if _rank_of(name) >= 0 and _rank_of(name) not in recorded}
-        other = {name for name in names if _rank_of(name) < 0} - {"run.json", "run.json" + _UNFINISHED}
-        if "run.json" in names:
-            run = self._fs.cat_file(posixpath.join(self._root, "run.json"))
-            if manifest.FORMAT_NAME.encode() not in run:  # damaged or newer is still a recording
-                other.add("run.json")
-        for name in sorted({mine, *beyond} & names):
-            known = _FILES | {"rank.json" + _UNFINISHED}
-            other |= {f"{name}/{inner}" for inner in self._names(name) - known}
-        if other:
-            raise _unusable(
-                path,
-                what=f"is a directory that holds other things than a recording ({', '.join(sorted(other)[:3])}).",
-                fix="Give the path of a directory that does not exist yet. overwrite=True replaces "
-                "recordings, nothing else.",
-            )
-        # Other ranks of this run may have been faster, so their directories are no reason to refuse.
-        if not overwrite and (mine in names or (self._leads and ("run.json" in names or beyond))):
-            raise _unusable(
-                path,
-                what="already holds a recording.",
-                fix="Give another path, or overwrite=True to replace it.",
-            )
-        stale = {mine, *beyond} if self._leads else {mine}
-        for name in sorted(stale & names):
-            self._fs.rm(posixpath.join(self._root, name), recursive=True)
-
-    def _names(self, directory: str) -> set[str]:
-        entries = self._fs.ls(posixpath.join(self._root, directory), detail=False)
-        return {posixpath.basename(entry.rstrip("/")) for entry in entries}
+        self._sealed += len(line)
+        self._files.grow(self._arrows, self._offset)
+        self._files.grow(self._crc, self._sealed)
 
 
-def _rank_of(name: str) -> int:
-    match = re.fullmatch(r"rank-(\d{5,})", name, re.ASCII)
-    return int(match[1]) if match else -1
-
-
-def _unusable(path: str, *, what: str, fix: str) -> ConfigError:
-    problem = Problem(where=f"record(path={path!r})", what=what, fix=fix)
-    return ConfigError("record(...)", [problem], consequence="nothing was attached to the model")
+def _saying(says: str, error: OSError) -> OSError:
+    """An error of the same number with other words."""
+    return OSError(error.errno, says) if error.errno else OSError(says)

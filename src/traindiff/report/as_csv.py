@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator
 from typing import IO, Any
@@ -11,7 +10,7 @@ from traindiff.comparison import Comparison, SiteDifference, Verification
 from traindiff.comparison.matrix import Matrix
 from traindiff.findings import Finding
 from traindiff.health import Verdict
-from traindiff.report.csv_rows import Lines
+from traindiff.report.csv_rows import CsvRows
 from traindiff.site import ROOT
 
 COLUMNS = (
@@ -35,16 +34,17 @@ def write(result: Comparison | Verification | Verdict | Matrix, file: IO[str]) -
     those in which it was found. Of a matrix each combination has a row, with columns of its own.
     """
     if isinstance(result, Matrix):
-        table = csv.DictWriter(Lines(file), MATRIX_COLUMNS, extrasaction="ignore")
-        table.writeheader()
-        table.writerows(row.to_json() for row in result.rows)
+        table = CsvRows(file, MATRIX_COLUMNS)
+        for row in result.rows:
+            table.write(row.to_json())
         return
-    writer = csv.DictWriter(Lines(file), COLUMNS)
-    writer.writeheader()
+    writer = CsvRows(file, COLUMNS)
     if isinstance(result, Verdict):
-        writer.writerows(_of_finding(finding) for finding in (*result.findings, *result.warnings))
+        for finding in (*result.findings, *result.warnings):
+            writer.write(_of_finding(finding))
     else:
-        writer.writerows(_rows(result.comparison if isinstance(result, Verification) else result))
+        for site in _rows(result.comparison if isinstance(result, Verification) else result):
+            writer.write(site)
 
 
 def _rows(comparison: Comparison) -> Iterator[dict[str, Any]]:

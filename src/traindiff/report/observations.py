@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 from traindiff.errors import ConfigError, Problem
 from traindiff.observation import SAMPLE, Observation
 from traindiff.recording import Recording
-from traindiff.report.csv_rows import Lines
+from traindiff.report.csv_rows import CsvRows
 from traindiff.site import PHASES, ROOT, matches
 from traindiff.steps import ALL_STEPS, StepSelection
 from traindiff.summary import finite_count, largest, mean, norm, std
@@ -142,9 +141,9 @@ def _row(rank: int, seen: Observation, summary: Any) -> Row:
 
 def write_csv(found: Iterator[Row], file: IO[str]) -> None:
     """Comma-separated, one header line, empty cells for null."""
-    writer = csv.DictWriter(Lines(file), COLUMNS)
-    writer.writeheader()
-    writer.writerows(found)
+    writer = CsvRows(file, tuple(COLUMNS))
+    for row in found:
+        writer.write(row)
 
 
 def write_json(found: Iterator[Row], file: IO[str], *, recording: Recording) -> None:

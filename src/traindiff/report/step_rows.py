@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from traindiff.comparison.history import NOT_JUDGED, DifferenceHistory
 from traindiff.errors import ConfigError, Problem
 from traindiff.findings.sentences import phase_text
 from traindiff.merging.step_table import Key
-from traindiff.report.csv_rows import Lines
+from traindiff.report.csv_rows import CsvRows
 from traindiff.site import ROOT, label
 from traindiff.steps import StepSelection, parse_steps
 
@@ -157,17 +156,15 @@ def _digits(value: float) -> str:
 
 def write_rows(file: IO[str], rows: Sequence[StepRow]) -> None:
     """Write the rows as comma-separated values."""
-    writer = csv.writer(Lines(file))
-    writer.writerow(COLUMNS)
+    writer = CsvRows(file, COLUMNS)
     for row in rows:
         key, judged = row.key, row.verdict != "not judged"
         sizes = (row.baseline, row.candidate, row.difference, row.floor, row.ratio if judged else math.nan)
-        writer.writerow(
-            [
-                row.step, key.phase, key.stage, key.path or ROOT, key.slot, key.call, key.micro_step,
-                *(f"{size:.9g}" if math.isfinite(size) else "" for size in sizes), row.verdict, row.first,
-            ]
+        cells = (
+            row.step, key.phase, key.stage, key.path or ROOT, key.slot, key.call, key.micro_step,
+            *(f"{size:.9g}" if math.isfinite(size) else "" for size in sizes), row.verdict, row.first,
         )  # fmt: skip
+        writer.write(dict(zip(COLUMNS, cells, strict=True)))
 
 
 def _refused(steps: StepSelection | None, *, what: str, fix: str) -> ConfigError:

@@ -19,11 +19,13 @@ from traindiff.replicas.replica import Replica
 from traindiff.sessions.containment import Containment
 from traindiff.sessions.followed_optimizers import FollowedOptimizers
 from traindiff.sessions.targets import Targets
+from traindiff.sessions.upkeep import Upkeep
 from traindiff.settings import RecordSettings
 from traindiff.tap_registry import TAPS
 from traindiff.taps.batch_axis import BatchAxis
 from traindiff.taps.compiled import trace_hooks
 from traindiff.taps.context import Moments, TapContext
+from traindiff.taps.followed_modules import FollowedModules
 from traindiff.taps.optimizer_step import OptimizerTap
 from traindiff.taps.scripting import hide_from_scripting
 from traindiff.taps.sink import Sink
@@ -75,10 +77,11 @@ class Attachment:
             root_paths=targets.root_paths,
             parts=targets.parts,
             modules=targets.modules,
+            followed=FollowedModules(),
             parameters=targets.parameters,
             buffers=targets.buffers,
             names=targets.names,
-            leaves=targets.leaves,
+            find_leaves=lambda: targets.leaves,
             gathering=targets.gathering,
             first_name=targets.first_name,
             selects=targets.selects,
@@ -94,9 +97,11 @@ class Attachment:
             write_described=on_discovery,
         )
         self._moments = context.moments
+        self._write_described = on_discovery
+        upkeep = Upkeep(context, targets, on_change=on_discovery)
         self._optimizers = FollowedOptimizers(
-            context, targets, optimizers, on_step=on_step, on_discovery=on_discovery
-        )  # fmt: skip
+            context, targets, optimizers, on_step=on_step, on_discovery=on_discovery, before_step=upkeep.before_optimizer
+        )
         self._moments.before_forward.append(self.settle)
         self._moments.on_schedule.append(partial(on_schedule, targets.root))
         with ExitStack() as undo:
@@ -106,7 +111,8 @@ class Attachment:
             for tap in TAPS:
                 if not tap.part_of and tap.is_wanted(context.observe):
                     undo.enter_context(_attached(tap.name, context))
-            undo.enter_context(self._optimizers.attach())
+            upkeep.attach()
+            undo.enter_context(self._optimizers.attach())  # whose steps are to be known before the rest is looked at
             undo.enter_context(trace_hooks())
             undo.enter_context(hide_from_scripting())
             self._undo = undo.pop_all()
@@ -120,6 +126,11 @@ class Attachment:
     def finish(self) -> None:
         """Record what can be told only at the end; call it before the last observations are written."""
         self.settle()
+        self._optimizers.end_unseen_steps()
+        if elsewhere := self._optimizers.goes_on_elsewhere():
+            self._described["goes_on_elsewhere"] = elsewhere
+            self._write_described()
+            warnings.warn(f"record(...): {elsewhere}.", TraindiffWarning, stacklevel=2)
         for at_end in self._moments.at_end:
             at_end()
 

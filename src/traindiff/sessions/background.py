@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 from traindiff.detail import Detail
 from traindiff.kernels.store import Deferred, resolved
 from traindiff.observation import Observation
-from traindiff.recording import RecordingWriter
+from traindiff.recording import Gap, RecordingWriter
+from traindiff.recording.gap import reason_of
+from traindiff.recording.room import unusable
 from traindiff.recording.writer import NO_DETAILS
 from traindiff.summary import Summaries
 
@@ -24,7 +29,7 @@ PATIENCE_SECONDS = 60.0
 PROMPT_SECONDS = 0.25
 """How long a step of the training waits until it is on disk itself, where its numbers are there already."""
 
-Step = tuple[Sequence[Observation], Sequence[Any], Mapping[int, Detail], threading.Event]
+Task = tuple[Callable[[], None], threading.Event]
 
 
 class Follower(Protocol):
@@ -36,15 +41,54 @@ class Follower(Protocol):
         """Use the step, or a part of it. An error ends the recording, like one of its own."""
 
 
+def opened_in_time(
+    make: Callable[[], RecordingWriter], path: str, *, seconds: float = PATIENCE_SECONDS
+) -> RecordingWriter:
+    """A writer that a thread makes, so that nobody waits for ever for a file system that does not answer.
+
+    Args:
+        make: Makes it.
+        path: Directory of the recording.
+        seconds: How long to wait.
+
+    Raises:
+        ConfigError: See `RecordingWriter`; or the file system does not answer.
+    """
+    made: Future[RecordingWriter] = Future()
+    made.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="traindiff opening", daemon=True).start()
+    try:
+        return made.result(seconds)
+    except TimeoutError:
+        made.add_done_callback(_close_late)
+        raise unusable(
+            path,
+            what=f"cannot be written: its file system did not answer for {seconds:g} seconds.",
+            fix="Look whether it is mounted and its server runs, or give another path.",
+        ) from None
+
+
+def _close_late(made: Future[RecordingWriter]) -> None:
+    if made.exception() is None:
+        made.result().close()
+
+
 class BackgroundWriter:
-    """Hands steps to a `RecordingWriter` on a thread of its own.
+    """Hands steps to a `RecordingWriter` on a thread of its own, which alone touches the file system.
 
     A step waits until it is written, so that a run that is killed keeps it, unless that takes longer than
     `PROMPT_SECONDS` (a slow file system) or its summaries are still being made by a GPU. Then up to `DEPTH`
     steps wait to be written, and would be lost; only beyond that does the training wait for the file system, for
     `PATIENCE_SECONDS` at most. Nothing is ever dropped in silence: what cannot be written is an error of a later
-    call, nothing is written behind the gap, and the files stay without their end, which readers report. In a fork
-    of the process every method does nothing.
+    call, nothing is written behind the gap, and the recording says why as soon as the file system takes that. In a
+    fork of the process every method does nothing.
 
     Args:
         writer: Owned from now on: closed by `close`.
@@ -65,21 +109,23 @@ class BackgroundWriter:
         self._follower = follower
         self._patience = patience_seconds
         self._prompt = prompt_seconds
-        self._steps: queue.Queue[Step | None] = queue.Queue(DEPTH)
+        self._tasks: queue.Queue[Task | None] = queue.Queue(DEPTH)
         self._error: BaseException | None = None
         self._incomplete = False
+        self._dropped: Gap | None = None
+        self._is_closing = False
         self._process = os.getpid()
         # A daemon, so that a file system that hangs does not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name="traindiff writer", daemon=True)
         self._thread.start()
 
     def write_run(self, run: Mapping[str, Any]) -> None:
-        """Write or replace `run.json` at once, if this is the lowest rank that is recorded."""
-        self._writer.write_run(run)
+        """Have `run.json` written or replaced, if this is the lowest rank that is recorded; see `write_rank`."""
+        self._write_json(partial(self._writer.write_run, run))
 
     def write_rank(self, content: Mapping[str, Any]) -> None:
-        """Write or replace `rank.json` at once."""
-        self._writer.write_rank(content)
+        """Have `rank.json` written or replaced. What goes wrong is an error of the next `write_step`, or of `close`."""
+        self._write_json(partial(self._writer.write_rank, content))
 
     def write_step(
         self, observations: Sequence[Observation], summaries: Sequence[Any], details: Mapping[int, Detail] = NO_DETAILS
@@ -88,6 +134,7 @@ class BackgroundWriter:
 
         Raises:
             OSError: An earlier step could not be written.
+            LostFilesError: What was written is no longer there.
             TimeoutError: The file system takes nothing. This step is lost.
         """
         if self._is_forked:
@@ -95,47 +142,64 @@ class BackgroundWriter:
         self._raise_error()
         if self._incomplete:
             raise OSError("an earlier step could not be written, and nothing is recorded behind the gap")
-        slow = not self._steps.empty()
-        written = threading.Event()
+        is_late = any(isinstance(one, Deferred) for one in summaries)
         try:
-            self._put((observations, summaries, details, written))
-        except TimeoutError:
-            self._incomplete = True
+            self._hand_over(partial(self._write, observations, summaries, details), waits=not is_late)
+        except TimeoutError as error:
+            step, optimizer = (observations[0].step, observations[0].optimizer) if observations else (None, "")
+            self._drop(Gap(reason=str(error), step=step, optimizer=optimizer))
             raise
-        if not (slow or any(isinstance(one, Deferred) for one in summaries)):
-            written.wait(self._prompt)
 
     def close(self) -> None:
-        """Wait until everything is written, and complete the files.
+        """Wait until everything is written and the files are complete, for `PATIENCE_SECONDS` at most.
 
         Raises:
-            OSError: A step could not be written.
-            TimeoutError: The file system takes nothing.
+            OSError: A step could not be written, or the end.
+            LostFilesError: What was written is no longer there.
+            TimeoutError: The file system takes nothing. The thread goes on trying while the process runs.
         """
         if self._is_forked:
             return
+        until = time.monotonic() + self._patience
+        if self._thread.is_alive() and not self._is_closing:
+            try:
+                self._tasks.put(None, timeout=self._patience)
+            except queue.Full:
+                pass
+            else:
+                self._is_closing = True
+        self._thread.join(max(0.0, until - time.monotonic()))
+        self._raise_error()
         if self._thread.is_alive():
-            self._put(None)
-            self._thread.join(self._patience)
-            if self._thread.is_alive():
-                raise self._timeout()
-        if self._incomplete:
-            self._writer.leave_open()
-        try:
-            self._writer.close()
-        finally:
-            self._raise_error()
+            raise TimeoutError(f"{self._timeout()} at the end; the last {DEPTH + 1} steps may be missing")
 
     @property
     def _is_forked(self) -> bool:
         """Whether this is a fork of the process that records: the files, and the thread, are not its own."""
         return os.getpid() != self._process
 
-    def _put(self, step: Step | None) -> None:
+    def _write_json(self, write: Callable[[], None]) -> None:
+        if self._is_forked or self._incomplete:
+            return
         try:
-            self._steps.put(step, timeout=self._patience)
+            self._hand_over(write, waits=True)
+        except TimeoutError as error:
+            self._error = error
+            self._drop(Gap(reason=str(error)))
+
+    def _hand_over(self, task: Callable[[], None], *, waits: bool) -> None:
+        is_slow = not self._tasks.empty()
+        done = threading.Event()
+        try:
+            self._tasks.put((task, done), timeout=self._patience)
         except queue.Full:
             raise self._timeout() from None
+        if waits and not is_slow:
+            done.wait(self._prompt)
+
+    def _drop(self, gap: Gap) -> None:
+        self._dropped = gap
+        self._incomplete = True
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -145,20 +209,37 @@ class BackgroundWriter:
     def _timeout(self) -> TimeoutError:
         return TimeoutError(f"the file system took no data for {self._patience:g} seconds")
 
-    def _write(self, observations: Sequence[Observation], summaries: Summaries, details: Mapping[int, Detail]) -> None:
-        self._writer.write_step(observations, summaries, details)
+    def _write(
+        self, observations: Sequence[Observation], summaries: Sequence[Any], details: Mapping[int, Detail]
+    ) -> None:
+        made = resolved(summaries)
+        self._writer.write_step(observations, made, details)
         if self._follower is not None:
-            self._follower.write_step(observations, summaries, details)
+            self._follower.write_step(observations, made, details)
 
     def _run(self) -> None:
-        failed = False
-        while (step := self._steps.get()) is not None:
-            observations, summaries, details, written = step
+        while (task := self._tasks.get()) is not None:
+            write, done = task
             try:
-                if not failed:  # nothing can follow a gap; the queue is emptied so that nobody waits
-                    self._write(observations, resolved(summaries), details)
+                if not self._writer.is_incomplete:  # nothing can follow a gap
+                    write()
             except BaseException as error:  # noqa: BLE001  raised where the training can be told
-                self._error = error
-                self._incomplete = failed = True
+                self._fail(error)
             finally:
-                written.set()
+                done.set()
+            if self._tasks.empty():
+                self._tell_dropped()
+        self._tell_dropped()
+        try:
+            self._writer.close()
+        except BaseException as error:  # noqa: BLE001
+            self._fail(error)
+
+    def _tell_dropped(self) -> None:
+        if self._dropped is not None:
+            self._writer.give_up(self._dropped)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._incomplete = True
+        self._writer.give_up(Gap(reason=reason_of(error)))

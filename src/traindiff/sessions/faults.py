@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from traindiff.errors import TraindiffWarning
+from traindiff.errors import LostFilesError, TraindiffWarning
 
 _logger = logging.getLogger("traindiff")
 
@@ -19,6 +19,10 @@ TAP_FAILED = (
 _WRITER_FAILED = (
     "traindiff could not write the recording, and records nothing more: {says}. The training is not affected; what "
     "was written before is kept. Make room, or give record(...) another path."
+)
+_FILES_LOST = (
+    "traindiff records nothing more: {says} The training is not affected. Record again, into a directory that nothing "
+    "else changes."
 )
 
 
@@ -62,7 +66,8 @@ class Faults:
         except Exception as error:  # whatever it is, the training goes on
             if self._strict or self._passes(error):
                 raise
-            self.disable(tap, f"{type(error).__name__}: {error}", error)
+            says = str(error) if isinstance(error, LostFilesError) else f"{type(error).__name__}: {error}"
+            self.disable(tap, says, error)
             return None
         finally:
             self._running.hook = outer
@@ -86,7 +91,8 @@ class Faults:
         except Exception:  # the report goes into the recording, which may be what failed
             _logger.debug("the fault could not be recorded", exc_info=True)
         try:
-            warnings.warn(self.template(tap).format(tap=tap, says=says), TraindiffWarning, stacklevel=3)
+            template = _FILES_LOST if isinstance(error, LostFilesError) else self.template(tap)
+            warnings.warn(template.format(tap=tap, says=says), TraindiffWarning, stacklevel=3)
         except TraindiffWarning as warning:  # the user turned warnings into errors
             _logger.warning("%s", warning)
 

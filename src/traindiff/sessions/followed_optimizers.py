@@ -20,11 +20,13 @@ from traindiff.engines.deepspeed_optimizer import EngineOptimizer
 from traindiff.engines.deepspeed_step import EngineOptimizerTap
 from traindiff.sessions.targets import Targets
 from traindiff.shards import Piece
+from traindiff.taps._torch_compat import is_nested_step, is_stepping
 from traindiff.taps.context import TapContext
+from traindiff.taps.held_hooks import HeldHooks
 from traindiff.taps.inner_optimizer import inner_optimizer
 from traindiff.taps.optimizer_discovery import tap_optimizer_discovery
 from traindiff.taps.optimizer_replay import OptimizerReplayTap
-from traindiff.taps.optimizer_step import OptimizerTap
+from traindiff.taps.optimizer_step import OptimizerTap, has_closure
 from traindiff.taps.out_of_sight import out_of_sight
 
 
@@ -33,7 +35,8 @@ class FollowedOptimizers:
 
     An optimizer that is found, and was made after another had stepped that holds some of the same parameters, takes
     its place: a training that goes on with a new optimizer counts its steps on, under one name. What it replaces is
-    let go of.
+    let go of. The same holds for an optimizer that steps in place of one that was given: holding some of its
+    parameters, after a backward pass since which that one has not stepped.
 
     Args:
         context: The training, as taps see it.
@@ -41,6 +44,7 @@ class FollowedOptimizers:
         taps: Filled with the tap of each optimizer that is followed, by its name.
         on_step: Called with an optimizer's name when a step of it has ended and was observed.
         on_discovery: Called when an optimizer was found.
+        before_step: Called before each step of an optimizer that is followed.
 
     Attributes:
         taps: The tap of each optimizer that is followed, by its name.
@@ -54,23 +58,36 @@ class FollowedOptimizers:
         *,
         on_step: Callable[[str], None],
         on_discovery: Callable[[], None],
+        before_step: Callable[[], None],
     ) -> None:
         self._context = context
         self._targets = targets
         self.taps = taps
         self._on_step = on_step
         self._on_discovery = on_discovery
+        self._before_step = before_step
+        self._hooks = HeldHooks()
+        self._num_backward = 0
+        self._paths: dict[str, set[str]] = {}  # by name: what its optimizers have held of the model
+        self._stepped_after: dict[str, int] = {}  # by name: how many backward passes had ended at the latest step
         self._following: dict[str, ExitStack] = {}
         self._known: WeakSet[Optimizer] = WeakSet()
         self._names: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+        self._elsewhere: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._made_before: WeakSet[Optimizer] | None = None
 
     def attach(self) -> ExitStack:
         """Follow them. Close the result to end that."""
         with ExitStack() as undo:
             undo.callback(self._follow_no_more)
+            self._listen()
             for name, optimizer in self._targets.optimizers.items():
                 self._following[name] = self._follow(name, optimizer)
+            moments, guarded = self._context.moments, self._context.sink.guarded
+            moments.after_backward.append(guarded("optimizer_step", self._after_backward))
+            for moment in (moments.before_forward, moments.at_backward):
+                moment.insert(0, guarded("optimizer_step", self.look))
+            moments.after_step.append(guarded("optimizer_step", self.look))
             given = [one for one in self._targets.optimizers.values() if isinstance(one, Optimizer)]
             self._known.update([*given, *map(inner_optimizer, given)])
             self._made_before = WeakSet(given) if given else None
@@ -87,6 +104,87 @@ class FollowedOptimizers:
         if not _held_by(optimizer).isdisjoint(self._context.names):
             self._context.sink.guarded("optimizer_discovery", self._discover)(optimizer)
 
+    def look(self) -> None:
+        """End steps that were not seen, and attach hooks again that are gone."""
+        self.end_unseen_steps()
+        if not self._hooks.are_there():
+            self._hooks.remove()
+            self._listen()
+        for name, tap in [*self.taps.items()]:
+            if not tap.is_attached():
+                self._attach_again(name)
+
+    def end_unseen_steps(self) -> None:
+        """End steps that no hook has seen, if there were any."""
+        for tap in [*self.taps.values()]:
+            tap.end_unseen_step()
+
+    def _listen(self) -> None:
+        self._hooks.before_every_step(self._context.sink.guarded("optimizer_step", self._stepping))
+
+    def _stepping(self, optimizer: Optimizer, *call: Any) -> None:
+        """Some optimizer is about to step, by its own hooks as they are now: those that are added are still called."""
+        if is_nested_step(optimizer):
+            return
+        for name, tap in self.taps.items():
+            if tap.optimizer is optimizer:
+                self._before_step()
+                if not tap.is_attached():
+                    self._attach_again(name)
+                return
+        if self._targets.optimizers and optimizer not in self._known and self._steps_in_place(optimizer, *call):
+            self._known.update((optimizer, inner_optimizer(optimizer)))
+            self._discover(optimizer)
+        elif self._is_like_one_that_is_followed(optimizer):
+            self._elsewhere[optimizer] = self._elsewhere.get(optimizer, 0) + 1
+
+    def _is_like_one_that_is_followed(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer holds nothing of the model, but parameters of the shapes that one for it holds."""
+        if not _held_by(optimizer).isdisjoint(self._context.names):
+            return False
+        shapes = _shapes_of(optimizer)
+        return any(_shapes_of(tap.optimizer) == shapes for tap in self.taps.values())
+
+    def goes_on_elsewhere(self) -> str:
+        """What has stepped in place of the optimizers that are followed since they do not; empty if nothing has."""
+        for optimizer, steps in self._elsewhere.items():
+            latest = max(self._context.sink.progress.steps.values(), default=0) - 1
+            return (
+                f"the optimizers that are followed have not stepped since step {latest}. Another one, "
+                f"{type(optimizer).__name__}, has stepped {steps} time{'s' if steps > 1 else ''} since, on parameters of the "
+                "same shapes that are none of the recorded model's: probably the training goes on with a copy of the "
+                "model. Record that one"
+            )
+        return ""
+
+    def _steps_in_place(self, optimizer: Optimizer, *call: Any) -> bool:
+        """Whether the optimizer steps in place of one that was given, and not beside it, around it or inside it."""
+        self._before_step()  # it may hold parameters that have replaced others
+        held = self._paths_of(optimizer)
+        for name, tap in self.taps.items():
+            if isinstance(tap, EngineOptimizerTap) or held.isdisjoint(self._paths.get(name, ())):
+                continue
+            if any(one is tap.optimizer for one in vars(optimizer).values()) or is_stepping(tap.optimizer):
+                self._known.add(optimizer)
+                return False
+            return self._is_due(name) or has_closure(optimizer, *call)
+        return False
+
+    def _is_due(self, name: str) -> bool:
+        """Whether a backward pass has ended since the latest step under this name, as far as such passes are seen."""
+        return self._stepped_after.get(name) != self._num_backward or not self._num_backward
+
+    def _attach_again(self, name: str) -> None:
+        before = self.taps[name]
+        self._following.pop(name).close()
+        self._following[name] = self._follow(name, before.optimizer)
+        self.taps[name].takes_over(before)
+
+    def _after_backward(self) -> None:
+        self._num_backward += 1
+        for tap in self.taps.values():
+            tap.note_backward()
+
     def settle(self) -> None:
         """End the steps of optimizers that ran in compiled code, which has returned by now."""
         for tap in self.taps.values():
@@ -101,6 +199,8 @@ class FollowedOptimizers:
 
     def _follow(self, name: str, optimizer: Optimizer | EngineOptimizer) -> ExitStack:
         context = self._context
+        if isinstance(optimizer, Optimizer):
+            self._paths.setdefault(name, set()).update(self._paths_of(optimizer))
         replayed = "replay" in context.observe
         if isinstance(optimizer, EngineOptimizer):
             engine_tap = EngineOptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
@@ -127,29 +227,41 @@ class FollowedOptimizers:
         if self._made_before is None:
             self._made_before = _live_optimizers()
         name = self._names.get(optimizer) or self._replaced_by(optimizer)
+        if name in self.taps and not self._is_due(name):
+            return  # it steps beside the one with this name, which goes on
         if name is None:
             name = f"optimizer[{len(self.taps)}]" if self.taps else "optimizer"
         else:
             self._known.discard(self.taps[name].optimizer)  # if it steps again, it is found again
             self._following.pop(name).close()
+        before = self.taps.get(name)
         self._names[optimizer] = name
         self._following[name] = self._follow(name, optimizer)
+        if before is not None:
+            self.taps[name].takes_over(before)
         self._on_discovery()
 
     def _replaced_by(self, optimizer: Optimizer) -> str | None:
         """Name of the optimizer whose place one takes that is found now; None if it takes none's."""
         if self._made_before is None or optimizer in self._made_before:
             return None
-        held = _held_by(optimizer)
-        return next((name for name, tap in self.taps.items() if not held.isdisjoint(_held_by(tap.optimizer))), None)
+        held = self._paths_of(optimizer)
+        return next((name for name in self.taps if not held.isdisjoint(self._paths.get(name, ()))), None)
+
+    def _paths_of(self, optimizer: Optimizer) -> set[str]:
+        """Paths of the model's parameters that an optimizer holds."""
+        return {path for key in _held_by(optimizer) if (path := self._context.names.get(key)) is not None}
 
     def _follow_no_more(self) -> None:
         with ExitStack() as undo:
+            undo.callback(self._hooks.remove)
             for following in self._following.values():
                 undo.enter_context(following)
             self._following.clear()
 
     def _end_step(self, name: str) -> None:
+        self._stepped_after[name] = self._num_backward
+        self._elsewhere.clear()
         with out_of_sight():
             if name == self._context.sink.progress.optimizer:
                 for after_step in self._context.moments.after_step:
@@ -163,3 +275,7 @@ def _live_optimizers() -> WeakSet[Optimizer]:
 
 def _held_by(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _shapes_of(optimizer: Optimizer) -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from traindiff.detail import Detail
 from traindiff.observation import Observation
 from traindiff.recording import RecordingWriter
-from traindiff.sessions.background import BackgroundWriter, Follower
+from traindiff.sessions.background import BackgroundWriter, Follower, opened_in_time
 
 
 class StepWriter(Protocol):
@@ -53,5 +53,5 @@ def _open_on_disk(
     rank: int,
     world_size: int,
 ) -> StepWriter:
-    files = RecordingWriter(path, run=run, rank=rank, world_size=world_size, overwrite=overwrite)
-    return BackgroundWriter(files, follower=follower)
+    files = partial(RecordingWriter, path, run=run, rank=rank, world_size=world_size, overwrite=overwrite)
+    return BackgroundWriter(opened_in_time(files, path), follower=follower)

@@ -127,13 +127,22 @@ def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
     torch wraps the `step` of a class when an instance of it is made, so hooks run twice in one step of an optimizer if
     there is also one of its base class. There is no public way to tell the calls apart.
     """
+    return _running_steps(optimizer) > 1
+
+
+def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook of some optimizer runs within a call of `optimizer.step`."""
+    return _running_steps(optimizer) > 0
+
+
+def _running_steps(optimizer: torch.optim.Optimizer) -> int:
     calls, step = 0, _step_code()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is step and frame.f_locals["args"][0] is optimizer:
             calls += 1
         frame = frame.f_back
-    return calls > 1
+    return calls
 
 
 def scale_of(scaler: Any) -> torch.Tensor | None:

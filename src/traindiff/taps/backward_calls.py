@@ -36,10 +36,15 @@ class _Listener:
         sink = self._sink = context.sink
         self._context = context
         self._is_concerned = True
-        self._look = sink.guarded("backward_calls", self._follow)
+        self._reach = sink.guarded("backward_calls", self._follow)
         self._observe_loss = "loss" in context.observe
         self.begin = sink.guarded("loss", self._begin)
         self.end = sink.guarded("backward_calls", sink.progress.end_backward)
+
+    def look(self) -> None:
+        """A backward pass begins."""
+        for function in self._context.moments.at_backward:
+            function()
 
     def before(self, roots: Sequence[Tensor]) -> None:
         """The backward pass is about to run."""
@@ -54,7 +59,7 @@ class _Listener:
     def concerns(self, roots: Sequence[Tensor]) -> bool:
         """Whether this is a backward pass of the model, and not of another one that is trained beside it."""
         self._is_concerned = True
-        self._look(roots)
+        self._reach(roots)
         return self._is_concerned
 
     def _follow(self, roots: Sequence[Tensor]) -> None:
@@ -83,6 +88,7 @@ def _install() -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
         listeners = [listener for listener in _listeners if listener.concerns(roots)]
         for listener in listeners:
+            listener.look()
             listener.begin(roots)
         try:
             for listener in listeners:

@@ -11,7 +11,7 @@ on the tensor; if nobody does any more, it does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from traindiff.taps._torch_compat import forget_compiled_code, patch_hook_guards, register_ordered_effect, run_as_it_is
 from traindiff.taps.compiled_observers import ModuleObserver, RootObserver, StepObserver
+from traindiff.taps.held_hooks import HeldHooks
 from traindiff.taps.left_behind import LeftBehind
 from traindiff.taps.nested import tensors
 from traindiff.taps.out_of_sight import out_of_sight
@@ -37,7 +38,7 @@ class _Observed:
     """Who observes a module, and the hooks on it."""
 
     observers: list[Any] = field(default_factory=list)
-    hooks: ExitStack = field(default_factory=ExitStack)
+    hooks: HeldHooks = field(default_factory=HeldHooks)
 
 
 _modules: dict[int, _Observed] = {}
@@ -50,25 +51,27 @@ _tracing: list[Callable[[], None]] = []
 
 def tap_compiled_module(module: nn.Module, observer: ModuleObserver) -> ExitStack:
     """Have `observer` called with the module's outputs in compiled code. Close the result to remove it."""
-    return _attach(module, observer, _modules, [lambda: module.register_forward_hook(_Traced(_output_hook))])
+    return _attach(module, observer, _modules, lambda hooks: hooks.after_forward(module, _Traced(_output_hook)))
 
 
 def tap_compiled_root(root: nn.Module, observer: RootObserver) -> ExitStack:
     """Have `observer` called around the root's forward passes in compiled code."""
-    hooks = [
-        lambda: root.register_forward_pre_hook(_Traced(_begin_hook), with_kwargs=True, prepend=True),
-        lambda: root.register_forward_hook(_Traced(_end_hook)),
-    ]
-    return _attach(root, observer, _roots, hooks)
+
+    def hook(hooks: HeldHooks) -> None:
+        hooks.before_forward(root, _Traced(_begin_hook), with_kwargs=True, prepend=True)
+        hooks.after_forward(root, _Traced(_end_hook))
+
+    return _attach(root, observer, _roots, hook)
 
 
 def tap_compiled_optimizer(optimizer: Optimizer, observer: StepObserver) -> ExitStack:
     """Have `observer` called around the optimizer's steps in compiled code."""
-    hooks = [
-        lambda: optimizer.register_step_pre_hook(_Traced(_before_step_hook)),
-        lambda: optimizer.register_step_post_hook(_Traced(_after_step_hook)),
-    ]
-    return _attach(optimizer, observer, _optimizers, hooks)
+
+    def hook(hooks: HeldHooks) -> None:
+        hooks.before_step(optimizer, _Traced(_before_step_hook))
+        hooks.after_step(optimizer, _Traced(_after_step_hook))
+
+    return _attach(optimizer, observer, _optimizers, hook)
 
 
 def tap_compiled_inspection(observer: ModuleObserver) -> ExitStack:
@@ -114,7 +117,7 @@ def _trace_no_hooks() -> None:
 
 
 def _attach(
-    module: nn.Module | Optimizer, observer: Any, registry: dict[int, _Observed], hooks: Sequence[Callable[[], Any]]
+    module: nn.Module | Optimizer, observer: Any, registry: dict[int, _Observed], hook: Callable[[HeldHooks], None]
 ) -> ExitStack:
     operators()
     number = module.__dict__.get(NUMBER)
@@ -124,11 +127,11 @@ def _attach(
     key = int(number)
     with ExitStack() as undo:
         undo.callback(_detach, module, key, observer, registry)
-        if key not in registry:
-            registry[key] = _Observed()
-            for hook in hooks:
-                registry[key].hooks.callback(hook().remove)
-        registry[key].observers.append(observer)
+        observed = registry.setdefault(key, _Observed())
+        if not (observed.observers and observed.hooks.are_there()):
+            observed.hooks.remove()
+            hook(observed.hooks)
+        observed.observers.append(observer)
         return undo.pop_all()
 
 
@@ -137,7 +140,7 @@ def _detach(module: nn.Module | Optimizer, key: int, observer: Any, registry: di
     if observer in observed.observers:
         observed.observers.remove(observer)
     if not observed.observers:  # the hooks serve all observers, so they go with the last
-        registry.pop(key).hooks.close()
+        registry.pop(key).hooks.remove()
     if not any(key in one for one in (_modules, _roots, _optimizers)):
         module.__dict__.pop(NUMBER, None)  # compiled code is guarded by it, and compiled anew without us
 

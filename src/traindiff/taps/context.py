@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from traindiff.region import Regions
 from traindiff.taps.batch_axis import BatchAxis
+from traindiff.taps.followed_modules import FollowedModules
 from traindiff.taps.pieces import PiecesOf
 from traindiff.taps.sink import Sink
 
@@ -23,18 +24,22 @@ class Moments:
 
     Attributes:
         before_forward: Before every forward pass of the root.
+        after_forward: When one has ended, or would have, had its beginning been seen.
         before_step: Before the first forward pass of each step that keeps gradients.
         after_step: When a step of the optimizer that counts them has ended, before the next one has begun.
         at_end: Before the last observations are written.
+        at_backward: When a backward pass begins that can reach the model's parameters, before anything of it is seen.
         before_backward: Before a backward pass that can reach the model's parameters, with the tensors it starts from.
         after_backward: When it has ended, also by an error.
         on_schedule: When a pipeline's schedule is about to run a batch, with it and with its stages on this rank.
     """
 
     before_forward: list[Callable[[], None]] = field(default_factory=list)
+    after_forward: list[Callable[[], None]] = field(default_factory=list)
     before_step: list[Callable[[], None]] = field(default_factory=list)
     after_step: list[Callable[[], None]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
+    at_backward: list[Callable[[], None]] = field(default_factory=list)
     before_backward: list[Callable[[Sequence[Tensor]], None]] = field(default_factory=list)
     after_backward: list[Callable[[], None]] = field(default_factory=list)
     on_schedule: list[Callable[[Any, list[Any]], None]] = field(default_factory=list)
@@ -55,10 +60,11 @@ class TapContext:
         root_paths: Canonical path of each of these, by id.
         parts: What it may call instead of the one root, by canonical path.
         modules: Selected modules by canonical path.
+        followed: The modules that have hooks of taps.
         parameters: What holds the selected parameters, by canonical path.
         buffers: What `root.get_buffer` calls the selected buffers, by canonical path.
         names: Canonical path of every parameter of the model by id, selected or not.
-        leaves: What autograd differentiates by for the selected parameters.
+        find_leaves: Gives what autograd differentiates by for the selected parameters just now.
         gathering: Modules that compute with parameters which FSDP2 has gathered, by canonical path.
         first_name: Gives the path under which a parameter is filed.
         selects: Whether the parameter with this path is observed.
@@ -82,13 +88,14 @@ class TapContext:
     moments: Moments
     root: nn.Module
     roots: Sequence[nn.Module]
-    root_paths: Mapping[int, str]
+    root_paths: dict[int, str]
     parts: Mapping[str, nn.Module]
     modules: Mapping[str, nn.Module]
+    followed: FollowedModules
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, str]
     names: Mapping[int, str]
-    leaves: Sequence[Tensor]
+    find_leaves: Callable[[], Sequence[Tensor]]
     gathering: Mapping[str, nn.Module]
     first_name: Callable[[str], str]
     selects: Callable[[str], bool]
@@ -102,6 +109,11 @@ class TapContext:
     described: dict[str, Any]
     write_described: Callable[[], None]
     counts_skipped: bool = True
+
+    @property
+    def leaves(self) -> Sequence[Tensor]:
+        """What autograd differentiates by for the selected parameters."""
+        return self.find_leaves()
 
     @property
     def several_roots(self) -> bool:

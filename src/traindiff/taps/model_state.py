@@ -76,7 +76,8 @@ class ModelStateTap:
         """Record the buffers that may have been written."""
         if not self._sink.progress.observing:
             return
-        self._recorded_step = self._sink.progress.step
+        if not self._sink.progress.unseen:  # else what it made of parameters is recorded before the next one
+            self._recorded_step = self._sink.progress.step
         for path, buffer in self._present_buffers():
             if buffer.is_floating_point() or self._is_new(path, buffer):
                 self._seen[path] = ref(buffer), buffer._version

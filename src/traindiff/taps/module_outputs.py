@@ -13,6 +13,8 @@ from traindiff.taps.activations import Activations
 from traindiff.taps.compiled import tap_compiled_module
 from traindiff.taps.compiled_observers import ModuleObserver
 from traindiff.taps.context import TapContext
+from traindiff.taps.followed_modules import REMOVED, Following
+from traindiff.taps.held_hooks import HeldHooks
 from traindiff.taps.nested import tensors
 from traindiff.taps.silent_modules import SilentModules, takes_hooks
 
@@ -28,34 +30,42 @@ class _ModuleOutputs:
         self._progress = context.sink.progress
         self._activations = Activations(context, tap="module_outputs")
         self._silent = SilentModules(context.modules, context.sink)
+        self._guarded = partial(context.sink.guarded, "module_outputs")
 
     def attach(self) -> ExitStack:
-        guarded = partial(self._context.sink.guarded, "module_outputs")
+        guarded, modules = self._guarded, self._context.modules
         for moment in (self._context.moments.after_step, self._context.moments.at_end):
             moment.append(guarded(self._silent.report))
+        self._context.moments.after_step.append(guarded(self._silent.end_step))
         with ExitStack() as undo:
             undo.callback(self._activations.let_go)
-            for path, module in self._context.modules.items():
-                if not takes_hooks(module):
-                    continue
-                site = path_in_whole(path)
-                hook = guarded(partial(self._output, site))
-                if not site:
-                    hook = guarded(self._root_output)
-                    undo.callback(module.register_forward_pre_hook(guarded(self._root_input)).remove)
-                undo.callback(module.register_forward_hook(hook).remove)
-                observer = ModuleObserver(
-                    output=guarded(partial(self._compiled_output, path)),
-                    gradient=guarded(partial(self._activations.compiled_gradient, path)),
-                    no_gradient=guarded(partial(self._activations.compiled_leaf, path)),
-                )
-                undo.enter_context(tap_compiled_module(module, observer))
+            taking = {path: module for path, module in modules.items() if takes_hooks(module)}
+            how = Following(hook=self._hook, lost=self._lost, grows=True)
+            undo.enter_context(self._context.followed.follow(taking, how))
             return undo.pop_all()
+
+    def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
+        site, guarded = path_in_whole(path), self._guarded
+        hook = guarded(partial(self._output, site))
+        if not site:
+            hook = guarded(self._root_output)
+            hooks.before_forward(module, guarded(self._root_input))
+        hooks.after_forward(module, hook)
+        observer = ModuleObserver(
+            output=guarded(partial(self._compiled_output, path)),
+            gradient=guarded(partial(self._activations.compiled_gradient, path)),
+            no_gradient=guarded(partial(self._activations.compiled_leaf, path)),
+        )
+        hooks.undo.enter_context(tap_compiled_module(module, observer))
+
+    def _lost(self, path: str, why: str) -> None:
+        if why or self._silent.is_called_beside_roots(path):
+            self._silent.unseen(path, why or REMOVED)
 
     def _output(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         # Returning None tells torch to keep `output` as it is.
         if self._activations.observe(path, list(tensors(output, "output"))):
-            self._silent.heard(path, compiled=False)
+            self._silent.heard(path, compiled=False, beside_roots=not self._progress.in_forward)
 
     def _root_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         chunk = self._progress.chunk

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from traindiff.kernels.torch_arrays import is_abstract
-from traindiff.observation import OPERATOR, RECOMPUTED_OPERATOR
+from traindiff.observation import OPERATOR, RECOMPUTED_OPERATOR, UNSEEN
 from traindiff.site import ROOT, path_in_whole
 from traindiff.taps._torch_compat import inside_backward, running_node
 from traindiff.taps.context import TapContext
+from traindiff.taps.followed_modules import Following
+from traindiff.taps.held_hooks import HeldHooks
 from traindiff.taps.mode_dependent_nodes import WITHOUT_MODE, WithoutMode
 from traindiff.taps.operator_calls import GraphNodes, Made, ModuleCall
 from traindiff.taps.operator_tensors import Schema, inputs_of, outputs_of, schema_of, settings_of
@@ -71,19 +73,25 @@ class _Operators:
             moment.append(guarded(self._end_step))
         moments.before_backward.append(guarded(self._begin_backward))
         moments.after_backward.append(self._context.cleaning_up("operators", self._end_backward))
-        leave = self._context.cleaning_up("operators", self._leave)
         with ExitStack() as undo:
             undo.callback(self._let_go)
-            for path, module in self._context.zoomed.items():
-                if not takes_hooks(module):
-                    why = "TorchScript takes no hooks on modules"
-                    self._sink.unobserved(why, phase="forward", path=path, slot="output[0]", stage=OPERATOR)
-                    continue
-                enter = guarded(partial(self._enter, path_in_whole(path)))
-                undo.callback(module.register_forward_pre_hook(enter).remove)
-                # First, so that what other hooks do with the output is not taken for the module's.
-                undo.callback(module.register_forward_hook(leave, prepend=True, always_call=True).remove)
+            taking = {path: module for path, module in self._context.zoomed.items() if takes_hooks(module)}
+            for path in self._context.zoomed.keys() - taking.keys():
+                why = "TorchScript takes no hooks on modules"
+                self._sink.unobserved(why, phase="forward", path=path, slot="output[0]", stage=OPERATOR)
+            undo.enter_context(self._context.followed.follow(taking, Following(hook=self._hook, lost=self._lost)))
             return undo.pop_all()
+
+    def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
+        hooks.before_forward(module, self._sink.guarded("operators", partial(self._enter, path_in_whole(path))))
+        # First, so that what other hooks do with the output is not taken for the module's.
+        leave = self._context.cleaning_up("operators", self._leave)
+        hooks.after_forward(module, leave, prepend=True, always_call=True)
+
+    def _lost(self, path: str, why: str) -> None:
+        if why and self._sink.progress.observing:
+            says = f"{UNSEEN}: {why}"
+            self._sink.unobserved(says, phase="forward", path=path_in_whole(path), slot="output[0]", stage=OPERATOR)
 
     def is_at_work(self) -> bool:
         """Whether an operator that is called now may be one of those that are recorded."""

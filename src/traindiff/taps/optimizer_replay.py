@@ -101,9 +101,9 @@ class OptimizerReplayTap:
         guarded = partial(self._sink.guarded, "optimizer_replay")
         with ExitStack() as undo:
             undo.callback(self._copied.clear)
-            undo.callback(hook_after_step(self._optimizer, guarded(self.after_step)))
+            undo.callback(hook_after_step(self._optimizer, guarded(self.after_step)).remove)
             undo.enter_context(around())
-            undo.callback(hook_before_step(self._optimizer, guarded(self.before_step)))
+            undo.callback(hook_before_step(self._optimizer, guarded(self.before_step)).remove)
             observer = StepObserver(begin=guarded(self._say_compiled))
             undo.enter_context(tap_compiled_optimizer(self._optimizer, observer))
             return undo.pop_all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.observation import SKIPPED
+from traindiff.observation import ITSELF, MAYBE_UNSEEN, SKIPPED, UNSEEN
 from traindiff.shards import Piece
 from traindiff.taps.compiled import tap_compiled_optimizer
 from traindiff.taps.compiled_observers import StepObserver
 from traindiff.taps.context import TapContext
+from traindiff.taps.held_hooks import HeldHooks
 from traindiff.taps.inner_optimizer import inner_optimizer
 from traindiff.taps.loss_scaler import ScalerListener, tap_loss_scaler
 from traindiff.taps.nested import tensors
@@ -23,6 +24,10 @@ from traindiff.taps.numbers import as_tensor
 from traindiff.taps.pieces import emit_pieces
 from traindiff.taps.sparse_gradients import as_dense
 from traindiff.taps.step_hooks import hook_after_step, hook_before_step
+
+UNSEEN_STEP = "parameters were written, but the step of the optimizer was called without the hooks of traindiff"
+
+NOT_HELD = f"{MAYBE_UNSEEN}: the optimizer that is followed no longer holds it"
 
 IMPLEMENTATION_CHOICES = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Entries of a parameter group that choose how the same update is computed, not which."""
@@ -65,19 +70,68 @@ class OptimizerTap:
         self._left_out = False
         self._calls = 0
         self._calls_before_scaler = 0
+        self._hooks: tuple[HeldHooks, ...] = ()
+        self._was_held: set[str] = set()
+        self._backward: tuple[Tensor, int, int] | None = None  # a parameter, its version, and the calls until then
 
     def attach(self) -> ExitStack:
         """Follow the optimizer's calls. Close the result to remove the tap."""
         guarded = partial(self._sink.guarded, "optimizer_step")
         with ExitStack() as undo:
-            undo.callback(hook_before_step(self.optimizer, guarded(self.before_step)))
-            undo.callback(hook_after_step(self.optimizer, guarded(self.after_step)))
-            undo.callback(hook_after_step(self.optimizer, self._end_step))
+            self._hooks = (
+                hook_before_step(self.optimizer, guarded(self.before_step)),
+                hook_after_step(self.optimizer, guarded(self.after_step)),
+                hook_after_step(self.optimizer, self._end_step),
+            )
+            for hooks in self._hooks:
+                undo.callback(hooks.remove)
             compiled = StepObserver(begin=guarded(self._begin_compiled), end=guarded(self._end_compiled))
             undo.enter_context(tap_compiled_optimizer(self.optimizer, compiled))
             scaler = ScalerListener(before=self._before_scaler, after=partial(self._after_scaler, guarded(self._skip)))
             undo.enter_context(tap_loss_scaler(scaler))
             return undo.pop_all()
+
+    def is_attached(self) -> bool:
+        """Whether the hooks on the optimizer are all there."""
+        return all(hooks.are_there() for hooks in self._hooks)
+
+    def takes_over(self, before: OptimizerTap) -> None:
+        """The optimizer steps in place of that of another tap: what is not held by it any more may be stepped on."""
+        self._was_held |= before.was_held
+
+    @property
+    def was_held(self) -> set[str]:
+        """Paths of the observed parameters that the optimizer, or the one before it, has held in recorded steps."""
+        return self._was_held
+
+    def note_backward(self) -> None:
+        """A backward pass has ended: the next change of a parameter is a step."""
+        for _, parameter, _ in self.held():
+            if parameter.grad is not None:
+                self._backward = parameter, parameter._version, self._calls
+                return
+
+    def end_unseen_step(self) -> None:
+        """End a step that no hook has seen, if there was one since the last backward pass: parameters were written.
+
+        Only where the hooks are gone, or `step` is not the method that calls them: parameters may be written in other
+        ways, too.
+        """
+        before, self._backward = self._backward, None
+        if before is None or (self.is_attached() and "step" not in vars(self.optimizer)):
+            return
+        parameter, version, calls = before
+        if calls != self._calls or parameter._version == version:
+            return
+        if self._sink.progress.observing:
+            for phase in ("grad", "optimizer", "param"):
+                if phase in self._observe:
+                    self._sink.unobserved(
+                        f"{UNSEEN}: {UNSEEN_STEP}", phase=phase, path=ITSELF, slot=self.name, optimizer=self.name
+                    )
+        self._left_out = False
+        self._sink.progress.unseen = True
+        self._end_step()
 
     def settle(self) -> None:
         """End a step that ran in compiled code, once what it wrote can be read: after that code."""
@@ -123,12 +177,23 @@ class OptimizerTap:
             return
         if self._has_closure:
             self.gradients()
+        held: set[str] = set()
         with self._sink.together():
             for parameter, pieces in self._selected():
+                held.update(piece.path for piece in pieces)
                 if "optimizer" in self._observe:
                     self._state(parameter, pieces)
                 if "param" in self._observe:
                     self._emit_pieces(parameter, pieces, phase="param", slot="value")
+        self._let_go(self._was_held - held)
+        self._was_held |= held
+
+    def _let_go(self, paths: Collection[str]) -> None:
+        """Record that what becomes of parameters is not known which the optimizer no longer holds."""
+        for path in paths:
+            for phase, slot in (("grad", "grad"), ("optimizer", "state"), ("param", "value")):
+                if phase in self._observe:
+                    self._sink.unobserved(NOT_HELD, phase=phase, path=path, slot=slot, optimizer=self.name)
 
     def _end_step(self, *_: Any) -> None:
         if is_compiling():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from traindiff.shards import Piece
 from traindiff.site import canonical_path
 from traindiff.taps.context import TapContext
+from traindiff.taps.held_hooks import HeldHooks
 from traindiff.taps.pieces import PiecesOf, emit_pieces
 from traindiff.taps.sparse_gradients import as_dense
 
@@ -26,11 +27,48 @@ def attach(context: TapContext) -> ExitStack:
         Close it to remove the tap.
     """
     with ExitStack() as undo:
-        for leaf in context.leaves:
-            if leaf.requires_grad:
-                undo.callback(leaf.register_hook(_hook(context, leaf, context.pieces_of)).remove)
+        undo.enter_context(_Leaves(context).attach())
         undo.enter_context(_gathered(context))
         return undo.pop_all()
+
+
+class _Leaves:
+    """The hooks on what autograd differentiates by, which a training may remove, and replace with what it is on."""
+
+    def __init__(self, context: TapContext) -> None:
+        self._context = context
+        self._hooks: dict[int, tuple[Tensor, HeldHooks]] = {}
+
+    def attach(self) -> ExitStack:
+        self._follow()
+        look = self._context.sink.guarded("parameter_gradients", self._look)
+        self._context.moments.before_forward.append(look)
+        self._context.moments.before_backward.append(look)
+        self._context.moments.after_step.append(look)
+        undo = ExitStack()
+        undo.callback(self._remove)
+        return undo
+
+    def _follow(self) -> None:
+        for leaf in self._context.leaves:
+            if leaf.requires_grad and id(leaf) not in self._hooks:
+                hooks = HeldHooks()
+                hooks.on_gradient(leaf, _hook(self._context, leaf, self._context.pieces_of))
+                self._hooks[id(leaf)] = leaf, hooks
+
+    def _look(self, *_: Any) -> None:
+        """Before the backward pass nothing of it is lost."""
+        leaves = {id(leaf) for leaf in self._context.leaves}
+        for key, (_, hooks) in [*self._hooks.items()]:
+            if key not in leaves or not hooks.are_there():
+                hooks.remove()
+                del self._hooks[key]
+        self._follow()
+
+    def _remove(self) -> None:
+        for _, hooks in self._hooks.values():
+            hooks.remove()
+        self._hooks.clear()
 
 
 def _gathered(context: TapContext) -> ExitStack:

@@ -35,6 +35,7 @@ class Progress:
         num_stages: Stages of the pipeline; 1 where there is none.
         given: Slots of the latest inputs of the root that are part of the batch.
         hidden: Inside calls of modules that are no part of the training.
+        unseen: The step of the optimizer that ends was called without the hooks on it.
         loss_scaled: The loss of this step was multiplied by a loss scale.
     """
 
@@ -59,6 +60,7 @@ class Progress:
     given: frozenset[str] = frozenset()
     hidden: bool = False
     loss_scaled: bool = False
+    unseen: bool = False
     _chunks: tuple[int, int] = (0, 0)  # of this step: before the running call of the schedule, and with it
     _chunk_states: dict[tuple[int, int], ChunkState] = field(default_factory=dict)
     _calls: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -196,6 +198,7 @@ class Progress:
     def end_step(self, optimizer: str, *, observing: bool) -> None:
         """A call of `optimizer` has ended; `observing` says whether the next step is recorded."""
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
+        self.unseen = False
         if optimizer == self.optimizer:
             self.observing = observing
             self.micro_step = 0

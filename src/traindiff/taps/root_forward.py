@@ -11,15 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.kernels.torch_arrays import shape_of
+from traindiff.observation import ITSELF, UNSEEN
 from traindiff.taps._torch_compat import inside_backward
 from traindiff.taps.batch_axis import batch_first
 from traindiff.taps.compiled import tap_compiled_root
 from traindiff.taps.compiled_observers import RootObserver
 from traindiff.taps.context import TapContext
+from traindiff.taps.followed_modules import Following
 from traindiff.taps.given import given_to_training
+from traindiff.taps.held_hooks import HeldHooks
 from traindiff.taps.nested import tensors
 from traindiff.taps.rounds import Rounds
 from traindiff.taps.silent_modules import takes_hooks
+
+
+_UNSEEN_PHASES = (("batch", ""), ("forward", ""), ("loss", ""), ("backward", ""), ("grad", "micro"))
+"""What is not known, or filed in the wrong place, of a step whose forward pass was not seen."""
 
 
 def attach(context: TapContext) -> ExitStack:
@@ -56,26 +63,46 @@ class RootForwardTap:
 
     def attach(self) -> ExitStack:
         """See `attach`."""
-        guarded = partial(self._sink.guarded, "root_forward")
-        begin, end = guarded(self._begin), guarded(self._end)
+        followed = self._context.followed
         with ExitStack() as undo:
-            for root in self._context.roots:
-                undo.callback(root.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
-                undo.callback(root.register_forward_hook(end, with_kwargs=True, always_call=True).remove)
-                path = self._paths[id(root)]
-                begin_compiled = guarded(partial(self._begin_with, path))
-                compiled = RootObserver(begin=begin_compiled, end=guarded(self._end))
-                undo.enter_context(tap_compiled_root(root, compiled))
-            begin_part, end_part = guarded(self._begin_part), guarded(self._end_part)
-            for part in self._context.parts.values():
-                if takes_hooks(part):
-                    undo.callback(part.register_forward_pre_hook(begin_part, with_kwargs=True, prepend=True).remove)
-                    undo.callback(part.register_forward_hook(end_part, with_kwargs=True, always_call=True).remove)
+            roots = [(self._paths[id(root)], root) for root in self._context.roots]
+            undo.enter_context(followed.follow(roots, Following(hook=self._hook, lost=self._lost, calls_follow=True)))
+            parts = {path: part for path, part in self._context.parts.items() if takes_hooks(part)}
+            how = Following(hook=self._hook_part, lost=self._lost_part, calls_follow=True)
+            undo.enter_context(followed.follow(parts, how))
             return undo.pop_all()
+
+    def _hook(self, path: str, root: nn.Module, hooks: HeldHooks) -> None:
+        guarded = partial(self._sink.guarded, "root_forward")
+        self._paths[id(root)] = self._context.root_paths[id(root)] = path
+        hooks.before_forward(root, guarded(self._begin), with_kwargs=True, prepend=True)
+        hooks.after_forward(root, guarded(self._end), with_kwargs=True, always_call=True)
+        compiled = RootObserver(begin=guarded(partial(self._begin_with, path)), end=guarded(self._end))
+        hooks.undo.enter_context(tap_compiled_root(root, compiled))
+
+    def _hook_part(self, path: str, part: nn.Module, hooks: HeldHooks) -> None:
+        guarded = partial(self._sink.guarded, "root_forward")
+        self._paths[id(part)] = path
+        hooks.before_forward(part, guarded(self._begin_part), with_kwargs=True, prepend=True)
+        hooks.after_forward(part, guarded(self._end_part), with_kwargs=True, always_call=True)
+
+    def _lost(self, path: str, why: str) -> None:  # noqa: ARG002
+        progress = self._sink.progress
+        if not why or progress.forward_done:
+            return
+        progress.forward_done = torch.is_grad_enabled()
+        for phase, stage in _UNSEEN_PHASES if progress.observing else ():
+            self._sink.unobserved(f"{UNSEEN}: {why}", phase=phase, path=ITSELF, slot="root_forward", stage=stage)
+
+    def _lost_part(self, path: str, why: str) -> None:
+        if self._calls_several:
+            self._lost(path, why)
 
     def _begin_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         progress = self._sink.progress
         if not self._calls_several:
+            if not all(self._context.followed.is_intact(root) for root in self._context.roots):
+                return  # the part was called by a root, without the hooks of that
             has_begun = progress.in_forward or progress.forward_done or inside_backward()
             if has_begun or progress.hidden or progress.chunk is not None or not torch.is_grad_enabled():
                 return
@@ -126,8 +153,11 @@ class RootForwardTap:
             self._observe_inputs(path, inputs if chunk is None or chunk.is_first else inputs[handed_on:])
 
     def _end(self, *_: Any) -> None:
-        if self._sink.progress.hidden or not self._running:
-            return  # the tap was attached in the middle of a forward pass
+        if self._sink.progress.hidden:
+            return
+        if not self._running:  # the hooks were attached in the middle of a forward pass, or the one before it is gone
+            self._ended()
+            return
         if self._num_nested:
             self._num_nested -= 1
             self._running.pop()
@@ -136,6 +166,11 @@ class RootForwardTap:
         self._running.pop().__exit__(None, None, None)
         if observes:
             self._observe_end()
+        self._ended()
+
+    def _ended(self) -> None:
+        for after_forward in self._context.moments.after_forward:
+            after_forward()
 
     @property
     def _observes(self) -> bool:

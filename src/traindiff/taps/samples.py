@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from traindiff.observation import SAMPLE
 from traindiff.taps.batch_axis import batch_first
 from traindiff.taps.context import TapContext
+from traindiff.taps.followed_modules import Following
+from traindiff.taps.held_hooks import HeldHooks
 from traindiff.taps.nested import tensors
 from traindiff.taps.sink import Sink
 
@@ -21,10 +23,13 @@ MOST = 512
 def attach(context: TapContext) -> ExitStack:
     """Summarise each sample of the inputs of the roots (phase `batch`, stage `sample`). Close the result to end it."""
     hook = context.sink.guarded("samples", _Samples(context).inputs)
-    with ExitStack() as undo:
-        for root in context.roots:
-            undo.callback(root.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        return undo.pop_all()
+
+    def hook_root(_: str, root: nn.Module, hooks: HeldHooks) -> None:
+        hooks.before_forward(root, hook, with_kwargs=True)
+
+    # What is lost with them, `root_forward` says.
+    how = Following(hook=hook_root, lost=lambda *_: None, calls_follow=True)
+    return context.followed.follow([(context.root_paths[id(root)], root) for root in context.roots], how)
 
 
 class _Samples:

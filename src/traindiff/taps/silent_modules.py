@@ -8,13 +8,18 @@ from inspect import getattr_static
 import torch
 from torch import nn
 
-from traindiff.observation import NOT_CALLED
+from traindiff.observation import MAYBE_UNSEEN, NOT_CALLED, UNSEEN
+from traindiff.site import path_in_whole
 from traindiff.taps._torch_compat import compiled_code_ran
 from traindiff.taps.sink import Sink
 
 COMPILED = (
     f"{NOT_CALLED}, although the root ran and torch.compile was in use: the module was called in compiled "
     "code without its hooks, called by its forward method, or not called"
+)
+QUIET = (
+    "it returned nothing that its hooks saw, although its parameters have gradients: it was called without its hooks, "
+    "by its forward method for example, or others used its parameters"
 )
 SCRIPTED = f"{NOT_CALLED}: TorchScript takes no hooks on modules"
 
@@ -31,6 +36,9 @@ class SilentModules:
     it, it still does if the forward pass of the module around it is known to have been traced with hooks,
     or if the module has parameters to train and none of them has a gradient.
 
+    Of a module that was heard in earlier steps and is not in a later one, although parameters of it have gradients
+    there, that step is not known.
+
     Args:
         modules: The observed modules by canonical path.
         sink: Receives the silent ones as unobserved.
@@ -38,15 +46,43 @@ class SilentModules:
 
     def __init__(self, modules: Mapping[str, nn.Module], sink: Sink) -> None:
         self._sink = sink
+        self._modules = modules
         self._callable = {path: module for path, module in modules.items() if _has_forward(module)}
         self._silent = dict(self._callable)
         self._traced: set[str] = set()
         self._reported = False
+        self._heard: set[str] = set()
+        self._now: set[str] = set()
+        self._beside_roots: set[str] = set()
 
-    def heard(self, path: str, *, compiled: bool) -> None:
-        """The module at `path` returned something, in compiled code or not."""
+    def heard(self, path: str, *, compiled: bool, beside_roots: bool = False) -> None:
+        """The module at `path` returned something, in compiled code or not, in a forward pass of a root or beside it."""
+        self._now.add(path)
+        if beside_roots:
+            self._beside_roots.add(path)
         if self._silent.pop(path, None) is not None and compiled:
             self._traced |= {path, self._around(path)}
+
+    def is_called_beside_roots(self, path: str) -> bool:
+        """Whether the module was ever called outside a forward pass of a root."""
+        return path_in_whole(path) in self._beside_roots
+
+    def unseen(self, path: str, why: str, *, how: str = UNSEEN) -> None:
+        """Record that calls of a module in this step were not heard, or may not have been."""
+        self._now.add(path_in_whole(path))
+        for phase in ("forward", "backward") if self._sink.progress.observing else ():
+            self._sink.unobserved(f"{how}: {why}", phase=phase, path=path_in_whole(path), slot="output[0]")
+
+    def end_step(self) -> None:
+        """Record which modules were heard in earlier steps, and may have been called in this one without being heard."""
+        progress = self._sink.progress
+        if progress.observing and progress.forward_done:
+            for path in self._heard - self._now:
+                module = self._modules.get(path)
+                if module is not None and any(one.grad is not None for one in module.parameters()):
+                    self.unseen(path, QUIET, how=MAYBE_UNSEEN)
+            self._heard |= self._now
+        self._now.clear()
 
     def report(self) -> None:
         """Record the silent modules, if the root has run in a step that is recorded, and only the first time."""

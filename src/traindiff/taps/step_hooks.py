@@ -9,19 +9,24 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from traindiff.taps._torch_compat import is_nested_step
+from traindiff.taps.held_hooks import HeldHooks
 
 StepHook = Callable[..., Any]
 """Called with the optimizer, and with positional and keyword arguments of its `step`."""
 
 
-def hook_before_step(optimizer: Optimizer, hook: StepHook) -> Callable[[], None]:
-    """Have `hook` called before each step. Call the result to remove it."""
-    return optimizer.register_step_pre_hook(_once(hook)).remove
+def hook_before_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
+    """Have `hook` called before each step, until the result is removed."""
+    hooks = HeldHooks()
+    hooks.before_step(optimizer, _once(hook))
+    return hooks
 
 
-def hook_after_step(optimizer: Optimizer, hook: StepHook) -> Callable[[], None]:
-    """Have `hook` called after each step. Call the result to remove it."""
-    return optimizer.register_step_post_hook(_once(hook)).remove
+def hook_after_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
+    """Have `hook` called after each step, until the result is removed."""
+    hooks = HeldHooks()
+    hooks.after_step(optimizer, _once(hook))
+    return hooks
 
 
 def _once(hook: StepHook) -> StepHook:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from traindiff.csv_cells import defused
 from traindiff.directions import Agreement, Similarities
 from traindiff.errors import ConfigError, Problem, TraindiffWarning
 from traindiff.findings.sentences import more_text
@@ -120,13 +121,13 @@ def _names(rank: Path, steps: list[int]) -> dict[str, str]:
 
 def _write(directory: Path, names: Mapping[str, str], found: Similarities) -> None:
     rows = [["step", *map(str, found.steps)]]
-    rows += [[names[path], *(_cell(one) for one in row)] for path, row in found.parameters.items()]
+    rows += [[defused(names[path]), *(_cell(one) for one in row)] for path, row in found.parameters.items()]
     rows.append([SUMMARY, *(_cell(one) for one in found.summary)])
     put(directory / "similarities.csv", _table(rows))
     broken = [["step", "param_name", "similarity", "before"]]
     broken += [
         [
-            str(one.step), SUMMARY if one.parameter is None else names[one.parameter], repr(one.similarity),
+            str(one.step), SUMMARY if one.parameter is None else defused(names[one.parameter]), repr(one.similarity),
             "" if one.before is None else repr(one.before),
         ]
         for one in found.broken

@@ -1,4 +1,8 @@
-"""The table of a step: a row per gradient. UTF-8 with a byte order mark, CRLF, as msprobe 8.3 writes and reads it."""
+"""The table of a step: a row per gradient. UTF-8 with a byte order mark, CRLF, as msprobe 8.3 writes and reads it.
+
+Names that a spreadsheet would compute have a single quote in front, which `load` takes away; others are as msprobe has
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from traindiff.bounds import interval_names
+from traindiff.csv_cells import defused, restored
 from traindiff.errors import NotARecordingError
 
 _INTERVAL = re.compile(r"\((-inf|[^,]+), ([^\])]+)[\])]")
@@ -75,7 +80,7 @@ def dump(columns: Columns, rows: Iterable[Row]) -> bytes:
     for row in rows:
         digest = [row.digest] if columns.digest else []
         shares = row.shares if columns.bounds is not None else ()
-        writer.writerow([row.name, *digest, *shares, row.maximum, row.minimum, row.norm, list(row.shape)])
+        writer.writerow([defused(row.name), *digest, *shares, row.maximum, row.minimum, row.norm, list(row.shape)])
     return b"\xef\xbb\xbf" + text.getvalue().encode("utf-8", "surrogatepass")
 
 
@@ -108,7 +113,7 @@ def _row(names: Sequence[str], header: Sequence[str], line: Sequence[str], colum
     if wrong := [share for share in shares if not 0 <= share <= 1]:
         raise ValueError(f"{wrong[0]} is no share of elements")
     return Row(
-        name=cell["param_name"], shape=_shape(cell["shape"]), maximum=maximum, minimum=minimum,
+        name=restored(cell["param_name"]), shape=_shape(cell["shape"]), maximum=maximum, minimum=minimum,
         norm=norm, digest=cell[columns.digest.lower()] if columns.digest else "", shares=tuple(shares),
     )  # fmt: skip
 

@@ -1,0 +1,222 @@
+"""The files of a recording that is being written, and whether they are still where they were made."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any, TypeVar
+
+from fsspec.implementations.local import LocalFileSystem
+
+UNFINISHED = ".unfinished"
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class _Written:
+    """How large a file is, and what it is open as."""
+
+    size: int
+    fd: int | None = None
+
+
+@dataclass(slots=True)
+class _Folder:
+    """What files were written into a folder, all together."""
+
+    num_files: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """What is no longer as it was written.
+
+    Attributes:
+        path: The file, or the uppermost directory that is gone.
+        says: The same in a sentence, without a full stop.
+    """
+
+    path: str
+    says: str
+
+
+class WrittenFiles:
+    """Makes the files of one rank, and looks whether they are still there.
+
+    Args:
+        file_system: An fsspec file system.
+        root: Directory of the recording.
+
+    Attributes:
+        is_local: Whether the operating system has the files: then it can be asked at each step, and has locks.
+    """
+
+    def __init__(self, file_system: Any, root: str) -> None:
+        self._fs = file_system
+        self._root = root
+        self.is_local = isinstance(file_system, LocalFileSystem)
+        self._written: dict[str, _Written] = {}
+        self._folders: dict[str, _Folder] = {}
+        self._made: list[str] = []
+
+    def make_directories(self, path: str) -> None:
+        """Make a directory and those above it, however deep; none of them, where one cannot be made.
+
+        Raises:
+            OSError: One cannot be made.
+        """
+        if not self.is_local:
+            self._fs.makedirs(path, exist_ok=True)
+            return
+        with suppress(FileNotFoundError):
+            os.stat(path)  # noqa: PTH116  a path that is too long is an error before anything is made
+        missing = []
+        while not os.path.isdir(path):  # noqa: PTH112  a path of fsspec
+            missing.append(path)
+            path = posixpath.dirname(path)
+        made: list[str] = []
+        try:
+            for one in reversed(missing):
+                made += [one] if _make_directory(one) else []
+        except OSError:
+            _remove_directories(made)
+            raise
+        self._made += made
+
+    def open(self, path: str) -> IO[bytes]:
+        """A new file, to be written piece by piece; see `grow`."""
+        if not self.is_local:
+            self._written[path] = _Written(size=0)
+            file: IO[bytes] = self._fs.open(path, "wb")
+            return file
+        file = open(path, "xb", buffering=0)  # noqa: PTH123, SIM115  type: ignore[assignment]
+        self._written[path] = _Written(size=0, fd=file.fileno())
+        return file
+
+    def grow(self, path: str, size: int) -> None:
+        """Note that an open file has this many bytes now."""
+        self._written[path].size = size
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a whole file at once: a reader sees the old one or the new one."""
+        unfinished = path + UNFINISHED
+        if self.is_local:
+            with open(unfinished, "wb", buffering=0) as file:  # noqa: PTH123
+                write_all(file, content)
+            os.replace(unfinished, path)  # noqa: PTH105
+        else:
+            with self._fs.open(unfinished, "wb") as file:
+                write_all(file, content)
+            self._fs.mv(unfinished, path)
+        self._written[path] = _Written(size=len(content))
+
+    def put_in_folder(self, path: str, content: bytes) -> None:
+        """Write a file that nobody looks for before it is named elsewhere."""
+        folder = posixpath.dirname(path)
+        if folder not in self._folders:
+            self.make_directories(folder)
+            self._folders[folder] = _Folder()
+        with self._fs.open(path, "wb") as file:
+            write_all(file, content)
+        self._folders[folder].num_files += 1
+        self._folders[folder].size += len(content)
+
+    def lost(self) -> Lost | None:
+        """What is not as it was written; None where all is, and where only `lost_at_the_end` can tell."""
+        return self._first_lost(_changed, self._written) if self.is_local else None
+
+    def lost_at_the_end(self) -> Lost | None:
+        """The same when all files are complete: also in folders, and on file systems that are not local."""
+        changed = _changed if self.is_local else self._changed_elsewhere
+        return self._first_lost(changed, self._written) or self._first_lost(self._emptied, self._folders)
+
+    def _first_lost(self, changed: Callable[[str, _T], str], kept: Mapping[str, _T]) -> Lost | None:
+        for path, one in kept.items():
+            try:
+                if says := changed(path, one):
+                    return Lost(path=path, says=f"{path} {says}")
+            except (FileNotFoundError, NotADirectoryError):
+                gone = self._uppermost_gone(path)
+                return Lost(path=gone, says=f"{gone} is no longer there: it was moved, deleted or unmounted")
+            except OSError as error:
+                return Lost(path=path, says=f"{path} can no longer be reached: {error.strerror or error}")
+        return None
+
+    def _changed_elsewhere(self, path: str, written: _Written) -> str:
+        size = self._fs.size(path)
+        return "" if size is None or size >= written.size else _short(size, written.size)
+
+    def _emptied(self, path: str, folder: _Folder) -> str:
+        if self.is_local:
+            sizes = _sizes(path)
+        else:
+            sizes = [entry["size"] or 0 for entry in self._fs.ls(path, detail=True, refresh=True)]
+        if len(sizes) < folder.num_files:
+            return f"holds {len(sizes):,} of the {folder.num_files:,} files that were written"
+        return _short(sum(sizes), folder.size) if sum(sizes) < folder.size else ""
+
+    def _uppermost_gone(self, path: str) -> str:
+        gone = path
+        while self.is_local and gone != self._root and not os.path.lexists(above := posixpath.dirname(gone)):
+            gone = above
+        return gone
+
+    def discard(self) -> None:
+        """Remove what was made here, as far as that is possible."""
+        for path in self._written:
+            for one in (path, path + UNFINISHED):
+                with suppress(Exception):  # as far as that is possible
+                    self._fs.rm(one)
+        _remove_directories(self._made)
+
+
+def write_all(file: IO[bytes], content: bytes) -> None:
+    """Write all of it, also where the file takes less at a time."""
+    rest = memoryview(content)
+    while rest:
+        written = file.write(rest)
+        rest = rest[len(rest) if written is None else written :]  # some file systems of fsspec do not say
+
+
+def _changed(path: str, written: _Written) -> str:
+    there = os.stat(path)  # noqa: PTH116
+    if written.fd is None:
+        return "" if there.st_size >= written.size else _short(there.st_size, written.size)
+    is_open = os.fstat(written.fd)
+    if is_open.st_size < written.size:
+        return _short(is_open.st_size, written.size)
+    # Some file systems number their files anew, so another number alone says nothing.
+    is_another = (there.st_dev, there.st_ino) != (is_open.st_dev, is_open.st_ino)
+    if is_another and (not is_open.st_nlink or there.st_size != is_open.st_size):
+        return "is another file now: what was written was moved, deleted or replaced"
+    return ""
+
+
+def _short(size: int, written: int) -> str:
+    return f"holds {size:,} of the {written:,} bytes that were written: it was cut short"
+
+
+def _sizes(folder: str) -> list[int]:
+    with os.scandir(folder) as entries:
+        return [entry.stat(follow_symlinks=False).st_size for entry in entries]
+
+
+def _make_directory(path: str) -> bool:
+    """Whether it was made; False where another rank was faster."""
+    try:
+        os.mkdir(path)  # noqa: PTH102
+    except FileExistsError:
+        if not os.path.isdir(path):  # noqa: PTH112
+            raise
+        return False
+    return True
+
+
+def _remove_directories(made: list[str]) -> None:
+    for one in reversed(made):
+        with suppress(OSError):  # another rank has put something there
+            os.rmdir(one)  # noqa: PTH106

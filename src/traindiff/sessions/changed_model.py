@@ -1,0 +1,116 @@
+"""Which modules and parameters a training puts in the places of those that are observed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from traindiff.engines.registry import ENGINES
+from traindiff.sessions.targets import Targets
+from traindiff.site import canonical_paths, matches
+from traindiff.taps.followed_modules import FollowedModules
+from traindiff.taps.silent_modules import takes_hooks
+
+
+class ChangedModel:
+    """Keeps what is observed of a model up to date.
+
+    A module or parameter that is still part of the model keeps its path, wherever it is now. What is new takes the
+    path under which it is found, and with that the place of what had it and is no longer part of the model.
+
+    Args:
+        targets: What is observed; its mappings are changed.
+        followed: The modules with hooks.
+    """
+
+    def __init__(self, targets: Targets, followed: FollowedModules) -> None:
+        self._targets = targets
+        self._followed = followed
+        # An engine exchanges parameters for its own, and says itself what they are.
+        self._replaces_parameters = not (list(targets.layout.flat) or targets.gathering)
+        self._tree: list[tuple[nn.Module, list[Any], list[int]]] = []
+        self._note()
+
+    def update(self, *, parameters: bool) -> bool:
+        """Take note of what was replaced since; gives whether anything was.
+
+        Args:
+            parameters: Whether the parameters are those that are trained, and not exchanged for a moment.
+        """
+        if not self._is_changed():
+            return False
+        found = self._modules()
+        if parameters and self._replaces_parameters:
+            found |= self._parameters()
+        self._note()
+        return found
+
+    def _note(self) -> None:
+        """Remember the tree. What it is made of is kept alive, so that nothing else gets the id of a part of it."""
+        self._tree = []
+        for module in self._targets.root.modules():
+            parts = [*module._modules.values(), *module._parameters.values()]
+            self._tree.append((module, parts, [*map(id, parts)]))
+
+    def _is_changed(self) -> bool:
+        for module, parts, ids in self._tree:
+            children, parameters = module._modules, module._parameters
+            if len(children) + len(parameters) != len(parts):
+                return True
+            if [*map(id, children.values()), *map(id, parameters.values())] != ids:
+                return True
+        return False
+
+    def _modules(self) -> bool:
+        modules: Any = self._targets.modules
+        present = dict(self._targets.root.named_modules(remove_duplicate=False))
+        alive = {id(one) for one in present.values()}
+        known = {id(one) for one in modules.values()}
+        changed = False
+        for name, path in canonical_paths(present).items():
+            module = present[name]
+            if id(module) in known or not takes_hooks(module) or not self._is_chosen(path):
+                continue
+            held = modules.get(path)
+            if held is not None and id(held) in alive:
+                continue  # what has this path has been wrapped
+            modules[path] = module
+            known.add(id(module))
+            changed = True
+            if held is None:
+                self._followed.grow(path, module)
+            else:
+                self._followed.replace(path, module)
+        return changed
+
+    def _parameters(self) -> bool:
+        names: Any = self._targets.names
+        parameters: Any = self._targets.parameters
+        present = dict(self._targets.root.named_parameters(remove_duplicate=False))
+        alive = {id(one) for one in present.values()}
+        by_path = {path: key for key, path in names.items()}
+        changed = False
+        for name, found in canonical_paths(present).items():
+            parameter = present[name]
+            if id(parameter) in names or not isinstance(parameter, nn.Parameter) or _is_of_engine(parameter):
+                continue
+            path = self._targets.first_name(found)
+            if by_path.get(path) in alive:
+                path = found  # it was tied to another parameter before
+            if by_path.get(path) in alive:
+                continue
+            names.pop(by_path.get(path), None)
+            names[id(parameter)] = path
+            by_path[path] = id(parameter)
+            if path in parameters or self._is_chosen(path):
+                parameters[path] = parameter
+            changed = True
+        return changed
+
+    def _is_chosen(self, path: str) -> bool:
+        return any(matches(glob, path) for glob in self._targets.select)
+
+
+def _is_of_engine(parameter: nn.Parameter) -> bool:
+    return any(engine.global_shape(parameter) is not None for engine in ENGINES)
