@@ -74,6 +74,8 @@ def merged(parts: Iterable[tuple[Shard, Signs]], shape: tuple[int, ...]) -> Sign
     if len(held) == 1 and held[0][0].shape == shape:
         return held[0][1]
     size = prod(shape)
+    if sum(shard.size for shard, _ in held) < size:  # before anything of that size is made
+        return None
     there, positive, zero, nan = (_none(size) for _ in range(4))
     zeros_known = True
     for shard, signs in held:

@@ -137,7 +137,7 @@ def _read(path: str) -> dict[str, Any]:
         fix = "Give the path of a TOML file with a table [RULE] for each rule whose limits it sets."
         problem = Problem(where="config", what=f"cannot be read: {error.strerror or error}.", fix=fix)
         raise ConfigError(path, [problem], consequence=CONSEQUENCE) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         fix = "Write a table [RULE] for each rule, and below it LIMIT = NUMBER."
         problem = Problem(where="config", what=f"is not TOML: {error}.", fix=fix)
         raise ConfigError(path, [problem], consequence=CONSEQUENCE) from error

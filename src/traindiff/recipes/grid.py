@@ -97,7 +97,7 @@ def _content(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError:
         problem = Problem(where=str(path), what="does not exist.", fix="Give the path of a TOML or JSON file.")
         raise ConfigError("--matrix", [problem]) from None
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         problem = Problem(where=str(path), what=f"is no {kind} ({error}).", fix=f"Correct it, as {kind}.")
         raise ConfigError("--matrix", [problem]) from None

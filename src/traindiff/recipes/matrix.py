@@ -14,7 +14,7 @@ from typing import Any
 from traindiff._version import __version__
 from traindiff.comparison.matrix import IMPOSSIBLE, REFUSED, Matrix, MatrixRow
 from traindiff.comparison.verification import Verification
-from traindiff.errors import ConfigError
+from traindiff.errors import ConfigError, CorruptRecordingError
 from traindiff.findings.sentences import where_text
 from traindiff.launching.present_ranks import PresentRanks
 from traindiff.recipes.asked import Asked
@@ -27,6 +27,7 @@ from traindiff.recipes.verification_files import JSON, write_files, write_whole
 from traindiff.recipes.verify import check_asked
 from traindiff.setups.obstacles import obstacles
 from traindiff.setups.setup import Setup
+from traindiff.untrusted import ANYTHING, MOST_JSON_BYTES, TEXT, Folder, demanded, parse, shaped
 
 _ROW = "combination.json"
 _TRUSTED = "trusted.json"
@@ -191,10 +192,11 @@ def _directory(name: str) -> str:
 def _read(path: Path, key: str) -> Any:
     """What was written with this key; None where nothing was."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        data = Folder.of(path.parent).read(path.name, limit=MOST_JSON_BYTES)
+        content = demanded(parse(data, where=str(path)), shaped({"key": TEXT, "content": ANYTHING}), where=str(path))
+    except (OSError, CorruptRecordingError):
         return None
-    return content["content"] if content.get("key") == key else None
+    return content["content"] if content["key"] == key else None
 
 
 def _write(path: Path, key: str, content: Any) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from traindiff.comparison import Verification
-from traindiff.errors import ConfigError, Problem
+from traindiff.errors import ConfigError, CorruptRecordingError, Problem
 from traindiff.report import as_json
 from traindiff.report.verification import print_verification
+from traindiff.untrusted import MOST_JSON_BYTES, Folder, parse
 
 REPORT, JSON, INVESTIGATION = "report.txt", "verification.json", "investigation.json"
 
@@ -63,8 +63,9 @@ def refuse_others_files(directory: Path, names: Sequence[str], *, jsons: Sequenc
 
 def _is_result(path: Path) -> bool:
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["schema"]["name"]).startswith("traindiff-")
-    except (OSError, ValueError, LookupError, TypeError):
+        content = parse(Folder.of(path.parent).read(path.name, limit=MOST_JSON_BYTES), where=str(path))
+        return str(content["schema"]["name"]).startswith("traindiff-")
+    except (OSError, CorruptRecordingError, LookupError, TypeError):
         return False
 
 

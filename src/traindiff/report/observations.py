@@ -136,7 +136,12 @@ def _row(rank: int, seen: Observation, summary: Any) -> Row:
             "std": float(std(summary)) if some else None,
             "norm": float(norm(summary)),
         }
-    return {name: (about | numbers).get(name) for name in COLUMNS}
+    return {name: _json_value((about | numbers).get(name)) for name in COLUMNS}
+
+
+def _json_value(value: Any) -> Any:
+    """A value, or None for a number that JSON lacks: the norm of numbers whose squares overflow float64."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_csv(found: Iterator[Row], file: IO[str]) -> None:

@@ -16,6 +16,7 @@ from traindiff.findings.sentences import more_text
 from traindiff.interop.msprobe import tables
 from traindiff.interop.msprobe.importing import read_directions
 from traindiff.interop.msprobe.layout import (
+    content,
     direction_file,
     direction_steps_in,
     put,
@@ -91,7 +92,7 @@ def _of_rank(first: Path, second: Path) -> tuple[Mapping[str, str], Similarities
             if not all(file.is_file() for file in files):
                 rows.setdefault(path, []).append(None)
                 continue
-            baseline, candidate = map(read_directions, files)
+            baseline, candidate = map(read_directions, (first, second), files)
             if baseline.shape != candidate.shape:
                 shapes = f"{list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate"
                 unknown[path] = f"its shape is {shapes}"
@@ -113,7 +114,7 @@ def _names(rank: Path, steps: list[int]) -> dict[str, str]:
     found: dict[str, None] = {}
     for step, path in summaries_in(rank).items():
         if step in steps:
-            rows = tables.load(path.read_bytes(), where=str(path)).rows
+            rows = tables.load(content(rank, path), where=str(path)).rows
             found.update((row.name, None) for row in rows if direction_file(rank, step, row.name).is_file())
     canonical = canonical_paths(found)
     return {canonical.get(name, name): name for name in found}

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from traindiff.errors import ConfigError, NotARecordingError, Problem, TraindiffError
-from traindiff.interop.onnxruntime.layout import ORDER, order_of, ranks_in, steps_in
+from traindiff.interop.onnxruntime.layout import ORDER, order_of, ranks_in, steps_in, text_of
 
 MERGED = ("merge_pt", "merge_ort")
 """Directories that it writes."""
@@ -63,7 +63,7 @@ def merge(pt_dir: str, ort_dir: str, output_dir: str, *, overwrite: bool = False
             with (merged / f"{step.name}_.txt").open("wb") as file:
                 for one in dict.fromkeys([*first, *own[number]]):
                     if (step / one).is_file():
-                        file.write((step / one).read_bytes() + b"\n")
+                        file.write(text_of(step, one).encode() + b"\n")
                     else:
                         missing.append(str(step / one))
     return missing

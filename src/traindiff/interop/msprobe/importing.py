@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,31 @@ from traindiff.detail import Detail, RawTensor
 from traindiff.errors import NotARecordingError
 from traindiff.interop.imported import rank_writer, run_content
 from traindiff.interop.msprobe import tables
-from traindiff.interop.msprobe.layout import direction_file, direction_steps_in, ranks_in, summaries_in
+from traindiff.interop.msprobe.layout import (
+    content,
+    damaged,
+    direction_file,
+    direction_steps_in,
+    ranks_in,
+    summaries_in,
+)
 from traindiff.interop.msprobe.tables import Row, Table
 from traindiff.observation import Observation
 from traindiff.recording import RecordingWriter
 from traindiff.shards import Shard
 from traindiff.site import canonical_paths
 from traindiff.summary import empty
+from traindiff.untrusted.numpy_file import MOST_HEADER_BYTES, booleans
 
 KEPT_NO_MORE = "msprobe keeps no more of it than its directions, extremes and norm"
 """Why there are no summaries."""
 
 MOST_RANKS = 1 << 16
 """A single directory with a larger number is of a process id, which MindSpore gives where there is one rank."""
+
+
+MOST_DIRECTIONS_BYTES = 1 << 30
+"""Size at most of a file of directions, one byte each, where nothing says how many there are."""
 
 
 def import_gradients(directory: str, recording: str, *, overwrite: bool = False) -> int:
@@ -76,7 +88,7 @@ def import_gradients(directory: str, recording: str, *, overwrite: bool = False)
 
 def _tables(rank: Path) -> Iterator[tuple[int, Table]]:
     for step, path in summaries_in(rank).items():
-        yield step, tables.load(path.read_bytes(), where=str(path))
+        yield step, tables.load(content(rank, path), where=str(path))
 
 
 def _run(
@@ -138,10 +150,10 @@ def _summary(row: Row) -> Any:
 def _detail(rank: Path, step: int, row: Row, table: Table) -> dict[str, RawTensor]:
     kept = {}
     if (found := direction_file(rank, step, row.name)).is_file():
-        directions = read_directions(found)
+        directions = read_directions(rank, found, size=prod(row.shape))
         if directions.shape != row.shape:
-            says = f"has directions of shape {list(directions.shape)}; its row says {list(row.shape)}"
-            raise _damaged(found, says)
+            says = f"it has directions of shape {list(directions.shape)}; its row says {list(row.shape)}"
+            raise damaged(found, says)
         bits = np.packbits(directions.reshape(-1), bitorder="little")
         kept["positive"] = RawTensor(dtype="uint8", shape=bits.shape, data=bits.tobytes())
     if table.columns.bounds:
@@ -151,22 +163,19 @@ def _detail(rank: Path, step: int, row: Row, table: Table) -> dict[str, RawTenso
     return kept
 
 
-def read_directions(path: Path) -> NDArray[np.bool_]:
+def read_directions(rank: Path, path: Path, *, size: int | None = None) -> NDArray[np.bool_]:
     """The directions of a gradient, in its shape.
+
+    Args:
+        rank: The directory of the rank.
+        path: The file.
+        size: How many elements it must have; None for as many as it has.
 
     Raises:
         NotARecordingError: The file holds something else.
     """
+    limit = MOST_DIRECTIONS_BYTES if size is None else size + MOST_HEADER_BYTES
     try:
-        found = np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
-    except (ValueError, EOFError):
-        raise _damaged(path, "cannot be read as an array") from None
-    if not isinstance(found, np.ndarray) or found.dtype != np.bool_:
-        raise _damaged(path, f"holds {getattr(found, 'dtype', type(found).__name__)} and not bool")
-    return found
-
-
-def _damaged(path: Path, says: str) -> NotARecordingError:
-    return NotARecordingError(
-        f"{path} is not of msprobe's gradient monitor: it {says}. Restore the file from where it was copied."
-    )
+        return booleans(content(rank, path, limit=limit))
+    except ValueError as error:
+        raise damaged(path, f"it {error}") from None

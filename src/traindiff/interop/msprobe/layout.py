@@ -11,13 +11,17 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from traindiff.errors import ConfigError, Problem
+from traindiff.errors import ConfigError, NotARecordingError, Problem
 from traindiff.recording.names import file_name
+from traindiff.untrusted import Folder
 
 _UNFINISHED = ".unfinished"
-_RANK = re.compile(r"rank(\d+)", re.ASCII)
-_SUMMARY = re.compile(r"grad_summary_(\d+)\.csv", re.ASCII)
-_STEP = re.compile(r"step(\d+)", re.ASCII)
+_RANK = re.compile(r"rank(\d{1,18})", re.ASCII)
+_SUMMARY = re.compile(r"grad_summary_(\d{1,18})\.csv", re.ASCII)
+_STEP = re.compile(r"step(\d{1,18})", re.ASCII)
+
+MOST_TABLE_BYTES = 1 << 24
+"""Size of a table at most: 20,000 parameters take a quarter of it."""
 
 
 def rank_directory(directory: Path, rank: int) -> Path:
@@ -57,6 +61,28 @@ def summaries_in(rank: Path) -> dict[int, Path]:
 def direction_steps_in(rank: Path) -> dict[int, Path]:
     """Directories with directions, by step, ascending."""
     return _numbered(rank, _STEP, Path.is_dir)
+
+
+def content(rank: Path, path: Path, *, limit: int = MOST_TABLE_BYTES) -> bytes:
+    """The content of a file in the directory of a rank.
+
+    Args:
+        rank: The directory of the rank.
+        path: The file.
+        limit: How many bytes it may have.
+
+    Raises:
+        NotARecordingError: It is no regular file inside of the monitor's directory, or is larger.
+    """
+    folder = Folder.of(rank.parent, refuse=damaged)
+    return folder.read(path.relative_to(rank.parent).as_posix(), limit=limit)
+
+
+def damaged(path: Path | str, says: str) -> NotARecordingError:
+    """The error for a file of the monitor that cannot be used."""
+    return NotARecordingError(
+        f"{path} is not of msprobe's gradient monitor: {says}. Restore the file from where it was copied."
+    )
 
 
 def put(path: Path, content: bytes) -> None:

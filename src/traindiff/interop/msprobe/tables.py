@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-import ast
 import csv
 import io
 import math
@@ -17,8 +16,11 @@ from dataclasses import dataclass
 from traindiff.bounds import interval_names
 from traindiff.csv_cells import defused, restored
 from traindiff.errors import NotARecordingError
+from traindiff.recording.checked_rows import MOST_AXES, MOST_ELEMENTS
 
 _INTERVAL = re.compile(r"\((-inf|[^,]+), ([^\])]+)[\])]")
+_LENGTH = re.compile(r"\d{1,19}", re.ASCII)
+_SHAPE = re.compile(r"\[\s*(\d{1,19}\s*(,\s*\d{1,19}\s*)*+,?\s*)?\]", re.ASCII)
 _NUMBERS = ("max", "min", "norm")
 
 
@@ -92,7 +94,8 @@ def load(data: bytes, *, where: str) -> Table:
     """
     try:
         text = data.decode("utf-8-sig", "surrogatepass")
-        header, *lines = [*csv.reader(io.StringIO(text, newline=""))] or [[]]
+        lines = csv.reader(io.StringIO(text, newline=""))
+        header = next(lines, [])
         names = [name.lower() for name in header]
         _check_complete(names)
         columns = Columns(digest=_digest(header), bounds=_bounds(header))
@@ -119,15 +122,12 @@ def _row(names: Sequence[str], header: Sequence[str], line: Sequence[str], colum
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    try:
-        found = ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        found = None
-    if not isinstance(found, list) or not all(type(length) is int and length >= 0 for length in found):
+    if not _SHAPE.fullmatch(text.strip()):
         raise ValueError(f"{text[:80]!r} is no shape")
-    if math.prod(found) >= 2**63:
+    found = tuple(map(int, _LENGTH.findall(text)))
+    if len(found) > MOST_AXES or math.prod(max(1, length) for length in found) > MOST_ELEMENTS:
         raise ValueError(f"{text[:80]!r} is the shape of more elements than there can be")
-    return tuple(found)
+    return found
 
 
 def _check_complete(names: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from traindiff.errors import NotARecordingError
 from traindiff.interop.imported import rank_writer, run_content
-from traindiff.interop.onnxruntime.layout import ORDER, call_of, order_of, ranks_in, steps_in
+from traindiff.interop.onnxruntime.layout import ORDER, call_of, order_of, ranks_in, steps_in, text_of
 from traindiff.interop.onnxruntime.statistics import NUM_SAMPLES, Statistics, load
 from traindiff.kernels.reference import summarise_array
 from traindiff.observation import Observation
@@ -102,7 +102,7 @@ def _statistics(directory: Path) -> Iterator[Statistics]:
         path = directory / name
         if not path.is_file():
             raise NotARecordingError(f"{path} is not there, and {ORDER} names it. Restore it from where it was copied.")
-        yield load(path.read_text(encoding="utf-8", errors="replace"), where=str(path))
+        yield load(text_of(directory, name), where=str(path))
 
 
 def _rows(found: Statistics, *, step: int, order: int) -> list[Row]:
@@ -110,7 +110,8 @@ def _rows(found: Statistics, *, step: int, order: int) -> list[Row]:
     name, call = call_of(found.name)
     match = _OUTPUT.fullmatch(name)
     path, slot = (match["module"], f"output[{match['number']}]") if match else (name, "value")
-    values = np.array(found.values(), dtype=np.float32)
+    with np.errstate(over="ignore"):
+        values = np.array(found.values()).astype(np.float32)
     shape = Shard.whole(values.shape)
 
     def seen(number: int, **about: Any) -> Observation:

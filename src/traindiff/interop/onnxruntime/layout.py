@@ -14,12 +14,16 @@ from pathlib import Path
 from traindiff.errors import NotARecordingError
 from traindiff.interop.onnxruntime.statistics import Direction
 from traindiff.recording.names import file_name
+from traindiff.untrusted import Folder
 
 ORDER = "order.txt"
 
 _STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
-_RANK = re.compile(r"rank_(\d{1,6})", re.ASCII)
-_CALL = re.compile(r"(?P<name>.*)_call_(?P<call>\d+)", re.ASCII)
+_RANK = re.compile(r"rank_(\d{1,5})", re.ASCII)
+
+MOST_BYTES = 1 << 22
+"""Size of a file at most: one of a tensor has 128 elements, and `order.txt` a line for each tensor."""
+_CALL = re.compile(r"(?P<name>.*)_call_(?P<call>\d{1,9})", re.ASCII)
 
 
 def rank_directory(directory: Path, rank: int, world_size: int) -> Path:
@@ -60,13 +64,32 @@ def order_of(step: Path) -> list[str]:
     path = step / ORDER
     if not path.is_file():
         raise NotARecordingError(f"{step} has no {ORDER}, which names its files. Restore it from where it was.")
-    names = list(dict.fromkeys(path.read_text(encoding="utf-8", errors="replace").splitlines()))
+    names = list(dict.fromkeys(text_of(step, ORDER).splitlines()))
     if wrong := [name for name in names if not _is_name(name)]:
         raise NotARecordingError(
             f"{path} names {wrong[0]!r}, which is no file of ONNX Runtime's StatisticsSubscriber. "
             "Give the directory that its output_dir named, as it was written."
         )
     return names
+
+
+def text_of(step: Path, name: str) -> str:
+    """The text of a file of a step.
+
+    Args:
+        step: Its directory.
+        name: The file.
+
+    Raises:
+        NotARecordingError: It is no regular file inside of the directory, or too large.
+    """
+    return Folder.of(step, refuse=_damaged).read(name, limit=MOST_BYTES).decode(errors="replace")
+
+
+def _damaged(where: str, what: str) -> NotARecordingError:
+    return NotARecordingError(
+        f"{where} is not of ONNX Runtime's StatisticsSubscriber: {what}. Restore it from where it was copied."
+    )
 
 
 def _is_name(name: str) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
 
 from traindiff.errors import NotARecordingError
+from traindiff.recording.checked_rows import MOST_AXES
 
 Direction = Literal["forward", "backward"]
 
@@ -14,7 +16,7 @@ NUM_SAMPLES = 128
 """First elements that a file has."""
 
 _HEAD = re.compile(
-    r"(?P<depth>>*)(?P<name>.*) (?P<direction>forward|backward) run shape: torch\.Size\(\[(?P<shape>[\d, ]*)\]\) "
+    r"(?P<depth>>*+)(?P<name>.*) (?P<direction>forward|backward) run shape: torch\.Size\(\[(?P<shape>[\d, ]*)\]\) "
     r"dtype: torch\.(?P<dtype>\w+) size: torch\.Size\(\[(?P<size>\d+)\]\) "
 )
 _NUMBER = r"(\S+?)"
@@ -137,8 +139,11 @@ def load(text: str, *, where: str) -> Statistics:
 
 
 def _check_counts(found: Statistics) -> None:
-    if max(found.count, found.num_infinite, *found.shape) > _MOST:
+    size = math.prod(max(1, length) for length in found.shape)
+    if max(found.count, found.num_infinite, size) > _MOST or len(found.shape) > MOST_AXES:
         raise ValueError("it counts more elements than there can be")
+    if found.count != math.prod(found.shape):
+        raise ValueError(f"it counts {found.count} elements of a tensor of shape {list(found.shape)}")
 
 
 def _as_float(text: str) -> float:
