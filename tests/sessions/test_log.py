@@ -143,17 +143,3 @@ def test_an_unknown_way_to_merge_is_refused(tmp_path: Path) -> None:
         '    "avg" is not a way to merge.\n'
         "    Known: mean, sum."
     )
-
-
-def test_what_is_no_number_disables_logging_only(tmp_path: Path) -> None:
-    model = mlp()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with traindiff.record(tmp_path / "run", model, optimizer) as run:
-        with pytest.warns(traindiff.TraindiffWarning, match=r"A part of traindiff \(log\) failed"):
-            run.log("value", torch.ones(3))
-        run.log("value", 1.0)
-        model(next(batches())).sum().backward()
-        optimizer.step()
-
-    assert logged(tmp_path / "run") == []
-    assert len(rows(tmp_path / "run", phase="forward")) == 4

@@ -64,7 +64,7 @@ def test_what_holds_some_of_the_model_is_right(tmp_path: Path) -> None:
             (tied, of_tied),
             (frozen, SGD(frozen[2].parameters(), lr=0.1)),
             (nn.DataParallel(model), SGD(model.parameters(), lr=0.1)),
-            (torch.compile(model), SGD(model.parameters(), lr=0.1)),
+            (torch.compile(model, backend="eager"), SGD(model.parameters(), lr=0.1)),
             (model.double(), SGD(model.parameters(), lr=0.1)),
             ({"one": model, "two": outer}, {"one": SGD(model.parameters()), "two": SGD(outer.parameters())}),
             (nn.ReLU(), SGD(model.parameters(), lr=0.1)),

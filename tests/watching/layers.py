@@ -32,9 +32,17 @@ class Calls(nn.Module):
 
 
 _ABSTRACT = {
-    "Module", "Container", "Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict", "DataParallel", "RNNBase",
+    "Module",
+    "Container",
+    "Sequential",
+    "ModuleList",
+    "ModuleDict",
+    "ParameterList",
+    "ParameterDict",
+    "DataParallel",
+    "RNNBase",
     "RNNCellBase",
-}  # fmt: skip
+}
 _NUMBER = 8
 
 
@@ -49,7 +57,10 @@ def layers() -> dict[str, Layer]:
     found = {
         name: made[name]
         for name, one in vars(nn).items()
-        if isinstance(one, type) and issubclass(one, nn.Module) and name not in _ABSTRACT and not name.startswith("Lazy")
+        if isinstance(one, type)
+        and issubclass(one, nn.Module)
+        and name not in _ABSTRACT
+        and not name.startswith("Lazy")
     }
     return found | {name: one for name, one in made.items() if " " in name}
 
@@ -61,19 +72,35 @@ def _of(module: nn.Module, *args: Any, **kwargs: Any) -> Layer:
 def _layers() -> dict[str, Layer]:
     spaces = {1: torch.randn(2, 4, 12), 2: torch.randn(2, 4, 12, 12), 3: torch.randn(2, 4, 6, 6, 6)}
     return {
-        **_of_spaces(spaces), **_activations(), **_losses(), **_sequences(), **_others(spaces), **_functions(spaces),
-    }  # fmt: skip
+        **_of_spaces(spaces),
+        **_activations(),
+        **_losses(),
+        **_sequences(),
+        **_others(spaces),
+        **_functions(spaces),
+    }
 
 
 def _of_spaces(spaces: dict[int, Tensor]) -> dict[str, Layer]:
     made: dict[str, Layer] = {}
     for axes, x in spaces.items():
         by_name: dict[str, tuple[Any, ...]] = {
-            "Conv": (4, 6, 3), "ConvTranspose": (4, 6, 3, 2), "BatchNorm": (4,), "InstanceNorm": (4,),
-            "AvgPool": (2,), "MaxPool": (2,), "LPPool": (2, 2), "AdaptiveAvgPool": (3,), "AdaptiveMaxPool": (3,),
-            "ReflectionPad": (2,), "ReplicationPad": (2,), "ConstantPad": (2, 1.5), "ZeroPad": (2,), "CircularPad": (2,),
+            "Conv": (4, 6, 3),
+            "ConvTranspose": (4, 6, 3, 2),
+            "BatchNorm": (4,),
+            "InstanceNorm": (4,),
+            "AvgPool": (2,),
+            "MaxPool": (2,),
+            "LPPool": (2, 2),
+            "AdaptiveAvgPool": (3,),
+            "AdaptiveMaxPool": (3,),
+            "ReflectionPad": (2,),
+            "ReplicationPad": (2,),
+            "ConstantPad": (2, 1.5),
+            "ZeroPad": (2,),
+            "CircularPad": (2,),
             "Dropout": (0.5,),
-        }  # fmt: skip
+        }
         for name, arguments in by_name.items():
             if hasattr(nn, f"{name}{axes}d"):
                 made[f"{name}{axes}d"] = _of(getattr(nn, f"{name}{axes}d")(*arguments), x)
@@ -109,13 +136,19 @@ def _losses() -> dict[str, Layer]:
     steps, labels = torch.randn(7, 3, 5).log_softmax(2), torch.randint(1, 5, (3, 4))
     lengths, inputs = torch.tensor([4, 2, 3]), torch.tensor([7, 7, 6])
     return {
-        "L1Loss": _of(nn.L1Loss(), x, y), "MSELoss": _of(nn.MSELoss(), x, y), "HuberLoss": _of(nn.HuberLoss(), x, y),
-        "SmoothL1Loss": _of(nn.SmoothL1Loss(), x, y), "NLLLoss": _of(nn.NLLLoss(), x, classes),
+        "L1Loss": _of(nn.L1Loss(), x, y),
+        "MSELoss": _of(nn.MSELoss(), x, y),
+        "HuberLoss": _of(nn.HuberLoss(), x, y),
+        "SmoothL1Loss": _of(nn.SmoothL1Loss(), x, y),
+        "NLLLoss": _of(nn.NLLLoss(), x, classes),
         "NLLLoss2d": _of(nn.NLLLoss(), torch.randn(2, 4, 3, 3), torch.randint(4, (2, 3, 3))),
         "CrossEntropyLoss": _of(nn.CrossEntropyLoss(label_smoothing=0.1), x, classes),
-        "PoissonNLLLoss": _of(nn.PoissonNLLLoss(), x, share), "KLDivLoss": _of(nn.KLDivLoss(), x, share),
-        "GaussianNLLLoss": _of(nn.GaussianNLLLoss(), x, y, share), "BCELoss": _of(nn.BCELoss(), share, share.round()),
-        "BCEWithLogitsLoss": _of(nn.BCEWithLogitsLoss(), x, share), "SoftMarginLoss": _of(nn.SoftMarginLoss(), x, y.sign()),
+        "PoissonNLLLoss": _of(nn.PoissonNLLLoss(), x, share),
+        "KLDivLoss": _of(nn.KLDivLoss(), x, share),
+        "GaussianNLLLoss": _of(nn.GaussianNLLLoss(), x, y, share),
+        "BCELoss": _of(nn.BCELoss(), share, share.round()),
+        "BCEWithLogitsLoss": _of(nn.BCEWithLogitsLoss(), x, share),
+        "SoftMarginLoss": _of(nn.SoftMarginLoss(), x, y.sign()),
         "HingeEmbeddingLoss": _of(nn.HingeEmbeddingLoss(), x, y.sign()),
         "CosineEmbeddingLoss": _of(nn.CosineEmbeddingLoss(), x, y, sign),
         "MarginRankingLoss": _of(nn.MarginRankingLoss(), x[:, 0], y[:, 0], sign),
@@ -126,9 +159,13 @@ def _losses() -> dict[str, Layer]:
         "TripletMarginWithDistanceLoss": _of(nn.TripletMarginWithDistanceLoss(), x, y, share),
         "CTCLoss": _of(nn.CTCLoss(), steps, labels, inputs, lengths),
         "ctc loss of joined targets": _of(nn.CTCLoss(), steps, labels.flatten()[:9], inputs, lengths),
-        "AdaptiveLogSoftmaxWithLoss": _of(nn.AdaptiveLogSoftmaxWithLoss(5, 20, [5, 10], div_value=2.0), x, torch.tensor([1, 7, 15])),
-        "LinearCrossEntropyLoss": _of(getattr(nn, "LinearCrossEntropyLoss", nn.Linear)(5, 4), x, torch.tensor([1, 0, 3])),
-    }  # fmt: skip
+        "AdaptiveLogSoftmaxWithLoss": _of(
+            nn.AdaptiveLogSoftmaxWithLoss(5, 20, [5, 10], div_value=2.0), x, torch.tensor([1, 7, 15])
+        ),
+        "LinearCrossEntropyLoss": _of(
+            getattr(nn, "LinearCrossEntropyLoss", nn.Linear)(5, 4), x, torch.tensor([1, 0, 3])
+        ),
+    }
 
 
 def _sequences() -> dict[str, Layer]:
@@ -142,19 +179,25 @@ def _sequences() -> dict[str, Layer]:
         return nn.TransformerEncoderLayer(_NUMBER, 2, 16, dropout=0.1, batch_first=True, **settings)
 
     return {
-        "RNN": _of(nn.RNN(_NUMBER, 5), x), "LSTM": _of(nn.LSTM(_NUMBER, 5, 2, bidirectional=True), x),
-        "GRU": _of(nn.GRU(_NUMBER, 5, 2, dropout=0.5), x), 
-         "RNNCell": _of(nn.RNNCell(_NUMBER, 5), x[:, 0]),
-        "LSTMCell": _of(nn.LSTMCell(_NUMBER, 5), x[:, 0]), "GRUCell": _of(nn.GRUCell(_NUMBER, 5), x[:, 0], hidden),
-        "lstm with a projection": _of(nn.LSTM(_NUMBER, 5, proj_size=3), x), "lstm of packed": _of(nn.LSTM(_NUMBER, 5), packed),
+        "RNN": _of(nn.RNN(_NUMBER, 5), x),
+        "LSTM": _of(nn.LSTM(_NUMBER, 5, 2, bidirectional=True), x),
+        "GRU": _of(nn.GRU(_NUMBER, 5, 2, dropout=0.5), x),
+        "RNNCell": _of(nn.RNNCell(_NUMBER, 5), x[:, 0]),
+        "LSTMCell": _of(nn.LSTMCell(_NUMBER, 5), x[:, 0]),
+        "GRUCell": _of(nn.GRUCell(_NUMBER, 5), x[:, 0], hidden),
+        "lstm with a projection": _of(nn.LSTM(_NUMBER, 5, proj_size=3), x),
+        "lstm of packed": _of(nn.LSTM(_NUMBER, 5), packed),
         "packing lstm": _of(_Packing(), x, torch.tensor([6, 4, 2])),
         "MultiheadAttention": _of(nn.MultiheadAttention(_NUMBER, 2, batch_first=True), x, x, x),
         "attention of masks": _of(
             nn.MultiheadAttention(_NUMBER, 2, dropout=0.1, batch_first=True), x, x, x, mask, True, causal
         ),
-        "attention without weights": _of(nn.MultiheadAttention(_NUMBER, 2, batch_first=True), x, x, x, need_weights=False),
+        "attention without weights": _of(
+            nn.MultiheadAttention(_NUMBER, 2, batch_first=True), x, x, x, need_weights=False
+        ),
         "attention in evaluation": _of(nn.MultiheadAttention(_NUMBER, 2, batch_first=True).eval(), x, x, x),
-        "TransformerEncoderLayer": _of(encoder(), x), "encoder layer with gelu": _of(encoder(activation="gelu"), x),
+        "TransformerEncoderLayer": _of(encoder(), x),
+        "encoder layer with gelu": _of(encoder(activation="gelu"), x),
         "encoder layer in evaluation": _of(encoder().eval(), x),
         "TransformerEncoder": _of(nn.TransformerEncoder(encoder(), 2), x, causal, mask, True),
         "TransformerDecoderLayer": _of(nn.TransformerDecoderLayer(_NUMBER, 2, 16, batch_first=True), x, other),
@@ -165,9 +208,11 @@ def _sequences() -> dict[str, Layer]:
         "Embedding": _of(nn.Embedding(9, 4), torch.tensor([1, 5])),
         "embedding with a largest norm": _of(nn.Embedding(9, 4, 0, max_norm=0.5), torch.tensor([1, 5])),
         "EmbeddingBag": _of(nn.EmbeddingBag(9, 4), torch.tensor([1, 5, 7]), torch.tensor([0, 2])),
-        "sums of embeddings": _of(nn.EmbeddingBag(9, 4, mode="sum"), torch.tensor([[1, 5], [0, 8]]), None, torch.rand(2, 2)),
+        "sums of embeddings": _of(
+            nn.EmbeddingBag(9, 4, mode="sum"), torch.tensor([[1, 5], [0, 8]]), None, torch.rand(2, 2)
+        ),
         "largest of embeddings": _of(nn.EmbeddingBag(9, 4, mode="max"), torch.tensor([1, 5, 7]), torch.tensor([0, 2])),
-    }  # fmt: skip
+    }
 
 
 class _Packing(nn.Module):
@@ -188,19 +233,26 @@ def _others(spaces: dict[int, Tensor]) -> dict[str, Layer]:
     image = spaces[2]
     return {
         "Linear": _of(nn.Linear(_NUMBER, 4), x),
-        "Bilinear": _of(nn.Bilinear(_NUMBER, _NUMBER, 3), x, y), "LayerNorm": _of(nn.LayerNorm(_NUMBER), x),
-        "GroupNorm": _of(nn.GroupNorm(2, 4), image), "RMSNorm": _of(nn.RMSNorm(_NUMBER), x),
-        "LocalResponseNorm": _of(nn.LocalResponseNorm(2), image), "CrossMapLRN2d": _of(nn.CrossMapLRN2d(2), image),
-        "ChannelShuffle": _of(nn.ChannelShuffle(2), image), "PixelShuffle": _of(nn.PixelShuffle(2), image),
-        "PixelUnshuffle": _of(nn.PixelUnshuffle(2), image), "Unflatten": _of(nn.Unflatten(2, (2, 4)), x),
-        "Fold": _of(nn.Fold((4, 5), (2, 2)), torch.randn(2, 12, 12)), "Unfold": _of(nn.Unfold((2, 3), stride=2), image),
+        "Bilinear": _of(nn.Bilinear(_NUMBER, _NUMBER, 3), x, y),
+        "LayerNorm": _of(nn.LayerNorm(_NUMBER), x),
+        "GroupNorm": _of(nn.GroupNorm(2, 4), image),
+        "RMSNorm": _of(nn.RMSNorm(_NUMBER), x),
+        "LocalResponseNorm": _of(nn.LocalResponseNorm(2), image),
+        "CrossMapLRN2d": _of(nn.CrossMapLRN2d(2), image),
+        "ChannelShuffle": _of(nn.ChannelShuffle(2), image),
+        "PixelShuffle": _of(nn.PixelShuffle(2), image),
+        "PixelUnshuffle": _of(nn.PixelUnshuffle(2), image),
+        "Unflatten": _of(nn.Unflatten(2, (2, 4)), x),
+        "Fold": _of(nn.Fold((4, 5), (2, 2)), torch.randn(2, 12, 12)),
+        "Unfold": _of(nn.Unfold((2, 3), stride=2), image),
         "Upsample": _of(nn.Upsample(scale_factor=2), image),
         "UpsamplingNearest2d": _of(nn.UpsamplingNearest2d(scale_factor=2), image),
         "UpsamplingBilinear2d": _of(nn.UpsamplingBilinear2d(scale_factor=2), image),
-        "CosineSimilarity": _of(nn.CosineSimilarity(), x, y), "PairwiseDistance": _of(nn.PairwiseDistance(), x, y),
+        "CosineSimilarity": _of(nn.CosineSimilarity(), x, y),
+        "PairwiseDistance": _of(nn.PairwiseDistance(), x, y),
         "weight norm": _of(nn.utils.parametrizations.weight_norm(nn.Linear(_NUMBER, 4)), x),
         "spectral norm": _of(nn.utils.parametrizations.spectral_norm(nn.Linear(_NUMBER, 4)).eval(), x),
-    }  # fmt: skip
+    }
 
 
 def _functions(spaces: dict[int, Tensor]) -> dict[str, Layer]:
@@ -210,40 +262,86 @@ def _functions(spaces: dict[int, Tensor]) -> dict[str, Layer]:
     wide = torch.randn(2, 64)
 
     def scaled(mode: str, axes: int, **settings: Any) -> Layer:
-        return _of(Calls(lambda one: functional.interpolate(one, scale_factor=1.5, mode=mode, **settings)), spaces[axes])
+        return _of(
+            Calls(lambda one: functional.interpolate(one, scale_factor=1.5, mode=mode, **settings)), spaces[axes]
+        )
 
     def calling(function: Callable[..., Any], *args: Any) -> Layer:
         return _of(Calls(function), *args)
 
     return {
-        **{f"interpolate {mode}": scaled(mode, axes) for mode, axes in (
-            ("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3), ("area", 2), ("nearest-exact", 2))},
+        **{
+            f"interpolate {mode}": scaled(mode, axes)
+            for mode, axes in (
+                ("linear", 1),
+                ("bilinear", 2),
+                ("bicubic", 2),
+                ("trilinear", 3),
+                ("area", 2),
+                ("nearest-exact", 2),
+            )
+        },
         "interpolate antialiased": scaled("bilinear", 2, antialias=True),
         "grid sample": calling(functional.grid_sample, image, torch.rand(2, 5, 5, 2)),
         "affine grid": calling(lambda one: functional.affine_grid(one, [2, 3, 4, 4]), torch.randn(2, 2, 3)),
         "scaled dot product": calling(functional.scaled_dot_product_attention, query, query, query),
-        "causal product": calling(lambda one: functional.scaled_dot_product_attention(one, one, one, is_causal=True), query),
+        "causal product": calling(
+            lambda one: functional.scaled_dot_product_attention(one, one, one, is_causal=True), query
+        ),
         "grouped product": calling(
             lambda one: functional.scaled_dot_product_attention(one, one[:, :2], one[:, :2], enable_gqa=True), query
         ),
         "masked product": calling(functional.scaled_dot_product_attention, query, query, query, torch.randn(6, 6)),
-        "einsum and its kin": calling(lambda a, b: torch.einsum("bij,bjk->bik", a, b) + torch.tensordot(a, b, 2).sum(), torch.randn(3, 3, 3), torch.randn(3, 3, 3)),
-        "linear algebra": calling(
-            lambda a: torch.linalg.solve(a @ a.mT + 4 * torch.eye(4), a) + torch.linalg.inv(a @ a.mT + torch.eye(4))
-            + torch.linalg.cholesky(a @ a.mT + torch.eye(4)) + torch.linalg.svdvals(a).sum() + torch.linalg.det(a).sum()
-            + torch.linalg.eigvalsh(a @ a.mT).sum() + torch.linalg.qr(a)[0] + torch.linalg.lstsq(a, a)[0], square),
+        "einsum and its kin": calling(_einsum, torch.randn(3, 3, 3), torch.randn(3, 3, 3)),
+        "linear algebra": calling(_linear_algebra, square),
         "a spectrum": calling(lambda a: torch.fft.irfft2(torch.fft.rfft2(a) * 0.5) + torch.fft.fft(a).real, image),
-        "short spectrum": calling(
-            lambda a: torch.istft(torch.stft(a, 16, return_complex=True, window=torch.hann_window(16)), 16,
-                                  window=torch.hann_window(16)), wide),
-        "routing of tokens": calling(lambda a: torch.zeros_like(a).scatter(1, a.topk(4)[1], 1.0).index_add(0, torch.tensor([1]), a[:1])
-                           + a.sort()[0].cumsum(1) + a.softmax(1) + a[a > 0].mean() + functional.one_hot(a.argmax(1), 64), wide),
-        "rotation of pairs": calling(lambda a: torch.view_as_real(torch.view_as_complex(a.reshape(2, 32, 2)) * torch.polar(
-            torch.ones(32), torch.arange(32.0))).flatten(1), wide),
-        "moved places": calling(lambda a: torch.cat([a.roll(1, 1), a.flip(1), a.tril(), a.repeat(1, 2), torch.stack([a, a], 1).flatten(1)],
-                                              1).unfold(1, 4, 2).clamp(-1, 1).masked_fill(torch.tensor(True), 0.5), wide),
-        "random noise": calling(lambda a: a + torch.randn_like(a) + torch.rand(2, 64) + torch.bernoulli(torch.full((2, 64), 0.5))
-                         + functional.gumbel_softmax(a), wide),
-        "mixture of numbers": calling(lambda a: torch.div(a, 3, rounding_mode="floor") + a.quantile(0.5) + a.std()
-                                      + torch.cdist(a, a).sum() + a.norm() + torch.logsumexp(a, 1).sum(), wide),
-    }  # fmt: skip
+        "short spectrum": calling(_short_spectrum, wide),
+        "routing of tokens": calling(_routing, wide),
+        "rotation of pairs": calling(_rotation, wide),
+        "moved places": calling(_moved, wide),
+        "random noise": calling(_noise, wide),
+        "mixture of numbers": calling(_mixture, wide),
+    }
+
+
+def _einsum(a: Tensor, b: Tensor) -> Tensor:
+    return torch.einsum("bij,bjk->bik", a, b) + torch.tensordot(a, b, 2).sum()
+
+
+def _linear_algebra(a: Tensor) -> Tensor:
+    positive = a @ a.mT + 4 * torch.eye(4)
+    found: Tensor = torch.linalg.solve(positive, a) + torch.linalg.inv(positive) + torch.linalg.cholesky(positive)
+    numbers = torch.linalg.svdvals(a).sum() + torch.linalg.det(a).sum() + torch.linalg.eigvalsh(positive).sum()
+    return found + numbers + torch.linalg.qr(a)[0] + torch.linalg.lstsq(a, a)[0]
+
+
+def _short_spectrum(a: Tensor) -> Tensor:
+    window = torch.hann_window(16)
+    return torch.istft(torch.stft(a, 16, return_complex=True, window=window), 16, window=window)
+
+
+def _routing(a: Tensor) -> Tensor:
+    places = a.topk(4)[1]
+    chosen = torch.zeros_like(a).scatter(1, places, 1.0).index_add(0, torch.tensor([1]), a[:1])
+    return chosen + a.sort()[0].cumsum(1) + a.softmax(1) + a[a > 0].mean() + functional.one_hot(a.argmax(1), 64)
+
+
+def _rotation(a: Tensor) -> Tensor:
+    turned = torch.view_as_complex(a.reshape(2, 32, 2)) * torch.polar(torch.ones(32), torch.arange(32.0))
+    return torch.view_as_real(turned).flatten(1)
+
+
+def _moved(a: Tensor) -> Tensor:
+    twice = torch.stack([a, a], 1).flatten(1)
+    moved = torch.cat([a.roll(1, 1), a.flip(1), a.tril(), a.repeat(1, 2), twice], 1)
+    return moved.unfold(1, 4, 2).clamp(-1, 1).masked_fill(torch.tensor(True), 0.5)
+
+
+def _noise(a: Tensor) -> Tensor:
+    drawn = torch.rand(2, 64) + torch.bernoulli(torch.full((2, 64), 0.5))
+    return a + torch.randn_like(a) + drawn + functional.gumbel_softmax(a)
+
+
+def _mixture(a: Tensor) -> Tensor:
+    numbers = a.quantile(0.5) + a.std() + torch.cdist(a, a).sum() + a.norm() + torch.logsumexp(a, 1).sum()
+    return torch.div(a, 3, rounding_mode="floor") + numbers

@@ -22,7 +22,9 @@ def replay(
     memory: Annotated[
         float,
         typer.Option(
-            min=0.5, metavar="GIB", help="How much memory it may take (or 64 times its file of tensors, if that is more)."
+            min=0.5,
+            metavar="GIB",
+            help="How much memory it may take (or 64 times its file of tensors, if that is more).",
         ),
     ] = GIB,
 ) -> None:

@@ -102,7 +102,7 @@ class Observations:
         self, reason: str, *, phase: str, path: str, slot: str, stage: str = "", optimizer: str | None = None,
         call: int = 0, late: bool = False,
     ) -> None:  # fmt: skip
-        """Record that there is a tensor of which nothing is known. `late` files it under the step that has just ended."""
+        """Record that there is a tensor of which nothing is known. `late`: in the step that has just ended."""
         self._keep(
             None, None, phase=phase, path=path, slot=slot, stage=stage, call=call, optimizer=optimizer, late=late,
             shard=Shard.whole(()), dtype="", unobserved=reason,

@@ -30,7 +30,7 @@ from traindiff.sessions.logged_numbers import (
     RefusedLogs,
     logged_name,
     number_of,
-    reshaped,
+    of_one_element,
     weight_of,
 )
 from traindiff.sessions.step_writer import StepWriter, on_disk
@@ -247,5 +247,4 @@ class Recorder:
 def _logged(value: Any) -> Any:
     if not hasattr(value, "asnumpy"):
         return np.asarray(number_of(value))
-    array = np.asarray(read(value))
-    return reshaped(array, array.size, array.shape)
+    return of_one_element(np.asarray(read(value)))

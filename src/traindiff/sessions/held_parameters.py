@@ -36,8 +36,9 @@ def warn_of_other_models(
         examples = ", ".join([*sorted(paths)[:_EXAMPLES], *(["..."] if len(paths) > _EXAMPLES else [])])
         warnings.warn(
             f"{caller}(optimizer=...), {name}: this {kind} holds {len(held)} parameters, and none of the model's "
-            f"{len(paths)} ({examples}). Its steps are counted, but what it does is not observed. Give the optimizer of this "
-            "model; if this is the one, the model's parameters were replaced after it was made: make it afterwards.",
+            f"{len(paths)} ({examples}). Its steps are counted, but what it does is not observed. Give the optimizer "
+            "of this model; if this is the one, the model's parameters were replaced after it was made: make it "
+            "afterwards.",
             TraindiffWarning,
             stacklevel=4,
         )

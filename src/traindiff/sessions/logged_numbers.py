@@ -38,7 +38,7 @@ def number_of(value: object) -> float:
         return float(value.item() if hasattr(value, "item") else value)
     except OverflowError:
         raise NotLoggedError(f"it is {type_of(value)} that is larger than any float") from None
-    except Exception as error:  # whatever the class of another library raises
+    except Exception as error:  # noqa: BLE001  whatever the class of another library raises
         raise NotLoggedError(f"it is {type_of(value)}, of which float() raises {type(error).__name__}") from None
 
 
@@ -76,8 +76,8 @@ class RefusedLogs:
         shown = ascii(name[:_LONGEST_NAME])
         try:
             warnings.warn(
-                f"log({shown}, ...) recorded nothing: {why}. Give it a number, or a tensor with one element. The training "
-                "is not affected, later calls are recorded, and the recording says what it lacks.",
+                f"log({shown}, ...) recorded nothing: {why}. Give it a number, or a tensor with one element. The "
+                "training is not affected, later calls are recorded, and the recording says what it lacks.",
                 TraindiffWarning,
                 stacklevel=2,
             )
@@ -85,12 +85,16 @@ class RefusedLogs:
             _logger.warning("%s", warning)
 
 
-def reshaped(tensor: Any, num_elements: int, shape: tuple[int, ...]) -> Any:
-    """A tensor of one element, without axes.
+def of_one_element(tensor: Any) -> Any:
+    """A tensor of torch, or an array, of one element: without axes.
 
     Raises:
-        NotLoggedError: It has more elements, or none.
+        NotLoggedError: It has more elements, or none, or is laid out so that it has no view without axes.
     """
-    if num_elements != 1:
-        raise NotLoggedError(f"it is a tensor of {num_elements} elements, of shape {shape}")
-    return tensor.reshape(())
+    try:
+        shape = tuple(tensor.shape)
+        if (num_elements := math.prod(shape)) == 1:
+            return tensor.reshape(())
+    except Exception as error:  # noqa: BLE001  sparse tensors, nested ones, and those of other libraries
+        raise NotLoggedError(f"it is a tensor that cannot be read ({type(error).__name__})") from None
+    raise NotLoggedError(f"it is a tensor of {num_elements} elements, of shape {shape}")

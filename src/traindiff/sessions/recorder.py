@@ -30,7 +30,7 @@ from traindiff.sessions.logged_numbers import (
     RefusedLogs,
     logged_name,
     number_of,
-    reshaped,
+    of_one_element,
     weight_of,
 )
 from traindiff.sessions.observations import Observations
@@ -307,5 +307,5 @@ def _logged(value: object) -> Tensor:
         return as_tensor(number_of(value))
     if value.is_complex():
         raise NotLoggedError("it is a complex number")
-    tensor: Tensor = reshaped(value.detach(), value.numel(), tuple(value.shape))
-    return tensor
+    tensor: Tensor = of_one_element(value.detach())
+    return tensor if tensor.is_floating_point() else tensor.double()  # of integers a summary has no sum

@@ -16,76 +16,77 @@ from traindiff.watching.operations import Json, Operation
 
 _ELEMENTWISE = """
 abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
-bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min complex copysign cos cosh deg2rad digamma
-div elu eq erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod frac frexp gcd ge gelu gt hardshrink
-hardsigmoid hardswish hardtanh heaviside huber_loss hypot i0 igamma igammac isfinite isinf isnan isneginf isposinf lcm
-ldexp le leaky_relu lerp lgamma log log10 log1p log2 log_sigmoid_forward logaddexp logaddexp2 logical_and logical_not
-logical_or logical_xor logit lt masked_fill maximum minimum mish mul mvlgamma nan_to_num ne neg nextafter polar
-polygamma pow _prelu_kernel rad2deg reciprocal relu relu6 remainder round rrelu_with_noise rsqrt rsub selu sgn sigmoid
-sign signbit silu sin sinc sinh softplus softshrink sqrt square sub tan tanh threshold trunc where xlogy
+bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min complex _conj _conj_physical
+conj_physical copysign cos cosh deg2rad digamma div elu eq erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin
+fmod frac frexp gcd ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside huber_loss hypot i0 igamma igammac
+isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu lerp lgamma log log10 log1p log2 log_sigmoid_forward
+logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul
+mvlgamma nan_to_num ne neg _neg_view nextafter polar polygamma pow _prelu_kernel rad2deg reciprocal relu relu6
+remainder round rrelu_with_noise rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink
 special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t
-special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr special_erfcx
-special_hermite_polynomial_h special_hermite_polynomial_he special_i0e special_i1 special_i1e
+special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr
+special_erfcx special_hermite_polynomial_h special_hermite_polynomial_he special_i0e special_i1 special_i1e
 special_laguerre_polynomial_l special_legendre_polynomial_p special_log_ndtr special_modified_bessel_i0
 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t
 special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
-special_spherical_bessel_j0 special_xlog1py special_zeta _conj _conj_physical _neg_view conj_physical
+special_spherical_bessel_j0 special_xlog1py special_zeta sqrt square sub tan tanh threshold trunc where xlogy
 """
 
 _REDUCTIONS = """
-_local_scalar_dense _log_softmax _safe_softmax _softmax _unique2 all allclose amax amin aminmax any argmax argmin argsort
-bincount bucketize count_nonzero cummax cummin cumprod cumsum dist equal histc histogram isin kthvalue logcumsumexp
-logsumexp max mean median min mode nanmedian nansum norm nonzero nonzero_static prod renorm searchsorted sort std
-std_mean sum topk trace unique_consecutive unique_dim var var_mean
+all allclose amax amin aminmax any argmax argmin argsort bincount bucketize count_nonzero cummax cummin cumprod cumsum
+dist equal histc histogram isin kthvalue _local_scalar_dense _log_softmax logcumsumexp logsumexp max mean median min
+mode nanmedian nansum nonzero nonzero_static norm prod renorm _safe_softmax searchsorted _softmax sort std std_mean
+sum topk trace _unique2 unique_consecutive unique_dim var var_mean
 """
 
 _PRODUCTS = """
-_cdist_forward _fft_c2c _fft_c2r _fft_r2c _linalg_check_errors _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex
-_linalg_svd _pdist_forward _trilinear addbmm addmm addmv addr baddbmm bmm cholesky cholesky_inverse cholesky_solve
-convolution dot linalg_cholesky_ex linalg_cross linalg_eig linalg_householder_product linalg_inv_ex linalg_lstsq linalg_lu
-linalg_lu_factor_ex linalg_matrix_exp linalg_pinv linalg_qr linalg_solve_triangular linalg_vector_norm linear mm mv vdot
+addbmm addmm addmv addr baddbmm bmm _cdist_forward cholesky cholesky_inverse cholesky_solve convolution dot _fft_c2c
+_fft_c2r _fft_r2c _linalg_check_errors linalg_cholesky_ex linalg_cross _linalg_det linalg_eig _linalg_eigh
+linalg_householder_product linalg_inv_ex linalg_lstsq linalg_lu linalg_lu_factor_ex linalg_matrix_exp linalg_pinv
+linalg_qr _linalg_slogdet _linalg_solve_ex linalg_solve_triangular _linalg_svd linalg_vector_norm linear mm mv
+_pdist_forward _trilinear vdot
 """
 
 _PLACES = """
-_to_copy _unsafe_view alias as_strided as_strided_scatter block_diag cat channel_shuffle clone constant_pad_nd copy detach
-diag_embed diagonal diagonal_scatter expand fill flip gather im2col col2im index index_add index_copy index_fill index_put
-index_reduce index_select lift_fresh masked_scatter masked_select permute pixel_shuffle pixel_unshuffle put
-reflection_pad1d reflection_pad2d reflection_pad3d repeat repeat_interleave resize_as replication_pad1d replication_pad2d
-replication_pad3d roll rot90 scatter scatter_add scatter_reduce select select_scatter slice slice_scatter split
-split_with_sizes squeeze stack t take transpose tril triu unbind unfold unsafe_chunk unsafe_split
-unsafe_split_with_sizes unsqueeze view view_as_complex view_as_real zero alias_copy as_strided_copy diagonal_copy
-expand_copy narrow_copy permute_copy select_copy slice_copy split_copy split_with_sizes_copy squeeze_copy t_copy
-transpose_copy unbind_copy unfold_copy unsqueeze_copy view_copy
+alias alias_copy as_strided as_strided_copy as_strided_scatter block_diag cat channel_shuffle clone col2im
+constant_pad_nd copy detach diag_embed diagonal diagonal_copy diagonal_scatter expand expand_copy fill flip gather
+im2col index index_add index_copy index_fill index_put index_reduce index_select lift_fresh masked_scatter
+masked_select narrow_copy permute permute_copy pixel_shuffle pixel_unshuffle put reflection_pad1d reflection_pad2d
+reflection_pad3d repeat repeat_interleave replication_pad1d replication_pad2d replication_pad3d resize_as roll rot90
+scatter scatter_add scatter_reduce select select_copy select_scatter slice slice_copy slice_scatter split split_copy
+split_with_sizes split_with_sizes_copy squeeze squeeze_copy stack t t_copy take _to_copy transpose transpose_copy tril
+triu unbind unbind_copy unfold unfold_copy unsafe_chunk unsafe_split unsafe_split_with_sizes _unsafe_view unsqueeze
+unsqueeze_copy view view_as_complex view_as_real view_copy zero
 """
 
 _NEW = """
-arange bartlett_window blackman_window hamming_window hann_window kaiser_window empty empty_like empty_permuted empty_strided eye full full_like linspace logspace new_empty new_empty_strided
-new_full new_ones new_zeros ones ones_like range scalar_tensor tril_indices triu_indices zeros zeros_like bernoulli cauchy
-exponential geometric log_normal multinomial native_dropout normal rand rand_like randint randint_like randn randn_like
-random randperm uniform
+arange bartlett_window bernoulli blackman_window cauchy empty empty_like empty_permuted empty_strided exponential eye
+full full_like geometric hamming_window hann_window kaiser_window linspace log_normal logspace multinomial
+native_dropout new_empty new_empty_strided new_full new_ones new_zeros normal ones ones_like rand rand_like randint
+randint_like randn randn_like random randperm range scalar_tensor tril_indices triu_indices uniform zeros zeros_like
 """
 
 _LAYERS = """
-_adaptive_avg_pool2d _adaptive_avg_pool3d _batch_norm_no_update _batch_norm_with_update _ctc_loss _embedding_bag
-_embedding_bag_forward_only _fused_rms_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
-_native_multi_head_attention _pack_padded_sequence _scaled_dot_product_cudnn_attention
-_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
-_thnn_fused_gru_cell _thnn_fused_lstm_cell _transformer_encoder_layer_fwd _upsample_bicubic2d_aa _upsample_bilinear2d_aa
-_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm_interface adaptive_max_pool2d
-adaptive_max_pool3d affine_grid_generator avg_pool2d avg_pool3d binary_cross_entropy binary_cross_entropy_with_logits embedding embedding_renorm
-fractional_max_pool2d fractional_max_pool3d glu grid_sampler_2d grid_sampler_3d max_pool2d_with_indices
+_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d affine_grid_generator avg_pool2d
+avg_pool3d _batch_norm_no_update _batch_norm_with_update binary_cross_entropy binary_cross_entropy_with_logits
+_ctc_loss embedding _embedding_bag _embedding_bag_forward_only embedding_renorm fractional_max_pool2d
+fractional_max_pool3d _fused_rms_norm glu grid_sampler_2d grid_sampler_3d max_pool2d_with_indices
 max_pool3d_with_indices max_unpool2d max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss_forward
-native_batch_norm native_group_norm native_layer_norm nll_loss2d_forward nll_loss_forward smooth_l1_loss soft_margin_loss
-upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
-upsample_trilinear3d
+native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training native_group_norm native_layer_norm
+_native_multi_head_attention nll_loss2d_forward nll_loss_forward _pack_padded_sequence
+_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
+_scaled_dot_product_flash_attention_for_cpu smooth_l1_loss soft_margin_loss _thnn_fused_gru_cell _thnn_fused_lstm_cell
+_transformer_encoder_layer_fwd upsample_bicubic2d _upsample_bicubic2d_aa upsample_bilinear2d _upsample_bilinear2d_aa
+upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_trilinear3d _weight_norm_interface
 """
 
 _GRADIENTS = """
-_log_softmax_backward_data _softmax_backward_data convolution_backward diagonal_backward elu_backward gelu_backward
-hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward logit_backward mish_backward
-mse_loss_backward native_dropout_backward select_backward sigmoid_backward silu_backward slice_backward softplus_backward
-tanh_backward threshold_backward unfold_backward
+convolution_backward diagonal_backward elu_backward gelu_backward hardsigmoid_backward hardswish_backward
+hardtanh_backward leaky_relu_backward _log_softmax_backward_data logit_backward mish_backward mse_loss_backward
+native_dropout_backward select_backward sigmoid_backward silu_backward slice_backward _softmax_backward_data
+softplus_backward tanh_backward threshold_backward unfold_backward
 """
 """Of modules that differentiate in their forward passes."""
 

@@ -87,7 +87,9 @@ def _attention(given: Arguments) -> str | None:
     mask = next((given[one] for one in ("attn_mask", "attn_bias") if given.get(one) is not None), None)
     if mask is not None:
         full = (*query.shape[:3], key.shape[2])
-        if not 2 <= mask.dim() <= 4 or any(have not in (1, one) for have, one in zip(mask.shape[::-1], full[::-1], strict=False)):
+        if not 2 <= mask.dim() <= 4 or any(
+            have not in (1, one) for have, one in zip(mask.shape[::-1], full[::-1], strict=False)
+        ):
             return f"a mask {_shape(mask)} for {shapes}"
     return None
 
@@ -113,7 +115,7 @@ def _fft(given: Arguments) -> str | None:
     if not 0 <= given["normalization"] <= 2:
         return f"the normalization {given['normalization']}"
     size = given.get("last_dim_size")
-    if size is not None and not (axes and 1 <= size and tensor.shape[axes[-1]] >= size // 2 + 1):
+    if size is not None and (not axes or size < 1 or tensor.shape[axes[-1]] < size // 2 + 1):
         return f"the size {size}, for which {_shape(tensor)} is too small"
     return None
 
@@ -155,7 +157,9 @@ def _bags(given: Arguments) -> str | None:
 
 
 def _half_to_float(given: Arguments) -> str | None:
-    return None if given["grad_output"].shape == given["output"].shape else "a gradient of another shape than its output"
+    return (
+        None if given["grad_output"].shape == given["output"].shape else "a gradient of another shape than its output"
+    )
 
 
 _CHECKS: Mapping[str, Callable[[Arguments], str | None]] = {

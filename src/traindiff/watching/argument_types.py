@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -54,30 +54,13 @@ _NAMES = {"int": "an integer of 64 bits", "str": "one of its words", "ScalarType
 
 
 def _fits(kind: str, value: Any, texts: Collection[str]) -> bool:
-    match kind:
-        case "Tensor":
-            return _entry(value, "tensor", int) is not None or _is_number(value)  # torch makes a tensor of a number
-        case "int":
-            return _is_int(value)
-        case "bool":
-            return isinstance(value, bool)
-        case "float":
-            return _is_float(value)
-        case "number":
-            return _is_number(value)
-        case "complex":
-            return _is_complex(value)
-        case "str":
-            return isinstance(value, str) and value in texts
-        case "ScalarType":
-            return _entry(value, "torch", str) in DTYPES
-        case "Layout":
-            return _entry(value, "torch", str) in LAYOUTS
-        case "MemoryFormat":
-            return _entry(value, "torch", str) in MEMORY_FORMATS
-        case "Device":
-            return _entry(value, "device", str) in _DEVICES
-    return False
+    if kind == "str":
+        return isinstance(value, str) and value in texts
+    if kind in _NAMED:
+        key, known = _NAMED[kind]
+        return _entry(value, key, str) in known
+    fits = _FITS.get(kind)
+    return fits is not None and fits(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -102,6 +85,17 @@ def _entry(value: Any, key: str, kind: type) -> Any:
     if isinstance(value, dict) and len(value) == 1 and type(content := value.get(key)) is kind:
         return content
     return None
+
+
+_NAMED: Mapping[str, tuple[str, Collection[str]]] = {
+    "ScalarType": ("torch", DTYPES), "Layout": ("torch", LAYOUTS), "MemoryFormat": ("torch", MEMORY_FORMATS),
+    "Device": ("device", _DEVICES),
+}  # fmt: skip
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "Tensor": lambda value: _entry(value, "tensor", int) is not None or _is_number(value),  # torch makes one of it
+    "int": _is_int, "bool": lambda value: isinstance(value, bool), "float": _is_float, "number": _is_number,
+    "complex": _is_complex,
+}  # fmt: skip
 
 
 def _said(value: Any) -> str:

@@ -32,7 +32,8 @@ MOST_TENSOR_BYTES = 16 << 30
 _NUMBERS = mapped(whole(0))
 _CALL = shaped(
     {
-        "inputs": _NUMBERS, "weights": _NUMBERS, "outputs": _NUMBERS, "gradients": _NUMBERS, "trained": listed(whole(0)),
+        "inputs": _NUMBERS, "weights": _NUMBERS, "outputs": _NUMBERS, "gradients": _NUMBERS,
+        "trained": listed(whole(0)),
         "operations": listed(
             shaped(
                 {"name": TEXT, "args": listed(ANYTHING), "output": ANYTHING},

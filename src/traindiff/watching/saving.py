@@ -18,7 +18,15 @@ from traindiff.taps.nested import tensors
 from traindiff.watching.capturing import CapturedCall, capture
 from traindiff.watching.operations import NotWritableError
 from traindiff.watching.origin import Found, Origin
-from traindiff.watching.saved_call import FORMAT, MODULE_FILE, MOST_TENSOR_BYTES, TENSORS_FILE, VERSION, call_of, read_content
+from traindiff.watching.saved_call import (
+    FORMAT,
+    MODULE_FILE,
+    MOST_TENSOR_BYTES,
+    TENSORS_FILE,
+    VERSION,
+    call_of,
+    read_content,
+)
 
 _LARGEST_BYTES = 8 << 30
 """A module whose parameters and inputs take more is not copied to be captured."""
