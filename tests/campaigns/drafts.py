@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tests.campaigns.seeds import Files
+from traindiff.recording.gap import GAP_FILE
 
 _SEAL = re.compile(rb"(\d+) (\d+) [0-9a-f]{8}\n")
 
@@ -85,7 +86,7 @@ class Draft:
         draft = cls(files=dict(seed))
         for path in seed:
             folder, _, name = path.rpartition("/")
-            if name in ("run.json", "rank.json"):
+            if name in ("run.json", "rank.json", GAP_FILE):
                 content = json.loads(draft.files.pop(path))
                 del content["checksum"]
                 draft.manifests[path] = json.dumps(content, ensure_ascii=False)

@@ -25,6 +25,7 @@ from traindiff.interop.onnxruntime.statistics import Statistics
 from traindiff.interop.onnxruntime.statistics import dump as dump_statistics
 from traindiff.observation import Observation
 from traindiff.recording import RecordingWriter
+from traindiff.recording.gap import Gap
 from traindiff.shards import Shard
 from traindiff.site import PHASES
 
@@ -105,11 +106,9 @@ def _write(
     writer.write_rank({**_CONTENT, **same, **(content or {})})
     for rows in steps:
         writer.write_step([seen for seen, _ in rows], np.array([summary for _, summary in rows]), details or {})
-    if close:
-        writer.close()
-    else:
-        writer.leave_open()
-        writer.close()
+    if not close:
+        writer.give_up(Gap(reason="No space left on device", step=len(steps), optimizer="optimizer"))
+    writer.close()
 
 
 def _plain(path: Path) -> None:
@@ -151,7 +150,7 @@ _BITS = {"positive": 0x55, "signless": 0x00}
 
 
 def _ranks(path: Path) -> None:
-    """Two ranks that divide the batch, a gradient and its loss scale; the second was killed in its second step."""
+    """Two ranks that divide the batch, a gradient and its loss scale; the disk of the second was full in its second step."""
     for rank in range(2):
         steps = []
         for step in range(2):
@@ -217,7 +216,10 @@ def _pipeline(path: Path) -> None:
 
 def _cut(path: Path) -> None:
     """A run that was killed while it wrote its third step."""
-    _write(path, [_training_step(number) for number in range(3)], close=False)
+    _write(path, [_training_step(number) for number in range(3)])
+    seals = path / "rank-00000" / "observations.crc"
+    *lines, _ = seals.read_bytes().splitlines(keepends=True)
+    seals.write_bytes(b"".join(lines))
     stream = path / "rank-00000" / "observations.arrows"
     stream.write_bytes(stream.read_bytes()[:-200])
 
