@@ -35,7 +35,8 @@ def ended(content: Mapping[str, Any]) -> Ended:
         for name, count in (counts.items() if isinstance(counts, dict) else ())
         if isinstance(count, int) and not isinstance(count, bool)
     }
-    return Ended(steps=steps, error=_says(error) if isinstance(error, dict) else "")
+    said_why = isinstance(error, dict) and isinstance(error.get("step"), int)
+    return Ended(steps=steps, error=_says(error) if said_why else "")
 
 
 def _says(error: Mapping[str, Any]) -> str:
