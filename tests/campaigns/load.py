@@ -186,8 +186,6 @@ def _micro_steps(size: int, path: Path) -> dict[str, Any]:
 
 
 def _steps(size: int, path: Path) -> dict[str, Any]:
-    import numpy as np
-
     from dataclasses import replace
 
     import numpy as np
