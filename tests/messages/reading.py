@@ -181,6 +181,15 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     read_all(here / "run")
 
 
+@situation("a message is larger than one may be")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    with (here / "run" / DATA).open("wb") as file:
+        file.truncate((1 << 28) + 1)
+    (here / "run" / SEALS).write_bytes(b"0 268435457 00000000\n")
+    read_all(here / "run")
+
+
 @situation("the observations have other columns")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
