@@ -181,6 +181,15 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     read_all(here / "run")
 
 
+@situation("a message is larger than one may be")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    with (here / "run" / DATA).open("wb") as file:
+        file.truncate((1 << 28) + 1)
+    (here / "run" / SEALS).write_bytes(b"0 268435457 00000000\n")
+    read_all(here / "run")
+
+
 @situation("the observations have other columns")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
@@ -207,7 +216,7 @@ def with_tensors(here: Path) -> Path:
     with traindiff.record(here / "run", model, detail="tensors", select="head", observe="forward"):
         model(torch.ones(3, 4)).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return next((here / "run").rglob("*.safetensors"))
+    return min((here / "run").rglob("*.safetensors"))
 
 
 @situation("a file with a tensor is missing")
