@@ -83,7 +83,9 @@ def test_the_status_says_what_happened_in_a_sentence(rank: Path) -> None:
 
     lines = (rank / "observations.crc").read_bytes().splitlines(keepends=True)
     (rank / "observations.crc").write_bytes(b"".join(lines[:-2]))
-    assert recording.status(0).says == ("rank 0: the recording was not closed (the run was killed, could not write, or still runs).")
+    assert recording.status(0).says == (
+        "rank 0: the recording was not closed (the run was killed, could not write, or still runs)."
+    )
 
 
 @pytest.mark.parametrize("left", [[], ["observations.arrows"]])

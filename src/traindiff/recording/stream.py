@@ -113,7 +113,8 @@ class RankStream:
             says = f"rank {self._rank}: the last step was cut off while it was written; all steps before it are used."
             return RankStatus(rank=self._rank, ending="truncated", says=says)
         if not seals or seals[-1].length != _END_OF_STREAM_BYTES:
-            says = f"rank {self._rank}: the recording was not closed (the run was killed, could not write, or still runs)."
+            why = "the run was killed, could not write, or still runs"
+            says = f"rank {self._rank}: the recording was not closed ({why})."
             return RankStatus(rank=self._rank, ending="unclosed", says=says)
         return RankStatus(rank=self._rank, ending="closed", says="")
 
