@@ -1,8 +1,8 @@
 """A training whose disk fails: `python -m tests.campaigns.disk_training PATH AT ACTION...`.
 
 It is not recorded where PATH is empty. Before step AT it does what ACTION says: `fail KINDS ERRNO SECONDS` (see
-`failing_disk.c`) or `shell COMMAND`. It prints a hash of its losses and parameters, and how long its slowest step and its
-end took.
+`failing_disk.c`) or `shell COMMAND`. It prints a hash of its losses and parameters, and how long its slowest step and
+its end took.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(path: str, at: int, action: list[str]) -> None:
         for parameter in model.parameters():
             seen.update(parameter.detach().numpy().tobytes())
         began = time.monotonic()
-    print(seen.hexdigest(), f"{slowest:.2f}", f"{time.monotonic() - began:.2f}", flush=True)  # noqa: T201  the result
+    print(seen.hexdigest(), f"{slowest:.2f}", f"{time.monotonic() - began:.2f}", flush=True)
     sys.exit(3)  # any status of its own
 
 

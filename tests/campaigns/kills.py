@@ -118,14 +118,7 @@ def _killed(run: Path, way: str, chance: random.Random) -> list[list[str]]:
     pids = [forked(partial(train, run, pipes[rank][1], rank=rank, ranks=ranks), output=log) for rank in range(ranks)]
     for _, end in pipes:
         os.close(end)
-    said = [b""] * ranks
-    until = time.monotonic() + MOST_SECONDS
-    while not all(b"\n" in one for one in said):
-        if time.monotonic() > until:
-            raise RuntimeError(f"no step of {run} has ended after {MOST_SECONDS:g} s: {log.read_text()[-500:]}")
-        for number, (pipe, _) in enumerate(pipes):
-            if select.select([pipe], [], [], 0.02)[0]:
-                said[number] += os.read(pipe, 65536)
+    said = _first_steps([pipe for pipe, _ in pipes], log)
     time.sleep(chance.random() * 0.3)
     doomed = {WAYS[2]: [0], WAYS[3]: [1]}.get(way, list(range(ranks)))
     for rank in doomed:
@@ -141,6 +134,19 @@ def _killed(run: Path, way: str, chance: random.Random) -> list[list[str]]:
     for pid in pids:
         ended(pid)
     return [one.decode().split("\n")[:-1] for one in said]
+
+
+def _first_steps(pipes: Sequence[int], log: Path) -> list[bytes]:
+    """Wait until each rank has finished a step; gives what they have said."""
+    said = [b""] * len(pipes)
+    until = time.monotonic() + MOST_SECONDS
+    while not all(b"\n" in one for one in said):
+        if time.monotonic() > until:
+            raise RuntimeError(f"no step has ended after {MOST_SECONDS:g} s: {log.read_text()[-500:]}")
+        for number, pipe in enumerate(pipes):
+            if select.select([pipe], [], [], 0.02)[0]:
+                said[number] += os.read(pipe, 65536)
+    return said
 
 
 def _count_lost(run: Path, steps: list[list[str]], verdict: Path) -> int:

@@ -1,9 +1,10 @@
 """End trainings by signals at random moments: `python -m tests.campaigns.signals --count 100`.
 
-Exits with 1 where a goal is missed. Each training is ended by a KeyboardInterrupt (SIGINT), by a SystemExit (SIGTERM with a handler, as launchers install
-one), or by SIGTERM itself. Outside it must look as it does without a recording: the same exception, from the same line
-of the training, or the same signal. After an exception no hook is left, on the model, its parameters, the optimizer and
-torch's global tables, and the recording is closed. After a signal it has every finished step.
+Exits with 1 where a goal is missed. Each training is ended by a KeyboardInterrupt (SIGINT), by a SystemExit (SIGTERM
+with a handler, as launchers install one), or by SIGTERM itself. Outside it must look as it does without a recording:
+the same exception out of the same function of the training, or the same signal. After an exception no hook is left, on
+the model, its parameters, the optimizer and torch's global tables, and the recording is closed. After a signal it has
+every finished step.
 """
 
 from __future__ import annotations
