@@ -63,6 +63,13 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     read_all(Path("run/run.json"))
 
 
+@situation("what says why a recording ends early is not what was written")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    (here / "run/rank-00000/gap.json").write_bytes(manifest.dump({"reason": None, "step": 3, "optimizer": ""}))
+    traindiff.open_recording(str(here / "run")).status(0)
+
+
 @situation("a directory of something else is there")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
