@@ -14,6 +14,7 @@ from tests.sessions import changing_training as edits
 from tests.sessions.changing_training import Edit, Model, Training, train
 from tests.taps.test_removal import MODULE_HOOKS, assert_nothing_left
 from traindiff.site import PHASES
+from traindiff.taps.compiled import NUMBER
 from traindiff.taps.left_behind import _NoHook
 
 COMPLETE = (
@@ -68,6 +69,7 @@ def same_bits(one: Training, other: Training) -> bool:
 
 def let_copies_keep_what_does_nothing(model: nn.Module) -> None:
     for module in model.modules():
+        vars(module).pop(NUMBER, None)
         for of_module in MODULE_HOOKS:
             hooks = getattr(module, of_module)
             for key, hook in [*hooks.items()]:
