@@ -88,7 +88,7 @@ def _config(case: Case) -> None:
 
 
 def _replay(case: Case) -> None:
-    _run("replay", case.mutant, *case.rng.choice(((), ("--json",))))
+    _run("replay", case.mutant, "--memory", "0.5", "--seconds", "8", *case.rng.choice(((), ("--json",))))
 
 
 def _view(case: Case) -> None:

@@ -55,15 +55,18 @@ class Mutant:
     tree: Tree
 
 
-def all_seeds(*, with_torch: bool) -> list[Seed]:
-    """Every seed; those of watches need torch."""
+def all_seeds() -> list[Seed]:
+    """Every seed but those that need torch."""
     found = [Seed(name=name, kind="recording", files=seeds.recording(name)) for name in seeds.RECORDINGS]
     found.append(Seed(name="msprobe", kind="msprobe", files=seeds.msprobe()))
     found.append(Seed(name="onnxruntime", kind="onnxruntime", files=seeds.onnxruntime()))
     found.append(Seed(name="configuration", kind="configuration", files=seeds.configuration()))
-    if with_torch:
-        found += [Seed(name=name, kind="saved", files=files) for name, files in seeds.saved_calls().items()]
     return found
+
+
+def saved_seeds() -> list[Seed]:
+    """What watches save; they need torch."""
+    return [Seed(name=name, kind="saved", files=files) for name, files in seeds.saved_calls().items()]
 
 
 def _bytes(draft: Draft, rng: Random) -> None:

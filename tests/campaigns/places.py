@@ -61,7 +61,7 @@ class Places:
             _write(self.clean(seed.name), seed.files)
             _write(self.outside, seed.files)
         _write(self.outside, {"secret": b"this is outside\n"})
-        _write(self.under / "clean", next(seed.files for seed in seeds if seed.name == "plain"))
+        _write(self.under / "clean", next((seed.files for seed in seeds if seed.name == "plain"), {}))
 
     def put(self, tree: Tree) -> None:
         """Put a mutant in the place of the one before."""
