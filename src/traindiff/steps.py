@@ -23,6 +23,17 @@ class StepSelection:
             isinstance(step, int) and first <= step and (last is None or step <= last) for first, last in self.ranges
         )
 
+    def has_after(self, step: int, *, within: StepSelection, every: int) -> bool:
+        """Whether it has a step after this one that `within` has too and `every` divides."""
+        whole: tuple[tuple[int, int | None], ...] = ((0, None),)
+        for first, last in self.ranges or whole:
+            for other_first, other_last in within.ranges or whole:
+                begin = max(first, other_first, step + 1)
+                end = min((one for one in (last, other_last) if one is not None), default=None)
+                if end is None or -(-begin // every) * every <= end:
+                    return True
+        return False
+
 
 ALL_STEPS = StepSelection()
 

@@ -112,7 +112,7 @@ def test_the_text_names_what_limits_the_verdict(compared: Compared) -> None:
     assert text == (
         "incomplete (uncalibrated): what could be compared agrees, but not everything could be, over 2 steps (0 to 1)\n"
         "\n"
-        "candidate: rank 0: the recording was not closed (the run was killed, or still runs).\n"
+        "candidate: rank 0: the recording was not closed (the run was killed, could not write, or still runs).\n"
         "The candidate ends after step 1; 1 later step of the other run was not compared. "
         "(--steps compares a part on purpose.)\n"
         "Circumstances differ (baseline and candidate): num threads none and 4."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,15 @@ import torch
 import traindiff
 from tests.messages.provoking import Chapter
 from tests.messages.recording import Small
+from tests.recording.hostile import (
+    batch_of,
+    change_columns,
+    change_json,
+    compressed_buffers,
+    encoded,
+    messages_of,
+    put_message,
+)
 from tests.recording.samples import RUN, write
 from traindiff.recording import RecordingWriter, manifest
 from traindiff.recording.writer import seal
@@ -108,6 +118,66 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
     (here / "run" / DATA).unlink()
+    read_all(here / "run")
+
+
+@situation("the checksums are missing")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    (here / "run" / SEALS).unlink()
+    read_all(here / "run")
+
+
+@situation("run.json lacks what readers need, under a right checksum")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    change_json(here / "run" / "run.json", lambda run: run.pop("settings"))
+    read_all(here / "run")
+
+
+@situation("rank.json is nested too deep")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    damaged(here, "rank-00000/rank.json", lambda _: b"[" * 100_000)
+
+
+@situation("an observation is of a phase that does not exist, under a right checksum")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    change_columns(here / "run" / "rank-00000", phase=["forwards"] * 3)
+    read_all(here / "run")
+
+
+@situation("an observation names a file outside of the recording")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    change_columns(here / "run" / "rank-00000", tensors=["../../secret", "", ""])
+    read_all(here / "run")
+
+
+@situation("a message says that it becomes far larger")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    messages = messages_of(here / "run" / "rank-00000")
+    message = bytearray(encoded(batch_of(messages[1]), compression="zstd"))
+    place = next(compressed_buffers(bytes(message)))
+    message[place : place + 8] = (1 << 40).to_bytes(8, "little")
+    put_message(here / "run" / "rank-00000", 1, bytes(message))
+    read_all(here / "run")
+
+
+@situation("a FIFO is in place of the observations")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    (here / "run" / DATA).unlink()
+    os.mkfifo(here / "run" / DATA)
+    read_all(here / "run")
+
+
+@situation("a link leads out of the recording")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    (here / "run" / "rank-00000" / "rank.json").rename(here / "rank.json")
+    (here / "run" / "rank-00000" / "rank.json").symlink_to(here / "rank.json")
     read_all(here / "run")
 
 

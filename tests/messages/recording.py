@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
@@ -289,3 +290,23 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     with traindiff.record(here / "run", Small()) as run:
         run.log("loss", 0.5, merge="average")  # type: ignore[arg-type]
+
+
+@situation("logging what is no number")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    with traindiff.record(here / "run", Small()) as run:
+        run.log("loss", "abc")  # type: ignore[arg-type]
+        run.log("losses", torch.ones(3))
+        run.log("layout", torch.ones(1).to_sparse())
+        run.log("array", np.ones(2))  # type: ignore[arg-type]
+        run.log("complex", torch.tensor(1j))
+        run.log("phase", np.complex64(1j))  # type: ignore[arg-type]
+        run.log("large", 10**400)
+        run.log("own", np.array("abc"))  # type: ignore[arg-type]
+        run.log("weighted", 1.0, weight=float("nan"))
+        run.log("text", 1.0, weight="abc")  # type: ignore[arg-type]
+
+
+@situation("the optimizer of another model")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.record(here / "run", Small(), torch.optim.SGD(Small().parameters(), lr=0.1)).close()

@@ -1,4 +1,4 @@
-"""Whatever a recording holds, it is read, or refused with the place and what is wrong: right checksums prove nothing."""
+"""Whatever a recording holds, it is read, or refused with the place and the reason: right checksums prove nothing."""
 
 from __future__ import annotations
 

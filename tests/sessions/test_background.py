@@ -136,7 +136,7 @@ def test_a_step_whose_summaries_never_come_is_an_error_and_nothing_follows_it(
 
     assert [number for _, number, _, _ in content(tmp_path / "run")] == [0]
     assert open_recording(str(tmp_path / "run")).status(0).says == (
-        "rank 0: the recording ends early: RuntimeError: the device is gone; all steps before that are used."
+        "rank 0: the recording ends early: RuntimeError: the device is gone; the steps that are left are used."
     )
 
 

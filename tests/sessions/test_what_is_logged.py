@@ -130,8 +130,8 @@ def test_after_the_step_it_is_noted_in_the_step_that_has_just_ended(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("weight", "why"),
-    [("abc", "of its weight: it is a str, not a number"), (float("nan"), "its weight is nan"),
-     ([1], "of its weight: it is a list, not a number")],
+    [("abc", "its weight is a str, not a number"), (float("nan"), "its weight is nan"),
+     ([1], "its weight is a list, not a number")],
 )  # fmt: skip
 def test_a_weight_that_is_no_number_is_refused_too(weight: Any, why: str, training: Steps, tmp_path: Path) -> None:
     for run in training(2):

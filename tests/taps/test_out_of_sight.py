@@ -22,14 +22,17 @@ def test_a_mode_sees_the_same_with_and_without_a_recording(mode: str, name: str,
         with MODES[mode]() as seen:
             return TRAININGS[name](observe), seen()
 
+    # To record operators is to put a mode of traindiff's above the training's. Through it, torch calls `detach` on what
+    # autograd saves in another way, which DebugMode tells apart.
+    observe = OBSERVABLE - {"operators"} if mode == "debugging" else OBSERVABLE
     outcome, seen = train(lambda *_: nullcontext())
 
     recorded_outcome, recorded_seen = train(
         lambda model, optimizer: traindiff.record(
-            tmp_path / "run", model, optimizer, observe=OBSERVABLE, evaluation=True, strict=True
+            tmp_path / "run", model, optimizer, observe=observe, evaluation=True, strict=True
         )
     )
 
-    assert seen
+    assert seen or (mode, name) == ("flops", "lstm")  # no formula is known to it
     assert recorded_seen == seen
     assert_bitwise_equal(recorded_outcome, outcome)

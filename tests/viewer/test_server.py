@@ -6,16 +6,25 @@ import http.client
 import os
 import re
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Thread, active_count
 from urllib.parse import quote
 
 import pytest
 
 from tests.made_up import FC, record, scaled
+from tests.recording.hostile import change_columns
 from tests.report.hostile import hostile
-from traindiff.viewer import Viewer
+from traindiff.recording import open_recording
+from traindiff.recording.tensor_files import tensor_file
+from traindiff.viewer import Viewer, pages
 from traindiff.viewer import server as served
 
 
@@ -133,17 +142,43 @@ def test_links_that_lead_out_of_the_directory_are_not_followed(ask: Ask, root: P
     shutil.rmtree(root / "partly" / "rank-00000")
     (root / "partly" / "rank-00000").symlink_to(root.parent / "secret" / "rank-00000")
 
+    for path in ("/", "/run/partly"):
+        assert "is a link that leads outside of" in ask(path)[1]
     assert "linked" not in ask("/")[1]
-    assert "partly" not in ask("/")[1]
     assert ask("/run/linked")[0].status == 404
-    assert ask("/run/partly")[0].status == 404
+    assert ask("/run/partly")[0].status == 422
 
 
 def test_a_link_deep_in_a_recording_leads_nowhere_either(ask: Ask, root: Path) -> None:
+    name = tensor_file(step=0, row=0, site="x", content=b"secret")
+    change_columns(root / "baseline" / "rank-00000", tensors=[name, *[""] * (num_rows(root / "baseline") - 1)])
     (root / "baseline" / "rank-00000" / "tensors").mkdir()
+    (root.parent / "secret" / Path(name).name).write_bytes(b"secret")
     (root / "baseline" / "rank-00000" / "tensors" / "step-000000").symlink_to(root.parent / "secret")
 
-    assert ask("/run/baseline")[0].status == 404
+    answer, text = ask("/run/baseline")
+    assert answer.status == 422
+    assert "is a link that leads outside of" in text
+
+
+def num_rows(recording: Path) -> int:
+    return len(next(open_recording(str(recording)).steps(0)).observations)
+
+
+@pytest.mark.parametrize("name", ["run.json", "rank.json", "observations.arrows", "observations.crc"])
+@pytest.mark.timeout(60)
+def test_a_fifo_in_place_of_a_file_hangs_no_page(ask: Ask, root: Path, name: str) -> None:
+    file = next((root / "baseline").rglob(name))
+    file.unlink()
+    os.mkfifo(file)
+
+    answer, text = ask("/run/baseline")
+    assert answer.status == 422
+    assert "it is a FIFO, not a file" in text
+    assert ask("/compare?baseline=baseline&candidate=runs/candidate")[0].status == 422
+    assert ask("/run/runs/candidate")[0].status == 200
+    assert ask("/")[0].status == 200
+    assert ask("/state?of=baseline")[0].status == 200
 
 
 def test_one_odd_directory_does_not_hide_the_others(ask: Ask, root: Path) -> None:
@@ -157,19 +192,156 @@ def test_one_odd_directory_does_not_hide_the_others(ask: Ask, root: Path) -> Non
     assert "runs/candidate" in text
     assert 'href="/run/od%FFd"' in text
     assert ask("/run/od%FFd")[0].status == 200
-    assert ask("/run/loop")[0].status == 404
-    assert ask("/state?of=loop")[1] == "gone"
+    assert ask("/run/loop")[0].status == 200  # nothing reads the link that leads to itself
+    assert ask("/state?of=loop")[1] != "gone"
 
 
-def test_whatever_goes_wrong_there_is_an_answer(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise ValueError("<b>odd</b>")
+FAILING = """import sys; print('{"status": 500, "says": "ValueError: <b>odd"}'); sys.exit(3)"""
+DYING = "import os; os.abort()"
+SLOW = "import time; time.sleep(600)"
 
-    monkeypatch.setattr(served, "check", fails)
+
+def instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Have this run in the place of what writes pages."""
+    monkeypatch.setattr(pages, "START", code)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"), [(FAILING, "ValueError: &lt;b&gt;odd"), (DYING, "ended with signal SIGABRT")]
+)
+def test_whatever_goes_wrong_there_is_an_answer(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, code: str, says: str
+) -> None:
+    instead(monkeypatch, code)
     answer, text = ask("/run/baseline")
 
     assert answer.status == 500
-    assert "ValueError: &lt;b&gt;odd" in text
+    assert says in text
+    monkeypatch.undo()
+    assert ask("/run/baseline")[0].status == 200
+
+
+def test_a_page_that_takes_long_is_asked_for_again_and_keeps_nobody_waiting(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "WAIT_SECONDS", 0.5)
+    instead(monkeypatch, f"import time; time.sleep(4); {pages.START}")
+    answer, text = ask("/run/baseline")
+
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
+    assert 'http-equiv="refresh" content="2"' in text
+    begun = time.monotonic()
+    assert ask("/")[0].status == 200
+    assert ask("/state?of=baseline")[0].status == 200
+    assert time.monotonic() - begun < 2
+    monkeypatch.setattr(pages, "WAIT_SECONDS", 60)
+    assert ask("/run/baseline")[0].status == 200  # the process that was started by the first request
+
+
+def test_a_page_that_takes_too_long_is_given_up(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "LIMIT_SECONDS", 1)
+    instead(monkeypatch, SLOW)
+    answer, text = ask("/run/baseline")
+
+    assert answer.status == 504
+    assert "took longer than" in text
+
+
+def test_pages_that_nobody_asks_for_any_more_make_room_for_others(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = pages.START
+    monkeypatch.setattr(pages, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(pages, "FORGOTTEN_SECONDS", 1)
+    instead(monkeypatch, SLOW)
+    assert ask("/run/baseline")[0].status == 503
+    assert ask("/run/runs/growing")[0].status == 503
+    instead(monkeypatch, original)
+    monkeypatch.setattr(pages, "WAIT_SECONDS", 60)
+
+    assert ask("/run/runs/candidate")[0].status == 200
+
+
+def slow_clients(viewer: Viewer, count: int) -> list[socket.socket]:
+    """Clients that send the beginning of a request."""
+    clients = []
+    for _ in range(count):
+        clients.append(socket.create_connection((served.ADDRESS, viewer.port), timeout=20))
+        clients[-1].sendall(b"GET / HTTP/1.1\r\nHost: 127")
+    return clients
+
+
+def test_hundreds_of_slow_clients_take_few_threads_and_keep_nobody_out(viewer: Viewer, ask: Ask) -> None:
+    before = active_count()
+    clients = slow_clients(viewer, 300)
+    begun = time.monotonic()
+
+    assert ask("/")[0].status == 200
+    assert time.monotonic() - begun < 5
+    assert active_count() - before <= served.MOST_CONNECTIONS
+    for client in clients:
+        client.close()
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_not_waited_for(
+    viewer: Viewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "REQUEST_SECONDS", 1.0)
+    (client,) = slow_clients(viewer, 1)
+    begun = time.monotonic()
+    with suppress(OSError):
+        while time.monotonic() - begun < 10:
+            client.sendall(b"x")
+            time.sleep(0.1)
+
+    assert time.monotonic() - begun < 5
+    client.close()
+
+
+def test_a_client_that_does_not_take_its_answer_is_not_waited_for(
+    viewer: Viewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "SEND_SECONDS", 1.0)
+    monkeypatch.setattr(served, "message_page", lambda *_, **__: "x" * 50_000_000)
+    before = active_count()
+    with socket.create_connection((served.ADDRESS, viewer.port), timeout=20) as client:
+        client.sendall(f"GET /nothing HTTP/1.0\r\nHost: 127.0.0.1:{viewer.port}\r\n\r\n".encode())
+        assert client.recv(8) == b"HTTP/1.0"
+        until = time.monotonic() + 10
+        while active_count() > before and time.monotonic() < until:
+            time.sleep(0.1)
+        assert active_count() == before
+
+
+@pytest.mark.parametrize("size", [served.REQUEST_BYTES + 1, 10_000_000])
+def test_a_request_that_is_too_large_is_not_read(viewer: Viewer, ask: Ask, size: int) -> None:
+    with socket.create_connection((served.ADDRESS, viewer.port), timeout=20) as client, suppress(OSError):
+        client.sendall(b"GET /" + b"a" * size)
+        assert client.recv(100) == b""
+    assert ask("/")[0].status == 200
+
+
+def test_it_ends_at_once_while_clients_and_pages_are_waited_for(tmp_path: Path) -> None:
+    record(tmp_path / "run")
+    code = (
+        "import threading, time; from pathlib import Path; from traindiff.viewer import Viewer, pages\n"
+        f"pages.START = {SLOW!r}\n"
+        "from traindiff.cli.app import app; import traindiff.cli.commands\n"
+        f"app(['view', {str(tmp_path)!r}, '--port', '0'])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        found = re.search(r":(\d+)/", process.stderr.readline())
+        assert found is not None
+        clients = [socket.create_connection((served.ADDRESS, int(found[1])), timeout=20) for _ in range(50)]
+        clients[-1].sendall(f"GET /run/run HTTP/1.0\r\nHost: 127.0.0.1:{found[1]}\r\n\r\n".encode())
+        time.sleep(1)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=20)
+
+        assert time.monotonic() - begun < 3
+        assert "Traceback" not in process.stderr.read()
+        for client in clients:
+            client.close()
 
 
 def test_what_is_not_there_is_said(ask: Ask) -> None:
@@ -203,12 +375,10 @@ def test_the_state_of_a_recording_changes_when_it_grows(ask: Ask, root: Path) ->
 
 
 def test_a_page_is_computed_once_for_each_state(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = []
-    check = served.check
-    monkeypatch.setattr(served, "check", lambda *args, **options: (times.append(args), check(*args, **options))[1])
-    texts = {ask("/run/baseline")[1] for _ in range(3)}
+    text = ask("/run/baseline")[1]
+    instead(monkeypatch, FAILING)
 
-    assert (len(times), len(texts)) == (1, 1)
+    assert {ask("/run/baseline")[1] for _ in range(3)} == {text}
 
 
 def test_answers_forbid_to_be_framed_kept_or_read_from_elsewhere(ask: Ask) -> None:

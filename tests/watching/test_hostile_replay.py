@@ -24,6 +24,7 @@ from traindiff.watching.allowed_operators import ALLOWED, RefusedOperatorError, 
 from traindiff.watching.contained import replay_contained
 from traindiff.watching.operations import Operation
 from traindiff.watching.replaying import replay
+from traindiff.watching.saved_call import load_call
 
 TENSOR = {"tensor": 0}
 
@@ -155,6 +156,7 @@ UNBOUNDED = {
     "unfolded": {"name": "aten.unfold_backward.default", "args": [TENSOR, [2], 0, 2, 1]},
     "weights": {"name": "aten._weight_norm_interface.default", "args": [TENSOR, {"tensor": 1}, 0]},
     "lengths": {"name": "aten._pack_padded_sequence.default", "args": [TENSOR, {"tensor": 5}, False]},
+    "bytes": {"name": "aten.view.dtype", "args": [{"tensor": 7}, {"torch": "bool"}]},
     "index": {"name": "aten.index_select.default", "args": [TENSOR, 0, {"tensor": 5}]},
 }  # fmt: skip
 
@@ -165,12 +167,25 @@ def test_nothing_outside_of_a_tensor_is_read_or_written(name: str, tmp_path: Pat
     kept = {
         "0": torch.ones(4, 4), "1": torch.ones(2), "2": torch.ones(1, 1, 4), "3": torch.ones(1, 1, 4, 4),
         "4": torch.full((1, 1, 2), 1e18), "5": torch.tensor([0, 10**12, 2, 3]), "6": torch.ones(1, 3, 2, 4),
+        "7": torch.full((4,), 9, dtype=torch.uint8),
     }  # fmt: skip
     save_file(kept, directory / "tensors.safetensors")
     found = replay(directory)
     assert found.cause == "not run"
     assert UNBOUNDED[name]["name"] in found.native.failed
     assert re.search(r"OutOfBounds|out of bounds|index out of range", found.native.failed)
+
+
+def test_booleans_of_other_bytes_select_nothing_outside_of_a_tensor(tmp_path: Path) -> None:
+    directory = written(tmp_path, {"name": "aten.masked_select.default", "args": [TENSOR, {"tensor": 1}]})
+    header = json.dumps({
+        "0": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]},
+        "1": {"dtype": "BOOL", "shape": [8], "data_offsets": [32, 40]},
+    }).encode()  # fmt: skip
+    content = len(header).to_bytes(8, "little") + header + bytes(32) + bytes([200] * 8)
+    (directory / "tensors.safetensors").write_bytes(content)
+    call, _ = load_call(directory)
+    assert call.tensors[1].view(torch.uint8).tolist() == [1] * 8
 
 
 def test_a_call_that_asks_for_more_memory_is_ended_and_that_is_said(tmp_path: Path) -> None:
@@ -207,7 +222,7 @@ def test_a_device_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     for device in ("nothing", "cuda:99"):
         code, says = said(str(directory), "--device", device)
         assert code == 2
-        assert f'--device "{device}" cannot be used (' in says
+        assert f'--device "{device}" is no device that torch can use here.' in says
 
 
 @pytest.mark.parametrize("name", ["module.json", "tensors.safetensors"])

@@ -92,7 +92,9 @@ class Presence:
                 findings += self._absent(baseline, side=side, step=step, lacking=(baseline, candidate)[side])
             else:
                 self._skip(baseline if baseline.unobserved else candidate)
-        called = {(pair.baseline.key.path, pair.baseline.key.call) for pair in aligned.pairs if _is_output(pair.baseline)}
+        called = {
+            (pair.baseline.key.path, pair.baseline.key.call) for pair in aligned.pairs if _is_output(pair.baseline)
+        }
         for side, entries in enumerate((aligned.only_baseline, aligned.only_candidate)):
             for entry in entries:
                 if entry.key.phase == "forward" and (entry.key.path, entry.key.call) in called:

@@ -75,7 +75,10 @@ class TwoRuns:
         failed: Taps that failed in each run.
         copies: Parameters that ranks of each run have under other names.
         compared: Numbers of the steps that both runs have, so far.
+        stepped: Whether an optimizer was called in one of these.
         alone: Of the steps that are wanted, those that only one run has.
+        behind: Of each run, the ranks that have not recorded all steps that the run has, where the other run has
+            others; with the first such step.
 
     Raises:
         ConfigError: Two of the candidate's paths get one name.
@@ -97,7 +100,9 @@ class TwoRuns:
         )
         self.failed = (FailedTaps(), FailedTaps())
         self.compared: list[int] = []
+        self.stepped = False
         self.alone: tuple[list[int], list[int]] = ([], [])
+        self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
 
     def pair(self, baseline: RunStep | None, candidate: RunStep | None) -> AlignedStep | None:
@@ -131,6 +136,11 @@ class TwoRuns:
             return None
         tables = self._comparable(join(sides), steps)
         self.compared.append(baseline.step)
+        self.stepped |= baseline.finished and candidate.finished
+        if baseline.missing != candidate.missing:
+            for behind, run, step in zip(self.behind, self.runs, steps, strict=True):
+                for rank in set(step.missing).intersection(run.ranks):
+                    behind.setdefault(rank, step.step)
         aligned = align(*map(sites_in_order, tables))
         for number, (side, step) in enumerate(zip(self.sides, steps, strict=True)):
             if step.missing and side.is_pipeline:

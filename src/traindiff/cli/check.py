@@ -41,7 +41,7 @@ def check(
     """Check one run by itself: hold it against rules that a healthy run keeps (docs/rules.md).
 
     Exits with 0 if the run is healthy, warnings or not, 1 if it is not, 2 if the input cannot be used, and 3 if a
-    part of the run was not recorded.
+    part of the run was not recorded: it was killed or aborted, no optimizer has stepped, or a rank is missing.
     """
     from traindiff.health import check as check_recording
     from traindiff.report.check import print_check

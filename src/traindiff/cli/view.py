@@ -44,3 +44,5 @@ def view(
         viewer.serve()
     except KeyboardInterrupt:
         messages.print("traindiff: stopped")
+    finally:
+        viewer.close()

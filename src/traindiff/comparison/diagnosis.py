@@ -131,7 +131,7 @@ def permuted(case: Case) -> Diagnosis | None:
 def scaled(case: Case) -> Diagnosis | None:
     """A constant factor."""
     s, left_over = best_fit(case.baseline, case.candidate)
-    if s == 0.0 or abs(s - 1.0) < 3 * max(left_over, case.floor) or left_over > 0.02:
+    if s == 0.0 or not math.isfinite(s) or abs(s - 1.0) < 3 * max(left_over, case.floor) or left_over > 0.02:
         return None
     if abs(s + 1.0) < 0.02:
         return Diagnosis(

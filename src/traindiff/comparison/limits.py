@@ -18,7 +18,14 @@ def limits(runs: TwoRuns) -> tuple[list[str], bool]:
     Args:
         runs: The two runs, when all their steps were compared.
     """
-    gaps = [*_failures(runs), *_missing_ranks(runs), *_missing_steps(runs), *_unobserved(runs)]
+    gaps = [
+        *_failures(runs),
+        *_missing_ranks(runs),
+        *_ranks_behind(runs),
+        *_missing_steps(runs),
+        *_unstepped(runs),
+        *_unobserved(runs),
+    ]
     not_recorded, partly = _not_recorded(runs)
     notes = [*_endings(runs), *gaps, *not_recorded]
     return notes, bool(gaps) or partly or any(runs.presence.unaligned)
@@ -48,6 +55,13 @@ def _missing_ranks(runs: TwoRuns) -> Iterator[str]:
             yield f"{name}: {ranks} {left}.{_lost_stages(run, side)}"
 
 
+def _ranks_behind(runs: TwoRuns) -> Iterator[str]:
+    """Ranks that lack steps which others of their run have recorded."""
+    for name, behind in zip(RUNS, runs.behind, strict=True):
+        for rank, step in sorted(behind.items()):
+            yield f"{name}: rank {rank} did not record step {step}, which others did."
+
+
 def _lost_stages(run: Run, side: Side) -> str:
     """What of a pipeline only ranks have that left no recording."""
     here = {stage for rank in run.ranks for stage in side.stages_of(rank)}
@@ -73,6 +87,15 @@ def _missing_steps(runs: TwoRuns) -> Iterator[str]:
                 f"The {RUNS[1 - number]} ends after step {last}; {steps} not compared. "
                 f"(--steps compares a part on purpose.){why}"
             )
+
+
+def _unstepped(runs: TwoRuns) -> Iterator[str]:
+    """What is open where no optimizer was called."""
+    if runs.compared and not runs.stepped:
+        yield (
+            "No optimizer has stepped in what was compared, so what the runs do to their parameters is not known. "
+            "Record both until optimizer.step() has returned."
+        )
 
 
 def _nothing_in_common(runs: TwoRuns) -> str:

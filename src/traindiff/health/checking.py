@@ -10,6 +10,7 @@ from traindiff.errors import ConfigError
 from traindiff.findings import Finding
 from traindiff.findings.sentences import ranks_text
 from traindiff.health.chosen_rules import CONSEQUENCE, chosen_rules
+from traindiff.health.endings import Endings
 from traindiff.health.history import RunHistory
 from traindiff.health.verdict import Verdict
 from traindiff.merging.failed_taps import FailedTaps, without_lost
@@ -40,7 +41,8 @@ def check(
 
     Args:
         recording: A local path or any fsspec URL.
-        steps: Steps to check, e.g. `"0-9,20"`. Default: all.
+        steps: Steps to check, e.g. `"0-9,20"`. Default: all. A run that was killed or aborted is `incomplete` unless
+            it has finished all the steps that are asked for.
         rules: Names of the rules to ask, e.g. `"non-finite,spike"`. Default: all.
         skip: Names of rules to leave out.
         config: Limits in place of the rules' own: a TOML file with a table `[RULE]` of `LIMIT = NUMBER` for each, or
@@ -67,7 +69,9 @@ def check(
     missing: dict[int, int] = {}  # by rank: the first step that it did not record
     failed = FailedTaps()
     kept = RunHistory() if history else None
+    endings = Endings(run, selection)
     for step in run_steps(run):
+        endings.see(step)
         if step.step not in selection:
             continue
         if not step.finished:
@@ -89,7 +93,8 @@ def check(
         step.release()
     everything = sorted([*found.first_ones(), *judge.end()], key=lambda one: one.step)
     findings = tuple(one for one in everything if not judge.is_warning(one))
-    gaps = [*failed.notes(), *_missing(run, missing)]
+    lacking, whole = endings.sentences()
+    gaps = [*lacking, *failed.notes(), *_missing(run, missing)]
     if not checked:
         gaps.append(f"{run.path} has no finished step among those asked for.")
     return Verdict(
@@ -101,7 +106,7 @@ def check(
         ranks=tuple(run.ranks),
         notes=(
             *gaps,
-            *_endings(run),
+            *whole,
             *(f"{reason}, so it is not checked." for reason in judge.unknown),
             *judge.notes(),
         ),
@@ -125,11 +130,6 @@ class _Found:
     def first_ones(self) -> list[Finding]:
         times = self._times
         return [replace(one, evidence={**one.evidence, "num_steps": times[what]}) for what, one in self._first.items()]
-
-
-def _endings(run: Run) -> list[str]:
-    """How ranks ended whose recording was not closed; all finished steps of them are checked."""
-    return [status.says for rank in run.ranks if (status := run.status(rank)).says]
 
 
 def _missing(run: Run, missing: dict[int, int]) -> list[str]:

@@ -62,11 +62,11 @@ class LiveWriter:
         if self._further is not None:
             self._further.write_step(observations, summaries, details)
 
-    def close(self) -> None:
+    def close(self, content: Mapping[str, Any] | None = None) -> None:
         """See `StepWriter`."""
         self._steps.clear()
         if self._further is not None:
-            self._further.close()
+            self._further.close(content)
 
     @property
     def num_waiting(self) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from traindiff.merging.operators import is_of_operator
 from traindiff.merging.parameter_groups import group_numbers, group_paths
 from traindiff.merging.step_table import Entry, Key, Part, step_table
 from traindiff.merging.tying import NO_COPIES, Copies, under_one_name
-from traindiff.recording import Recording, Run, StepObservations
+from traindiff.observation import Observation
+from traindiff.recording import Recording, Run, StepObservations, ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class RunStep:
         finished: Whether the optimizer was called: the run may have ended, or been closed, before that.
         missing: Ranks of the run that have not recorded it.
         operators: What was observed of operators, which are compared inside a module only.
+        last: What each rank has observed last in it.
     """
 
     optimizer: str
@@ -31,6 +33,7 @@ class RunStep:
     finished: bool = True
     missing: tuple[int, ...] = ()
     operators: list[Part] = field(default_factory=list)
+    last: Mapping[int, Observation] = field(default_factory=dict)
 
     def release(self) -> None:
         """Let go of the entries, so that no two steps are in memory when the next one is read."""
@@ -53,6 +56,10 @@ class StepMerger:
         # Settings of the optimizer are there whenever it was called; without them, what earlier steps had tells.
         self._called = "optimizer" in run.run["settings"].get("observe", ())
         self._shows_calls: set[str] = set()
+        self._counted: dict[str, int] = {}  # steps that an optimizer has ended, where the run says it at its end
+        for rank in run.ranks:
+            for name, count in ended(run.rank_content(rank)).steps.items():
+                self._counted[name] = max(count, self._counted.get(name, 0))
 
     def merged(self, of_ranks: Sequence[StepObservations]) -> RunStep:
         """One step, from what each rank has recorded of it; at least one has."""
@@ -63,12 +70,16 @@ class StepMerger:
             (operators if is_of_operator(part[0]) else sites).append(part)
         table = step_table(sites)
         shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
-        finished = shown or not (self._called or optimizer in self._shows_calls)
         if shown:
             self._shows_calls.add(optimizer)
+        if optimizer in self._counted:
+            finished = step < self._counted[optimizer]
+        else:
+            finished = shown or not (self._called or optimizer in self._shows_calls)
         missing = tuple(sorted({*self._ranks} - {one.rank for one in of_ranks}))
         return RunStep(
-            optimizer=optimizer, step=step, table=table, finished=finished, missing=missing, operators=operators
+            optimizer=optimizer, step=step, table=table, finished=finished, missing=missing, operators=operators,
+            last={one.rank: one.observations[-1] for one in of_ranks if one.observations},
         )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from traindiff.mindspore.unseen import Unseen
 from traindiff.observation import ITSELF, TAP_FAILED
 from traindiff.sessions.at_exit import close_at_exit
 from traindiff.sessions.background import Follower
+from traindiff.sessions.ending import Ending
 from traindiff.sessions.faults import Faults
 from traindiff.sessions.logged_numbers import (
     NotLoggedError,
@@ -77,6 +78,9 @@ class Recorder:
         )
         self._logged: dict[str, int] = {}
         self._refused = RefusedLogs()
+        self._ending = Ending(self._progress)
+        self._content: dict[str, Any] = {}
+        self._final: dict[str, Any] | None = None
         self._writer: StepWriter | None = None
         self._forward: ForwardPass | None = None
         self._undo = ExitStack()
@@ -99,7 +103,7 @@ class Recorder:
         }  # fmt: skip
         self._writer = writer = on_disk(path, overwrite=overwrite, follower=follower)(run, rank, world_size)
         with ExitStack() as undo:
-            undo.callback(self._faults.run, "writer", writer.close, always=True)
+            undo.callback(self._faults.run, "writer", lambda: writer.close(self._final), always=True)
             if targets.root is not None:
                 self._forward = ForwardPass(
                     targets.cells, targets.root, observe=observe, batch_axis=BatchAxis(settings.batch_axis),
@@ -110,8 +114,9 @@ class Recorder:
                 undo.enter_context(compiled.attach())
                 direct = DirectSteps(tap, before_step=self._before_step, faults=self._faults, pause=compiled.pause)
                 undo.enter_context(direct.attach())
-            writer.write_rank({**targets.describe(), "world_size": world_size, "mesh": divided, "pid": os.getpid()})
-            undo.callback(atexit.unregister, close_at_exit(self))
+            self._content = {**targets.describe(), "world_size": world_size, "mesh": divided, "pid": os.getpid()}
+            writer.write_rank(self._content)
+            undo.callback(atexit.unregister, close_at_exit(self, first=self._ending.at_exit))
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -120,6 +125,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        self._ending.by(error)
         self.close()
 
     @property
@@ -161,6 +167,8 @@ class Recorder:
                 self._settle()
                 self._look_for_unseen_steps()
                 self._write_contained()
+                optimizers = [tap.followed.name for tap in self._steps]
+                self._final = {**self._content, "ended": self._ending.to_json(optimizers)}
         self._writer = None
         self._forward = None
         self._steps.clear()
@@ -186,6 +194,8 @@ class Recorder:
 
     def _end_step(self, name: str) -> None:
         primary = name == self._progress.optimizer
+        if primary:
+            self._ending.step_ends()
         with self._observations.lock:
             if primary and self._forward is not None:
                 self._faults.run("module_outputs", self._forward.end_step)

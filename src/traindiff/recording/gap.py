@@ -36,7 +36,7 @@ class Gap:
     def says(self, rank: int) -> str:
         """The same in one sentence."""
         if self.step is None:
-            return f"rank {rank}: the recording ends early: {self.reason}; all steps before that are used."
+            return f"rank {rank}: the recording ends early: {self.reason}; the steps that are left are used."
         of = "" if self.optimizer in ("", "optimizer") else f" of {self.optimizer}"
         return f"rank {rank}: step {self.step}{of} could not be written: {self.reason}; all steps before it are used."
 

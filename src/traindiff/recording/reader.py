@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from traindiff.errors import MixedRecordingError, NotARecordingError
 from traindiff.recording import manifest, tensor_files
+from traindiff.recording.ended import ended
 from traindiff.recording.location import file_system
 from traindiff.recording.names import rank_directory
 from traindiff.recording.stream import RankStatus, RankStream, StepObservations
@@ -105,15 +106,18 @@ class Recording:
                 )
 
     def status(self, rank: int) -> RankStatus:
-        """How the rank's stream ends, from its seals and the length of its data.
+        """How the rank's stream ends, from its seals and the length of its data, and what its `rank.json` says of it.
 
         Args:
             rank: One of `ranks`.
 
         Raises:
-            CorruptRecordingError: The seals are damaged.
+            CorruptRecordingError: The seals, or `rank.json`, are damaged.
+            MixedRecordingError: The rank is of another run.
         """
-        return self._stream(rank).status()
+        status = self._stream(rank).status()
+        error = ended(self.rank_content(rank)).error
+        return status if status.ending != "closed" or not error else status.aborted(error)
 
     def steps(self, rank: int) -> Iterator[StepObservations]:
         """The rank's steps, those of one optimizer in their order; one per optimizer in memory.

@@ -63,14 +63,20 @@ class RankStatus:
 
     Attributes:
         rank: Which rank.
-        ending: `closed` by the recorder; `unclosed` after a whole step (killed, or still running);
-            `truncated` inside a message, which is left out, or before a step that could not be written.
+        ending: `closed` by the recorder; `aborted`, closed by it because of an error that ended the training;
+            `unclosed` after a whole step (killed, or still running); `truncated` inside a message, which is left out,
+            or before a step that could not be written.
         says: The same in one sentence; empty for `closed`.
     """
 
     rank: int
-    ending: Literal["closed", "unclosed", "truncated"]
+    ending: Literal["closed", "aborted", "unclosed", "truncated"]
     says: str
+
+    def aborted(self, error: str) -> RankStatus:
+        """The same of a rank whose training was ended before its time: `error` says by what, as a clause."""
+        dot = "" if error.endswith((".", "!", "?")) else "."
+        return RankStatus(rank=self.rank, ending="aborted", says=f"rank {self.rank}: {error}{dot}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,7 +143,7 @@ class RankStream:
         if says:
             return RankStatus(rank=self._rank, ending="truncated", says=f"rank {self._rank}: {says}")
         if last.length != len(_END_OF_STREAM):
-            says = f"rank {self._rank}: the recording was not closed (the run was killed, or still runs)."
+            says = f"rank {self._rank}: the recording was not closed (the run was killed, could not write, or still runs)."
             return RankStatus(rank=self._rank, ending="unclosed", says=says)
         return RankStatus(rank=self._rank, ending="closed", says="")
 

@@ -36,7 +36,11 @@ def has_loss_scale(table: Mapping[Key, Entry]) -> bool:
 
 def learning_rates(table: Mapping[Key, Entry]) -> dict[str, float]:
     """Learning rates by the path of their group."""
-    return {key.path: number(entry.summary) for key, entry in table.items() if key.group and key.slot == "lr"}
+    return {
+        key.path: number(entry.summary)
+        for key, entry in table.items()
+        if key.group and key == Key("optimizer", "", key.path, "lr", 0, 0)
+    }
 
 
 def moves_parameters(table: Mapping[Key, Entry]) -> bool:

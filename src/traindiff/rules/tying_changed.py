@@ -72,7 +72,7 @@ class TyingStays(Rule):
         found = {}
         for key, entry in table.items():
             kind = self.facts.modules.get(key.path.rpartition(".")[0], "")
-            if key[:2] != ("param", stage) or key.slot != "value" or kind not in EMBEDDINGS | HEADS:
+            if key != Key("param", stage, key.path, "value", 0, 0) or kind not in EMBEDDINGS | HEADS:
                 continue
             if entry.unobserved or not entry.exact or len(entry.shape) != 2 or _is_constant(entry):
                 continue

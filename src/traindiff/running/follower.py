@@ -83,6 +83,11 @@ class Follower:
         self._until_attached.enter_context(on_module_called(self._guarded(self._called)))
         self._undo.callback(register_optimizer_step_pre_hook(self._guarded(self._stepping)).remove)
 
+    def ended_by(self, error: BaseException) -> None:
+        """The script has raised this, which ends it."""
+        if self._recorder is not None and not self._is_elsewhere():
+            self._recorder.ended_by(error)
+
     def end(self) -> None:
         """Complete the recording."""
         if self._is_elsewhere():

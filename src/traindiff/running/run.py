@@ -71,7 +71,12 @@ def run_recorded(script: Script, *, path: str, settings: RecordSettings, overwri
     except ConfigError as error:
         atexit.unregister(_end)
         _refuse(error)
-    prepared.run()
+    try:
+        prepared.run()
+    except BaseException as error:
+        for follower in following:
+            follower.ended_by(error)
+        raise
 
 
 def _end(account: Account, following: list[Any], process: int) -> None:

@@ -15,12 +15,19 @@ class Closable(Protocol):
         """End it."""
 
 
-def close_at_exit(session: Closable) -> Callable[[], None]:
-    """Close the session when the interpreter exits, without keeping it alive until then."""
+def close_at_exit(session: Closable, *, first: Callable[[], None] | None = None) -> Callable[[], None]:
+    """Close the session when the interpreter exits, without keeping it alive until then.
+
+    Args:
+        session: What has an end.
+        first: Called before that, if the session is still there; must not refer to it.
+    """
     reference = weakref.ref(session)
 
     def close() -> None:
         if (still_there := reference()) is not None:
+            if first is not None:
+                first()
             still_there.close()
 
     atexit.register(close)

@@ -26,6 +26,7 @@ from traindiff.taps.batch_axis import BatchAxis
 from traindiff.taps.compiled import trace_hooks
 from traindiff.taps.context import Moments, TapContext
 from traindiff.taps.followed_modules import FollowedModules
+from traindiff.taps.left_behind import leave_hooks_behind
 from traindiff.taps.optimizer_step import OptimizerTap
 from traindiff.taps.scripting import hide_from_scripting
 from traindiff.taps.sink import Sink
@@ -100,7 +101,12 @@ class Attachment:
         self._write_described = on_discovery
         upkeep = Upkeep(context, targets, on_change=on_discovery)
         self._optimizers = FollowedOptimizers(
-            context, targets, optimizers, on_step=on_step, on_discovery=on_discovery, before_step=upkeep.before_optimizer
+            context,
+            targets,
+            optimizers,
+            on_step=on_step,
+            on_discovery=on_discovery,
+            before_step=upkeep.before_optimizer,
         )
         self._moments.before_forward.append(self.settle)
         self._moments.on_schedule.append(partial(on_schedule, targets.root))
@@ -115,6 +121,7 @@ class Attachment:
             undo.enter_context(self._optimizers.attach())  # whose steps are to be known before the rest is looked at
             undo.enter_context(trace_hooks())
             undo.enter_context(hide_from_scripting())
+            undo.enter_context(leave_hooks_behind())
             self._undo = undo.pop_all()
         report = partial(_report_unused, context.batch_axis, targets.layout)
         self._moments.at_end.append(sink.guarded("batch_axis", report))
@@ -130,7 +137,6 @@ class Attachment:
         if elsewhere := self._optimizers.goes_on_elsewhere():
             self._described["goes_on_elsewhere"] = elsewhere
             self._write_described()
-            warnings.warn(f"record(...): {elsewhere}.", TraindiffWarning, stacklevel=2)
         for at_end in self._moments.at_end:
             at_end()
 

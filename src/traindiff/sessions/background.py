@@ -114,6 +114,7 @@ class BackgroundWriter:
         self._incomplete = False
         self._dropped: Gap | None = None
         self._is_closing = False
+        self._final: Mapping[str, Any] | None = None
         self._process = os.getpid()
         # A daemon, so that a file system that hangs does not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name="traindiff writer", daemon=True)
@@ -150,8 +151,11 @@ class BackgroundWriter:
             self._drop(Gap(reason=str(error), step=step, optimizer=optimizer))
             raise
 
-    def close(self) -> None:
+    def close(self, content: Mapping[str, Any] | None = None) -> None:
         """Wait until everything is written and the files are complete, for `PATIENCE_SECONDS` at most.
+
+        Args:
+            content: Of `rank.json`, now that the training has ended; left out where nothing has changed.
 
         Raises:
             OSError: A step could not be written, or the end.
@@ -161,6 +165,8 @@ class BackgroundWriter:
         if self._is_forked:
             return
         until = time.monotonic() + self._patience
+        if not self._is_closing:
+            self._final = content
         if self._thread.is_alive() and not self._is_closing:
             try:
                 self._tasks.put(None, timeout=self._patience)
@@ -231,6 +237,8 @@ class BackgroundWriter:
                 self._tell_dropped()
         self._tell_dropped()
         try:
+            if self._final is not None:
+                self._writer.write_rank(self._final)
             self._writer.close()
         except BaseException as error:  # noqa: BLE001
             self._fail(error)

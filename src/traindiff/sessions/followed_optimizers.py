@@ -151,9 +151,9 @@ class FollowedOptimizers:
             latest = max(self._context.sink.progress.steps.values(), default=0) - 1
             return (
                 f"the optimizers that are followed have not stepped since step {latest}. Another one, "
-                f"{type(optimizer).__name__}, has stepped {steps} time{'s' if steps > 1 else ''} since, on parameters of the "
-                "same shapes that are none of the recorded model's: probably the training goes on with a copy of the "
-                "model. Record that one"
+                f"{type(optimizer).__name__}, has stepped {steps} time{'s' if steps > 1 else ''} since. Its parameters "
+                "have the same shapes, and are none of the recorded model's. If the training goes on with a copy of the "
+                "model, record that one"
             )
         return ""
 

@@ -51,7 +51,7 @@ def weight_of(weight: object) -> float:
     try:
         found = number_of(weight)
     except NotLoggedError as error:
-        raise NotLoggedError(f"of its weight: {error}") from None
+        raise NotLoggedError(str(error).replace("it ", "its weight ", 1)) from None
     if not math.isfinite(found):
         raise NotLoggedError(f"its weight is {found}")
     return found

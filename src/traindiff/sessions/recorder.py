@@ -23,6 +23,7 @@ from traindiff.replicas.replica import Replica
 from traindiff.sessions.at_exit import close_at_exit
 from traindiff.sessions.attachment import Attachment
 from traindiff.sessions.containment import Containment
+from traindiff.sessions.ending import Ending
 from traindiff.sessions.environment import describe
 from traindiff.sessions.forced import ForcedValues
 from traindiff.sessions.logged_numbers import (
@@ -106,6 +107,8 @@ class Recorder:
         )
         # A replica puts tensors of its own in the place of some of the training's, which are to be of the same class.
         self._out_of_sight = partial(out_of_sight, functions=replica is None)
+        self._ending = Ending(self._progress)
+        self._final: dict[str, Any] | None = None
         self._writer: StepWriter | None = None
         self._attachment: Attachment | None = None
         self._undo = ExitStack()
@@ -122,9 +125,9 @@ class Recorder:
             **describe(),
         }
         open_writer = open_writer or on_disk(path, overwrite=overwrite)
-        self._writer = writer = open_writer(self._run, rank, world_size)
+        self._writer = open_writer(self._run, rank, world_size)
         with self._out_of_sight(), ExitStack() as undo:
-            undo.callback(self._containment.guarded("writer", writer.close, always=True))
+            undo.callback(self._containment.guarded("writer", self._close_writer, always=True))
             self._attachment = Attachment(
                 targets, settings, self._observations, replica=replica,
                 before_every_step=before_every_step or forced is not None,
@@ -133,7 +136,7 @@ class Recorder:
             )  # fmt: skip
             undo.callback(self._attachment.close)
             self._write_rank()
-            undo.callback(atexit.unregister, close_at_exit(self))
+            undo.callback(atexit.unregister, close_at_exit(self, first=self._ending.at_exit))
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -144,7 +147,12 @@ class Recorder:
     ) -> None:
         if error is not None:
             self._observations.last_seen = None  # what is observed from here on is not where the training was
+        self.ended_by(error)
         self.close()
+
+    def ended_by(self, error: BaseException | None) -> None:
+        """Have the recording say that this error has ended the training, or that none has. `close` follows."""
+        self._ending.by(error)
 
     @property
     def step(self) -> int:
@@ -233,8 +241,7 @@ class Recorder:
                 self._attachment.finish()
             self._containment.guarded("in_flight", self._observations.settle)()
             self._containment.guarded("writer", self._write)()
-            if self._forced is not None:  # only now is it known what could not be
-                self._containment.guarded("writer", self._write_rank)()
+            self._containment.guarded("writer", self._describe_end)()
         self._writer = self._attachment = None
         self._progress.observing = False  # for hooks on a graph that outlives this
         self._observations.clear()
@@ -252,7 +259,17 @@ class Recorder:
             self._writer.write_run({**self._run, "mesh": self._observations.layout.to_json()})
             self._write_rank()
 
+    def _describe_end(self) -> None:
+        if self._attachment is not None:
+            self._final = {**self._rank_content(), "ended": self._ending.to_json(self._attachment.followed)}
+
+    def _close_writer(self) -> None:
+        assert self._writer is not None
+        self._writer.close(self._final)
+
     def _end_step(self, name: str) -> None:
+        if name == self._progress.optimizer:
+            self._ending.step_ends()
         self._containment.guarded("in_flight", self._observations.settle)()
         self._containment.guarded("writer", self._write)(name)
         following = self._progress.steps.get(name, 0) + 1
@@ -265,14 +282,19 @@ class Recorder:
 
     def _write_rank(self) -> None:
         if self._writer is not None and self._attachment is not None:
-            not_forced = {} if self._forced is None else {"not_forced": self._forced.not_forced}
-            pipeline = {} if self._pipeline is None else {"pipeline": self._pipeline.to_json()}
-            run = {
-                "world_size": self._run["world_size"],
-                "mesh": self._observations.layout.to_json(),
-                "pid": os.getpid(),
-            }
-            self._writer.write_rank({**self._attachment.describe(), **not_forced, **pipeline, **run})
+            self._writer.write_rank(self._rank_content())
+
+    def _rank_content(self) -> dict[str, Any]:
+        """Content of `rank.json`, as far as it is known now."""
+        assert self._attachment is not None
+        not_forced = {} if self._forced is None else {"not_forced": self._forced.not_forced}
+        pipeline = {} if self._pipeline is None else {"pipeline": self._pipeline.to_json()}
+        run = {
+            "world_size": self._run["world_size"],
+            "mesh": self._observations.layout.to_json(),
+            "pid": os.getpid(),
+        }
+        return {**self._attachment.describe(), **not_forced, **pipeline, **run}
 
     def _log(self, given: object, value: object, merge: Merge, weight: object) -> None:
         if self._attachment is not None:

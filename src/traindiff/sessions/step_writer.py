@@ -26,8 +26,8 @@ class StepWriter(Protocol):
     ) -> None:
         """Take a step of one optimizer, or a part of one. Some summaries may be `Deferred`."""
 
-    def close(self) -> None:
-        """There is no more to come."""
+    def close(self, content: Mapping[str, Any] | None = None) -> None:
+        """There is no more to come; `content` is that of `rank.json`, now that the training has ended."""
 
 
 OpenWriter = Callable[[Mapping[str, Any], int, int], StepWriter]

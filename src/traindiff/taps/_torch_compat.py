@@ -39,6 +39,11 @@ def is_tracing() -> bool:
     return proxies is not None and proxies.get_proxy_mode() is not None
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` traces a model. There is a public name for it since torch 2.7."""
+    return torch.compiler.is_exporting() if hasattr(torch.compiler, "is_exporting") else False
+
+
 def running_node() -> Any:
     """The node of the graph whose backward pass runs on this thread; None where none does.
 

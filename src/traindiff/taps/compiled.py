@@ -22,15 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from traindiff.taps._torch_compat import forget_compiled_code, patch_hook_guards, register_ordered_effect, run_as_it_is
+from traindiff.taps._torch_compat import (
+    forget_compiled_code,
+    is_exporting,
+    patch_hook_guards,
+    register_ordered_effect,
+    run_as_it_is,
+)
 from traindiff.taps.compiled_observers import ModuleObserver, RootObserver, StepObserver
 from traindiff.taps.held_hooks import HeldHooks
-from traindiff.taps.left_behind import LeftBehind
+from traindiff.taps.left_behind import NUMBER, LeftBehind
 from traindiff.taps.nested import tensors
 from traindiff.taps.out_of_sight import out_of_sight
-
-NUMBER = "_traindiff_number"
-"""What observed modules and optimizers carry."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,7 +155,7 @@ class _Traced(LeftBehind):
         self._hook = hook
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not is_exporting():  # what is exported is used without traindiff
             self._hook(*args)
 
 

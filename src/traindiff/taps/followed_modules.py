@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -65,6 +66,7 @@ class FollowedModules:
 
     _places: list[_Place] = field(default_factory=list)
     _growing: list[Following] = field(default_factory=list)
+    _looked_at: dict[bool, list[tuple[dict[str, Any], str, int]]] = field(default_factory=dict)
 
     def follow(self, modules: Mapping[str, nn.Module] | Iterable[tuple[str, nn.Module]], how: Following) -> ExitStack:
         """Follow some modules. Close the result to end it."""
@@ -83,11 +85,27 @@ class FollowedModules:
             called: Whether modules may have been called since they were looked at.
             everywhere: Whether all modules are looked at, or only those that the loop calls.
         """
+        if self._are_there(everywhere=everywhere):
+            return False
         gone = [one for one in self._places if (everywhere or one.how.calls_follow) and not one.is_attached]
         for place in gone:
             place.attach(place.module)
             place.how.lost(place.path, (REMOVED if called else "") if place.takes_hooks else TAKES_NO_HOOKS)
+        self._looked_at.clear()
         return bool(gone)
+
+    def _are_there(self, *, everywhere: bool) -> bool:
+        """Whether all keys of hooks are where they were: quick, for thousands of modules in each step."""
+        looked_at = self._looked_at.get(everywhere)
+        if looked_at is None:
+            places = [one for one in self._places if everywhere or one.how.calls_follow]
+            if not all(one.is_attached for one in places):
+                return False
+            looked_at = self._looked_at[everywhere] = [where for one in places for where in one.hooks.places]
+        try:
+            return all([key in attributes[name] for attributes, name, key in looked_at])
+        except (KeyError, TypeError):  # what torch keeps hooks in is gone
+            return False
 
     def is_intact(self, module: nn.Module) -> bool:
         """Whether the hooks on a module are all there."""
@@ -98,6 +116,7 @@ class FollowedModules:
         for place in self._places:
             if place.path == path:
                 place.attach(module)
+        self._looked_at.clear()
 
     def grow(self, path: str, module: nn.Module) -> None:
         """The model has got a module with a path that it did not have."""
@@ -106,6 +125,7 @@ class FollowedModules:
 
     def _add(self, path: str, module: nn.Module, how: Following) -> None:
         place = _Place(path=path, module=module, how=how)
+        self._looked_at.clear()
         self._places.append(place)  # so that what is attached is removed, also where attaching fails
         how.hook(path, module, place.hooks)
 
@@ -115,4 +135,5 @@ class FollowedModules:
                 if place.how is how:
                     undo.callback(place.hooks.remove)
         self._places = [one for one in self._places if one.how is not how]
+        self._looked_at.clear()
         self._growing = [one for one in self._growing if one is not how]

@@ -57,6 +57,11 @@ class HeldHooks:
                 return False
         return True
 
+    @property
+    def places(self) -> list[tuple[dict[str, Any], str, int]]:
+        """Where each of them is: attributes of what has it, the one with its hooks, and its key among those."""
+        return [(vars(owner), attribute, key) for owner, attribute, key, _ in self._held]
+
     def remove(self) -> None:
         """Remove them."""
         held, self._held = self._held, []

@@ -44,9 +44,10 @@ def _observe(name: str, tensor: object) -> None:
 
     name = str(name)
     if is_compiling():
+        from traindiff.taps._torch_compat import is_exporting
         from traindiff.taps.compiled import inspect_compiled
 
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor) and not is_exporting():
             inspect_compiled(name, tensor)
         return
     name = name.encode("utf-8", "backslashreplace").decode("utf-8")  # a recording holds no other names

@@ -9,6 +9,9 @@ from typing import Any, Generic, TypeVar
 
 Listener = TypeVar("Listener")
 
+_INHERITED = object()
+"""Stands for what a class has from another one."""
+
 
 class Listeners(Generic[Listener]):
     """Those who listen to some functions, and what these functions were.
@@ -49,7 +52,8 @@ class Listeners(Generic[Listener]):
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Put a function in place of an attribute of a module or class, until the last listener is removed."""
         if not any(one is owner and attribute == name for one, attribute, *_ in self._replaced):
-            self._replaced.append((owner, name, getattr(owner, name), function))
+            original = vars(owner).get(name, _INHERITED)
+            self._replaced.append((owner, name, original, function))
             setattr(owner, name, function)
 
     def _remove(self, listener: Listener) -> None:
@@ -64,5 +68,8 @@ def _put_back(owner: Any, name: str, original: Any, function: Callable[..., Any]
     """Undo a replacement, unless it was itself replaced; gives whether it is undone."""
     if getattr_static(owner, name, None) is not function:
         return False
-    setattr(owner, name, original)
+    if original is _INHERITED:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, original)
     return True

@@ -78,13 +78,14 @@ class OptimizerTap:
         """Follow the optimizer's calls. Close the result to remove the tap."""
         guarded = partial(self._sink.guarded, "optimizer_step")
         with ExitStack() as undo:
-            self._hooks = (
-                hook_before_step(self.optimizer, guarded(self.before_step)),
-                hook_after_step(self.optimizer, guarded(self.after_step)),
-                hook_after_step(self.optimizer, self._end_step),
-            )
-            for hooks in self._hooks:
+            for hook, function in (
+                (hook_before_step, guarded(self.before_step)),
+                (hook_after_step, guarded(self.after_step)),
+                (hook_after_step, self._end_step),
+            ):
+                hooks = hook(self.optimizer, function)
                 undo.callback(hooks.remove)
+                self._hooks = (*self._hooks, hooks)
             compiled = StepObserver(begin=guarded(self._begin_compiled), end=guarded(self._end_compiled))
             undo.enter_context(tap_compiled_optimizer(self.optimizer, compiled))
             scaler = ScalerListener(before=self._before_scaler, after=partial(self._after_scaler, guarded(self._skip)))
@@ -190,7 +191,7 @@ class OptimizerTap:
 
     def _let_go(self, paths: Collection[str]) -> None:
         """Record that what becomes of parameters is not known which the optimizer no longer holds."""
-        for path in paths:
+        for path in sorted(paths):
             for phase, slot in (("grad", "grad"), ("optimizer", "state"), ("param", "value")):
                 if phase in self._observe:
                     self._sink.unobserved(NOT_HELD, phase=phase, path=path, slot=slot, optimizer=self.name)

@@ -40,14 +40,14 @@ class _Leaves:
         self._hooks: dict[int, tuple[Tensor, HeldHooks]] = {}
 
     def attach(self) -> ExitStack:
-        self._follow()
         look = self._context.sink.guarded("parameter_gradients", self._look)
         self._context.moments.before_forward.append(look)
         self._context.moments.before_backward.append(look)
         self._context.moments.after_step.append(look)
-        undo = ExitStack()
-        undo.callback(self._remove)
-        return undo
+        with ExitStack() as undo:
+            undo.callback(self._remove)
+            self._follow()
+            return undo.pop_all()
 
     def _follow(self) -> None:
         for leaf in self._context.leaves:
@@ -56,7 +56,7 @@ class _Leaves:
                 hooks.on_gradient(leaf, _hook(self._context, leaf, self._context.pieces_of))
                 self._hooks[id(leaf)] = leaf, hooks
 
-    def _look(self, *_: Any) -> None:
+    def _look(self, *roots: Any) -> None:  # noqa: ARG002
         """Before the backward pass nothing of it is lost."""
         leaves = {id(leaf) for leaf in self._context.leaves}
         for key, (_, hooks) in [*self._hooks.items()]:

@@ -24,7 +24,6 @@ from traindiff.taps.nested import tensors
 from traindiff.taps.rounds import Rounds
 from traindiff.taps.silent_modules import takes_hooks
 
-
 _UNSEEN_PHASES = (("batch", ""), ("forward", ""), ("loss", ""), ("backward", ""), ("grad", "micro"))
 """What is not known, or filed in the wrong place, of a step whose forward pass was not seen."""
 

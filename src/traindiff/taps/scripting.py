@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from traindiff.taps._torch_compat import script_compiler
-from traindiff.taps.compiled import NUMBER
-from traindiff.taps.left_behind import LeftBehind
+from traindiff.taps.left_behind import NUMBER, LeftBehind
 from traindiff.taps.listeners import Listeners
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -56,7 +56,7 @@ class SilentModules:
         self._beside_roots: set[str] = set()
 
     def heard(self, path: str, *, compiled: bool, beside_roots: bool = False) -> None:
-        """The module at `path` returned something, in compiled code or not, in a forward pass of a root or beside it."""
+        """The module at `path` returned something: in compiled code or not, outside all forward passes or not."""
         self._now.add(path)
         if beside_roots:
             self._beside_roots.add(path)
@@ -74,10 +74,10 @@ class SilentModules:
             self._sink.unobserved(f"{how}: {why}", phase=phase, path=path_in_whole(path), slot="output[0]")
 
     def end_step(self) -> None:
-        """Record which modules were heard in earlier steps, and may have been called in this one without being heard."""
+        """Record which modules may have been called unheard in this step: they were heard in earlier ones."""
         progress = self._sink.progress
         if progress.observing and progress.forward_done:
-            for path in self._heard - self._now:
+            for path in sorted(self._heard - self._now):
                 module = self._modules.get(path)
                 if module is not None and any(one.grad is not None for one in module.parameters()):
                     self.unseen(path, QUIET, how=MAYBE_UNSEEN)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from traindiff.taps._torch_compat import is_nested_step
 from traindiff.taps.held_hooks import HeldHooks
+from traindiff.taps.left_behind import LeftBehind
 
 StepHook = Callable[..., Any]
 """Called with the optimizer, and with positional and keyword arguments of its `step`."""
@@ -18,20 +19,21 @@ StepHook = Callable[..., Any]
 def hook_before_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
     """Have `hook` called before each step, until the result is removed."""
     hooks = HeldHooks()
-    hooks.before_step(optimizer, _once(hook))
+    hooks.before_step(optimizer, _Once(hook))
     return hooks
 
 
 def hook_after_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
     """Have `hook` called after each step, until the result is removed."""
     hooks = HeldHooks()
-    hooks.after_step(optimizer, _once(hook))
+    hooks.after_step(optimizer, _Once(hook))
     return hooks
 
 
-def _once(hook: StepHook) -> StepHook:
-    def call(optimizer: Optimizer, *arguments: Any) -> None:
-        if is_compiling() or not is_nested_step(optimizer):
-            hook(optimizer, *arguments)
+class _Once(LeftBehind):
+    def __init__(self, hook: StepHook) -> None:
+        self._hook = hook
 
-    return call
+    def __call__(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if is_compiling() or not is_nested_step(optimizer):
+            self._hook(optimizer, *arguments)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,11 @@ DEPTH = 6
 MOST = 500
 """Recordings that are listed."""
 
+SECONDS = 10.0
+"""How long they are looked into; those that are left are listed by their names."""
+
+UNREAD = "not looked into: there are too many"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
@@ -26,7 +32,8 @@ class Listed:
         created: When it was begun, as `run.json` has it.
         ranks: How many ranks it has.
         size_bytes: Of its files.
-        ending: `closed`, `unclosed` (still recording, or killed), or `unreadable`.
+        ending: `closed`, `aborted` (ended by an error), `unclosed` (still recording, or killed), `unreadable`, or
+            `unread` (there was no time).
         says: More of that in a sentence; may be empty.
     """
 
@@ -39,7 +46,7 @@ class Listed:
 
 
 class Catalogue:
-    """What lies under a directory. Nothing outside it is ever read, not even through a link.
+    """What lies under a directory. Nothing outside it is ever read: no recording reads what lies outside of its own.
 
     Args:
         root: The directory.
@@ -50,7 +57,11 @@ class Catalogue:
 
     def recordings(self) -> list[Listed]:
         """The recordings, those begun last first."""
-        found = [_listed(path, name) for name, path in self._found()]
+        until = time.monotonic() + SECONDS
+        found = [
+            _listed(path, name) if time.monotonic() < until else _without_details(name, ending="unread", says=UNREAD)
+            for name, path in self._found()
+        ]
         return sorted(found, key=lambda one: (one.created, one.name), reverse=True)
 
     def find(self, name: str) -> Path | None:
@@ -59,37 +70,25 @@ class Catalogue:
         Args:
             name: Its path below the root; `.` for the root itself.
         """
-        path = self._directory(name)
-        return None if path is None or self._leaves(path.rglob("*")) else path
+        if "\0" in name:
+            return None
+        try:
+            path = (self.root / name).resolve()
+        except (OSError, RuntimeError):  # a link that leads to itself
+            return None
+        return path if path.is_relative_to(self.root) and os.path.lexists(path / "run.json") else None
 
     def state(self, name: str) -> str:
-        """What changes when a recording grows: sizes and times of its files.
+        """What changes when a recording grows: sizes of its files.
 
         Args:
             name: As of `find`.
         """
-        path = self._directory(name)
+        path = self.find(name)
         if path is None:
             return "gone"
         files = sorted(path.glob("rank-*/observations.*"))[:64]
-        return ";".join(f"{file.stat().st_size}" for file in (path / "run.json", *files))
-
-    def _directory(self, name: str) -> Path | None:
-        """A directory below the root that has a recording's files, as far as its names say; None if there is none."""
-        if "\0" in name or not self._inside(self.root / name):
-            return None
-        path = (self.root / name).resolve()
-        return path if (path / "run.json").is_file() and not self._leaves(_named(path)) else None
-
-    def _leaves(self, files: Iterable[Path]) -> bool:
-        """Whether one of the files of a recording leads out of the root, or nowhere."""
-        return any(not self._inside(file) for file in files if file.is_symlink())
-
-    def _inside(self, path: Path) -> bool:
-        try:
-            return path.resolve().is_relative_to(self.root)
-        except (OSError, RuntimeError):  # a link that leads to itself
-            return False
+        return ";".join(f"{file.lstat().st_size}" for file in (path / "run.json", *files))
 
     def _found(self) -> Iterator[tuple[str, Path]]:
         count = 0
@@ -99,8 +98,7 @@ class Catalogue:
             if "run.json" in files:
                 below.clear()
                 count += 1
-                if not self._leaves(_named(here)):
-                    yield str(name), here
+                yield str(name), here
             elif len(name.parts) >= DEPTH:
                 below.clear()
             below[:] = sorted(one for one in below if not one.startswith("."))
@@ -108,25 +106,29 @@ class Catalogue:
                 return
 
 
-def _named(path: Path) -> Iterator[Path]:
-    """What every recording has: all of it but files of single tensors."""
-    yield path / "run.json"
-    yield from path.glob("rank-*")
-    yield from path.glob("rank-*/*")
+def _without_details(name: str, *, ending: str, says: str) -> Listed:
+    return Listed(name=name, created="", ranks=0, size_bytes=0, ending=ending, says=says)
+
+
+def _ending(of_ranks: set[str]) -> str:
+    """How a recording ends: as the rank that ends worst."""
+    if not of_ranks or of_ranks & {"unclosed", "truncated"}:
+        return "unclosed"
+    return "aborted" if "aborted" in of_ranks else "closed"
 
 
 def _listed(path: Path, name: str) -> Listed:
     try:
         recording = open_recording(str(path))
         statuses = [recording.status(rank) for rank in recording.ranks]
-        size = sum(file.stat().st_size for file in path.glob("rank-*/*") if file.is_file())
+        size = sum(file.lstat().st_size for file in path.glob("rank-*/*"))
     except (RecordingError, OSError) as error:
-        return Listed(name=name, created="", ranks=0, size_bytes=0, ending="unreadable", says=str(error))
+        return _without_details(name, ending="unreadable", says=str(error))
     return Listed(
         name=name,
         created=str(recording.run.get("created", "")),
         ranks=recording.world_size,
         size_bytes=size,
-        ending="closed" if statuses and all(one.ending == "closed" for one in statuses) else "unclosed",
+        ending=_ending({one.ending for one in statuses}),
         says=next((status.says for status in statuses if status.says), ""),
     )

@@ -30,11 +30,12 @@ def write_listing(catalogue: Catalogue) -> str:
     )
 
 
-def message_page(text: str) -> str:
+def message_page(text: str, *, again: int = 0) -> str:
     """A page that says one thing.
 
     Args:
         text: What it says.
+        again: After so many seconds a browser asks for it again; 0 for never.
     """
     template = environment("traindiff.viewer").get_template("message.html")
-    return template.render(text=text, policy=policy(""), styles=styles())
+    return template.render(text=text, again=again, policy=policy(""), styles=styles())

@@ -153,7 +153,7 @@ def _operator(name: str, overload: str) -> Any:
     shown = f"aten.{name}.{overload}"
     schemas = {one.overload_name or "default": one for one in schemas_of(f"aten::{name}")}
     if overload not in schemas:
-        raise RefusedOperatorError(f"this torch ({torch.__version__}) has no operator {shown}")
+        raise RefusedOperatorError(f"the torch that is installed here has no operator {shown}")
     schema = schemas[overload]
     for one in (*schema.arguments, *schema.returns):
         if not _is_plain(name, one):
@@ -163,7 +163,7 @@ def _operator(name: str, overload: str) -> Any:
             )
     operator = getattr(getattr(torch.ops.aten, name), overload)
     if not isinstance(operator, torch._ops.OpOverload):
-        raise RefusedOperatorError(f"{shown} is not an operator of this torch ({torch.__version__})")
+        raise RefusedOperatorError(f"the torch that is installed here has no operator {shown}")
     return operator
 
 

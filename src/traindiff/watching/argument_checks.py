@@ -44,14 +44,14 @@ def _batch_norm(given: Arguments) -> str | None:
     for name in ("weight", "bias", "running_mean", "running_var"):
         one = given.get(name)
         if isinstance(one, Tensor) and tuple(one.shape) != (channels,):
-            return f"as {name} {_shape(one)} for {channels} channels"
+            return f"as {name} a tensor of shape {_shape(one)} for {channels} channels"
     return None
 
 
 def _group_norm(given: Arguments) -> str | None:
     tensor, batch, channels, rest = given["input"], given["N"], given["C"], given["HxW"]
     if tensor.dim() < 2 or (batch, channels, rest) != (*tensor.shape[:2], prod(tensor.shape[2:])):
-        return f"sizes {batch}, {channels} and {rest}, which are not those of its input {_shape(tensor)}"
+        return f"sizes {batch}, {channels} and {rest}, which are not those of its input, of shape {_shape(tensor)}"
     return None
 
 
@@ -59,7 +59,7 @@ def _ctc_loss(given: Arguments) -> str | None:
     scores, targets, lengths = given["log_probs"], given["targets"], given["target_lengths"]
     inputs, blank = given["input_lengths"], given.get("blank", 0)
     if scores.dim() != 3 or targets.dim() not in (1, 2):
-        return f"scores {_shape(scores)} and targets {_shape(targets)}"
+        return f"scores of shape {_shape(scores)} and targets of shape {_shape(targets)}"
     steps, batch, classes = scores.shape
     lengths, inputs = _numbers(lengths), _numbers(inputs)
     if len(lengths) != batch or len(inputs) != batch or (targets.dim() == 2 and targets.shape[0] != batch):
@@ -77,7 +77,7 @@ def _ctc_loss(given: Arguments) -> str | None:
 
 def _attention(given: Arguments) -> str | None:
     query, key, value = given["query"], given["key"], given["value"]
-    shapes = f"query {_shape(query)}, key {_shape(key)} and value {_shape(value)}"
+    shapes = f"query of shape {_shape(query)}, key of shape {_shape(key)} and value of shape {_shape(value)}"
     if not query.dim() == key.dim() == value.dim() == 4 or 0 in (*query.shape, *key.shape, *value.shape):
         return shapes
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
@@ -90,7 +90,7 @@ def _attention(given: Arguments) -> str | None:
         if not 2 <= mask.dim() <= 4 or any(
             have not in (1, one) for have, one in zip(mask.shape[::-1], full[::-1], strict=False)
         ):
-            return f"a mask {_shape(mask)} for {shapes}"
+            return f"a mask of shape {_shape(mask)} for {shapes}"
     return None
 
 
@@ -111,26 +111,26 @@ def _scales(given: Arguments) -> str | None:
 def _fft(given: Arguments) -> str | None:
     tensor, axes = given["self"], given["dim"]
     if len(set(axes)) != len(axes) or not all(0 <= axis < tensor.dim() for axis in axes):
-        return f"the axes {axes[:8]} of {_shape(tensor)}"
+        return f"the axes {axes[:8]} of a tensor of shape {_shape(tensor)}"
     if not 0 <= given["normalization"] <= 2:
         return f"the normalization {given['normalization']}"
     size = given.get("last_dim_size")
     if size is not None and (not axes or size < 1 or tensor.shape[axes[-1]] < size // 2 + 1):
-        return f"the size {size}, for which {_shape(tensor)} is too small"
+        return f"the size {size}, for which a tensor of shape {_shape(tensor)} is too small"
     return None
 
 
 def _weight_norm(given: Arguments) -> str | None:
     direction, length, axis = given["v"], given["g"], given.get("dim", 0)
     if axis not in (0, direction.dim() - 1) or length.numel() != direction.shape[axis]:
-        return f"lengths {_shape(length)} for axis {axis} of {_shape(direction)}"
+        return f"lengths of shape {_shape(length)} for axis {axis} of a tensor of shape {_shape(direction)}"
     return None
 
 
 def _packed(given: Arguments) -> str | None:
     tensor, lengths = given["input"], given["lengths"]
     if tensor.dim() < 2 or lengths.dim() != 1 or lengths.dtype != torch.int64 or not lengths.numel():
-        return f"lengths {_shape(lengths)} for {_shape(tensor)}"
+        return f"lengths of shape {_shape(lengths)} for a tensor of shape {_shape(tensor)}"
     axis = 1 if given["batch_first"] else 0
     if lengths.numel() != tensor.shape[1 - axis] or not _between(lengths, 1, tensor.shape[axis]):
         return f"lengths that are not between 1 and {tensor.shape[axis]}"
@@ -139,20 +139,25 @@ def _packed(given: Arguments) -> str | None:
 
 def _unfolded(given: Arguments) -> str | None:
     made = torch.empty(given["input_sizes"], device="meta").unfold(given["dim"], given["size"], given["step"])
-    return None if made.shape == given["grad_in"].shape else f"{_shape(given['grad_in'])}, not {_shape(made)}"
+    return (
+        None
+        if made.shape == given["grad_in"].shape
+        else f"a tensor of shape {_shape(given['grad_in'])}, not {_shape(made)}"
+    )
 
 
 def _bags(given: Arguments) -> str | None:
     weight, indices, offsets = given["weight"], given["indices"], given["offsets"]
     if weight.dim() != 2 or indices.dim() != 1 or offsets.dim() != 1:
-        return f"weights {_shape(weight)}, indices {_shape(indices)} and offsets {_shape(offsets)}"
+        shapes = (_shape(weight), _shape(indices), _shape(offsets))
+        return "weights of shape {}, indices of shape {} and offsets of shape {}".format(*shapes)
     if not _between(indices, 0, weight.shape[0] - 1):
         return f"indices that are not between 0 and {weight.shape[0] - 1}"
     if not _between(offsets, 0, indices.numel()) or bool((offsets[1:] < offsets[:-1]).any()):
         return f"offsets that are not ascending from 0 to {indices.numel()}"
     scales = given.get("per_sample_weights")
     if scales is not None and scales.shape != indices.shape:
-        return f"weights of samples {_shape(scales)} for indices {_shape(indices)}"
+        return f"weights of samples of shape {_shape(scales)} for indices of shape {_shape(indices)}"
     return None
 
 
@@ -160,6 +165,16 @@ def _half_to_float(given: Arguments) -> str | None:
     return (
         None if given["grad_output"].shape == given["output"].shape else "a gradient of another shape than its output"
     )
+
+
+def _view(given: Arguments) -> str | None:
+    return _boolean(given) if "dtype" in given and given["self"].dtype != torch.bool else None
+
+
+def _boolean(given: Arguments) -> str | None:
+    """Booleans of other bytes than 0 and 1 are counted wrongly by what selects by them."""
+    made = given.get("dtype", given["self"].dtype)
+    return "a tensor of booleans that may have other bytes than 0 and 1" if made == torch.bool else None
 
 
 _CHECKS: Mapping[str, Callable[[Arguments], str | None]] = {
@@ -175,6 +190,7 @@ _CHECKS: Mapping[str, Callable[[Arguments], str | None]] = {
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _bags),
     **dict.fromkeys(("fractional_max_pool2d", "fractional_max_pool3d"), _fractional_pool),
     **dict.fromkeys(("_fft_c2c", "_fft_c2r", "_fft_r2c"), _fft),
+    **dict.fromkeys(("resize_as", "resize_as_"), _boolean), **dict.fromkeys(("view", "view_copy"), _view),
     "native_group_norm": _group_norm, "_ctc_loss": _ctc_loss, "_weight_norm_interface": _weight_norm,
     "_pack_padded_sequence": _packed, "unfold_backward": _unfolded,
 }  # fmt: skip
@@ -190,4 +206,4 @@ def _numbers(lengths: Any) -> list[int]:
 
 
 def _shape(tensor: Tensor) -> str:
-    return f"of shape {tuple(tensor.shape)}"
+    return f"{tuple(tensor.shape)}"

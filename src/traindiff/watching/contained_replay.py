@@ -43,10 +43,9 @@ def main(directory: str, device: str, gib: str) -> dict[str, Any]:
 def _check_device(torch: Any, device: str) -> None:
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
-        first = str(error).partition("\n")[0].rstrip(".")
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError):
         raise RecordingError(
-            f'--device "{printable(device)}" cannot be used ({printable(first)}). Leave it out to use the CPU.'
+            f'--device "{printable(device)}" is no device that torch can use here. Leave it out to use the CPU.'
         ) from None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+import torch
 from safetensors.torch import load
 from torch import Tensor
 
@@ -77,10 +78,19 @@ def load_call(directory: Path) -> tuple[CapturedCall, dict[str, Any]]:
         kept = load(folder.read(TENSORS_FILE, limit=MOST_TENSOR_BYTES))
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise damaged(path, printable(f"{type(error).__name__}: {error}")) from None
-    tensors = {int(name): one for name, one in kept.items() if name.isascii() and name.isdecimal() and len(name) < 19}
+    tensors = {
+        int(name): _booleans(one)
+        for name, one in kept.items()
+        if name.isascii() and name.isdecimal() and len(name) < 19
+    }
     if len(tensors) != len(kept):
         raise damaged(path, "it holds a tensor whose name is not a number")
     return call_of(content["call"], tensors, where=str(directory / MODULE_FILE)), content
+
+
+def _booleans(tensor: Tensor) -> Tensor:
+    """The tensor; booleans are made of bytes that are neither 0 nor 1, which torch would count wrongly."""
+    return tensor.view(torch.uint8).ne(0) if tensor.dtype == torch.bool else tensor
 
 
 def read_content(data: bytes, where: str) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""What `traindiff replay` says of a saved call that somebody has made or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.messages.provoking import Chapter
+from tests.watching.test_hostile_replay import TENSOR, UNBOUNDED, written
+from traindiff.watching.contained import replay_contained
+from traindiff.watching.replaying import replay
+
+chapter = Chapter("traindiff replay", [])
+situation = chapter.situation
+
+ADD: dict[str, Any] = {"name": "aten.add.Tensor", "args": [TENSOR, TENSOR]}
+
+
+def refused(title: str, operation: dict[str, Any], **more: Any) -> None:
+    def provoke(here: Path, patched: pytest.MonkeyPatch) -> None:
+        replay(written(here / "saved", operation, **more))
+
+    situation(title)(provoke)
+
+
+refused("an operator that is not called", {"name": "aten.from_file.default", "args": ["file"]})
+refused("an operator that this torch does not have", {**ADD, "name": "aten.add.Tensors"})
+refused("an operator that takes other things than tensors and numbers", {"name": "aten.add.t", "args": []})
+refused("a text where an operator takes a number", {**ADD, "args": [TENSOR, "1"]})
+refused("more arguments than an operator takes", {**ADD, "args": [TENSOR, TENSOR, TENSOR]})
+refused("an argument that an operator does not have", {**ADD, "kwargs": {"beta": 2}})
+refused("a tensor that nothing has made", {**ADD, "args": [TENSOR, {"tensor": 7}]})
+refused("an input that is not there", ADD, inputs={"input": 3})
+refused("an output that is not there", ADD, outputs={"output": 3})
+
+
+def damaged(title: str, break_: Callable[[Path], object], run: Callable[[Path], object] = replay) -> None:
+    def provoke(here: Path, patched: pytest.MonkeyPatch) -> object:
+        directory = written(here / "saved", ADD)
+        break_(directory)
+        return getattr(run(directory), "says", None)
+
+    situation(title)(provoke)
+
+
+def tensors(**kept: torch.Tensor) -> Callable[[Path], None]:
+    return lambda directory: save_file(kept, directory / "tensors.safetensors")
+
+
+def nothing(directory: Path) -> None:
+    """Leave it as it is."""
+
+
+damaged("a tensor whose name is not a number", tensors(x=torch.ones(1)))
+damaged("a call that differentiates by integers", lambda directory: (
+    written(directory, ADD, trained=[0]), tensors(**{"0": torch.ones(1, dtype=torch.int64)})(directory),
+))  # fmt: skip
+damaged("an index outside of a tensor", lambda directory: (
+    written(directory, {"output": [], **UNBOUNDED["axes"]}),
+))  # fmt: skip
+damaged("a replay that takes too long", nothing, lambda directory: replay_contained(directory, seconds=0.01))
+damaged("a replay that needs more memory",
+        lambda directory: written(directory, {"name": "aten.full.default", "args": [[10**13], 1.0]}),
+        lambda directory: replay_contained(directory, gib=1))  # fmt: skip
+damaged("a device that there is not", nothing, lambda directory: replay_contained(directory, device="gpu"))
