@@ -112,7 +112,8 @@ def _judged(native: Rerun, float32: Rerun, float64: Rerun) -> tuple[Cause, str]:
     if float64.failed:
         return "not run", f"{where} makes what is not finite; in float64 it could not be run: {float64.failed}."
     also = float64.first_non_finite
-    assert also is not None
+    if also is None:
+        return "not reproduced", f"{where} makes what is not finite; in longer dtypes it computes something else."
     at = "there too" if also.position == first.position else f"first at operator {also.position}, {also.name}"
     return "mathematics", (
         f"The mathematics is not finite: {where} makes NaN or infinity of finite numbers, in float64 {at}. "
