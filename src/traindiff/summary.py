@@ -107,8 +107,9 @@ def add(parts: Sequence[Any] | Summaries, weights: Sequence[float] | NDArray[np.
 
 
 def norm(summaries: Any) -> NDArray[np.float64]:
-    """Euclidean norm of the finite elements."""
-    return np.asarray(np.sqrt(summaries["sum_of_squares"]))
+    """Euclidean norm of the finite elements; NaN where the sum of squares is that of no numbers."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.sqrt(summaries["sum_of_squares"]))
 
 
 def largest(summaries: Any) -> NDArray[np.float64]:

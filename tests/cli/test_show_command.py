@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,6 +14,8 @@ import pytest
 
 from tests.cli.conftest import Traindiff
 from tests.made_up import record
+from tests.recording.hostile import batch_of, change_columns, messages_of
+from traindiff.recording.tensor_files import tensor_file
 from traindiff.report.observations import COLUMNS
 
 
@@ -77,6 +81,35 @@ def test_whole_numbers_have_no_norm_in_json(traindiff: Traindiff) -> None:
 
     assert row["dtype"] == "uint8"
     assert row["norm"] is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_json_lacks_are_null(traindiff: Traindiff, tmp_path: Path, value: float) -> None:
+    run = shutil.copytree("baseline", tmp_path / "run")
+    rank = run / "rank-00000"
+    rows = batch_of(messages_of(rank)[1]).num_rows
+    change_columns(rank, **{name: [value] * rows for name in ("sum", "sum_of_squares", "minimum", "maximum")})
+
+    result = traindiff("show", str(run), "--json")
+
+    assert result.exit_code == 0
+    row = json.loads(result.stdout, parse_constant=pytest.fail)["observations"][0]
+    assert row["norm"] is None
+
+
+def test_a_damaged_tensor_file_is_named(traindiff: Traindiff, tmp_path: Path) -> None:
+    name = tensor_file(step=0, row=0, site="x", content=b"as it was")
+    run = shutil.copytree("baseline", tmp_path / "run")
+    rank = run / "rank-00000"
+    rows = batch_of(messages_of(rank)[1]).num_rows
+    change_columns(rank, tensors=[name, *[""] * (rows - 1)])
+    (rank / name).parent.mkdir(parents=True)
+    (rank / name).write_bytes(b"as it is")
+
+    for command in (("show", str(run)), ("check", str(run)), ("compare", "baseline", str(run))):
+        result = traindiff(*command)
+        assert result.exit_code == 2
+        assert "its content has checksum" in result.stderr
 
 
 def test_parquet_has_the_types_of_the_columns(traindiff: Traindiff, tmp_path: Path) -> None:

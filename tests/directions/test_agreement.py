@@ -105,3 +105,9 @@ def test_a_tensor_without_signs_has_none() -> None:
 def test_similarities_of_several_tensors_are_weighted_by_their_elements() -> None:
     assert total([Agreement(same=1, count=1), None, Agreement(same=0, count=3)]) == Agreement(same=1, count=4)
     assert total([]).share is None
+
+
+def test_signs_of_a_tensor_far_larger_than_its_shards_are_not_made() -> None:
+    part = Shard(shape=(2, 2), global_shape=(2**30, 2**30), offset=(0, 0))
+
+    assert merged([(part, signs_of(np.ones((2, 2), np.float32)))], part.global_shape) is None

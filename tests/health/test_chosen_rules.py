@@ -121,3 +121,11 @@ def test_the_command_takes_the_same(run: Path, tmp_path: Path) -> None:
     assert ("near-overflow" in warned.stdout, "near-overflow" in quiet.stdout) == (True, False)
     assert "First warning: step 1, forward, fc output[0]" in only.stdout
     assert CliRunner().invoke(app, ["check", str(run), "--rules", "near-overflw"]).exit_code == 2
+
+
+@pytest.mark.parametrize("content", ["a = " + "[" * 100_000, "a = " + "9" * 5000, "a = \x00"])
+def test_toml_that_python_gives_up_on_is_said_to_be_none(run: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "limits.toml").write_text(content)
+
+    with pytest.raises(traindiff.ConfigError, match="is not TOML"):
+        traindiff.check(run, config=tmp_path / "limits.toml")

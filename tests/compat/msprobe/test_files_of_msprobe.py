@@ -6,6 +6,7 @@ with noise) that msprobe has monitored, and the table of its own comparison of t
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -153,6 +154,13 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
             ("grad_summary_1.csv", b"param_name,max\r\nfc.weight\r\n", "is no table of gradients"),
             ("grad_summary_1.csv", b"\xff\xfe", "is no table of gradients"),
             ("step1/fc.bias.npy", b"", "cannot be read as an array"),
+            ("step1/fc.bias.npy", npy("{'descr': '|b1', 'fortran_order': False, 'shape': (10000000000000,)}"), "shape"),
+            ("step1/fc.bias.npy", npy("{'descr': '|b1', 'fortran_order': (((((((("), "cannot be read as an array"),
+            ("step1/fc.bias.npy", b"PK\x03\x04" + bytes(60), "cannot be read as an array"),
+            ("step1/fc.bias.npy", bytes(1 << 20), "has 1048576 bytes, and may have"),
+            ("grad_summary_1.csv", b"," * (1 << 20) + b"\n", "is no table of gradients"),
+            ("grad_summary_1.csv", b'"' + b"x" * (1 << 20), "is no table of gradients"),
+            ("grad_summary_1.csv", bytes((1 << 24) + 1), "has 16777217 bytes, and may have 16777216"),
         ]
     ):
         dump = tmp_path / f"dump{number}"
@@ -161,6 +169,36 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(traindiff.NotARecordingError, match=says) as error:
             import_gradients(str(dump), str(tmp_path / f"run{number}"))
         assert str(dump / "rank0" / name) in str(error.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["grad_summary_1.csv", "step1/fc.bias.npy"])
+def test_what_is_no_file_inside_of_the_directory_is_refused(tmp_path: Path, name: str) -> None:
+    shutil.copytree(FIRST, tmp_path / "dump")
+    file = tmp_path / "dump" / "rank0" / name
+    file.rename(tmp_path / "outside")
+    file.symlink_to(tmp_path / "outside")
+    with pytest.raises(traindiff.NotARecordingError, match="a link that leads outside of"):
+        import_gradients(str(tmp_path / "dump"), str(tmp_path / "run"))
+
+
+@pytest.mark.timeout(60)
+def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    shutil.copytree(FIRST, tmp_path / "dump")
+    for name in ("grad_summary_1.csv", "step1/fc.bias.npy"):
+        (tmp_path / "dump" / "rank0" / name).unlink()
+        os.mkfifo(tmp_path / "dump" / "rank0" / name)
+    import_gradients(str(tmp_path / "dump"), str(tmp_path / "run"))  # neither is a file of the monitor
+
+
+def test_a_step_of_endless_digits_is_no_step(tmp_path: Path) -> None:
+    shutil.copytree(FIRST, tmp_path / "dump")
+    shutil.copy(FIRST / "rank0" / "grad_summary_1.csv", tmp_path / "dump" / "rank0" / f"grad_summary_{'9' * 200}.csv")
+    import_gradients(str(tmp_path / "dump"), str(tmp_path / "run"))
+
+
+def npy(header: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
 
 
 def test_pickled_directions_are_not_loaded(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from traindiff.cli.commands import app
 from traindiff.comparison import compare
 from traindiff.errors import ConfigError, NotARecordingError
 from traindiff.interop.onnxruntime.importing import KEPT_NO_MORE, import_statistics
+from traindiff.interop.onnxruntime.layout import call_of
 from traindiff.recording import open_recording
 
 
@@ -97,6 +99,8 @@ DAMAGE = {
     "order with an empty line": ("step_1/order.txt", b"\n"),
     "file that is no text": ("step_1/ReLU_2_0th_output_forward", b"\xff\xfe"),
     "file without an end": ("step_1/ReLU_2_0th_output_forward", b""),
+    "a line without end": ("step_1/ReLU_2_0th_output_forward", b">" * 3_000_000),
+    "a file without end": ("step_1/ReLU_2_0th_output_forward", bytes(5_000_000)),
     "more elements than there can be": ("step_1/ReLU_2_0th_output_forward", None),
 }
 
@@ -111,6 +115,34 @@ def test_a_damaged_directory_is_said_to_be_one(name: str, tmp_path: Path) -> Non
 
     with pytest.raises(NotARecordingError, match=re.escape(str(path.parent))):
         import_statistics(str(tmp_path / "damaged"), str(tmp_path / "run"))
+
+
+def test_counts_that_do_not_fit_the_shape_are_refused(tmp_path: Path) -> None:
+    shutil.copytree(WRITTEN, tmp_path / "damaged")
+    path = tmp_path / "damaged" / "step_1" / "ReLU_2_0th_output_forward"
+    path.write_bytes(path.read_bytes().replace(b"nan: 0", b"nan: 7"))
+
+    with pytest.raises(NotARecordingError, match="it counts 157 elements of a tensor of shape"):
+        import_statistics(str(tmp_path / "damaged"), str(tmp_path / "run"))
+
+
+@pytest.mark.timeout(60)
+def test_a_link_to_elsewhere_is_refused_and_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    shutil.copytree(WRITTEN, tmp_path / "damaged")
+    path = tmp_path / "damaged" / "step_1" / "ReLU_2_0th_output_forward"
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside")
+    with pytest.raises(NotARecordingError, match="a link that leads outside of"):
+        import_statistics(str(tmp_path / "damaged"), str(tmp_path / "run"))
+
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(NotARecordingError, match="is not there"):
+        import_statistics(str(tmp_path / "damaged"), str(tmp_path / "run"), overwrite=True)
+
+
+def test_a_call_of_endless_digits_is_a_name(tmp_path: Path) -> None:
+    assert call_of(f"x_call_{'9' * 5000}") == (f"x_call_{'9' * 5000}", 0)
 
 
 def test_a_recording_that_is_there_is_replaced_only_when_that_is_asked_for(tmp_path: Path) -> None:

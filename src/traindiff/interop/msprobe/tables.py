@@ -19,8 +19,8 @@ from traindiff.errors import NotARecordingError
 from traindiff.recording.checked_rows import MOST_AXES, MOST_ELEMENTS
 
 _INTERVAL = re.compile(r"\((-inf|[^,]+), ([^\])]+)[\])]")
-_LENGTH = re.compile(r"\d{1,19}", re.ASCII)
-_SHAPE = re.compile(r"\[\s*(\d{1,19}\s*(,\s*\d{1,19}\s*)*+,?\s*)?\]", re.ASCII)
+_LENGTH = re.compile(r"\d{1,30}", re.ASCII)
+_SHAPE = re.compile(r"\[\s*(\d{1,30}\s*(,\s*\d{1,30}\s*)*+,?\s*)?\]", re.ASCII)
 _NUMBERS = ("max", "min", "norm")
 
 
