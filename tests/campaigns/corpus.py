@@ -1,6 +1,7 @@
 """Mutants that a reader once failed on, kept beside this file and read again by every run of the tests.
 
-Each is an archive: what was on disk, links and FIFOs included, and in a header the name of its reader. It does not depend
+Each is an archive: what was on disk, links and FIFOs included,
+and in a header the name of its reader. It does not depend
 on how mutants are made today.
 """
 
@@ -58,7 +59,9 @@ def keep(found: Judged, tree: Tree, *, kind: str, directory: Path = DIRECTORY) -
         "gone": [path for path, one in tree.items() if isinstance(one, Special) and one.kind == "gone"],
     }  # fmt: skip
     file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w:xz", format=tarfile.PAX_FORMAT, pax_headers={_ABOUT: json.dumps(about)}) as archive:
+    with tarfile.open(
+        fileobj=file, mode="w:xz", format=tarfile.PAX_FORMAT, pax_headers={_ABOUT: json.dumps(about)}
+    ) as archive:
         for path, content in tree.items():
             info = tarfile.TarInfo(path)
             if isinstance(content, bytes):

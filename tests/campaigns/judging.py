@@ -135,7 +135,7 @@ class Judge:
             self._note(event, repr(args)[:200])
 
     def _look_at(self, event: str, path: str) -> None:
-        whole = os.path.normpath(os.path.join(os.getcwd(), path)) if not path.startswith("/") or "/.." in path else path  # noqa: PTH118
+        whole = path if path.startswith("/") and "/.." not in path else os.path.abspath(path)  # noqa: PTH100
         if whole.startswith(self.links_in):
             whole = os.path.realpath(whole)
         if not f"{whole}/".startswith(self.allowed):
@@ -150,7 +150,8 @@ class Judge:
 
 
 _ON_PATHS = {
-    "open": 1, "os.listdir": 1, "os.scandir": 1, "os.mkdir": 1, "os.remove": 1, "os.rename": 2, "os.rmdir": 1, "os.link": 2,
+    "open": 1, "os.listdir": 1, "os.scandir": 1, "os.mkdir": 1, "os.remove": 1, "os.rename": 2, "os.rmdir": 1,
+    "os.link": 2,
     "os.symlink": 2, "os.truncate": 1, "os.chmod": 1, "os.chown": 1, "os.utime": 1, "shutil.rmtree": 1, "os.mkfifo": 1,
 }  # fmt: skip
 """How many of its first arguments are paths, by event."""
@@ -158,7 +159,8 @@ _ON_PATHS = {
 _FORBIDDEN = frozenset(
     {
         "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "os.kill",
-        "socket.connect", "socket.getaddrinfo", "ctypes.dlopen", "pickle.find_class", "webbrowser.open", "urllib.Request",
+        "socket.connect", "socket.getaddrinfo", "ctypes.dlopen", "pickle.find_class", "webbrowser.open",
+        "urllib.Request",
     }
 )  # fmt: skip
 """What no reader does at all."""
@@ -167,7 +169,7 @@ _FORBIDDEN = frozenset(
 def _is_our_own(event: str, args: tuple[Any, ...]) -> bool:
     """Whether this is what asks the server of `view`, or the process in which a call is replayed."""
     if event == "subprocess.Popen":
-        return "traindiff.watching.contained_replay" in args[1]
+        return "-m" in args[1] and any(str(one).startswith("traindiff.") for one in args[1])
     return event.startswith("socket.") and "127.0.0.1" in repr(args)
 
 
@@ -175,7 +177,7 @@ def _of_the_interpreter() -> list[str]:
     """Where code comes from that is imported late, and what belongs to it."""
     names = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *sys.path, SOURCE, HERE}
     names |= {os.path.realpath(name) for name in names}
-    return sorted(name for name in names if name) + ["/usr/share/zoneinfo", "/etc/localtime", "/proc/self/status"]
+    return [*sorted(name for name in names if name), "/usr/share/zoneinfo", "/etc/localtime", "/proc/self/status"]
 
 
 def _failure(kind: str, error: BaseException) -> Failure:

@@ -88,7 +88,8 @@ class Tally:
         cpu = used.ru_utime + used.ru_stime
         yield f"{self.count:,} mutants in {seconds:,.0f} s: {self.count / seconds:,.0f} per second"
         yield f"{cpu:,.0f} s of CPU: {self.count / max(cpu, 0.01):,.0f} per second of a core"
-        yield f"longest: {self.longest.seconds:.2f} s ({self.longest.reader}, number {self.longest.number}; limit {HANG_SECONDS:g} s)"
+        which = f"{self.longest.reader}, number {self.longest.number}"
+        yield f"longest: {self.longest.seconds:.2f} s ({which}; limit {HANG_SECONDS:g} s)"
         yield f"most memory: {self.peak_bytes / 2**20:,.0f} MB (limit {MOST_MEMORY >> 20} MB)"
         kinds = Counter({kind: 0 for kind in ("crash", "signal", "hang", "memory", "outside")})
         for (kind, _), times in self.times.items():
@@ -110,7 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     commands = given.commands is not None
     numbers = range(given.first, given.first + (given.commands if commands else given.in_process))
-    print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.machine()}, {os.cpu_count()} CPUs, {' '.join(sys.argv[1:])}")
+    asked = " ".join(sys.argv[1:] if arguments is None else arguments)
+    print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.machine()}, {os.cpu_count()} CPUs, {asked}", flush=True)
     tally, begun = Tally(), time.monotonic()
     for plan, part in plans(numbers, seed=given.seed, commands=commands, only=given.only):
         for found in judged(plan, part, jobs=given.jobs):

@@ -174,7 +174,9 @@ def mutant(seed: Seed, rng: Random) -> Mutant:
     """Make a mutant: one change as a rule, sometimes several."""
     draft = Draft.of(seed.files)
     names: list[str] = []
-    places = rng.random() < _SHARE_OF_PLACES and seed.kind != "configuration"  # which the user names, links and pipes too
+    places = (
+        rng.random() < _SHARE_OF_PLACES and seed.kind != "configuration"
+    )  # which the user names, links and pipes too
     known = MUTATORS[seed.kind]
     weights = [weight for weight, _ in known.values()]
     while not names or (rng.random() < 0.2 and len(names) < 3):

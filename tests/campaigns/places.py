@@ -1,10 +1,10 @@
 """Where the files of a mutant are while it is read, and how they get there.
 
-    WORK/under/training/baseline    the mutant: what a reader is given; `training` is a golden directory, `under` is viewed
-    WORK/under/clean                a recording that nobody has touched
-    WORK/clean/NAME                 the seeds
-    WORK/outside/secret             no reader may open it
-    WORK/output                     what readers write
+WORK/under/training/baseline    the mutant: what a reader is given; `training` is a golden directory, `under` is viewed
+WORK/under/clean                a recording that nobody has touched
+WORK/clean/NAME                 the seeds
+WORK/outside/secret             no reader may open it
+WORK/output                     what readers write
 """
 
 from __future__ import annotations

@@ -183,7 +183,8 @@ Reader = Callable[[Case], None]
 
 READERS: Mapping[Kind, Mapping[str, tuple[int, Reader]]] = {
     "recording": {
-        "open and read": (64, _read), "show": (6, _show), "check": (7, _check), "compare": (8, _compare), "view": (5, _view),
+        "open and read": (64, _read), "show": (6, _show), "check": (7, _check), "compare": (8, _compare), "view": (5,
+        _view),
         "golden": (3, _golden), "scalars": (3, _scalars), "export msprobe": (4, _export),
     },
     "msprobe": {"import msprobe": (1, _import_msprobe)},

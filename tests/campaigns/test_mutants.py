@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -109,7 +110,16 @@ def test_mutants_are_kept_as_they_are(tmp_path: Path) -> None:
         "d": Special(kind="socket"), "e": Special(kind="gone"), "f": Special(kind="directory"), "\x1b[2J": b"x",
     }  # fmt: skip
     failure = workers.Failure(kind="crash", place="KeyError recording/manifest.py:80 load_run", says="")
-    about = Judged(number=1, seed="plain", mutator="json", reader="show", outcome="failed", seconds=1, peak_bytes=1, failure=failure)
+    about = Judged(
+        number=1,
+        seed="plain",
+        mutator="json",
+        reader="show",
+        outcome="failed",
+        seconds=1,
+        peak_bytes=1,
+        failure=failure,
+    )
     path = corpus.keep(about, tree, kind="recording", directory=tmp_path)
     assert path is not None
     assert path.name == "show-crash-keyerror-recording-manifest-py-load-run.tar.xz"
@@ -141,10 +151,8 @@ def _hanging(case: Case) -> None:
 
 def _hanging_whatever_is_raised(case: Case) -> None:
     while True:
-        try:
+        with suppress(BaseException):  # no alarm ends it
             time.sleep(60)
-        except BaseException:  # noqa: BLE001, S110, PERF203  no alarm ends it
-            pass
 
 
 def _dying(case: Case) -> None:
@@ -169,7 +177,7 @@ def _reading_through_a_link(case: Case) -> None:
 
 
 def _listing_outside(case: Case) -> None:
-    os.listdir("/etc")
+    list(Path("/etc").iterdir())
 
 
 def _starting_a_program(case: Case) -> None:

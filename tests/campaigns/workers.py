@@ -201,7 +201,9 @@ class Worker:
         hung = signal_number == signal.SIGKILL
         name = signal.Signals(signal_number).name
         place = next((line.strip() for line in says.splitlines() if "src/traindiff/" in line), "unknown")
-        failure = Failure(kind="hang" if hung else "signal", place=f"{name} {place.rpartition('src/traindiff/')[2]}", says=says)
+        failure = Failure(
+            kind="hang" if hung else "signal", place=f"{name} {place.rpartition('src/traindiff/')[2]}", says=says
+        )
         return Judged(
             number=number, seed=made.seed.name, mutator=made.mutator, reader=reader, outcome="failed",
             seconds=self._plan.hang_seconds if hung else 0.0, peak_bytes=0, failure=failure,
@@ -240,9 +242,8 @@ class Worker:
             }  # fmt: skip
             os.write(log, json.dumps(about).encode() + b"\n")
             self._slot[:] = struct.pack("<qd", -1, time.monotonic())
-            if failure is not None and failure.kind == "memory" and not self._plan.forks:
-                return  # its peak is that of every reader that came after
-
+            if failure is not None and not self._plan.forks:
+                return  # what it has taken may not be told from what the next one takes
 
     def _warm(self, places: Places) -> None:
         """Have every reader read what is right, so that everything is imported and what is kept for good is there."""
@@ -322,7 +323,11 @@ class Forked:
             says = crash.read_text(encoding="utf-8", errors="replace")[-3000:]
             kind = "hang" if number == -signal.SIGKILL else "signal"
             place = next((line.strip() for line in says.splitlines() if "src/traindiff/" in line), "unknown")
-            return "failed", Failure(kind=kind, place=f"{number} {place.rpartition('src/traindiff/')[2]}", says=says), peak
+            return (
+                "failed",
+                Failure(kind=kind, place=f"{number} {place.rpartition('src/traindiff/')[2]}", says=says),
+                peak,
+            )
         try:
             outcome, failure = json.loads(answer)
         except ValueError:
