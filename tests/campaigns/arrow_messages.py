@@ -1,6 +1,7 @@
 """The flatbuffer of an Arrow IPC message, as far as mutants change numbers in it.
 
-The layout is Arrow's (format/Message.fbs): a message is `ffffffff`, the length of the metadata, the metadata, and the body.
+The layout is Arrow's (format/Message.fbs): a message is `ffffffff`, the length of the metadata, the metadata,
+and the body.
 """
 
 from __future__ import annotations

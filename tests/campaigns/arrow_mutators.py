@@ -17,23 +17,30 @@ from tests.campaigns.drafts import Stream
 from traindiff.recording.schema import SCHEMA
 
 _TEXTS = (
-    "", "a", "grad", "forward", "param", "optimizer", "update", "batch", "loss", "loss_scale", "value", "before", "operator",
-    "boundary", "sample", "evaluation", "micro", "clipped", "(all parameters)", "norm", "squared_norm", "max_norm", "skipped",
+    "", "a", "grad", "forward", "param", "optimizer", "update", "batch", "loss", "loss_scale", "value", "before",
+    "operator",
+    "boundary", "sample", "evaluation", "micro", "clipped", "(all parameters)", "norm", "squared_norm", "max_norm",
+    "skipped",
     "traindiff", "rng", "cpu", "fc", "fc.weight", "optimizer.groups[0]", "optimizer.groups[99]", "stage[0]", "stage[x]",
-    "lr", "mean", "sum", "shard", "float32", "bfloat16", "int64", "bool", "complex64", "float8_e4m3fn", "nonsense", "\0",
+    "lr", "mean", "sum", "shard", "float32", "bfloat16", "int64", "bool", "complex64", "float8_e4m3fn", "nonsense",
+    "\0",
     "\x1b[31m", "\u202e", "\U0010ffff", "=1+1", "x" * 3000, "residual", "taken", "replayed", "rounding", "variant[x]",
-    "SGD", "NAME(AdamW)", "/etc/passwd", "../../../../outside/secret", "../../../../../outside/secret", "../../run.json", "tensors", "tensors/", ".", "fc/x[0]",
+    "SGD", "NAME(AdamW)", "/etc/passwd", "../../../../outside/secret", "../../../../../outside/secret",
+    "../../run.json", "tensors", "tensors/", ".", "fc/x[0]",
     "fc/aten.mm[0]", "(root)/aten.mm[9999999999]", "output[0]", "output[", "input[0][1]", "../rank-00001/rank.json",
     "tensors/\0", "tensors/" + "a" * 300, "//", "https://localhost:9/x", "file:///etc/passwd", "again[1]", "again[x]",
-    "recomputed", "reduced", "unscaled", "logged", "backward", "after", "grad.grad", "\ufffd", "exp_avg", "exp_avg_sq", "step",
+    "recomputed", "reduced", "unscaled", "logged", "backward", "after", "grad.grad", "\ufffd", "exp_avg",
+    "exp_avg_sq", "step",
     "momentum_buffer", "master", "betas[0]", "eps", "weight_decay",
 )  # fmt: skip
 _INTS = (0, 1, -1, 2, 3, 7, 255, 1 << 24, (1 << 24) * 5, 2**31 - 1, -(2**31), 2**40, 2**53, 2**62, 2**63 - 1, -(2**63))
 _FLOATS = (
-    0.0, -0.0, 1.0, -1.0, float("nan"), float("inf"), float("-inf"), 1e308, -1e308, 5e-324, 1e-300, 1e38, 0.5, 2.0**-24, 1e19,
+    0.0, -0.0, 1.0, -1.0, float("nan"), float("inf"), float("-inf"), 1e308, -1e308, 5e-324, 1e-300, 1e38, 0.5,
+    2.0**-24, 1e19,
 )  # fmt: skip
 _LISTS: tuple[list[int], ...] = (
-    [], [0], [1], [-1], [2, 2], [2, 3], [3, 2], [4, 3], [-1, 3], [-1, -1], [0, 0], [2**31], [2**62, 4], [2**62] * 20, [1] * 64,
+    [], [0], [1], [-1], [2, 2], [2, 3], [3, 2], [4, 3], [-1, 3], [-1, -1], [0, 0], [2**31], [2**62, 4], [2**62] * 20,
+    [1] * 64,
     [1] * 5000, [-5], [-(2**63)], [2**63 - 1], [2**32, 2**31], [12], [1000, 1000, 1000], [2, 4],
 )  # fmt: skip
 
@@ -41,7 +48,8 @@ _LISTS: tuple[list[int], ...] = (
 @cache
 def _types() -> tuple[pa.DataType, ...]:
     return (
-        pa.int8(), pa.int32(), pa.int64(), pa.uint64(), pa.float32(), pa.float64(), pa.utf8(), pa.large_utf8(), pa.binary(),
+        pa.int8(), pa.int32(), pa.int64(), pa.uint64(), pa.float32(), pa.float64(), pa.utf8(), pa.large_utf8(),
+        pa.binary(),
         pa.bool_(), pa.null(), pa.list_(pa.int32()), pa.list_(pa.utf8()), pa.list_(pa.list_(pa.int64())),
         pa.list_(pa.int64(), 3), pa.list_(pa.float64(), 0), pa.dictionary(pa.int8(), pa.utf8()), pa.decimal128(5),
         pa.struct([pa.field("a", pa.int8())]), pa.timestamp("ns"), pa.large_list(pa.int64()),
@@ -113,30 +121,50 @@ def _values_changed(stream: Stream, at: int, rng: Random) -> None:
 
 _SITES = (
     ("batch", "", "", "input[0]"), ("batch", "sample", "", "input[0]"), ("batch", "before", "rng", "cpu"),
-    ("batch", "", "traindiff", "optimizer"), ("forward", "", "fc", "output[0]"), ("forward", "evaluation", "fc", "output[0]"),
+    ("batch", "", "traindiff", "optimizer"), ("forward", "", "fc", "output[0]"), ("forward", "evaluation", "fc",
+    "output[0]"),
     ("forward", "recomputed", "fc", "output[0]"), ("forward", "boundary", "stage[1]", "received[0]"),
     ("forward", "operator", "fc/aten.addmm[0]", "output[0]"), ("backward", "operator", "fc/aten.mm[0]", "input[0]"),
     ("backward", "again[1]", "fc", "output[0]"), ("loss", "", "loss", "backward"), ("loss", "", "loss_scale", "value"),
     ("loss", "", "loss", "logged"), ("backward", "", "fc", "output[0]"), ("grad", "", "fc.weight", "grad"),
-    ("grad", "micro", "fc.weight", "grad"), ("grad", "reduced", "fc.weight", "grad"), ("grad", "unscaled", "fc.weight", "grad"),
+    ("grad", "micro", "fc.weight", "grad"), ("grad", "reduced", "fc.weight", "grad"), ("grad", "unscaled",
+    "fc.weight", "grad"),
     ("grad", "clipped", "(all parameters)", "norm"), ("grad", "clipped", "(all parameters)", "max_norm"),
     ("grad", "clipped", "(all parameters)", "squared_norm"), ("grad", "clipped", "(all parameters)", "max_value"),
     ("optimizer", "", "optimizer.groups[0]", "lr"), ("optimizer", "", "optimizer.groups[1]", "weight_decay"),
     ("optimizer", "", "optimizer.groups[7]", "betas[0]"), ("optimizer", "", "optimizer", "skipped"),
-    ("optimizer", "", "fc.weight", "exp_avg"), ("optimizer", "", "fc.weight", "exp_avg_sq"), ("optimizer", "", "fc.weight", "step"),
-    ("update", "residual", "fc.weight", "SGD"), ("update", "replayed", "fc.weight", "SGD"), ("update", "taken", "fc.weight", "SGD"),
+    ("optimizer", "", "fc.weight", "exp_avg"), ("optimizer", "", "fc.weight", "exp_avg_sq"), ("optimizer", "",
+    "fc.weight", "step"),
+    ("update", "residual", "fc.weight", "SGD"), ("update", "replayed", "fc.weight", "SGD"), ("update", "taken",
+    "fc.weight", "SGD"),
     ("update", "rounding", "fc.weight", "SGD"), ("update", "variant[x]", "fc.weight", "NAME(AdamW)"),
-    ("param", "before", "fc.weight", "value"), ("param", "", "fc.weight", "value"), ("param", "", "fc.weight", "master"),
+    ("param", "before", "fc.weight", "value"), ("param", "", "fc.weight", "value"), ("param", "", "fc.weight",
+    "master"),
     ("param", "", "out.weight", "value"), ("update", "", "fc.weight", "value"),
 )  # fmt: skip
-_DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool", "complex64", "float8_e4m3fn", "", "x")
+_DTYPES = (
+    "float32",
+    "float64",
+    "bfloat16",
+    "float16",
+    "int64",
+    "int32",
+    "uint8",
+    "bool",
+    "complex64",
+    "float8_e4m3fn",
+    "",
+    "x",
+)
 _SHAPES: tuple[list[int], ...] = (
-    [], [0], [1], [4], [12], [4, 3], [2, 4], [0, 3], [1, 1, 1], [1] * 8, [2**31, 3], [2**20, 2**20], [2**40], [3, 2**58],
+    [], [0], [1], [4], [12], [4, 3], [2, 4], [0, 3], [1, 1, 1], [1] * 8, [2**31, 3], [2**20, 2**20], [2**40], [3,
+    2**58],
 )  # fmt: skip
 
 
 def _sites(stream: Stream, at: int, rng: Random) -> None:
-    """Rows that say of themselves that they are something else, and are right in all other ways: what they mean is odd."""
+    """Rows that say of themselves that they are something else, and are right in all other ways: what they mean is
+    odd."""
     batch = _batch(stream.messages[at])
     columns = {field.name: column.to_pylist() for field, column in zip(SCHEMA, batch.columns, strict=True)}
     step = rng.choice((None, None, None, 0, 5, 2**40))
@@ -147,10 +175,12 @@ def _sites(stream: Stream, at: int, rng: Random) -> None:
         for name, value in zip(names, rng.choice(_SITES), strict=True):
             columns[name][row] = value
         for name, values in (
-            ("micro_step", (0, 1, 2, 2**31 - 1)), ("call", (0, 1, 3, 2**31 - 1)), ("dtype", _DTYPES), ("term", (0, 1, 2**31 - 1)),
+            ("micro_step", (0, 1, 2, 2**31 - 1)), ("call", (0, 1, 3, 2**31 - 1)), ("dtype", _DTYPES), ("term", (0, 1,
+            2**31 - 1)),
             ("merge", ("shard", "sum", "mean")), ("scaled", (True, False)), ("weight", (1.0, 0.0, 3.0, 1e308, 5e-324)),
             ("factor", (1.0, 2.0, 0.5, 1e308, 5e-324)), ("order", (0, 1, 2, 1 << 24, 7 << 24, 2**62)),
-            ("unobserved", ("", "", "no gradient", "no output was observed", "the grad tap failed: x", "this is no full replica: x")),
+            ("unobserved", ("", "", "no gradient", "no output was observed", "the grad tap failed: x",
+            "this is no full replica: x")),
         ):  # fmt: skip
             if rng.random() < 0.3:
                 columns[name][row] = rng.choice(values)
@@ -270,7 +300,9 @@ def _messages_moved(stream: Stream, at: int, rng: Random) -> None:
     elif change == 4:
         stream.messages.insert(rng.randrange(len(stream.messages)), end)
     elif change == 5:
-        stream.messages.insert(at, rng.choice((b"", b"\0" * 8, end * 2, rng.randbytes(100), b"\xff\xff\xff\xff\xff\xff\xff\x7f", b"a")))
+        stream.messages.insert(
+            at, rng.choice((b"", b"\0" * 8, end * 2, rng.randbytes(100), b"\xff\xff\xff\xff\xff\xff\xff\x7f", b"a"))
+        )
     else:
         stream.messages[at] = stream.messages[at] + rng.choice((stream.messages[at], b"\0" * 64, rng.randbytes(9)))
 
@@ -313,12 +345,14 @@ def _buffers(stream: Stream, at: int, rng: Random) -> None:
     for _ in range(rng.choice((1, 1, 2))):
         offset, length = message.buffer(rng.choice(filled))
         if rng.random() < 0.3:
-            message.body[offset : offset + length] = mangled(bytes(message.body[offset : offset + length]), rng)[:length].ljust(
-                length, b"\0"
-            )
+            message.body[offset : offset + length] = mangled(bytes(message.body[offset : offset + length]), rng)[
+                :length
+            ].ljust(length, b"\0")
             continue
         place = offset + rng.randrange(max(1, length)) // 4 * 4
-        what = rng.choice((*INTERESTING, b"\xed\xa0\x80", b"\xff\xfe", struct.pack("<i", rng.choice((1, 5, -5, 10**6)))))
+        what = rng.choice(
+            (*INTERESTING, b"\xed\xa0\x80", b"\xff\xfe", struct.pack("<i", rng.choice((1, 5, -5, 10**6))))
+        )
         message.body[place : place + len(what)] = what[: max(0, len(message.body) - place)]
     stream.messages[at] = message.data()
 
@@ -358,7 +392,8 @@ def _other_writer(stream: Stream, at: int, rng: Random) -> None:
 
 
 ARROW: Mapping[str, tuple[int, Callable[[Stream, int, Random], None]]] = {
-    "values": (10, _values_changed), "sites": (12, _sites), "nulls": (1, _nulls), "type": (2, _other_type), "columns": (1, _columns_moved),
+    "values": (10, _values_changed), "sites": (12, _sites), "nulls": (1, _nulls), "type": (2, _other_type),
+    "columns": (1, _columns_moved),
     "rows": (2, _rows), "huge text": (1, _huge_text), "messages": (2, _messages_moved), "metadata": (4, _metadata),
     "body": (3, _body), "numbers": (4, _numbers), "buffers": (5, _buffers), "compression": (3, _compression),
     "writer": (1, _other_writer),
@@ -398,4 +433,3 @@ def rename_file(stream: Stream, old: str, new: str) -> None:
 def zstd_frame(length: int) -> bytes:
     """A zstd frame of as many zeros."""
     return _bomb(length)
-

@@ -62,7 +62,7 @@ def _run(data: bytearray, rng: Random, others: Sequence[bytes]) -> None:
 
 def _huge_run(data: bytearray, rng: Random, others: Sequence[bytes]) -> None:
     place = rng.randrange(len(data))
-    data[place:place] = rng.choice((b"\0", b"\xff", b"[", b"9", b"\n", b"{\"a\":")) * rng.choice((10_000, 100_000))
+    data[place:place] = rng.choice((b"\0", b"\xff", b"[", b"9", b"\n", b'{"a":')) * rng.choice((10_000, 100_000))
 
 
 def _emptied(data: bytearray, rng: Random, others: Sequence[bytes]) -> None:

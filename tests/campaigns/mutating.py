@@ -55,15 +55,18 @@ class Mutant:
     tree: Tree
 
 
-def all_seeds(*, with_torch: bool) -> list[Seed]:
-    """Every seed; those of watches need torch."""
+def all_seeds() -> list[Seed]:
+    """Every seed but those that need torch."""
     found = [Seed(name=name, kind="recording", files=seeds.recording(name)) for name in seeds.RECORDINGS]
     found.append(Seed(name="msprobe", kind="msprobe", files=seeds.msprobe()))
     found.append(Seed(name="onnxruntime", kind="onnxruntime", files=seeds.onnxruntime()))
     found.append(Seed(name="configuration", kind="configuration", files=seeds.configuration()))
-    if with_torch:
-        found += [Seed(name=name, kind="saved", files=files) for name, files in seeds.saved_calls().items()]
     return found
+
+
+def saved_seeds() -> list[Seed]:
+    """What watches save; they need torch."""
+    return [Seed(name=name, kind="saved", files=files) for name, files in seeds.saved_calls().items()]
 
 
 def _bytes(draft: Draft, rng: Random) -> None:
@@ -171,7 +174,9 @@ def mutant(seed: Seed, rng: Random) -> Mutant:
     """Make a mutant: one change as a rule, sometimes several."""
     draft = Draft.of(seed.files)
     names: list[str] = []
-    places = rng.random() < _SHARE_OF_PLACES
+    places = (
+        rng.random() < _SHARE_OF_PLACES and seed.kind != "configuration"
+    )  # which the user names, links and pipes too
     known = MUTATORS[seed.kind]
     weights = [weight for weight, _ in known.values()]
     while not names or (rng.random() < 0.2 and len(names) < 3):

@@ -9,7 +9,17 @@ from tests.campaigns.drafts import Special, Tree, paths_of
 OUTSIDE = "../../outside"
 """Directory that no reader may open, from the one that holds the mutant."""
 
-_DEVICES = ("/dev/zero", "/dev/full", "/dev/tty", "/dev/random", "/proc/self/environ", "/proc/kmsg", "/etc/passwd", "/", "/dev")
+_DEVICES = (
+    "/dev/zero",
+    "/dev/full",
+    "/dev/tty",
+    "/dev/random",
+    "/proc/self/environ",
+    "/proc/kmsg",
+    "/etc/passwd",
+    "/",
+    "/dev",
+)
 
 
 def _up(path: str) -> str:
@@ -17,7 +27,7 @@ def _up(path: str) -> str:
     return "../" * (path.count("/") + 1)
 
 
-def mutate(tree: Tree, rng: Random) -> None:
+def mutate(tree: Tree, rng: Random) -> None:  # noqa: C901  a list of cases
     """Put something else in the place of a file or a directory, or add a file."""
     path = rng.choice(list(paths_of(tree)))
     change = rng.randrange(12)
@@ -56,9 +66,12 @@ def _strange_name(tree: Tree, path: str, rng: Random) -> None:
     """Files and directories of more names."""
     content = next((one for one in tree.values() if isinstance(one, bytes)), b"")
     name = rng.choice(
-        ("rank-99999", "rank-00001", "rank-000000", "rank-1", "rank-00000x", "rank-\u0663\u0663\u0663\u0663\u0663", "rank-" + "9" * 200,
-         "rank-00002/observations.crc", "rank0", "rank65535", "rank65536", "rank999999999999", "step_1", "step_999999999999999999",
-         "rank_1/step_0/order.txt", "run.json.unfinished", "\udcff", "a\nb", "\x1b[2J", "a" * 255, "-rf", "rank0/grad_summary_99999999999999999999.csv",
+        ("rank-99999", "rank-00001", "rank-000000", "rank-1", "rank-00000x", "rank-\u0663\u0663\u0663\u0663\u0663",
+        "rank-" + "9" * 200,
+         "rank-00002/observations.crc", "rank0", "rank65535", "rank65536", "rank999999999999", "step_1",
+         "step_999999999999999999",
+         "rank_1/step_0/order.txt", "run.json.unfinished", "\udcff", "a\nb", "\x1b[2J", "a" * 255, "-rf",
+         "rank0/grad_summary_99999999999999999999.csv",
          "rank0/step0/..npy", "deep/" * 60 + "run.json", "rank2/grad_summary_0.csv", "rank1000/grad_summary_0.csv")
     )  # fmt: skip
     if rng.random() < 0.5:

@@ -1,10 +1,10 @@
 """Where the files of a mutant are while it is read, and how they get there.
 
-    WORK/under/training/baseline    the mutant: what a reader is given; `training` is a golden directory, `under` is viewed
-    WORK/under/clean                a recording that nobody has touched
-    WORK/clean/NAME                 the seeds
-    WORK/outside/secret             no reader may open it
-    WORK/output                     what readers write
+WORK/under/training/baseline    the mutant: what a reader is given; `training` is a golden directory, `under` is viewed
+WORK/under/clean                a recording that nobody has touched
+WORK/clean/NAME                 the seeds
+WORK/outside/secret             no reader may open it
+WORK/output                     what readers write
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Places:
             _write(self.clean(seed.name), seed.files)
             _write(self.outside, seed.files)
         _write(self.outside, {"secret": b"this is outside\n"})
-        _write(self.under / "clean", next(seed.files for seed in seeds if seed.name == "plain"))
+        _write(self.under / "clean", next((seed.files for seed in seeds if seed.name == "plain"), {}))
 
     def put(self, tree: Tree) -> None:
         """Put a mutant in the place of the one before."""

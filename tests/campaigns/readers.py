@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from tests.campaigns.mutating import Kind
 from tests.campaigns.places import Places
 from traindiff.comparison import Comparison, compare
+from traindiff.errors import RecordingError
 from traindiff.health import Verdict, check
 from traindiff.interop.msprobe.exporting import export_gradients
 from traindiff.interop.msprobe.importing import import_gradients
@@ -162,26 +164,27 @@ def _limits(case: Case) -> None:
 
 
 def _load(case: Case) -> None:
-    from traindiff.watching.saving import load
+    from traindiff.watching.saved_call import load_call
 
-    load(case.places.mutant)
+    load_call(case.places.mutant)
 
 
 def _replay(case: Case) -> None:
-    import json
+    """As the process of `traindiff replay` does, which this one is."""
+    from traindiff.watching.contained_replay import main
 
-    from traindiff.watching.replaying import replay, table
-
-    found = replay(Path(case.mutant))
-    json.dumps(found.to_json(), allow_nan=False)
-    table(found)
+    found = main(case.mutant, "cpu", "0.5")
+    json.dumps(found, allow_nan=False)
+    if "error" in found:
+        raise RecordingError(found["says"])
 
 
 Reader = Callable[[Case], None]
 
 READERS: Mapping[Kind, Mapping[str, tuple[int, Reader]]] = {
     "recording": {
-        "open and read": (64, _read), "show": (6, _show), "check": (7, _check), "compare": (8, _compare), "view": (5, _view),
+        "open and read": (64, _read), "show": (6, _show), "check": (7, _check), "compare": (8, _compare), "view": (5,
+        _view),
         "golden": (3, _golden), "scalars": (3, _scalars), "export msprobe": (4, _export),
     },
     "msprobe": {"import msprobe": (1, _import_msprobe)},

@@ -1,13 +1,13 @@
 """Small inputs of every kind that traindiff reads: what mutants are made of.
 
-A recording has a few rows, so that opening and reading it takes about a millisecond. Nothing here trains; only the saved
-call of a watch needs torch.
+A recording has a few rows, so that opening and reading it takes milliseconds. Nothing here trains; only the saved calls of
+a watch need torch.
 """
 
 from __future__ import annotations
 
-import io
 import hashlib
+import io
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -58,7 +58,9 @@ _ABOUT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _row(phase: str, path: str, slot: str, *shape: int, step: int, number: int, **about: Any) -> tuple[Observation, Any]:
+def _row(
+    phase: str, path: str, slot: str, *shape: int, step: int, number: int, **about: Any
+) -> tuple[Observation, Any]:
     values = about.pop("values", None)
     if values is None:
         values = random(*shape, seed=100 * step + number)
@@ -150,7 +152,8 @@ _BITS = {"positive": 0x55, "signless": 0x00}
 
 
 def _ranks(path: Path) -> None:
-    """Two ranks that divide the batch, a gradient and its loss scale; the disk of the second was full in its second step."""
+    """Two ranks that divide the batch, a gradient and its loss scale; the disk of the second was full in its second
+    step."""
     for rank in range(2):
         steps = []
         for step in range(2):
@@ -230,7 +233,10 @@ def _optimizers(path: Path) -> None:
     of_second = [(replace(seen, optimizer="other", stage="evaluation" * (not at)), one) for at, (seen, one) in
                  enumerate(second)]  # fmt: skip
     seen, summary = _row("forward", "fc", "output[1]", 2, step=0, number=9)
-    late = [(replace(seen, unobserved="it is a list", dtype=""), summary), _row("loss", "x", "logged", step=0, number=10)]
+    late = [
+        (replace(seen, unobserved="it is a list", dtype=""), summary),
+        _row("loss", "x", "logged", step=0, number=10),
+    ]
     content = {
         "optimizers": [
             {"name": "optimizer", "type": "SGD", "groups": [["fc.weight"]]},
@@ -247,7 +253,8 @@ def _optimizers(path: Path) -> None:
 
 
 RECORDINGS: Mapping[str, Callable[[Path], None]] = {
-    "plain": _plain, "detailed": _detailed, "ranks": _ranks, "operators": _operators, "pipeline": _pipeline, "cut": _cut,
+    "plain": _plain, "detailed": _detailed, "ranks": _ranks, "operators": _operators, "pipeline": _pipeline,
+    "cut": _cut,
     "optimizers": _optimizers,
 }  # fmt: skip
 """What writes a recording, by name."""
@@ -299,9 +306,7 @@ def onnxruntime() -> Files:
 
 def configuration() -> Files:
     """Limits for rules of `check`."""
-    return {
-        "limits.toml": b"# limits\n[spike]\nnorm_factor = 10\n'least_steps' = 3\n[dead-units]\n"
-    }
+    return {"limits.toml": b"# limits\n[spike]\nnorm_factor = 10\n'least_steps' = 3\n[dead-units]\n"}
 
 
 def saved_calls() -> dict[str, Files]:

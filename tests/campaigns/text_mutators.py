@@ -9,11 +9,16 @@ from tests.campaigns.byte_mutators import mangled
 
 _WORD = re.compile(r"-?\d+(?:\.\d+)?|\w+|[^\w\s]")
 _WORDS = (
-    "", "0", "-1", "1", "2", "3", "9" * 20, "9" * 5000, "1e999", "nan", "inf", "-inf", "True", "None", "1.5", "[2, 2]", "[]",
-    "[" * 2000, "[9223372036854775807]", "[4294967296, 4294967296]", "[3037000500, 3037000500]", "[-1]", '"', ",", "\r", "\n",
-    "\0", "a" * 300, "a" * 200_000, "..", "../../outside/secret", "/etc/passwd", "=1+1", "\x1b[2J", "\u202e", "(-inf, 0]",
-    "(nan, inf)", "float32", "bfloat16", "nonsense", "forward", "backward", "param_name", "shape", "max", "module.fc.weight",
-    "tensor([])", "tensor([1,2", "2023-01-01", "0x10", "[[a]]", "{a = 1}", "'''", "1_000", "spike", "factor", "٣", "([)",
+    "", "0", "-1", "1", "2", "3", "9" * 20, "9" * 5000, "1e999", "nan", "inf", "-inf", "True", "None", "1.5", "[2, 2]",
+    "[]",
+    "[" * 2000, "[9223372036854775807]", "[4294967296, 4294967296]", "[3037000500, 3037000500]", "[-1]", '"', ",",
+    "\r", "\n",
+    "\0", "a" * 300, "a" * 200_000, "..", "../../outside/secret", "/etc/passwd", "=1+1", "\x1b[2J", "\u202e",
+    "(-inf, 0]",
+    "(nan, inf)", "float32", "bfloat16", "nonsense", "forward", "backward", "param_name", "shape", "max",
+    "module.fc.weight",
+    "tensor([])", "tensor([1,2", "2023-01-01", "0x10", "[[a]]", "{a = 1}", "'''", "1_000", "spike", "factor", "٣",
+    "([)",
     "order.txt", ".", "Linear_1_0th_output_call_99999999999", "[1000000, 1000000]", "1000000", "4096", "[4096,4096]",
 )  # fmt: skip
 

@@ -23,14 +23,14 @@ from random import Random
 from tempfile import mkdtemp
 from typing import Any
 
-from tests.campaigns.judging import HANG_SECONDS, Failure, Judge
+from tests.campaigns.judging import HANG_SECONDS, MOST_MEMORY, OF_TORCH, Failure, Judge
 from tests.campaigns.mutating import Mutant, Seed, mutant
 from tests.campaigns.places import Places
 from tests.campaigns.readers import READERS, Case
 from traindiff.errors import TraindiffError
 
-_LEASE = 4000
-"""Mutants that a process judges before another takes its place."""
+_LEASE = {False: 4000, True: 100}
+"""Mutants that a process judges before another takes its place, by whether it forks for each."""
 
 _GRACE_SECONDS = 5.0
 """A reader that no alarm interrupts is killed so much later."""
@@ -63,6 +63,16 @@ class Plan:
         reader = rng.choices(list(table), [weight for weight, _ in table.values()])[0]
         return made, reader, rng
 
+    @property
+    def needs_torch(self) -> bool:
+        """Whether seeds are what watches save."""
+        return any(seed.kind == "saved" for seed in self.seeds)
+
+    @property
+    def forks(self) -> bool:
+        """Whether each reader has a process of its own, as commands and replays have."""
+        return self.commands or self.needs_torch
+
     def readers(self) -> Any:
         """Readers by kind and name."""
         if self.commands:
@@ -73,7 +83,7 @@ class Plan:
 
 
 _WEIGHTS = {"recording": 80, "msprobe": 8, "onnxruntime": 5, "configuration": 2, "saved": 1}
-"""How often there is a mutant of a kind; what watches save has campaigns of its own, as it needs torch."""
+"""How often there is a mutant of a kind, among those whose seeds there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +133,7 @@ class Worker:
 
     def start(self) -> bool:
         """Start a process for the next numbers; False where there are none."""
-        while len(self._lease) < _LEASE and (number := next(self._numbers, None)) is not None:
+        while len(self._lease) < _LEASE[self._plan.forks] and (number := next(self._numbers, None)) is not None:
             self._lease.append(number)
         if not self._lease:
             return False
@@ -191,7 +201,9 @@ class Worker:
         hung = signal_number == signal.SIGKILL
         name = signal.Signals(signal_number).name
         place = next((line.strip() for line in says.splitlines() if "src/traindiff/" in line), "unknown")
-        failure = Failure(kind="hang" if hung else "signal", place=f"{name} {place.rpartition('src/traindiff/')[2]}", says=says)
+        failure = Failure(
+            kind="hang" if hung else "signal", place=f"{name} {place.rpartition('src/traindiff/')[2]}", says=says
+        )
         return Judged(
             number=number, seed=made.seed.name, mutator=made.mutator, reader=reader, outcome="failed",
             seconds=self._plan.hang_seconds if hung else 0.0, peak_bytes=0, failure=failure,
@@ -204,10 +216,11 @@ class Worker:
         judge = Judge(
             allowed=(f"{places.under}/", f"{places.work / 'clean'}/", f"{places.output}/"), links_in=f"{places.under}/",
             outside=places.outside, hang_seconds=self._plan.hang_seconds,
+            most_memory=MOST_MEMORY + OF_TORCH * self._plan.needs_torch,
         )  # fmt: skip
         run: Callable[[Callable[[], object]], tuple[str, Failure | None, int]]
         self._warm(places)
-        if self._plan.commands:
+        if self._plan.forks:
             own = Forked(judge, self._work)
             run = own.run
         else:
@@ -229,9 +242,8 @@ class Worker:
             }  # fmt: skip
             os.write(log, json.dumps(about).encode() + b"\n")
             self._slot[:] = struct.pack("<qd", -1, time.monotonic())
-            if failure is not None and failure.kind == "memory" and not self._plan.commands:
-                return  # its peak is that of every reader that came after
-
+            if failure is not None and not self._plan.forks:
+                return  # what it has taken may not be told from what the next one takes
 
     def _warm(self, places: Places) -> None:
         """Have every reader read what is right, so that everything is imported and what is kept for good is there."""
@@ -240,7 +252,7 @@ class Worker:
             os.dup2(os.open(self._work / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND), descriptor)
         for seed in {one.kind: one for one in self._plan.seeds}.values():
             for name, (_, reader) in self._plan.readers()[seed.kind].items():
-                for choice in range(4 if "view" not in name else 1):
+                for choice in range(1 if "view" in name else 0 if "replay" in name else 4):
                     places.put(dict(seed.files))
                     try:
                         reader(Case(places, seed.name, Random(choice)))
@@ -282,9 +294,8 @@ class Forked:
 
     def run(self, reader: Callable[[], object]) -> tuple[str, Failure | None, int]:
         """Run a reader."""
-        answer = self._work / "answer"
         crash = self._work / "crash"
-        answer.unlink(missing_ok=True)
+        receive, send = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
@@ -295,24 +306,31 @@ class Forked:
                 self._judge.allowed += (f"{self._work}/stderr/",)
                 self._judge.install()
                 outcome, failure = self._judge.run(reader)
-                answer.write_text(json.dumps([outcome, None if failure is None else failure.to_json()]))
+                os.write(send, json.dumps([outcome, None if failure is None else failure.to_json()]).encode())
             finally:
                 os._exit(0)
+        os.close(send)
         descriptor = os.pidfd_open(pid)
         if not select.select([descriptor], [], [], self._judge.hang_seconds + _GRACE_SECONDS)[0]:
             os.kill(pid, signal.SIGKILL)
         os.close(descriptor)
         _, status, used = os.wait4(pid, 0)
         peak = used.ru_maxrss << 10
+        with os.fdopen(receive, "rb") as file:
+            answer = file.read() if not status else b""
         if status:
             number = os.waitstatus_to_exitcode(status)
             says = crash.read_text(encoding="utf-8", errors="replace")[-3000:]
             kind = "hang" if number == -signal.SIGKILL else "signal"
             place = next((line.strip() for line in says.splitlines() if "src/traindiff/" in line), "unknown")
-            return "failed", Failure(kind=kind, place=f"{number} {place.rpartition('src/traindiff/')[2]}", says=says), peak
+            return (
+                "failed",
+                Failure(kind=kind, place=f"{number} {place.rpartition('src/traindiff/')[2]}", says=says),
+                peak,
+            )
         try:
-            outcome, failure = json.loads(answer.read_text())
-        except (OSError, ValueError):
+            outcome, failure = json.loads(answer)
+        except ValueError:
             return "failed", Failure(kind="crash", place="no answer", says=""), peak
         return outcome, None if failure is None else Failure(**failure), peak
 

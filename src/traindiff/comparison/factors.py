@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from fractions import Fraction
 
@@ -25,10 +26,10 @@ def factor_meaning(factor: float, micro_steps: int, ranks: int = 1, known: Itera
         known: Factors of which something is known, and what to say of them.
     """
     for one, says in known:
-        if abs(factor / one - 1.0) < min(0.01, 0.1 * abs(one - 1.0)):  # near 1 every factor is near every other
+        if one and abs(factor / one - 1.0) < min(0.01, 0.1 * abs(one - 1.0)):  # near 1 every factor is near every other
             return f" ({says})"
     size = abs(factor)
-    whole = Fraction(size).limit_denominator(64)
+    whole = Fraction(size).limit_denominator(64) if math.isfinite(size) else Fraction(0)
     if size == 0 or (whole.numerator != 1 and whole.denominator != 1) or abs(float(whole) / size - 1) > 0.01:
         return ""
     if ranks == micro_steps > 1 and whole in (ranks, Fraction(1, ranks)):

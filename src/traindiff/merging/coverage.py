@@ -10,6 +10,10 @@ from traindiff.observation import Observation
 from traindiff.shards import Shard
 from traindiff.site import ROOT
 
+_MOST_RUNS = 1 << 20
+"""Runs of rows that lie one after the other, of all ranks, that are looked at. Of a shard whose rows are spaced each
+sample of a batch may be one."""
+
 
 def gap(shape: Sequence[int], shards: Collection[Shard]) -> str:
     """Why the shards of a tensor of a shape do not make a whole; empty where they do."""
@@ -48,6 +52,9 @@ def not_placed(parts: Sequence[tuple[Observation, int, Any]]) -> str:
 
 def _misplaced_rows(shards: Iterable[Shard]) -> str:
     """Why the rows of ranks and micro-batches do not make a batch; empty where they do."""
+    shards = [shard for shard in shards if shard.batched]  # ranks may disagree
+    if sum(shard.shape[0] // shard.spacing[0] for shard in shards if shard.spacing) > _MOST_RUNS:
+        return f"its rows lie in more than {_MOST_RUNS:,} places"
     rows = sorted({run for shard in shards for run in _runs_of_rows(shard) if run[1]})
     ends = [0, *(first + count for first, count in rows)]
     for (first, _), end in zip(rows, ends, strict=False):

@@ -246,7 +246,8 @@ def _rows_known(parts: Sequence[Part]) -> tuple[int, ...]:
     shard = parts[0][0].shard
     if not shard.batched:
         return shard.global_shape
-    rows = sum({seen.shard.offset[0]: seen.shard.shape[0] for seen, _, _ in parts}.values())
+    batched = (seen.shard for seen, _, _ in parts if seen.shard.batched)  # ranks may disagree
+    rows = sum({one.offset[0]: one.shape[0] for one in batched}.values())
     return tuple(rows if length == OPEN else length for length in shard.global_shape)
 
 

@@ -45,7 +45,7 @@ _HEADER = mapped(
         {
             "dtype": one_of(_ITEM_BYTES),
             "shape": listed(whole(0, MOST_ELEMENTS)),
-            "data_offsets": listed(whole(0), least=2),
+            "data_offsets": listed(whole(0), least=2, most=2),
         }
     )
 )
@@ -129,6 +129,8 @@ def load(data: bytes, *, where: str, shard: Shard) -> dict[str, NDArray[np.gener
     """
     raw = dict(_decompressed(name, one, where, shard) for name, one in _read(data, where).items())
     for name, one in raw.items():
+        if one.dtype != (dtype := _DTYPES.get(name, one.dtype)):
+            raise damaged(where, f"{name} has the dtype {one.dtype}, and must have {dtype}")
         expected = _SHAPES[name](shard) if name in _SHAPES else one.shape
         if one.shape not in ((expected, (0,)) if name in _BITS else (expected,)):
             raise damaged(where, f"{name} has the shape {list(one.shape)}, and must have {list(expected)}")
@@ -144,6 +146,8 @@ def load(data: bytes, *, where: str, shard: Shard) -> dict[str, NDArray[np.gener
 def _num_bit_bytes(shard: Shard) -> int:
     return -(-shard.size // 8)
 
+
+_DTYPES: Mapping[str, str] = {**dict.fromkeys(_BITS, "U8"), "md5": "U8", "intervals": "I64"}
 
 _SHAPES: Mapping[str, Callable[[Shard], tuple[int, ...]]] = {
     "value": lambda shard: shard.shape,

@@ -75,13 +75,15 @@ def mapped(demand: Demand) -> Demand:
     return check
 
 
-def listed(demand: Demand, *, least: int = 0) -> Demand:
+def listed(demand: Demand, *, least: int = 0, most: int | None = None) -> Demand:
     """A list whose items are all as demanded."""
 
     def check(value: Any, place: str) -> None:
         _is(list, value, place)
         if len(value) < least:
             raise Unmet(f"{_named(place)} has {len(value)} items, and must have at least {least}")
+        if most is not None and len(value) > most:
+            raise Unmet(f"{_named(place)} has {len(value)} items, and may have {most}")
         for number, one in enumerate(value):
             demand(one, f"{place}[{number}]")
 

@@ -87,8 +87,10 @@ class Catalogue:
         path = self.find(name)
         if path is None:
             return "gone"
-        files = sorted(path.glob("rank-*/observations.*"))[:64]
-        return ";".join(f"{file.lstat().st_size}" for file in (path / "run.json", *files))
+        ranks = sorted(path.glob("rank-*"))[:32]
+        inside = [rank for rank in ranks if Path(os.path.realpath(rank)).is_relative_to(path)]
+        files = [rank / f"observations.{ending}" for rank in inside for ending in ("arrows", "crc")]
+        return ";".join(map(_size, (path / "run.json", *files)))
 
     def _found(self) -> Iterator[tuple[str, Path]]:
         count = 0
@@ -104,6 +106,13 @@ class Catalogue:
             below[:] = sorted(one for one in below if not one.startswith("."))
             if count == MOST:
                 return
+
+
+def _size(file: Path) -> str:
+    try:
+        return str(file.lstat().st_size)
+    except OSError:  # not there, or removed since
+        return ""
 
 
 def _without_details(name: str, *, ending: str, says: str) -> Listed:

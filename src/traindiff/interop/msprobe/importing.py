@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -149,7 +150,7 @@ def _summary(row: Row) -> Any:
 
 def _detail(rank: Path, step: int, row: Row, table: Table) -> dict[str, RawTensor]:
     kept = {}
-    if (found := direction_file(rank, step, row.name)).is_file():
+    if os.path.lexists(found := direction_file(rank, step, row.name)):
         directions = read_directions(rank, found, size=prod(row.shape))
         if directions.shape != row.shape:
             says = f"it has directions of shape {list(directions.shape)}; its row says {list(row.shape)}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from os.path import isdir, isfile  # which never raise
 from pathlib import Path
 
 from traindiff.errors import ConfigError, NotARecordingError, Problem
@@ -45,7 +46,7 @@ def direction_file(rank: Path, step: int, name: str) -> Path:
 
 def ranks_in(directory: Path) -> dict[int, Path]:
     """Directories of ranks by number, ascending."""
-    return _numbered(directory, _RANK, Path.is_dir)
+    return _numbered(directory, _RANK, isdir)
 
 
 def ranks_left(directory: Path) -> set[int]:
@@ -55,12 +56,12 @@ def ranks_left(directory: Path) -> set[int]:
 
 def summaries_in(rank: Path) -> dict[int, Path]:
     """Tables in the directory of a rank, by step, ascending."""
-    return _numbered(rank, _SUMMARY, Path.is_file)
+    return _numbered(rank, _SUMMARY, isfile)
 
 
 def direction_steps_in(rank: Path) -> dict[int, Path]:
     """Directories with directions, by step, ascending."""
-    return _numbered(rank, _STEP, Path.is_dir)
+    return _numbered(rank, _STEP, isdir)
 
 
 def content(rank: Path, path: Path, *, limit: int = MOST_TABLE_BYTES) -> bytes:
@@ -131,9 +132,13 @@ def _foreign(rank: Path) -> list[Path]:
     return found
 
 
-def _numbered(directory: Path, pattern: re.Pattern[str], kind: object) -> dict[int, Path]:
-    assert callable(kind)
-    found = {int(match[1]): one for one in directory.iterdir() if (match := pattern.fullmatch(one.name)) and kind(one)}
+def _numbered(directory: Path, pattern: re.Pattern[str], kind: Callable[[Path], bool]) -> dict[int, Path]:
+    folder, found = Folder.of(directory, refuse=damaged), {}
+    for one in directory.iterdir():
+        if match := pattern.fullmatch(one.name):
+            folder.within(one.name)
+            if kind(one):
+                found[int(match[1])] = one
     return dict(sorted(found.items()))
 
 

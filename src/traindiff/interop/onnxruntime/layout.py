@@ -8,6 +8,7 @@ Of several ranks each has a directory of its own, {directory}/rank_{rank}, which
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -23,6 +24,9 @@ _RANK = re.compile(r"rank_(\d{1,5})", re.ASCII)
 
 MOST_BYTES = 1 << 22
 """Size of a file at most: one of a tensor has 128 elements, and `order.txt` a line for each tensor."""
+_LONGEST_NAME = 255
+"""Bytes of the name of a file; longer ones are no names on any usual file system."""
+
 _CALL = re.compile(r"(?P<name>.*)_call_(?P<call>\d{1,9})", re.ASCII)
 
 
@@ -93,7 +97,7 @@ def _damaged(where: str, what: str) -> NotARecordingError:
 
 
 def _is_name(name: str) -> bool:
-    return name != ".." and Path(name).name == name
+    return name != ".." and Path(name).name == name and len(os.fsencode(name)) <= _LONGEST_NAME
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
@@ -109,5 +113,10 @@ def ranks_in(directory: Path) -> dict[int, Path]:
 def _numbered(directory: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     if not directory.is_dir():
         return {}
-    named = ((pattern.fullmatch(one.name), one) for one in directory.iterdir() if one.is_dir())
-    return dict(sorted((int(match[1]), one) for match, one in named if match))
+    folder, found = Folder.of(directory, refuse=_damaged), {}
+    for one in directory.iterdir():
+        if match := pattern.fullmatch(one.name):
+            folder.within(one.name)
+            if os.path.isdir(one):  # noqa: PTH112  which never raises
+                found[int(match[1])] = one
+    return dict(sorted(found.items()))

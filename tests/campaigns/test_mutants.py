@@ -1,0 +1,235 @@
+"""Everything that reads other people's files is given the mutants of the corpus, and some more."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.campaigns import corpus, mutating, workers
+from tests.campaigns.corpus import Kept
+from tests.campaigns.drafts import Draft, Special, Tree
+from tests.campaigns.mutants import plans
+from tests.campaigns.mutating import Mutant, Seed
+from tests.campaigns.readers import READERS, Case
+from tests.campaigns.workers import Judged, Plan, judged
+from traindiff.errors import TraindiffError
+
+PATIENCE = 60.0
+"""Seconds that a reader may take here: the machine of a test may be busy."""
+
+IN_PROCESS = 1500
+COMMANDS = 40
+"""Mutants of a run of the tests: about a minute. The campaigns have many more (tests/campaigns/mutants.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replayed(Plan):
+    """Judges given trees, by number, instead of mutants."""
+
+    kept: tuple[Kept, ...]
+
+    def case(self, number: int) -> tuple[Mutant, str, Random]:
+        one = self.kept[number]
+        seed = Seed(name=one.seed, kind=one.kind, files={})
+        return Mutant(seed=seed, mutator="corpus", tree=one.tree), one.reader, Random(number)
+
+
+def replayed(kept: tuple[Kept, ...], plan: Plan) -> list[Judged]:
+    """What becomes of trees."""
+    own = _Replayed(
+        seed=plan.seed, seeds=plan.seeds, commands=plan.commands, hang_seconds=plan.hang_seconds, kept=kept
+    )  # fmt: skip
+    return list(judged(own, range(len(kept)), jobs=1))
+
+
+def failures(found: list[Judged]) -> list[str]:
+    return [f"{one.number} {one.reader}: {one.failure}" for one in found if one.failure is not None]
+
+
+@pytest.mark.parametrize("with_torch", [False, True])
+@pytest.mark.parametrize("commands", [False, True])
+def test_no_mutant_that_a_reader_once_failed_on_fails_it_again(with_torch: bool, commands: bool) -> None:
+    kept = tuple(
+        one for one in corpus.everything()
+        if (one.kind == "saved") == with_torch and one.reader.startswith("traindiff ") == commands
+    )  # fmt: skip
+    if not kept:
+        pytest.skip("the corpus has none")
+    for plan, _ in plans([99 if with_torch else 0], seed=1, commands=commands):
+        found = replayed(kept, replace(plan, hang_seconds=PATIENCE))
+        assert len(found) == len(kept)
+        assert [f"{kept[one.number].name}: {one.failure}" for one in found if one.failure] == []
+
+
+@pytest.mark.parametrize(("commands", "count"), [(False, IN_PROCESS), (True, COMMANDS)])
+def test_no_mutant_crashes_hangs_or_misleads_a_reader(commands: bool, count: int) -> None:
+    for plan, numbers in plans(range(count), seed=17, commands=commands):
+        found = list(judged(replace(plan, hang_seconds=PATIENCE), numbers, jobs=1))
+        assert sorted(one.number for one in found) == numbers
+        assert failures(found) == []
+        outcomes = {one.outcome for one in found}
+        assert plan.needs_torch or outcomes == {"read", "refused"}
+
+
+def test_every_reader_takes_what_mutants_are_made_of() -> None:
+    """Otherwise it would refuse every mutant for what its seed has, and see nothing else."""
+    seeds = mutating.all_seeds()
+    plain = [Kept(name=seed.name, kind=seed.kind, seed=seed.name, reader=reader, failed="", tree=dict(seed.files))
+             for seed in seeds for reader in READERS[seed.kind]]  # fmt: skip
+    found = replayed(tuple(plain), Plan(seed=1, seeds=seeds, hang_seconds=PATIENCE))
+    refused = {one.reader for one in found if one.outcome != "read"}
+    assert failures(found) == []
+    assert refused <= {"export msprobe", "compare"}  # not all have whole gradients, or measure noise
+
+
+def test_a_draft_is_put_together_as_it_was() -> None:
+    for seed in mutating.all_seeds():
+        tree = Draft.of(seed.files).tree()
+        assert tree.keys() == seed.files.keys()
+        streams = {path: content for path, content in seed.files.items() if not path.endswith(".json")}
+        assert {path: tree[path] for path in streams} == streams
+
+
+def test_a_number_gives_the_same_mutant_every_time() -> None:
+    plan = Plan(seed=3, seeds=mutating.all_seeds())
+    for number in range(200):
+        first, second = plan.case(number), plan.case(number)
+        assert (first[0], first[1]) == (second[0], second[1])
+
+
+def test_mutants_are_kept_as_they_are(tmp_path: Path) -> None:
+    tree: Tree = {
+        "run.json": b"{}", "a/b": Special(kind="fifo"), "c": Special(kind="link", target="../../x"),
+        "d": Special(kind="socket"), "e": Special(kind="gone"), "f": Special(kind="directory"), "\x1b[2J": b"x",
+    }  # fmt: skip
+    failure = workers.Failure(kind="crash", place="KeyError recording/manifest.py:80 load_run", says="")
+    about = Judged(
+        number=1,
+        seed="plain",
+        mutator="json",
+        reader="show",
+        outcome="failed",
+        seconds=1,
+        peak_bytes=1,
+        failure=failure,
+    )
+    path = corpus.keep(about, tree, kind="recording", directory=tmp_path)
+    assert path is not None
+    assert path.name == "show-crash-keyerror-recording-manifest-py-load-run.tar.xz"
+    kept = corpus.load(path)
+    assert (kept.tree, kept.kind, kept.seed, kept.reader) == (tree, "recording", "plain", "show")
+
+
+def test_the_corpus_is_small() -> None:
+    paths = list(corpus.DIRECTORY.glob("*"))
+    assert all(path.stat().st_size <= corpus.MOST_BYTES for path in paths)
+    assert paths
+
+
+Planted = Callable[[Case], None]
+
+
+def _crashing(case: Case) -> None:
+    raise KeyError("settings")
+
+
+def _refusing(case: Case) -> None:
+    raise TraindiffError("it is damaged")
+
+
+def _hanging(case: Case) -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def _hanging_whatever_is_raised(case: Case) -> None:
+    while True:
+        with suppress(BaseException):  # no alarm ends it
+            time.sleep(60)
+
+
+def _dying(case: Case) -> None:
+    os.abort()
+
+
+def _greedy(case: Case) -> None:
+    kept = b"x" * (600 << 20)
+    del kept
+
+
+def _asking_for_too_much(case: Case) -> None:
+    bytes(1 << 42)
+
+
+def _reading_outside(case: Case) -> None:
+    (case.places.outside / "secret").read_bytes()
+
+
+def _reading_through_a_link(case: Case) -> None:
+    (case.places.mutant / "link").read_bytes()
+
+
+def _listing_outside(case: Case) -> None:
+    list(Path("/etc").iterdir())
+
+
+def _starting_a_program(case: Case) -> None:
+    os.system("true")
+
+
+@pytest.mark.parametrize("forks", [False, True])
+@pytest.mark.parametrize(
+    ("planted", "kind", "place"),
+    [
+        (_refusing, "", ""),
+        (_crashing, "crash", "KeyError"),
+        (_hanging, "hang", "HangError"),
+        (_hanging_whatever_is_raised, "hang", ""),
+        (_dying, "signal", ""),
+        (_greedy, "memory", "MB"),
+        (_asking_for_too_much, "crash", "MemoryError"),
+        (_reading_outside, "outside", "open"),
+        (_reading_through_a_link, "outside", "open"),
+        (_listing_outside, "outside", "os.listdir"),
+        (_starting_a_program, "outside", "os.system"),
+    ],
+)
+def test_the_judge_notices(
+    planted: Planted, kind: str, place: str, forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed: list[int] = []
+    monkeypatch.setattr(Plan, "forks", forks)
+    monkeypatch.setattr(Plan, "readers", lambda plan: {"configuration": {"planted": (1, planted)}})
+    monkeypatch.setattr(workers.Worker, "_warm", lambda worker, places: warmed.append(1))
+    monkeypatch.setattr(workers, "_GRACE_SECONDS", 1.0)
+    (seed,) = (one for one in mutating.all_seeds() if one.kind == "configuration")
+    tree: Tree = {"link": Special(kind="link", target="../../../outside/secret")}
+    kept = Kept(name="", kind="configuration", seed="configuration", reader="planted", failed="", tree=tree)
+    seeds = [seed, Seed(name="plain", kind="recording", files={})]
+    found = replayed((kept, kept), Plan(seed=1, seeds=seeds, hang_seconds=1.0 if kind == "hang" else PATIENCE))
+
+    assert [one.number for one in found] == [0, 1]
+    if not kind:
+        assert [one.outcome for one in found] == ["refused", "refused"]
+        return
+    for one in found:
+        assert one.outcome == "failed"
+        assert one.failure is not None
+        assert one.failure.kind == kind
+        assert place in one.failure.place
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing() -> Iterator[None]:
+    """No directory of a worker stays behind."""
+    where = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
+    before = set(where.glob("traindiff-mutants-*"))
+    yield
+    assert set(where.glob("traindiff-mutants-*")) <= before
