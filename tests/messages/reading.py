@@ -128,7 +128,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     read_all(here / "run")
 
 
-@situation("run.json lacks what readers need, under a right checksum")
+@situation("run.json lacks what readers need, under a checksum that fits")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
     change_json(here / "run" / "run.json", lambda run: run.pop("settings"))
@@ -140,7 +140,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     damaged(here, "rank-00000/rank.json", lambda _: b"[" * 100_000)
 
 
-@situation("an observation is of a phase that does not exist, under a right checksum")
+@situation("an observation is of a phase that does not exist, under a checksum that fits")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
     change_columns(here / "run" / "rank-00000", phase=["forwards"] * 3)
