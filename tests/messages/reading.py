@@ -140,6 +140,11 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     damaged(here, "rank-00000/rank.json", lambda _: b"[" * 100_000)
 
 
+@situation("rank.json has an integer of endless digits")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    damaged(here, "rank-00000/rank.json", lambda _: b'{"pid": ' + b"1" * 5000 + b"}")
+
+
 @situation("an observation is of a phase that does not exist, under a checksum that fits")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
