@@ -135,7 +135,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     read_all(here / "run")
 
 
-@situation("run.json lacks what readers need, under a right checksum")
+@situation("run.json lacks what readers need, under a checksum that fits")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
     change_json(here / "run" / "run.json", lambda run: run.pop("settings"))
@@ -147,7 +147,12 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     damaged(here, "rank-00000/rank.json", lambda _: b"[" * 100_000)
 
 
-@situation("an observation is of a phase that does not exist, under a right checksum")
+@situation("rank.json has an integer of endless digits")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    damaged(here, "rank-00000/rank.json", lambda _: b'{"pid": ' + b"1" * 5000 + b"}")
+
+
+@situation("an observation is of a phase that does not exist, under a checksum that fits")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
     change_columns(here / "run" / "rank-00000", phase=["forwards"] * 3)

@@ -19,7 +19,7 @@ from traindiff.errors import CorruptRecordingError
 from traindiff.observation import Observation
 from traindiff.recording import gap, manifest
 from traindiff.recording.batch_metadata import MOST_MESSAGE_BYTES, checked_size, too_much
-from traindiff.recording.checked_rows import Malformed, check_texts, decoding
+from traindiff.recording.checked_rows import Malformed, check_columns, check_texts, decoding
 from traindiff.recording.names import DATA, SEALS
 from traindiff.recording.schema import NOTHING_STORED, SCHEMA, Stored, from_batch
 from traindiff.site import printable
@@ -319,6 +319,7 @@ def unpacked(packed: _Packed, rank: int) -> StepObservations:
     for message in packed.messages:
         with decoding():
             batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
+        check_columns(batch)
         observations, summaries, stored = from_batch(batch)
         steps.append(
             StepObservations(
