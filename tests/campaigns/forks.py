@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # a thread that importing pyarrow would start
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # threads that importing numpy would start
 
 import torch
 from torch import distributed, nn
