@@ -16,6 +16,7 @@ from urllib.parse import quote
 from tests.campaigns.mutating import Kind
 from tests.campaigns.readers import Case
 from traindiff.cli import main
+from traindiff.errors import TraindiffError
 
 _RIGHT = (0, 1, 2, 3)
 """Exit codes that docs/cli.md has."""
@@ -38,6 +39,8 @@ def _run(*args: str) -> None:
             raise WrongExitError(said[-2000:].decode(errors="replace")) from None
         if code == 2 and not said.strip():
             raise WrongExitError("exit code 2 without a word") from None
+        if code == 2:
+            raise TraindiffError(said.decode(errors="replace")) from None
 
 
 def _show(case: Case) -> None:
@@ -92,7 +95,7 @@ def _replay(case: Case) -> None:
 
 
 def _view(case: Case) -> None:
-    """Serve, ask for every page, and be interrupted."""
+    """Serve, be asked for the list and for another page, and be interrupted."""
     problems: list[str] = []
     asking = threading.Thread(target=_ask, args=(case, problems), daemon=True)
     asking.start()
@@ -105,8 +108,8 @@ def _ask(case: Case, problems: list[str]) -> None:
     try:
         port = _port()
         names = [quote(name, safe="") for name in ("training/baseline", "clean")]
-        pages = ["/", f"/run/{names[0]}", f"/compare?baseline={names[1]}&candidate={names[0]}", f"/state?of={names[0]}"]
-        for page in [*pages, "/"]:
+        pages = (f"/run/{names[0]}", f"/compare?baseline={names[1]}&candidate={names[0]}", f"/state?of={names[0]}")
+        for page in ("/", case.rng.choice(pages)):
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             connection.request("GET", page)
             answer = connection.getresponse()
@@ -133,8 +136,8 @@ Command = Callable[[Case], None]
 
 COMMANDS: Mapping[Kind, Mapping[str, tuple[int, Command]]] = {
     "recording": {
-        "traindiff show": (3, _show), "traindiff check": (3, _check), "traindiff compare": (3, _compare),
-        "traindiff report": (2, _report), "traindiff view": (2, _view), "traindiff export": (1, _export),
+        "traindiff show": (30, _show), "traindiff check": (30, _check), "traindiff compare": (30, _compare),
+        "traindiff report": (20, _report), "traindiff view": (3, _view), "traindiff export": (10, _export),
     },
     "msprobe": {"traindiff import msprobe": (1, _import("msprobe"))},
     "onnxruntime": {"traindiff import onnxruntime": (1, _import("onnxruntime"))},

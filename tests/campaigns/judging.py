@@ -169,7 +169,7 @@ _FORBIDDEN = frozenset(
 def _is_our_own(event: str, args: tuple[Any, ...]) -> bool:
     """Whether this is what asks the server of `view`, or the process in which a call is replayed."""
     if event == "subprocess.Popen":
-        return "-m" in args[1] and any(str(one).startswith("traindiff.") for one in args[1])
+        return str(args[0]) == sys.executable and "-P" in args[1]
     return event.startswith("socket.") and "127.0.0.1" in repr(args)
 
 

@@ -91,7 +91,7 @@ class Tally:
         which = f"{self.longest.reader}, number {self.longest.number}"
         yield f"longest: {self.longest.seconds:.2f} s ({which}; limit {HANG_SECONDS:g} s)"
         yield f"most memory: {self.peak_bytes / 2**20:,.0f} MB (limit {MOST_MEMORY >> 20} MB)"
-        kinds = Counter({kind: 0 for kind in ("crash", "signal", "hang", "memory", "outside")})
+        kinds = Counter(dict.fromkeys(("crash", "signal", "hang", "memory", "outside"), 0))
         for (kind, _), times in self.times.items():
             kinds[kind] += times
         yield "failures: " + ", ".join(f"{kind} {times:,}" for kind, times in kinds.items())

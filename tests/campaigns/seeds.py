@@ -1,7 +1,7 @@
 """Small inputs of every kind that traindiff reads: what mutants are made of.
 
-A recording has a few rows, so that opening and reading it takes milliseconds. Nothing here trains; only the saved calls of
-a watch need torch.
+A recording has a few rows, so that opening and reading it takes milliseconds. Nothing here trains; only the saved calls
+of a watch need torch.
 """
 
 from __future__ import annotations

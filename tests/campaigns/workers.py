@@ -11,6 +11,7 @@ import shutil
 import signal
 import struct
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -303,6 +304,7 @@ class Forked:
                 for descriptor, name in ((1, "stdout"), (2, "stderr")):
                     os.dup2(os.open(self._work / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND), descriptor)
                 os.chdir(self._work / "output")
+                tempfile.tempdir = os.environ["TMPDIR"] = str(self._work / "output")
                 self._judge.allowed += (f"{self._work}/stderr/",)
                 self._judge.install()
                 outcome, failure = self._judge.run(reader)

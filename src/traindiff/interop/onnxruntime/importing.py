@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -100,7 +101,7 @@ def _statistics(directory: Path) -> Iterator[Statistics]:
     """The files of a step, in the order in which they were written."""
     for name in order_of(directory):
         path = directory / name
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise NotARecordingError(f"{path} is not there, and {ORDER} names it. Restore it from where it was copied.")
         yield load(text_of(directory, name), where=str(path))
 
