@@ -30,9 +30,9 @@ def observation(**changes: Any) -> Observation:
 
 
 def summaries(count: int, *, seed: int = 0) -> Summaries:
-    """Any bits in every field but counts: what is read must be what was written, not what makes sense.
+    """Any bits in most fields: what is read must be what was written, not what makes sense.
 
-    Counts are those of a single element, which every tensor here has.
+    Counts are those of a single element, which every tensor here has, and no sum of squares is negative.
     """
     generator = np.random.default_rng(seed)
     words = generator.integers(0, 2**64, size=count * SUMMARY.itemsize // 8, dtype=np.uint64)
@@ -42,6 +42,7 @@ def summaries(count: int, *, seed: int = 0) -> Summaries:
         found[name] = 0
     for name in ("negative", "subnormal"):
         found[name] = generator.integers(0, 2, size=count)
+    found["sum_of_squares"] = np.abs(found["sum_of_squares"])
     return found
 
 

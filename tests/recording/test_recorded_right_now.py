@@ -57,7 +57,7 @@ def test_a_recording_of_this_process_is_refused_and_goes_on(overwrite: bool, tmp
         "1 problem in record(...); nothing was attached to the model.\n"
         "\n"
         f"  record(path='{tmp_path}/run')\n"
-        "    is being recorded right now (rank-00000), by this process or by another one.\n"
+        "    is being recorded at the moment (rank-00000), by this process or by another one.\n"
         "    Give another path, or end that recording first: call its close(), or end its process."
     )
     writer.write_step(*step(1))
@@ -70,7 +70,7 @@ def test_a_recording_of_this_process_is_refused_and_goes_on(overwrite: bool, tmp
 def test_a_recording_of_another_process_is_refused_until_that_is_killed(overwrite: bool, tmp_path: Path) -> None:
     with another_process(str(tmp_path / "run")) as (process, said):
         assert said == "ready\n"
-        with pytest.raises(ConfigError, match="is being recorded right now"):
+        with pytest.raises(ConfigError, match="is being recorded at the moment"):
             write(tmp_path / "run", overwrite=overwrite)
         assert len(read(tmp_path / "run")) == 1  # readers are not hindered
         process.kill()
@@ -99,7 +99,7 @@ def test_a_rank_beyond_those_of_a_new_run_is_not_removed_while_it_is_recorded(tm
     live = RecordingWriter(str(tmp_path / "run"), run={**RUN, "world_size": 4}, rank=3, world_size=4)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
 
-    with pytest.raises(ConfigError, match=r"is being recorded right now \(rank-00003\)"):
+    with pytest.raises(ConfigError, match=r"is being recorded at the moment \(rank-00003\)"):
         write(tmp_path / "run", overwrite=True)
 
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before

@@ -78,7 +78,7 @@ def record(
         steps: Steps to record, e.g. `"0-9,20,30-"` or `range(10)` (of which the end is left out). Default: all.
         ranks: Ranks to record. Default: all.
         every: Record only every n-th step, counted from 0.
-        overwrite: Replace a recording that is already at `path`. One that is being recorded right now is refused;
+        overwrite: Replace a recording that is already at `path`. One that is being recorded at the moment is refused;
             on file systems without locks, as most URLs, the earlier one ends with a warning instead.
         batch_axis: Where the batch axis is, if it is not axis 0: one axis for all, or by glob over
             paths, None for tensors without one. See docs/batch-axis.md.
