@@ -91,7 +91,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     with traindiff.record(here / "run", model):
         model(torch.ones(3, 4)).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-        os.truncate(here / "run/run.json", 100)
+        os.truncate(here / "run/rank-00000/observations.crc", 10)
 
 
 @situation("the disk is full, and somebody writes on")
