@@ -1,7 +1,8 @@
-"""A training whose disk fails: `python -m tests.campaigns.disk_training PATH AT ACTION...`; without PATH it is not recorded.
+"""A training whose disk fails: `python -m tests.campaigns.disk_training PATH AT ACTION...`.
 
-Before step AT it does what ACTION says: `fail KINDS ERRNO SECONDS` (see `failing_disk.c`) or `shell COMMAND`. It prints a
-hash of its losses and parameters, and how long its slowest step and its end took.
+It is not recorded where PATH is empty. Before step AT it does what ACTION says: `fail KINDS ERRNO SECONDS` (see
+`failing_disk.c`) or `shell COMMAND`. It prints a hash of its losses and parameters, and how long its slowest step and
+its end took.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main(path: str, at: int, action: list[str]) -> None:
         for parameter in model.parameters():
             seen.update(parameter.detach().numpy().tobytes())
         began = time.monotonic()
-    print(seen.hexdigest(), f"{slowest:.2f}", f"{time.monotonic() - began:.2f}", flush=True)  # noqa: T201  the result
+    print(seen.hexdigest(), f"{slowest:.2f}", f"{time.monotonic() - began:.2f}", flush=True)
     sys.exit(3)  # any status of its own
 
 
@@ -50,7 +51,7 @@ def _act(action: list[str]) -> None:
         kinds, error, seconds = action[1:]
         ctypes.CDLL(None).fail_from_now(int(kinds), int(error), ctypes.c_double(float(seconds)))
     elif action:
-        subprocess.run(["sh", "-c", *action[1:]], check=True)  # noqa: S607
+        subprocess.run(["sh", "-c", *action[1:]], check=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,7 +110,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="traindiff-disks-") as here:
         library = Path(here, "failing_disk.so")
         source = Path(__file__).with_name("failing_disk.c")
-        subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)  # noqa: S607
+        subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
         expected = _trained("", library, here, ())
         with ThreadPoolExecutor(2) as pool:  # the slow rows only wait
             ordered = sorted(rows, key=lambda row: not row.slow)
@@ -180,7 +180,7 @@ def _says(run: Path) -> str | None:
 
 
 def _figures(actual: subprocess.CompletedProcess[str], run: Path) -> str:
-    slowest, end = (actual.stdout.split() + ["?", "?", "?"])[1:3]
+    slowest, end = [*actual.stdout.split(), "?", "?", "?"][1:3]
     return f"slowest step {slowest} s, end {end} s; {_says(run)}"
 
 
@@ -198,7 +198,7 @@ def _mounted(disk: Path, options: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", "-l", str(disk)], capture_output=True, check=False)  # noqa: S607
+        subprocess.run(["umount", "-l", str(disk)], capture_output=True, check=False)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Trainings in forks of one process that has imported torch, so that hundreds of them take minutes.
 
-A fork is sound where no thread runs but the one that forks: `forked` looks, and refuses otherwise. So whatever may start
-threads, readers among them, runs in forks too.
+A fork is sound where no thread runs but the one that forks: `forked` looks, and refuses otherwise. So whatever may
+start threads, readers among them, runs in forks too.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import time
 import traceback
@@ -17,14 +19,16 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # a thread that importing pyarrow would start
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # threads that importing numpy would start
 
-import torch  # noqa: E402
-from torch import distributed, nn  # noqa: E402
+import torch
+from torch import distributed, nn
 
-import traindiff  # noqa: E402
+import traindiff
 
 torch.set_num_threads(1)
 NO_ERROR = 0
+_PR_SET_PDEATHSIG = 1
 TRACEBACK = 70
 
 
@@ -41,6 +45,7 @@ def forked(function: Callable[[], int | None], *, output: Path | None = None) ->
         return pid
     status = TRACEBACK
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no training outlives the campaign
         if output is not None:
             fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(fd, 1)
@@ -115,4 +120,3 @@ def read(arguments: Sequence[str]) -> int:
     except SystemExit as error:
         result = error.code
     return int(result or 0)
-

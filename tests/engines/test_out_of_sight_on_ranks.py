@@ -153,7 +153,7 @@ def trained(
     optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)
     data = torch.Generator().manual_seed(distributed.get_rank() if engine in ("ddp", "fsdp2") else 7)
     with set_checkpoint_early_stop(early_stop), observe(prepared, optimizer), ON_RANKS[mode]() as seen:
-        for _ in range(2):
+        for _ in range(1 if mode == "communication" else 2):  # CommDebugMode takes each module to be called once
             tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=data)
             cross_entropy(prepared(tokens[:, :-1]), tokens[:, 1:]).backward()
             optimizer.step()
@@ -190,7 +190,7 @@ def test_selective_checkpointing_recomputes_what_it_would_without_a_recording(en
     cases = [(checkpointed, "none", True) for checkpointed in CHECKPOINTED]
     cases += [("whole", "none", False), ("must_save", "none", False)]
 
-    found = run_on_ranks(differences, 2, engine, cases, str(tmp_path / "run"))
+    found = run_on_ranks(differences, 2, engine, cases, str(tmp_path / "run"), timeout_seconds=400.0)
 
     assert found == [[], []]
     assert {seen.stage for seen, _ in rows(tmp_path / f"run-{len(cases) - 1}", phase="forward")} >= {"", "recomputed"}
@@ -199,6 +199,5 @@ def test_selective_checkpointing_recomputes_what_it_would_without_a_recording(en
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_mode_on_a_rank_sees_the_same_with_and_without_a_recording(engine: str, tmp_path: Path) -> None:
     cases = [(checkpointed, mode, True) for mode in ON_RANKS for checkpointed in ("not", "must_save")]
-    cases.remove(("must_save", "communication", True))  # torch itself cannot do both at once
 
-    assert run_on_ranks(differences, 2, engine, cases, str(tmp_path / "run")) == [[], []]
+    assert run_on_ranks(differences, 2, engine, cases, str(tmp_path / "run"), timeout_seconds=400.0) == [[], []]

@@ -106,6 +106,13 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     import_statistics("pt_out", "run")
 
 
+@situation("a directory to import whose order is far too long")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    shutil.copytree(WRITTEN, here / "pt_out")
+    (here / "pt_out" / "step_1" / "order.txt").write_bytes(bytes(5_000_000))
+    import_statistics("pt_out", "run")
+
+
 @situation("a directory to import whose file counts more elements than there are")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     shutil.copytree(WRITTEN, here / "pt_out")

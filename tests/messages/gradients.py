@@ -205,6 +205,29 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     import_gradients("dump", "run")
 
 
+def imported_directions(here: Path, content: bytes) -> None:
+    shutil.copytree(WRITTEN / "first", here / "dump")
+    (here / "dump" / "rank0" / "step1" / "fc.bias.npy").write_bytes(content)
+    import_gradients("dump", "run")
+
+
+@situation("an import of directions with an endless header")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    imported_directions(here, b"\x93NUMPY\x01\x00\xff\xff{}")
+
+
+@situation("an import of directions that say that they are many")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    header = b"{'descr': '|b1', 'fortran_order': False, 'shape': (10000000000000,)}"
+    imported_directions(here, b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+
+
+@situation("an import of directions without a shape")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    header = b"{'descr': '|b1', 'fortran_order': False, 'shape': None}"
+    imported_directions(here, b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+
+
 @situation("signs whose bits are damaged")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     zeros = RawTensor(dtype="uint8", shape=(5000,), data=bytes(5000))

@@ -63,6 +63,13 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     read_all(Path("run/run.json"))
 
 
+@situation("what says why a recording ends early is not what was written")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    (here / "run/rank-00000/gap.json").write_bytes(manifest.dump({"reason": None, "step": 3, "optimizer": ""}))
+    traindiff.open_recording(str(here / "run")).status(0)
+
+
 @situation("a directory of something else is there")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
@@ -128,7 +135,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     read_all(here / "run")
 
 
-@situation("run.json lacks what readers need, under a right checksum")
+@situation("run.json lacks what readers need, under a checksum that fits")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
     change_json(here / "run" / "run.json", lambda run: run.pop("settings"))
@@ -140,7 +147,12 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     damaged(here, "rank-00000/rank.json", lambda _: b"[" * 100_000)
 
 
-@situation("an observation is of a phase that does not exist, under a right checksum")
+@situation("rank.json has an integer of endless digits")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    damaged(here, "rank-00000/rank.json", lambda _: b'{"pid": ' + b"1" * 5000 + b"}")
+
+
+@situation("an observation is of a phase that does not exist, under a checksum that fits")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
     change_columns(here / "run" / "rank-00000", phase=["forwards"] * 3)
@@ -178,6 +190,15 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
     (here / "run" / "rank-00000" / "rank.json").rename(here / "rank.json")
     (here / "run" / "rank-00000" / "rank.json").symlink_to(here / "rank.json")
+    read_all(here / "run")
+
+
+@situation("a message is larger than one may be")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    with (here / "run" / DATA).open("wb") as file:
+        file.truncate((1 << 28) + 1)
+    (here / "run" / SEALS).write_bytes(b"0 268435457 00000000\n")
     read_all(here / "run")
 
 

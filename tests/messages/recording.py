@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import traindiff
 from tests.messages.provoking import Chapter
 from tests.recording.samples import write
+from traindiff.sessions.background import opened_in_time
 
 chapter = Chapter("traindiff.record: settings, model and path", [])
 situation = chapter.situation
@@ -254,6 +257,44 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     write(here / "run")
     record(here / "run")
+
+
+@situation("a path that is being recorded, although overwrite=True")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    writer = write(here / "run", close=False)
+    try:
+        record(here / "run", overwrite=True)
+    finally:
+        writer.close()
+
+
+@situation("a path that is too long")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(Path("/".join(["runs"] * 2100)))
+
+
+@situation("a file system that does not answer")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    is_mounted = threading.Event()
+
+    def hanging(*_: object, **__: object) -> None:
+        is_mounted.wait(60)
+        raise OSError("nobody is told")
+
+    patched.setattr("traindiff.sessions.step_writer.RecordingWriter", hanging)
+    patched.setattr("traindiff.sessions.step_writer.opened_in_time", partial(opened_in_time, seconds=0.05))
+    try:
+        record(here / "run")
+    finally:
+        is_mounted.set()
+
+
+@situation("a relative path, and the working directory was deleted")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    (here / "work").mkdir()
+    patched.chdir(here / "work")
+    (here / "work").rmdir()
+    record(Path("run"))
 
 
 @situation("a path where something else is, although overwrite=True")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +72,26 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             model(torch.ones(3, 4)).sum().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@situation("the directory of the recording was removed")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    model = Small()
+    with traindiff.record(here / "run", model):
+        for step in range(3):
+            if step == 2:
+                shutil.rmtree(here / "run")
+            model(torch.ones(3, 4)).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@situation("a file of the recording was cut")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    model = Small()
+    with traindiff.record(here / "run", model):
+        model(torch.ones(3, 4)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        os.truncate(here / "run/rank-00000/rank.json", 100)
 
 
 @situation("the disk is full, and somebody writes on")

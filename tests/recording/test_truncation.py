@@ -88,7 +88,9 @@ def test_the_status_says_what_happened_in_a_sentence(rank: Path) -> None:
     )
     (rank / "observations.crc").write_bytes(b"".join(lines[:-2]))
     stream.write_bytes(data[: seals(rank)[-1][0] + seals(rank)[-1][1]])
-    assert recording.status(0).says == ("rank 0: the recording was not closed (the run was killed, could not write, or still runs).")
+    assert recording.status(0).says == (
+        "rank 0: the recording was not closed (the run was killed, could not write, or still runs)."
+    )
 
     # As only somebody else leaves them.
     stream.write_bytes(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import pytest
 
 from tests.recording.full_disk import FullDisk
 from tests.recording.samples import RUN, content, step
+from traindiff.errors import ConfigError
 from traindiff.kernels.store import Deferred
 from traindiff.recording import RecordingWriter, open_recording
-from traindiff.sessions.background import DEPTH, BackgroundWriter
+from traindiff.sessions.background import DEPTH, BackgroundWriter, opened_in_time
 
 
 @pytest.fixture
@@ -181,6 +183,55 @@ def test_closing_twice_is_closing_once(files: RecordingWriter) -> None:
     writer.close()
 
     assert files._data.closed
+
+
+def test_closing_takes_a_limited_time_and_can_be_tried_again(
+    files: RecordingWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(files, monkeypatch)
+    writer = BackgroundWriter(files, patience_seconds=0.1, prompt_seconds=0.01)
+    writer.write_step(*step(0))
+    with pytest.raises(TimeoutError, match=r"for 0\.1 seconds at the end; the last 3 steps may be missing"):
+        writer.close()
+
+    stuck.released.set()
+    writer._patience = 20
+    writer.close()
+    assert open_recording(str(tmp_path / "run")).status(0).ending == "closed"
+
+
+def test_only_the_thread_touches_the_file_system(files: RecordingWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = BackgroundWriter(files)
+    touched = []
+    for name in ("write_run", "write_rank", "write_step", "close"):
+        monkeypatch.setattr(files, name, lambda *_, name=name: touched.append((name, threading.current_thread())))
+    writer.write_run(RUN)
+    writer.write_rank({})
+    writer.write_step(*step(0))
+    writer.close()
+    monkeypatch.undo()
+    files.close()
+
+    assert touched == [(name, writer._thread) for name in ("write_run", "write_rank", "write_step", "close")]
+
+
+def test_a_file_system_that_does_not_answer_is_a_clear_error(tmp_path: Path) -> None:
+    released = threading.Event()
+    made: list[RecordingWriter] = []
+
+    def slow() -> RecordingWriter:
+        released.wait(30)
+        made.append(RecordingWriter(str(tmp_path / "run"), run=RUN))
+        return made[0]
+
+    with pytest.raises(ConfigError, match=r"its file system did not answer for 0\.05 seconds"):
+        opened_in_time(slow, "run", seconds=0.05)
+
+    released.set()  # what comes late is closed, so that its path is free again
+    until = time.monotonic() + 20
+    while not (made and made[0]._data.closed) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert made[0]._data.closed
 
 
 FORKING = """

@@ -15,6 +15,7 @@ import torch
 
 import traindiff
 from traindiff.recording import open_recording
+from traindiff.testing import assert_equivalent
 
 BEGIN = """
 import os, signal, sys
@@ -232,7 +233,7 @@ def test_runs_whose_optimizer_never_stepped_are_not_known_to_be_equal(observe: A
     assert any("No optimizer has stepped" in note for note in comparison.notes)
     assert traindiff.check(paths[0]).verdict == "incomplete"
     with pytest.raises(AssertionError, match="No optimizer has stepped"):
-        traindiff.testing.assert_equivalent(*paths)
+        assert_equivalent(*paths)
 
 
 def test_steps_that_are_not_finished_make_whole_runs_no_less_equal(tmp_path: Path) -> None:

@@ -143,6 +143,18 @@ def test_an_operator_comes_with_the_line_that_called_it_and_its_settings(tmp_pat
     assert addmm["source"]["line"] == line_of(forward, "x = self.inner(x)")
 
 
+def test_more_operators_than_a_reader_takes_are_recorded_without_their_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traindiff.taps.operators.MOST_DESCRIBED_BYTES", 1000)
+    train(tmp_path / "run", model(), operators="*")
+
+    described_there = open_recording(str(tmp_path / "run")).rank_content(0)["operators"]
+    num_described = sum(len(of_phase) for of_phase in described_there.values())
+    assert 1 <= num_described <= 4
+    assert len(set(operators(tmp_path / "run"))) > num_described
+
+
 def test_an_operator_of_a_backward_pass_comes_with_the_line_whose_gradient_it_computes(tmp_path: Path) -> None:
     train(tmp_path / "run", model(), operators="1", steps=1)
 

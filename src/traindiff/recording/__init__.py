@@ -7,4 +7,14 @@ from traindiff.recording.run import Run
 from traindiff.recording.stream import RankStatus, StepObservations
 from traindiff.recording.writer import RecordingWriter
 
-__all__ = ["Ended", "Gap", "RankStatus", "Recording", "RecordingWriter", "Run", "StepObservations", "ended", "open_recording"]
+__all__ = [
+    "Ended",
+    "Gap",
+    "RankStatus",
+    "Recording",
+    "RecordingWriter",
+    "Run",
+    "StepObservations",
+    "ended",
+    "open_recording",
+]

@@ -35,7 +35,9 @@ def ended(content: Mapping[str, Any]) -> Ended:
         for name, count in (counts.items() if isinstance(counts, dict) else ())
         if isinstance(count, int) and not isinstance(count, bool)
     }
-    return Ended(steps=steps, error=_says(error) if isinstance(error, dict) else "")
+    if not isinstance(error, dict) or not isinstance(error.get("step"), int):
+        return Ended(steps=steps)
+    return Ended(steps=steps, error=_says(error))
 
 
 def _says(error: Mapping[str, Any]) -> str:

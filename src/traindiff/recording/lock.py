@@ -24,8 +24,8 @@ class RecordingLock:
         self.is_taken = False
         self.is_held = False
         _release_in_forks()
-        _LOCKS.add(self)
         self._fd = -1
+        _LOCKS.add(self)
         try:
             self._fd = os.open(path, os.O_RDWR)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -35,6 +35,9 @@ class RecordingLock:
             self.release()
         except OSError:  # no file, or no right to write it; or this file system has no locks
             self.release()
+
+    def __del__(self) -> None:
+        self.release()
 
     def release(self) -> None:
         """Give the lock back. Later calls do nothing."""

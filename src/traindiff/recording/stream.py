@@ -19,7 +19,7 @@ from traindiff.errors import CorruptRecordingError
 from traindiff.observation import Observation
 from traindiff.recording import gap, manifest
 from traindiff.recording.batch_metadata import MOST_MESSAGE_BYTES, checked_size, too_much
-from traindiff.recording.checked_rows import Malformed, check_texts, decoding
+from traindiff.recording.checked_rows import Malformed, check_columns, check_texts, decoding
 from traindiff.recording.names import DATA, SEALS
 from traindiff.recording.schema import NOTHING_STORED, SCHEMA, Stored, from_batch
 from traindiff.site import printable
@@ -128,7 +128,8 @@ class RankStream:
         """How the stream ends, from its seals, the length of its data, and what the recording says of a gap.
 
         Raises:
-            CorruptRecordingError: The seals are damaged, or missing although there is data; or the file of a gap is damaged.
+            CorruptRecordingError: The seals or the file of a gap are damaged, or seals are missing although there is
+                data.
         """
         size = self._size()  # first: of a run that still goes on, the data follow the seals
         last, num_missing, cut = _Seal(0, 0, 0), 0, False
@@ -143,7 +144,8 @@ class RankStream:
         if says:
             return RankStatus(rank=self._rank, ending="truncated", says=f"rank {self._rank}: {says}")
         if last.length != len(_END_OF_STREAM):
-            says = f"rank {self._rank}: the recording was not closed (the run was killed, could not write, or still runs)."
+            why = "the run was killed, could not write, or still runs"
+            says = f"rank {self._rank}: the recording was not closed ({why})."
             return RankStatus(rank=self._rank, ending="unclosed", says=says)
         return RankStatus(rank=self._rank, ending="closed", says="")
 
@@ -317,6 +319,7 @@ def unpacked(packed: _Packed, rank: int) -> StepObservations:
     for message in packed.messages:
         with decoding():
             batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
+        check_columns(batch)
         observations, summaries, stored = from_batch(batch)
         steps.append(
             StepObservations(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import posixpath
 from collections.abc import Callable, Mapping
@@ -42,6 +43,13 @@ class Lost:
 
     path: str
     says: str
+
+
+class _UnbufferedFile(io.FileIO):
+    """A file that a recording nobody has closed leaves to the garbage collector without a warning."""
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class WrittenFiles:
@@ -93,7 +101,7 @@ class WrittenFiles:
             self._written[path] = _Written(size=0)
             file: IO[bytes] = self._fs.open(path, "wb")
             return file
-        file = open(path, "xb", buffering=0)  # noqa: PTH123, SIM115  type: ignore[assignment]
+        file = _UnbufferedFile(path, "xb")
         self._written[path] = _Written(size=0, fd=file.fileno())
         return file
 

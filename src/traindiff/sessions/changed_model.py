@@ -50,15 +50,17 @@ class ChangedModel:
         """Remember the tree. What it is made of is kept alive, so that nothing else gets the id of a part of it."""
         self._tree = []
         for module in self._targets.root.modules():
-            parts = [*module._modules.values(), *module._parameters.values()]
+            parts: list[Any] = [*module._modules.values()]
+            if self._replaces_parameters:
+                parts += module._parameters.values()
             self._tree.append((module, parts, [*map(id, parts)]))
 
     def _is_changed(self) -> bool:
-        for module, parts, ids in self._tree:
-            children, parameters = module._modules, module._parameters
-            if len(children) + len(parameters) != len(parts):
-                return True
-            if [*map(id, children.values()), *map(id, parameters.values())] != ids:
+        for module, _, ids in self._tree:
+            found = [*map(id, module._modules.values())]
+            if self._replaces_parameters:
+                found += map(id, module._parameters.values())
+            if found != ids:
                 return True
         return False
 

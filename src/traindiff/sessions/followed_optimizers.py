@@ -152,8 +152,8 @@ class FollowedOptimizers:
             return (
                 f"the optimizers that are followed have not stepped since step {latest}. Another one, "
                 f"{type(optimizer).__name__}, has stepped {steps} time{'s' if steps > 1 else ''} since. Its parameters "
-                "have the same shapes, and are none of the recorded model's. If the training goes on with a copy of the "
-                "model, record that one"
+                "have the same shapes, and are none of the recorded model's. If the training goes on with a copy of "
+                "the model, record that one"
             )
         return ""
 

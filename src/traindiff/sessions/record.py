@@ -78,7 +78,8 @@ def record(
         steps: Steps to record, e.g. `"0-9,20,30-"` or `range(10)` (of which the end is left out). Default: all.
         ranks: Ranks to record. Default: all.
         every: Record only every n-th step, counted from 0.
-        overwrite: Replace a recording that is already at `path`.
+        overwrite: Replace a recording that is already at `path`. One that is being recorded right now is refused;
+            on file systems without locks, as most URLs, the earlier one ends with a warning instead.
         batch_axis: Where the batch axis is, if it is not axis 0: one axis for all, or by glob over
             paths, None for tensors without one. See docs/batch-axis.md.
         sample_order: Which samples of the global batch data-parallel ranks have, so that a recording of one process
@@ -108,8 +109,8 @@ def record(
         The running recording: a context manager with `log`, `close` and `step`.
 
     Raises:
-        ConfigError: A setting is wrong, `select` matches nothing, `path` is taken, or a replica of a
-            compiled model is asked for. Nothing was attached and nothing was written.
+        ConfigError: A setting is wrong, `select` matches nothing, `path` is taken or cannot be written, or a replica of
+            a compiled model is asked for. Nothing was attached and nothing was written.
     """
     check_names(misspelt, known=_SETTINGS)
     directory = recording_path(path)

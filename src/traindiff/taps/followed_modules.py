@@ -103,7 +103,7 @@ class FollowedModules:
                 return False
             looked_at = self._looked_at[everywhere] = [where for one in places for where in one.hooks.places]
         try:
-            return all([key in attributes[name] for attributes, name, key in looked_at])
+            return all(key in attributes[name] for attributes, name, key in looked_at)
         except (KeyError, TypeError):  # what torch keeps hooks in is gone
             return False
 

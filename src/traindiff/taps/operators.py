@@ -26,6 +26,12 @@ from traindiff.taps.silent_modules import takes_hooks
 from traindiff.taps.source_line import SourceLine, called_from
 from traindiff.taps.undefined_memory import UndefinedMemory
 
+MOST_DESCRIBED_BYTES = 40_000_000
+"""Size of what is kept of the places and settings of operators, as JSON: readers take no larger `rank.json`."""
+
+_FRAME_BYTES = 250
+"""What an operator takes of that beside its texts: keys, indentation."""
+
 UNDEFINED = "it holds whatever was in memory: nothing was written to it yet"
 
 
@@ -62,6 +68,7 @@ class _Operators:
         self._nodes = GraphNodes()
         self._memory = UndefinedMemory()
         self._described: dict[str, dict[str, Any]] = {}
+        self._described_bytes = 0
         self._is_written = True
         self.begin = context.sink.altering("operators", self._begin)
         self.end = context.sink.guarded("operators", self._end)
@@ -221,14 +228,15 @@ class _Operators:
     ) -> None:
         """Note, once for all calls and steps, where an operator was called from and with which settings."""
         of_phase = self._described.setdefault(phase, {})
-        if path in of_phase:
+        if path in of_phase or self._described_bytes > MOST_DESCRIBED_BYTES:
             return
         self._is_written = False
         about: dict[str, Any] = {"settings": settings()}
         if made is not None:
             about |= {"node": node.name(), "of": made.operator}
             source = source or made.source
-        of_phase[path] = about if source is None else {**about, "source": source.to_json()}
+        of_phase[path] = about = about if source is None else {**about, "source": source.to_json()}
+        self._described_bytes += len(str(about)) + len(path) + _FRAME_BYTES
 
 
 class _Mode(TorchDispatchMode):

@@ -12,6 +12,9 @@ from types import CodeType, FrameType
 
 import torch
 
+_LONGEST_CODE = 120
+"""Characters: generated code may be one line."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLine:
@@ -21,7 +24,7 @@ class SourceLine:
         file: Path, relative to the working directory where it lies below.
         line: Its number, from 1.
         function: Name of the function.
-        code: The line itself, without indentation; empty where the file cannot be read.
+        code: The line itself without indentation, cut after 120 characters; empty where the file cannot be read.
     """
 
     file: str
@@ -81,5 +84,5 @@ def _line(code: CodeType, number: int) -> SourceLine:
     here = f"{Path.cwd()}{os.sep}"
     return SourceLine(
         file=path.removeprefix(here), line=number, function=code.co_name,
-        code=linecache.getline(path, number).strip(),
+        code=linecache.getline(path, number).strip()[:_LONGEST_CODE],
     )  # fmt: skip

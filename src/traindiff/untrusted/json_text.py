@@ -9,13 +9,13 @@ from typing import Any
 
 from traindiff.untrusted.refusing import Refuse, damaged, quoted
 
-MOST_JSON_BYTES = 1 << 25
-"""Size of a JSON file at most: ten times what a model of 20,000 parameters needs."""
+MOST_JSON_BYTES = 1 << 26
+"""Size of a JSON file at most: twenty times what a model of 20,000 parameters needs."""
 
 MOST_DEPTH = 64
 """Lists and objects inside each other at most. Python's parser gives up at its recursion limit."""
 
-MOST_VALUES = 1 << 20
+MOST_VALUES = 1 << 21
 """Values of a text at most: an empty list takes 2 bytes of it, and 64 in memory."""
 
 _MOST_DIGITS = 300

@@ -102,7 +102,7 @@ class Pages:
                     self._jobs[key].asked = now
                 if now >= until:
                     return Answer(status=HTTPStatus.SERVICE_UNAVAILABLE, says="This page is being prepared.")
-                self._changed.wait(until - now)
+                self._changed.wait(min(until - now, 0.5))  # who waits has not forgotten
 
     def close(self) -> None:
         """Write nothing any more."""

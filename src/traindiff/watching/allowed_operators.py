@@ -155,6 +155,8 @@ def _operator(name: str, overload: str) -> Any:
     if overload not in schemas:
         raise RefusedOperatorError(f"the torch that is installed here has no operator {shown}")
     schema = schemas[overload]
+    if not any("Tensor" in str(one.real_type) for one in (*schema.arguments, *schema.returns)):
+        raise RefusedOperatorError(f"{shown} takes and returns no tensor")  # of TorchScript: 1 % 0 ends the process
     for one in (*schema.arguments, *schema.returns):
         if not _is_plain(name, one):
             raise RefusedOperatorError(

@@ -40,6 +40,8 @@ def check_bounds(name: str, arguments: Arguments) -> None:
 def _batch_norm(given: Arguments) -> str | None:
     if given["input"].dim() < 2:
         return "an input without channels"
+    if not given.get("training", False) and (given.get("running_mean") is None or given.get("running_var") is None):
+        return "no running statistics to normalize by"
     channels = given["input"].shape[1]
     for name in ("weight", "bias", "running_mean", "running_var"):
         one = given.get(name)
