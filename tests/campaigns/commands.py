@@ -127,8 +127,11 @@ def _ask(case: Case, problems: list[str]) -> None:
 def _port() -> int:
     """Where the server listens, as it says."""
     messages = Path("/proc/self/fd/2").resolve()
-    while not (match := re.search(rb"127\.0\.0\.1:(\d+)/", messages.read_bytes())):
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not (match := re.search(rb"127\.0\.0\.1:(\d+)/", messages.read_bytes())):
         time.sleep(0.002)
+    if match is None:
+        raise WrongExitError("view has not said where it listens")
     return int(match[1])
 
 

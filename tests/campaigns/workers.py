@@ -268,6 +268,8 @@ def _prepare_process(crash: Path) -> None:
     gc.freeze()
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # pytest has others
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(crash.open("w", encoding="utf-8"), all_threads=False)
 
 

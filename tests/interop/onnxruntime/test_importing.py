@@ -137,7 +137,7 @@ def test_a_link_to_elsewhere_is_refused_and_a_fifo_is_not_waited_for(tmp_path: P
 
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(NotARecordingError, match="is not there"):
+    with pytest.raises(NotARecordingError, match="it is a FIFO, not a file"):
         import_statistics(str(tmp_path / "damaged"), str(tmp_path / "run"), overwrite=True)
 
 

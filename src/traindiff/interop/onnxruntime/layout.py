@@ -66,7 +66,7 @@ def order_of(step: Path) -> list[str]:
         NotARecordingError: Nothing says so, or what does names something else than files of the step.
     """
     path = step / ORDER
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise NotARecordingError(f"{step} has no {ORDER}, which names its files. Restore it from where it was.")
     names = list(dict.fromkeys(text_of(step, ORDER).splitlines()))
     if wrong := [name for name in names if not _is_name(name)]:
