@@ -30,7 +30,7 @@ NUM_EXPONENTS = 320
 _TENSOR_FILE = re.compile(r"tensors/step-\d{6,19}/\d{8,19}-[A-Za-z0-9._%~-]{1,200}\.[0-9a-f]{8}\.safetensors", re.ASCII)
 _MERGES = frozenset(get_args(Merge))
 _NOT_NEGATIVE = ("step", "micro_step", "call", "term", "count", "nan", "positive_infinity", "negative_infinity", "zero",
-                 "negative", "subnormal")  # fmt: skip
+                 "negative", "subnormal", "sum_of_squares")  # fmt: skip
 _APART = ("nan", "positive_infinity", "negative_infinity", "zero")
 """Counts of elements that are never the same ones."""
 

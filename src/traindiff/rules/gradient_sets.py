@@ -38,7 +38,7 @@ class Gradients:
     @property
     def norm(self) -> float:
         """L2 norm of all of them."""
-        return math.sqrt(max(0.0, sum(self.squares.values())))
+        return math.sqrt(sum(self.squares.values()))
 
     @classmethod
     def of(cls, table: Mapping[Key, Entry], facts: RunFacts) -> Gradients | None:

@@ -125,5 +125,5 @@ def _gradient_norm(table: Mapping[Key, Entry]) -> tuple[Entry, float] | None:
     gradients = [entry for key, entry in table.items() if key[:2] == ("grad", "") and not entry.unobserved]
     if not gradients:
         return None
-    whole = math.sqrt(max(0.0, sum(float(entry.summary["sum_of_squares"]) for entry in gradients)))
+    whole = math.sqrt(sum(float(entry.summary["sum_of_squares"]) for entry in gradients))
     return max(gradients, key=lambda entry: float(norm(entry.summary))), whole
