@@ -66,7 +66,7 @@ def _schema_message() -> bytes:
     return bytes(SCHEMA.serialize().to_pybytes())
 
 
-def _message(batch: pa.RecordBatch, *, codec: str | None = "zstd", **options: Any) -> bytes:
+def _message(batch: pa.RecordBatch, *, codec: str | None = None, **options: Any) -> bytes:
     """The batch as one message, or as several where dictionaries come first."""
     sink = io.BytesIO()
     writer = pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec, **options))

@@ -1,6 +1,7 @@
 """Record and compare long and large trainings: `python -m tests.campaigns.load`. Exits with 1 where memory grows.
 
-Seconds are of CPU time. Each row trains in one process, which records, and compares the recording with itself in another. Memory is looked at
+Seconds are of CPU time. Each row trains in one process, which records, and compares the recording with itself in
+another. Memory is looked at
 in fifths of the work: it is flat if the largest of the last fifth is at most a tenth and 32 MB above that of the first
 fifth. The time is linear if the last fifth of a comparison takes at most twice as long as the second.
 """
