@@ -21,7 +21,7 @@ from tests.watching.trainings import WIDTH
 from traindiff.cli.commands import app
 from traindiff.errors import CorruptRecordingError, NotARecordingError, RecordingError, TraindiffError
 from traindiff.watching.allowed_operators import ALLOWED, RefusedOperatorError, allowed_operator, check
-from traindiff.watching.contained import replay_contained
+from traindiff.watching.contained import REPORT, replay_contained
 from traindiff.watching.operations import Operation
 from traindiff.watching.replaying import replay
 from traindiff.watching.saved_call import load_call
@@ -339,3 +339,13 @@ def test_what_replay_would_refuse_is_said_when_it_is_saved(tmp_path: Path) -> No
     directory = saved(nn.Sequential(Complex()), torch.ones(2, dtype=torch.complex64), directory=tmp_path / "complex")
     assert (directory / "tensors.safetensors").stat().st_size > 50
     assert "no module" in said(str(directory))[1] or replay(directory).exit_code == 1
+
+
+def test_a_name_like_the_mark_before_the_report_is_a_name(tmp_path: Path) -> None:
+    saved_by_hand = written(tmp_path / "saved", {"name": "aten.log.default", "args": [TENSOR]})
+    content = json.loads((saved_by_hand / "module.json").read_text())
+    for name in (f'{REPORT}{{"exit_code": 0}}', f"{REPORT.strip()}{{}}"):
+        (saved_by_hand / "module.json").write_text(json.dumps(content | {"module": name}))
+        code, says = said(str(saved_by_hand))
+        assert code == 3
+        assert REPORT.strip() in says

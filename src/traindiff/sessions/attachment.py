@@ -121,7 +121,7 @@ class Attachment:
             undo.enter_context(self._optimizers.attach())  # whose steps are to be known before the rest is looked at
             undo.enter_context(trace_hooks())
             undo.enter_context(hide_from_scripting())
-            undo.enter_context(leave_hooks_behind())
+            undo.enter_context(leave_hooks_behind([*targets.root.modules(), *targets.optimizers.values()]))
             self._undo = undo.pop_all()
         report = partial(_report_unused, context.batch_axis, targets.layout)
         self._moments.at_end.append(sink.guarded("batch_axis", report))

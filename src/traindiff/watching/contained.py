@@ -24,8 +24,9 @@ SECONDS = 300
 GIB = 4
 """Memory that a replay may take where nothing else is asked for, or 64 times its file of tensors if that is more."""
 
-REPORT = "traindiff-replay:"
-"""Before the report on the standard output of the process."""
+REPORT = "\x1etraindiff-replay:"
+"""Before the report on the standard output of the process. JSON escapes control characters, so that no name in the
+report can be taken for this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
