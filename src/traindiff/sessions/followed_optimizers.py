@@ -223,11 +223,11 @@ class FollowedOptimizers:
         for number, parameter, pieces in tap.updated():
             yield number, parameter, self._targets.layout.ranges_of(parameter, pieces)
 
-    def _discover(self, optimizer: Optimizer) -> None:
+    def _discover(self, optimizer: Optimizer, *call: Any) -> None:
         if self._made_before is None:
             self._made_before = _live_optimizers()
         name = self._names.get(optimizer) or self._replaced_by(optimizer)
-        if name in self.taps and not self._is_due(name):
+        if name in self.taps and not (self._is_due(name) or has_closure(optimizer, *call)):
             return  # it steps beside the one with this name, which goes on
         if name is None:
             name = f"optimizer[{len(self.taps)}]" if self.taps else "optimizer"

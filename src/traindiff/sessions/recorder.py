@@ -151,7 +151,11 @@ class Recorder:
         self.close()
 
     def ended_by(self, error: BaseException | None) -> None:
-        """Have the recording say that this error has ended the training, or that none has. `close` follows."""
+        """Have the recording say that this error has ended the training, or that none has. `close` follows.
+
+        Args:
+            error: What has ended it; None where nothing has.
+        """
         self._ending.by(error)
 
     @property
