@@ -144,9 +144,9 @@ class Attachment:
         """End the steps of optimizers that ran in compiled code, which has returned by now."""
         self._optimizers.settle()
 
-    def follow(self, optimizer: Optimizer) -> None:
+    def follow(self, optimizer: Optimizer, *call: Any) -> None:
         """See `FollowedOptimizers.follow`."""
-        self._optimizers.follow(optimizer)
+        self._optimizers.follow(optimizer, *call)
 
     @property
     def followed(self) -> Mapping[str, OptimizerTap]:

@@ -96,13 +96,13 @@ class FollowedOptimizers:
                 undo.enter_context(tap_optimizer_discovery(self._context.names, found, known=self._known))
             return undo.pop_all()
 
-    def follow(self, optimizer: Optimizer) -> None:
+    def follow(self, optimizer: Optimizer, *call: Any) -> None:
         """Follow one that is about to step, and was made after all those that were given, if it is of this training."""
         if optimizer in self._known:
             return
         self._known.update((optimizer, inner_optimizer(optimizer)))
         if not _held_by(optimizer).isdisjoint(self._context.names):
-            self._context.sink.guarded("optimizer_discovery", self._discover)(optimizer)
+            self._context.sink.guarded("optimizer_discovery", self._discover)(optimizer, *call)
 
     def look(self) -> None:
         """End steps that were not seen, and attach hooks again that are gone."""
