@@ -1,4 +1,4 @@
-"""That a rank is being recorded at the moment: a lock on its stream, which the kernel releases when the process ends."""
+"""That a rank is being recorded just now: a lock on its stream, which the kernel releases when the process ends."""
 
 from __future__ import annotations
 
