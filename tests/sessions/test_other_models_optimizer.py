@@ -28,8 +28,8 @@ def test_an_optimizer_of_another_model_is_said_with_the_names(tmp_path: Path) ->
     (says,) = warned(tmp_path, model, SGD(other.parameters(), lr=0.1))
     assert says.startswith(
         "record(optimizer=...), optimizer: this SGD holds 4 parameters, and none of the model's 4 (0.bias, 0.weight, "
-        "2.bias, ...). Its steps are counted, and what it holds is observed as optimizer.groups[0].params[0] and so on; "
-        "what changes the model is not observed. Give the optimizer of this model"
+        "2.bias, ...). Its steps are counted, and what it holds is observed; what changes the model is not. Give the "
+        "optimizer of this model"
     )
 
 
