@@ -39,8 +39,8 @@ def warn_of_other_models(
         warnings.warn(
             f"{caller}(optimizer=...), {name}: this {kind} holds {len(held)} parameters, and none of the model's "
             f"{len(paths)} ({examples}). Its steps are counted, and what it holds is observed; what changes the model "
-            "is not. Give the optimizer of this model; if this is the one, the model's parameters were replaced after it "
-            "was made: make it afterwards.",
+            "is not. Give the optimizer of this model; if this is the one, the model's parameters were replaced after "
+            "it was made: make it afterwards.",
             TraindiffWarning,
             stacklevel=4,
         )
