@@ -38,7 +38,7 @@ CASES: dict[str, tuple[Callable[[], Tensor], str]] = {
     "nested": (lambda: nested(torch.strided), "a nested tensor has no dense elements"),
     "jagged": (lambda: nested(torch.jagged), "a nested tensor has no dense elements"),
     "lazy": (lambda: nn.LazyLinear(3).weight, "a lazy parameter has no elements before the first forward pass"),
-    "fake": (fake, "its elements cannot be read: "),
+    "fake": (fake, "a FakeTensor has no elements"),
     "float4": (lambda: torch.empty(4, dtype=torch.float4_e2m1fn_x2), "its elements cannot be read: "),
 }
 

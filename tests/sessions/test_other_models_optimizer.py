@@ -28,7 +28,8 @@ def test_an_optimizer_of_another_model_is_said_with_the_names(tmp_path: Path) ->
     (says,) = warned(tmp_path, model, SGD(other.parameters(), lr=0.1))
     assert says.startswith(
         "record(optimizer=...), optimizer: this SGD holds 4 parameters, and none of the model's 4 (0.bias, 0.weight, "
-        "2.bias, ...). Its steps are counted, but what it does is not observed. Give the optimizer of this model"
+        "2.bias, ...). Its steps are counted, and what it holds is observed; what changes the model is not. Give the "
+        "optimizer of this model"
     )
 
 
@@ -67,6 +68,7 @@ def test_what_holds_some_of_the_model_is_right(tmp_path: Path) -> None:
             (torch.compile(model, backend="eager"), SGD(model.parameters(), lr=0.1)),
             (model.double(), SGD(model.parameters(), lr=0.1)),
             ({"one": model, "two": outer}, {"one": SGD(model.parameters()), "two": SGD(outer.parameters())}),
+            (mlp().requires_grad_(False), SGD(outer.parameters(), lr=0.1)),
             (nn.ReLU(), SGD(model.parameters(), lr=0.1)),
             (model, None),
         ]

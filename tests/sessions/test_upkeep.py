@@ -214,3 +214,41 @@ def test_hooks_of_the_training_keep_their_order(tmp_path: Path) -> None:
 
     assert calls == ["first", "second", "root first", "root second"] * 2
     assert len(model.head._forward_hooks) == len(model._forward_hooks) == 2
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("moment", ["before a pass", "between passes", "before the backward pass", "after it"])
+@pytest.mark.parametrize("dicts", [("_forward_hooks", "_forward_pre_hooks"), ("_forward_pre_hooks",)])
+def test_what_one_of_several_micro_batches_loses_is_unknown_and_no_difference(
+    dicts: tuple[str, ...], moment: str, passes: int, tmp_path: Path
+) -> None:
+    def run(path: Path, *, clears: bool) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def clear(when: str, at: bool = True) -> None:
+            for module in model.modules() if clears and at and when == moment else ():
+                for name in dicts:
+                    getattr(module, name).clear()
+
+        with traindiff.record(path, model, optimizer, observe=[*PHASES, "grad.micro"]):
+            for number, batch in enumerate(torch.randn(9, 6, 4)):
+                clear("before a pass", number == 4)
+                outputs = []
+                for number_of_pass in range(passes):
+                    clear("between passes", number == 4 and number_of_pass == 1)
+                    outputs.append(model(batch + number_of_pass).square().mean())
+                clear("before the backward pass", number == 4)
+                sum(outputs).backward()
+                clear("after it", number in (3, 4))
+                if number % 3 == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    run(tmp_path / "baseline", clears=False)
+    run(tmp_path / "candidate", clears=True)
+
+    comparison = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate")
+    nothing_is_lost = moment == "before the backward pass" or (moment == "between passes" and passes == 1)
+    assert comparison.verdict == ("identical" if nothing_is_lost else "incomplete"), str(comparison)

@@ -11,6 +11,8 @@ from traindiff.kernels.elements import Elements
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size in bytes. torch has no unsigned ones but the first before 2.3; NumPy reads the same bits as unsigned."""
 
+_ABSTRACT = frozenset({"FakeTensor", "FunctionalTensor"})
+
 
 def check_supported(tensor: torch.Tensor) -> None:
     """Raise unless a summary can be made of this tensor.
@@ -28,7 +30,7 @@ def check_supported(tensor: torch.Tensor) -> None:
         raise UnsupportedTensorError(f"quantised dtype {dtype_name(tensor)} is not supported")
     if tensor.device.type == "meta":
         raise UnsupportedTensorError("a tensor on the meta device has no elements")
-    if is_abstract(tensor):
+    if type(tensor).__name__ in _ABSTRACT:
         raise UnsupportedTensorError(f"a {type(tensor).__name__} has no elements")
     if tensor.element_size() not in _INTEGERS and not tensor.is_complex():
         raise UnsupportedTensorError(f"dtype {dtype_name(tensor)} is not supported")
@@ -36,7 +38,7 @@ def check_supported(tensor: torch.Tensor) -> None:
 
 def is_abstract(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no elements to read: its operator is run to learn the shape of a result."""
-    return tensor.device.type == "meta" or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
+    return tensor.device.type == "meta" or type(tensor).__name__ in _ABSTRACT
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:

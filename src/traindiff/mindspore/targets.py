@@ -93,11 +93,13 @@ def find_targets(cell: object, optimizer: object, *, select: Sequence[str]) -> T
             )
         )  # fmt: skip
     if root is not None:
-        in_cell = {id(one): path for path, one in _parameters(root, {}, without=state).items()}
+        of_cell = _parameters(root, {}, without=state)
+        in_cell = {id(one): path for path, one in of_cell.items()}
         warn_of_other_models(
             {name: (type(held).__name__, held.parameters) for name, held in optimizers.items()},
             in_cell.values(),
             is_ours=lambda parameter: id(parameter) in in_cell,
+            is_frozen=not any(one.requires_grad for one in of_cell.values()),
             caller="record",
         )
     return Targets(select=tuple(select), root=root, cells=chosen, parameters=parameters, optimizers=tuple(followed))

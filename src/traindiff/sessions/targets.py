@@ -241,6 +241,7 @@ def find_targets(
         {name: (type(one).__name__, _held(one)) for name, one in followed.items() if isinstance(one, Optimizer)},
         found.paths,
         is_ours=lambda parameter: found.pieces_of(parameter) is not None,
+        is_frozen=not any(parameter.requires_grad for parameter in parameters.tensors.values()),
         caller=caller,
     )
     return found

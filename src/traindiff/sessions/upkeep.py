@@ -44,7 +44,8 @@ class Upkeep:
     def before_optimizer(self) -> None:
         """An optimizer is about to step."""
         self._update(parameters=True)
-        self._followed.look(called=True, everywhere=False)
+        # No pass that counts was unseen since the last backward pass: it would have had one, too.
+        self._followed.look(called=not self._context.sink.progress.backward_done, everywhere=False)
 
     def _before_forward(self) -> None:
         self._update(parameters=torch.is_grad_enabled())

@@ -53,6 +53,8 @@ class RootForwardTap:
         self._observe_batch = "batch" in context.observe
         self._running: list[AbstractContextManager[None]] = []
         self._num_nested = 0
+        self._num_passes = 0  # since the latest backward pass, or the beginning of the step
+        self._most_passes = 0  # that there ever were before one
         self._rounds = Rounds(context.sink.progress)
         self._calls_several = context.several_roots
         self._paths = {**context.root_paths, **{id(part): path for path, part in context.parts.items()}}
@@ -87,11 +89,16 @@ class RootForwardTap:
 
     def _lost(self, path: str, why: str) -> None:  # noqa: ARG002
         progress = self._sink.progress
-        if not why or progress.forward_done:
+        if not why or self._has_seen_all():
             return
-        progress.forward_done = torch.is_grad_enabled()
+        progress.forward_done |= torch.is_grad_enabled()
         for phase, stage in _UNSEEN_PHASES if progress.observing else ():
             self._sink.unobserved(f"{UNSEEN}: {why}", phase=phase, path=ITSELF, slot="root_forward", stage=stage)
+
+    def _has_seen_all(self) -> bool:
+        """Whether as many passes were seen since the last backward pass as there ever were before one."""
+        begins = self._sink.progress.backward_done or not self._sink.progress.forward_done
+        return not begins and 0 < self._most_passes <= self._num_passes
 
     def _lost_part(self, path: str, why: str) -> None:
         if self._calls_several:
@@ -138,6 +145,8 @@ class RootForwardTap:
             with progress.before_all_chunks():
                 for before_step in self._context.moments.before_step:
                     before_step()
+        if not evaluating:
+            self._count_pass()
         given = given_to_training(inputs, progress, several=self._calls_several)
         progress.given = frozenset(given)
         forward = progress.forward(
@@ -150,6 +159,12 @@ class RootForwardTap:
         if self._observes:
             # What a stage of a pipeline hands to the next is no input of the whole model.
             self._observe_inputs(path, inputs if chunk is None or chunk.is_first else inputs[handed_on:])
+
+    def _count_pass(self) -> None:
+        if self._sink.progress.backward_done or not self._sink.progress.forward_done:
+            self._most_passes = max(self._most_passes, self._num_passes)
+            self._num_passes = 0
+        self._num_passes += 1
 
     def _end(self, *_: Any) -> None:
         if self._sink.progress.hidden:
