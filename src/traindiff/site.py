@@ -40,6 +40,21 @@ def path_in_whole(path: str) -> str:
     return rest if _PART.fullmatch(first) else path
 
 
+class _Escapes(dict[int, int | str]):
+    """What stands for a character, for `str.translate`: itself, or its escape. The first ones are kept."""
+
+    def __missing__(self, code: int) -> int | str:
+        one = chr(code)
+        found = code if one.isprintable() else one.encode("unicode_escape").decode()
+        if len(self) < _MOST_KEPT:
+            self[code] = found
+        return found
+
+
+_MOST_KEPT = 4096
+_ESCAPES = _Escapes()
+
+
 def printable(text: str) -> str:
     r"""`text` on one line, without codes that a terminal would follow: names may hold anything.
 
@@ -52,7 +67,7 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return text.translate(_ESCAPES)
 
 
 def canonical_path(path: str) -> str:

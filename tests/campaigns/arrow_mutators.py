@@ -66,7 +66,7 @@ def _schema_message() -> bytes:
     return bytes(SCHEMA.serialize().to_pybytes())
 
 
-def _message(batch: pa.RecordBatch, *, codec: str | None = "zstd", **options: Any) -> bytes:
+def _message(batch: pa.RecordBatch, *, codec: str | None = None, **options: Any) -> bytes:
     """The batch as one message, or as several where dictionaries come first."""
     sink = io.BytesIO()
     writer = pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec, **options))
@@ -391,10 +391,10 @@ def _other_writer(stream: Stream, at: int, rng: Random) -> None:
         stream.messages[0] = schema.serialize().to_pybytes()
 
 
-ARROW: Mapping[str, tuple[int, Callable[[Stream, int, Random], None]]] = {
+ARROW: Mapping[str, tuple[float, Callable[[Stream, int, Random], None]]] = {
     "values": (10, _values_changed), "sites": (12, _sites), "nulls": (1, _nulls), "type": (2, _other_type),
     "columns": (1, _columns_moved),
-    "rows": (2, _rows), "huge text": (1, _huge_text), "messages": (2, _messages_moved), "metadata": (4, _metadata),
+    "rows": (2, _rows), "huge text": (0.2, _huge_text), "messages": (2, _messages_moved), "metadata": (4, _metadata),
     "body": (3, _body), "numbers": (4, _numbers), "buffers": (5, _buffers), "compression": (3, _compression),
     "writer": (1, _other_writer),
 }  # fmt: skip

@@ -177,7 +177,13 @@ def _of_the_interpreter() -> list[str]:
     """Where code comes from that is imported late, and what belongs to it."""
     names = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *sys.path, SOURCE, HERE}
     names |= {os.path.realpath(name) for name in names}
-    return [*sorted(name for name in names if name), "/usr/share/zoneinfo", "/etc/localtime", "/proc/self/status", "/dev/null"]
+    return [
+        *sorted(name for name in names if name),
+        "/usr/share/zoneinfo",
+        "/etc/localtime",
+        "/proc/self/status",
+        "/dev/null",
+    ]
 
 
 def _failure(kind: str, error: BaseException) -> Failure:

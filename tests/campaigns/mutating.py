@@ -140,7 +140,7 @@ def _json_text(data: bytes, rng: Random) -> bytes:
 
 Mutator = Callable[[Draft, Random], None]
 
-MUTATORS: Mapping[Kind, Mapping[str, tuple[int, Mutator]]] = {
+MUTATORS: Mapping[Kind, Mapping[str, tuple[float, Mutator]]] = {
     "recording": {
         "bytes": (6, _bytes),
         "json": (14, _json),

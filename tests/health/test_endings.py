@@ -12,7 +12,7 @@ import traindiff
 from tests.made_up import CONTENT, Step, record
 from traindiff.health import Verdict
 
-SAYS = "the recording was not closed (the run was killed, or still runs)"
+SAYS = "the recording was not closed (the run was killed, could not write, or still runs)"
 
 
 def killed(path: Path, *, steps: int = 3, **about: Any) -> Path:

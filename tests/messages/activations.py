@@ -121,6 +121,14 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     import_statistics("pt_out", "run")
 
 
+@situation("a directory to import whose file counts other elements than its tensor has")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    shutil.copytree(WRITTEN, here / "pt_out")
+    file = here / "pt_out" / "step_1" / "ReLU_2_0th_output_forward"
+    file.write_text(file.read_text().replace("zero: ", "zero: 1"))
+    import_statistics("pt_out", "run")
+
+
 @situation("directories to merge of which one has no statistics")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     (here / "ort_out").mkdir()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -21,6 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import traindiff
 from tests.messages.provoking import Chapter
 from tests.recording.samples import write
+from traindiff.recording.lock import RecordingLock
+from traindiff.recording.written_files import WrittenFiles
 from traindiff.sessions.background import opened_in_time
 
 chapter = Chapter("traindiff.record: settings, model and path", [])
@@ -314,6 +316,23 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     (here / "file").touch()
     record(here / "file" / "run")
+
+
+@situation("a path where another recording begins at the same moment")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    opens, locks = WrittenFiles.open, []
+
+    def taken(files: WrittenFiles, path: str) -> IO[bytes]:
+        file = opens(files, path)
+        locks.append(RecordingLock(path))
+        return file
+
+    patched.setattr(WrittenFiles, "open", taken)
+    try:
+        record(here / "run")
+    finally:
+        for lock in locks:
+            lock.release()
 
 
 @situation("a URL with a protocol that there is not")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from safetensors.torch import save_file
 
 from tests.messages.provoking import Chapter
 from tests.watching.test_hostile_replay import TENSOR, UNBOUNDED, written
-from traindiff.watching.contained import replay_contained
+from traindiff.watching import contained_replay
+from traindiff.watching.contained import REPORT, replay_contained
 from traindiff.watching.replaying import replay
 
 chapter = Chapter("traindiff replay", [])
@@ -35,6 +39,7 @@ refused("an operator of numbers alone", {"name": "aten.remainder.int", "args": [
 refused("a text where an operator takes a number", {**ADD, "args": [TENSOR, "1"]})
 refused("more arguments than an operator takes", {**ADD, "args": [TENSOR, TENSOR, TENSOR]})
 refused("an argument that an operator does not have", {**ADD, "kwargs": {"beta": 2}})
+refused("an argument that an operator is given twice", {**ADD, "kwargs": {"other": TENSOR}})
 refused("a tensor that nothing has made", {**ADD, "args": [TENSOR, {"tensor": 7}]})
 refused("an input that is not there", ADD, inputs={"input": 3})
 refused("an output that is not there", ADD, outputs={"output": 3})
@@ -57,6 +62,7 @@ def nothing(directory: Path) -> None:
     """Leave it as it is."""
 
 
+damaged("a directory without the list of a saved call", lambda directory: (directory / "module.json").unlink())
 damaged("a tensor whose name is not a number", tensors(x=torch.ones(1)))
 damaged("a call that differentiates by integers", lambda directory: (
     written(directory, ADD, trained=[0]), tensors(**{"0": torch.ones(1, dtype=torch.int64)})(directory),
@@ -65,7 +71,45 @@ damaged("an index outside of a tensor", lambda directory: (
     written(directory, {"output": [], **UNBOUNDED["axes"]}),
 ))  # fmt: skip
 damaged("a replay that takes too long", nothing, lambda directory: replay_contained(directory, seconds=0.01))
-damaged("a replay that needs more memory",
-        lambda directory: written(directory, {"name": "aten.full.default", "args": [[10**13], 1.0]}),
-        lambda directory: replay_contained(directory, gib=1))  # fmt: skip
-damaged("a device that there is not", nothing, lambda directory: replay_contained(directory, device="gpu"))
+
+
+@situation("a replay whose process is ended by an operator")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    python = here / "python"
+    python.write_text("#!/bin/sh\nulimit -c 0\nkill -SEGV $$\n")
+    python.chmod(0o755)
+    patched.setattr(sys, "executable", str(python))
+    replay_contained(written(here / "saved", ADD))
+
+
+def run_here(patched: pytest.MonkeyPatch) -> None:
+    """Have a replay run in this process, so that the lines are seen that its messages come from; without its limits."""
+
+    def run(command: Sequence[str], **_: object) -> CompletedProcess[bytes]:
+        report = json.dumps(contained_replay.main(*command[command.index(contained_replay.__name__) + 1 :]))
+        return CompletedProcess(command, 0, f"{REPORT}{report}".encode())
+
+    patched.setattr("subprocess.run", run)
+    patched.setattr(contained_replay, "_limit_memory", lambda tensors, gib: gib)
+
+
+@situation("a replay that needs more memory")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    run_here(patched)
+    replay_contained(written(here / "saved", {"name": "aten.full.default", "args": [[10**17], 1.0]}), gib=1)
+
+
+@situation("a replay that fails outside of its operators")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    run_here(patched)
+    patched.setattr("traindiff.watching.replaying.replay", broken)
+    replay_contained(written(here / "saved", ADD))
+
+
+@situation("a device that there is not")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    run_here(patched)
+    replay_contained(written(here / "saved", ADD), device="gpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib
 import inspect
 import re
 import sys
@@ -79,6 +80,25 @@ def sites() -> Iterator[Site]:
                 yield _site(file, node.exc, built_in=True)
 
 
+def _own_errors() -> Iterator[type[Exception]]:
+    """The errors that a file has beside those of `errors`: where they are caught, their words become part of a message.
+
+    Those of files that need a library which is not installed are left out.
+    """
+    for file in sorted(SOURCE.rglob("*.py")):
+        if file.is_relative_to(ELSEWHERE) or not re.search(r"^class \w+Error\(", file.read_text("utf-8"), re.MULTILINE):
+            continue
+        name = ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts)
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        for kind in vars(module).values():
+            is_own = inspect.isclass(kind) and kind.__module__ == name and issubclass(kind, Exception)
+            if is_own and not issubclass(kind, TraindiffError):
+                yield kind
+
+
 def _makes_a_message(node: ast.AST) -> bool:
     """Whether it is a function that returns an error or a problem, so that its calls are sites, too."""
     if not isinstance(node, ast.FunctionDef) or node.returns is None:
@@ -135,7 +155,7 @@ def passed() -> Iterator[set[Line]]:
         return noted
 
     with pytest.MonkeyPatch.context() as patched:
-        for kind in (Problem, TraindiffError):
+        for kind in (Problem, TraindiffError, *_own_errors()):
             patched.setattr(kind, "__init__", noting(kind.__init__))
         patched.setattr(errors.ConfigError, "__init__", noting(errors.ConfigError.__init__))
         patched.setattr(warnings, "warn", noting(warnings.warn))

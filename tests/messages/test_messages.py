@@ -22,7 +22,6 @@ NOT_PROVOKED = {
     "rank 0 can no longer be reached: {}": "needs ranks of a launcher that die",
     "interrupted": "needs somebody who interrupts",
     "LockstepError(told['error'])": "on ranks other than 0, of what rank 0 has raised; tests/lockstep/test_on_ranks.py",
-    "an argument is a {}": "a part of the message of a call of an operator that cannot be written down",
 }
 """By the words of the source: messages that no situation provokes, and why."""
 

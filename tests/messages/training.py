@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import warnings
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
@@ -104,6 +106,28 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
         writer.write_step(*step(1))
 
 
+@situation("the directory of the recording was unmounted while a step was written")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    def unmounted(*_: object) -> NoReturn:
+        shutil.rmtree(here / "run")
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    writer = write(here / "run", steps=1, close=False)
+    patched.setattr(writer, "_append_step", unmounted)
+    writer.write_step(*step(1))
+
+
+@situation("a file of the recording was removed from a file system that is not local")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    writer = RecordingWriter("memory://messages/run", run={"world_size": 1})
+    try:
+        writer.write_step(*step(0))
+        MemoryFileSystem().rm("/messages/run/run.json")
+        writer.close()
+    finally:
+        MemoryFileSystem().rm("/messages", recursive=True)
+
+
 class Stuck:
     """A writer whose file system takes nothing until it is let go."""
 
@@ -133,6 +157,16 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     try:
         for number in range(DEPTH + 2):
             stuck.writer.write_step(*step(number))
+    finally:
+        stuck.let_go()
+
+
+@situation("the file system takes nothing when the training ends")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    stuck = Stuck(here)
+    try:
+        stuck.writer.write_step(*step(0))
+        stuck.writer.close()
     finally:
         stuck.let_go()
 

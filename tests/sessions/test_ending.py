@@ -121,8 +121,8 @@ def test_a_training_that_is_killed_is_incomplete(kill: str, tmp_path: Path) -> N
 
     assert (verdict.verdict, verdict.exit_code) == ("incomplete", 3)
     assert verdict.notes[0] == (
-        "rank 0: the recording was not closed (the run was killed, or still runs). Its last finished step is 2; its "
-        "last observation is param bias value in step 2."
+        "rank 0: the recording was not closed (the run was killed, could not write, or still runs). "
+        "Its last finished step is 2; its last observation is param bias value in step 2."
     )
 
 

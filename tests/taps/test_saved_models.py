@@ -9,6 +9,7 @@ import pickletools
 import subprocess
 import sys
 import textwrap
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -226,3 +227,68 @@ def test_when_the_last_session_ends_classes_are_as_they_were(tmp_path: Path) -> 
         assert "__reduce_ex__" in vars(nn.Module)
 
     assert [dict(vars(kind)) for kind in (nn.Module, torch.optim.Optimizer)] == before
+
+
+class InEnvelope(WithState):
+    """Gives its attributes beside others, deeper than Python does."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"version": 2, "content": {"state": copy.deepcopy(vars(self))}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state["content"]["state"])
+
+
+class InList(WithState):
+    """Gives its attributes as pairs."""
+
+    def __getstate__(self) -> Any:
+        return [list(vars(self).items())]
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state[0])
+
+
+class ReducesItself(WithState):
+    """Has an own method in the place of torch's."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return empty, (), vars(self)
+
+
+class CopiesItself(WithState):
+    """Has an own method for deep copies."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+        copied = CopiesItself.__new__(CopiesItself)
+        vars(copied).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return copied
+
+
+def empty() -> ReducesItself:
+    return ReducesItself.__new__(ReducesItself)
+
+
+@pytest.mark.parametrize("kind", [InEnvelope, InList, ReducesItself, CopiesItself])
+def test_a_class_that_pickles_in_its_own_way_is_saved_and_copied_as_without_hooks(
+    kind: type[nn.Module], tmp_path: Path
+) -> None:
+    model = nn.Sequential(kind(), nn.ReLU())
+    expected, methods = saved(model), dict(vars(kind))
+
+    with observed(tmp_path / "run", model):
+        model(torch.ones(2, 8)).sum().backward()
+        model.zero_grad()
+        actual, copied = saved(model), copy.deepcopy(model)
+        shared = copy.copy(model[0])._forward_hooks is model[0]._forward_hooks
+
+    assert globals_of(actual) == globals_of(expected) == globals_of(saved(copied))
+    assert shared is (kind is not InEnvelope)  # which copies its attributes itself
+    assert dict(vars(kind)) == methods
+
+
+def globals_of(file: bytes) -> list[str]:
+    """The classes and functions that a file of `torch.save` names."""
+    with zipfile.ZipFile(io.BytesIO(file)) as archive:
+        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    return [str(argument) for operation, argument, _ in pickletools.genops(pickled) if operation.name == "GLOBAL"]

@@ -197,11 +197,12 @@ def test_a_warning_comes_once_and_again_after_the_training_has_recovered() -> No
     def breaks(model: Any, _: Any, step: int) -> None:
         model.scale.factor = float("inf") if step in broken else 1.0
 
-    def frozen(*_: Any, **__: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    class Frozen(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            """Keeps what is not finite out of the parameters."""
 
     with pytest.warns(traindiff.TraindiffWarning, match="scale output holds") as warned:
-        watch, _ = train(breaks=breaks, optimizer=frozen, steps=6, on_detect="warn")
+        watch, _ = train(breaks=breaks, optimizer=Frozen, steps=6, on_detect="warn")
 
     assert [origin.step for origin in watch.origins] == [1, 4]
     assert len(warned) == 2

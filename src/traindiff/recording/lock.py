@@ -1,4 +1,4 @@
-"""That a rank is being recorded at the moment: a lock on its stream, which the kernel releases when the process ends."""
+"""A lock on the stream of a rank that is being recorded; the kernel releases it when the process ends."""
 
 from __future__ import annotations
 

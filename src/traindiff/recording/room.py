@@ -103,7 +103,8 @@ def _take_over(directory: str, *, path: str) -> RecordingLock:
     if lock.is_taken:
         raise unusable(
             path,
-            what=f"is being recorded at the moment ({posixpath.basename(directory)}), by this process or by another one.",
+            what=f"is being recorded at the moment ({posixpath.basename(directory)}), by this process or by another "
+            "one.",
             fix="Give another path, or end that recording first: call its close(), or end its process.",
         )
     return lock

@@ -152,7 +152,7 @@ class Follower:
         if self._is_elsewhere():
             return
         if self._recorder is not None and self._were_given:
-            self._recorder.follow(optimizer)
+            self._recorder.follow(optimizer, *call)
         if not self._waits or not has_closure(optimizer, *call):
             return
         if self._trains_a_module(optimizer):

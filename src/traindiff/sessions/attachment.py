@@ -121,7 +121,7 @@ class Attachment:
             undo.enter_context(self._optimizers.attach())  # whose steps are to be known before the rest is looked at
             undo.enter_context(trace_hooks())
             undo.enter_context(hide_from_scripting())
-            undo.enter_context(leave_hooks_behind())
+            undo.enter_context(leave_hooks_behind([*targets.root.modules(), *targets.optimizers.values()]))
             self._undo = undo.pop_all()
         report = partial(_report_unused, context.batch_axis, targets.layout)
         self._moments.at_end.append(sink.guarded("batch_axis", report))
@@ -144,9 +144,9 @@ class Attachment:
         """End the steps of optimizers that ran in compiled code, which has returned by now."""
         self._optimizers.settle()
 
-    def follow(self, optimizer: Optimizer) -> None:
+    def follow(self, optimizer: Optimizer, *call: Any) -> None:
         """See `FollowedOptimizers.follow`."""
-        self._optimizers.follow(optimizer)
+        self._optimizers.follow(optimizer, *call)
 
     @property
     def followed(self) -> Mapping[str, OptimizerTap]:

@@ -96,13 +96,13 @@ class FollowedOptimizers:
                 undo.enter_context(tap_optimizer_discovery(self._context.names, found, known=self._known))
             return undo.pop_all()
 
-    def follow(self, optimizer: Optimizer) -> None:
+    def follow(self, optimizer: Optimizer, *call: Any) -> None:
         """Follow one that is about to step, and was made after all those that were given, if it is of this training."""
         if optimizer in self._known:
             return
         self._known.update((optimizer, inner_optimizer(optimizer)))
         if not _held_by(optimizer).isdisjoint(self._context.names):
-            self._context.sink.guarded("optimizer_discovery", self._discover)(optimizer)
+            self._context.sink.guarded("optimizer_discovery", self._discover)(optimizer, *call)
 
     def look(self) -> None:
         """End steps that were not seen, and attach hooks again that are gone."""
@@ -223,11 +223,11 @@ class FollowedOptimizers:
         for number, parameter, pieces in tap.updated():
             yield number, parameter, self._targets.layout.ranges_of(parameter, pieces)
 
-    def _discover(self, optimizer: Optimizer) -> None:
+    def _discover(self, optimizer: Optimizer, *call: Any) -> None:
         if self._made_before is None:
             self._made_before = _live_optimizers()
         name = self._names.get(optimizer) or self._replaced_by(optimizer)
-        if name in self.taps and not self._is_due(name):
+        if name in self.taps and not (self._is_due(name) or has_closure(optimizer, *call)):
             return  # it steps beside the one with this name, which goes on
         if name is None:
             name = f"optimizer[{len(self.taps)}]" if self.taps else "optimizer"

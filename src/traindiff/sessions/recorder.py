@@ -151,7 +151,11 @@ class Recorder:
         self.close()
 
     def ended_by(self, error: BaseException | None) -> None:
-        """Have the recording say that this error has ended the training, or that none has. `close` follows."""
+        """Have the recording say that this error has ended the training, or that none has. `close` follows.
+
+        Args:
+            error: What has ended it; None where nothing has.
+        """
         self._ending.by(error)
 
     @property
@@ -204,15 +208,16 @@ class Recorder:
         """The taps of the optimizers that are followed, by name; none when the recording has ended."""
         return {} if self._attachment is None else self._attachment.followed
 
-    def follow(self, optimizer: Optimizer) -> None:
+    def follow(self, optimizer: Optimizer, *call: Any) -> None:
         """Follow an optimizer that was made after those that were given.
 
         Args:
             optimizer: It is about to step. If it holds nothing of the models, it is left alone.
+            *call: What torch gives a hook on its `step` beside it, if that is known.
         """
         if self._attachment is not None:
             with self._out_of_sight():
-                self._attachment.follow(optimizer)
+                self._attachment.follow(optimizer, *call)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

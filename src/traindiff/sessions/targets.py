@@ -27,6 +27,7 @@ from traindiff.sessions.zoomed_modules import zoomed_modules
 from traindiff.shards import Piece
 from traindiff.site import ROOT, canonical_path, canonical_paths, matches, path_in_whole
 from traindiff.taps._torch_compat import is_fully_sharded
+from traindiff.taps.model_state import present_buffers
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
 """One optimizer, several, several by name, or None to find them when they first step."""
@@ -136,7 +137,7 @@ class Targets:
             "model": ", ".join(type(one).__qualname__ for one in self._models),
             "modules": {path_in_whole(path): type(module).__qualname__ for path, module in self.modules.items()},
             "parameters": {path: _describe_tensor(p, self.shapes.get(path)) for path, p in self.parameters.items()},
-            "buffers": {path: _describe_tensor(self.root.get_buffer(b)) for path, b in self.buffers.items()},
+            "buffers": {path: _describe_tensor(buffer) for path, buffer in present_buffers(self.root, self.buffers)},
             "tied": dict(self.tied),
         }
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from weakref import ReferenceType, ref
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from traindiff.taps.context import TapContext
 from traindiff.taps.pieces import emit_pieces
@@ -55,7 +55,7 @@ class ModelStateTap:
         self._recorded_step = progress.step
         with self._sink.together():
             self._parameters_before(self._context.parameters)
-            for path, buffer in self._present_buffers():
+            for path, buffer in present_buffers(self._context.root, self._context.buffers):
                 self._seen[path] = ref(buffer), buffer._version
                 self._sink.emit(buffer, phase="param", path=path, slot="buffer", stage="before")
 
@@ -78,7 +78,7 @@ class ModelStateTap:
             return
         if not self._sink.progress.unseen:  # else what it made of parameters is recorded before the next one
             self._recorded_step = self._sink.progress.step
-        for path, buffer in self._present_buffers():
+        for path, buffer in present_buffers(self._context.root, self._context.buffers):
             if buffer.is_floating_point() or self._is_new(path, buffer):
                 self._seen[path] = ref(buffer), buffer._version
                 self._sink.emit(buffer, phase="param", path=path, slot="buffer")
@@ -87,11 +87,18 @@ class ModelStateTap:
         before, version = self._seen.get(path, (None, 0))
         return before is None or before() is not buffer or version != buffer._version
 
-    def _present_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for path, name in self._context.buffers.items():
-            try:
-                buffer = self._context.root.get_buffer(name)
-            except AttributeError:  # deleted since
-                continue
-            if isinstance(buffer, Tensor):  # not set to None since
-                yield path, buffer
+
+def present_buffers(root: nn.Module, buffers: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a model has now, by canonical path: a training may delete some, or set them to None.
+
+    Args:
+        root: The model.
+        buffers: What `root.get_buffer` calls them, by canonical path.
+    """
+    for path, name in buffers.items():
+        try:
+            buffer = root.get_buffer(name)
+        except AttributeError:
+            continue
+        if isinstance(buffer, Tensor):
+            yield path, buffer

@@ -302,7 +302,7 @@ class OptimizerTap:
 
 def has_closure(*call: Any) -> bool:
     """Whether a hook on `step`, called with the optimizer, `args` and `kwargs`, was called for `step(closure)`."""
-    if not call:
+    if len(call) < 3:
         return False
     _, args, kwargs = call  # `args` begins with the optimizer itself
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None

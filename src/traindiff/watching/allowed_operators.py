@@ -152,7 +152,8 @@ def allowed_operator(name: str) -> Any:
 def _operator(name: str, overload: str) -> Any:
     shown = f"aten.{name}.{overload}"
     schemas = {one.overload_name or "default": one for one in schemas_of(f"aten::{name}")}
-    if overload not in schemas:
+    operator = getattr(getattr(torch.ops.aten, name), overload, None) if overload in schemas else None
+    if not isinstance(operator, torch._ops.OpOverload):
         raise RefusedOperatorError(f"the torch that is installed here has no operator {shown}")
     schema = schemas[overload]
     if not any("Tensor" in str(one.real_type) for one in (*schema.arguments, *schema.returns)):
@@ -163,9 +164,6 @@ def _operator(name: str, overload: str) -> Any:
                 f"{shown} takes or returns a {one.real_type} ({one.name}), and traindiff replay calls only operators "
                 "of tensors and numbers"
             )
-    operator = getattr(getattr(torch.ops.aten, name), overload)
-    if not isinstance(operator, torch._ops.OpOverload):
-        raise RefusedOperatorError(f"the torch that is installed here has no operator {shown}")
     return operator
 
 
@@ -197,7 +195,7 @@ def check(operation: Operation) -> Any:
     for argument, value in bound(operation, arguments).items():
         wrong = misfit(str(argument.real_type), value, _texts(name, argument.name))
         if wrong:
-            raise RefusedOperatorError(f"{operation.name} has as {argument.name} {wrong}")
+            raise RefusedOperatorError(f"{operation.name} was given {wrong}, for its argument {argument.name}")
     return operator
 
 
@@ -210,12 +208,14 @@ def bound(operation: Operation, arguments: Any) -> dict[Any, Json]:
     positional = [one for one in arguments if not one.kwarg_only]
     if len(operation.args) > len(positional):
         raise RefusedOperatorError(
-            f"{operation.name} has {len(operation.args)} positional arguments, and takes {len(positional)}"
+            f"{operation.name} was given {len(operation.args)} positional arguments, and takes {len(positional)}"
         )
     found = dict(zip(positional, operation.args, strict=False))
     by_name = {one.name: one for one in arguments}
     for key, value in operation.kwargs.items():
-        if key not in by_name or by_name[key] in found:
-            raise RefusedOperatorError(f"{operation.name} cannot have the argument {printable(key[:_LONGEST_NAME])}")
+        if key not in by_name:
+            raise RefusedOperatorError(f"{operation.name} has no argument {printable(key[:_LONGEST_NAME])}")
+        if by_name[key] in found:
+            raise RefusedOperatorError(f"{operation.name} was given its argument {key} twice")
         found[by_name[key]] = value
     return found

@@ -63,14 +63,14 @@ def replay_contained(directory: Path, *, device: str = "cpu", seconds: float = S
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         raise RecordingError(
-            f"{shown} was not run to its end within {seconds:g} seconds. If it is your own, --seconds gives it more; "
+            f"{shown} took longer than {seconds:g} seconds to run again. If it is your own, --seconds allows more; "
             "if it is somebody else's, do not trust it."
         ) from None
     _, found, report = ended.stdout.decode("utf-8", "replace").rpartition(REPORT)
     if ended.returncode or not found:
         raise RecordingError(
-            f"The process that ran {shown} again {_ending(ended.returncode)}. If it is your own, watch the training "
-            "again; if it is somebody else's, do not trust it."
+            f"{shown} could not be run again: the process that ran it {_ending(ended.returncode)}. If it is your own, "
+            "watch the training again; if it is somebody else's, do not trust it."
         )
     content = json.loads(report)
     if "missing" in content:
@@ -82,7 +82,7 @@ def replay_contained(directory: Path, *, device: str = "cpu", seconds: float = S
 
 def _ending(code: int) -> str:
     if code >= 0:
-        return f"ended with {code} and no report"
+        return f"ended with exit code {code} and without a report"
     try:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:

@@ -39,7 +39,7 @@ def test_a_table_is_read_and_written_to_the_byte() -> None:
 
 
 def test_the_same_training_gives_the_same_files(tmp_path: Path) -> None:
-    """All but the last digit of norms, which msprobe adds up in float32."""
+    """All but the last digit of what float32 computes, which differs between processors."""
     monitored(tmp_path, grad_level="L2", bounds=[-0.1, 0, 0.1])
     ours, theirs = files(tmp_path / "dump"), files(FIRST)
 
@@ -51,10 +51,9 @@ def test_the_same_training_gives_the_same_files(tmp_path: Path) -> None:
         found, expected = (tables.load(one, where=name) for one in (ours[name], content))
         assert found.columns == expected.columns
         for one, other in zip(found.rows, expected.rows, strict=True):
-            assert one.norm == pytest.approx(other.norm, rel=3e-7)
-            assert (one.name, one.shape, one.maximum, one.minimum, one.shares) == (
-                other.name, other.shape, other.maximum, other.minimum, other.shares
-            )  # fmt: skip
+            computed = [one.norm, one.maximum, one.minimum]
+            assert computed == pytest.approx([other.norm, other.maximum, other.minimum], rel=3e-7)
+            assert (one.name, one.shape, one.shares) == (other.name, other.shape, other.shares)
 
 
 def test_similarities_are_msprobes_to_the_last_digit(tmp_path: Path) -> None:

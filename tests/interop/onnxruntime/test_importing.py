@@ -122,7 +122,7 @@ def test_counts_that_do_not_fit_the_shape_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "damaged" / "step_1" / "ReLU_2_0th_output_forward"
     path.write_bytes(path.read_bytes().replace(b"nan: 0", b"nan: 7"))
 
-    with pytest.raises(NotARecordingError, match="it counts 157 elements of a tensor of shape"):
+    with pytest.raises(NotARecordingError, match="it counts 157 elements, and a tensor of shape"):
         import_statistics(str(tmp_path / "damaged"), str(tmp_path / "run"))
 
 

@@ -157,7 +157,7 @@ def _extremes_and_norm(summary: Any) -> tuple[float, float, float]:
     infinite = [-math.inf] * bool(summary["negative_infinity"]) + [math.inf] * bool(summary["positive_infinity"])
     maximum = max(float(summary["maximum"]), *infinite, -math.inf)
     minimum = min(float(summary["minimum"]), *infinite, math.inf)
-    return maximum, minimum, math.inf if infinite else math.sqrt(float(summary["sum_of_squares"]))
+    return maximum, minimum, math.inf if infinite else math.sqrt(max(0.0, float(summary["sum_of_squares"])))
 
 
 def _float32(value: float) -> float:

@@ -142,8 +142,9 @@ def _check_counts(found: Statistics) -> None:
     size = math.prod(max(1, length) for length in found.shape)
     if max(found.count, found.num_infinite, size) > _MOST or len(found.shape) > MOST_AXES:
         raise ValueError("it counts more elements than there can be")
-    if found.count != math.prod(found.shape):
-        raise ValueError(f"it counts {found.count} elements of a tensor of shape {list(found.shape)}")
+    parts = 2 if "complex" in found.dtype else 1  # a complex number counts as two
+    if found.count != (expected := parts * math.prod(found.shape)):
+        raise ValueError(f"it counts {found.count} elements, and a tensor of shape {list(found.shape)} has {expected}")
 
 
 def _as_float(text: str) -> float:
