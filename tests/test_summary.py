@@ -159,3 +159,11 @@ def test_norms_and_distances_are_taken_of_each_site() -> None:
     apart = summary.distance(baseline, candidate)
     np.testing.assert_allclose(apart, [summary.distance(*pair) for pair in zip(baseline, candidate, strict=True)])
     assert apart.shape == (3,)
+
+
+def test_numbers_that_no_float64_holds_scale_to_what_is_not_finite_without_a_warning() -> None:
+    one = of([3.0])
+    one["sum_of_squares"] = np.inf
+
+    for factor in (1e308, 1e-308):
+        assert not np.isfinite(scale(one, factor)["sum_of_squares"])

@@ -22,6 +22,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from traindiff.site import printable
+
 
 class TraindiffError(Exception):
     """Base class: `except TraindiffError` catches whatever traindiff raises."""
@@ -123,7 +125,9 @@ class ConfigError(TraindiffError, ValueError):
         self.problems = tuple(problems)
         self.consequence = consequence
         noun = "problem" if len(self.problems) == 1 else "problems"
-        lines = [f"{len(self.problems)} {noun} in {source}; {consequence}."]
+        lines = [f"{len(self.problems)} {noun} in {printable(source)}; {consequence}."]
         for problem in self.problems:
-            lines += ["", f"  {problem.where}", f"    {problem.what}", f"    {problem.fix}"]
+            # A file of a stranger may have put anything into these texts.
+            where, what, fix = map(printable, (problem.where, problem.what, problem.fix))
+            lines += ["", f"  {where}", f"    {what}", f"    {fix}"]
         super().__init__("\n".join(lines))

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 from traindiff.errors import Problem
 
-_RANGE = re.compile(r"\s*(\d+)\s*(?:(-)\s*(\d*)\s*)?")
+_RANGE = re.compile(r"\s*+(\d{1,19})\s*+(?:(-)\s*+(\d{0,19})\s*+)?")
+"""Possessive, so that the time is linear in any text; no step has more digits."""
+
+_MOST_CHARACTERS = 1 << 22
+_MOST_SAID = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +52,13 @@ def parse_steps(value: str | int | Iterable[int] | None, *, where: str) -> StepS
     text = value if isinstance(value, str) else _listed(value, where)
     if isinstance(text, Problem):
         return text
+    if len(text) > _MOST_CHARACTERS:
+        return _problem(where, f"they take {len(text)} characters to list, and may take {_MOST_CHARACTERS}.")
     ranges: list[tuple[int, int | None]] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if not match:
-            return _problem(where, f"{part!r} is not a step or a range of steps.")
+            return _problem(where, f"{part[:_MOST_SAID]!r} is not a step or a range of steps.")
         first = int(match[1])
         last = first if not match[2] else int(match[3]) if match[3] else None
         if last is not None and last < first:

@@ -171,12 +171,13 @@ def scale(summaries: Any, factor: Any) -> Any:
     """
     scaled = np.array(summaries, dtype=SUMMARY)
     factor = np.asarray(factor, dtype=np.float64)
-    for name in ("minimum", "maximum", "smallest", "sum"):
-        scaled[name] = scaled[name] * factor
-    scaled["sum_of_squares"] = scaled["sum_of_squares"] * factor**2
-    scaled["sketch"] = scaled["sketch"] * factor[..., None]
-    for name in ("row_largest", "column_largest"):
-        scaled[name] = scaled[name] * factor[..., None]
-    for name in ("row_squares", "column_squares"):
-        scaled[name] = scaled[name] * (factor**2)[..., None]
+    with np.errstate(over="ignore", invalid="ignore"):  # a recording may hold any numbers
+        for name in ("minimum", "maximum", "smallest", "sum"):
+            scaled[name] = scaled[name] * factor
+        scaled["sum_of_squares"] = scaled["sum_of_squares"] * factor**2
+        scaled["sketch"] = scaled["sketch"] * factor[..., None]
+        for name in ("row_largest", "column_largest"):
+            scaled[name] = scaled[name] * factor[..., None]
+        for name in ("row_squares", "column_squares"):
+            scaled[name] = scaled[name] * (factor**2)[..., None]
     return scaled if scaled.shape else scaled[()]

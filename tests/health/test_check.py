@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import traindiff
-from tests.made_up import Edit, Seen, Step, at, record
+from tests.made_up import CONTENT, Edit, Seen, Step, at, record
 
 
 def on_ranks(path: Path, world_size: int, edits: Mapping[int, Edit], *, steps: int = 3) -> Path:
@@ -174,3 +175,14 @@ def test_steps_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(traindiff.ConfigError, match="nothing was checked"):
         traindiff.check(tmp_path / "run", steps="2-1-")
+
+
+def test_ranks_that_are_missing_by_the_hundred_thousand_take_a_moment(tmp_path: Path) -> None:
+    many = 1 << 17
+    run = record(tmp_path / "run", run={"world_size": many}, content={**CONTENT, "world_size": many}, steps=30)
+    begun = time.monotonic()
+
+    verdict = traindiff.check(run)
+
+    assert time.monotonic() - begun < 10  # each of them was looked for among all others: many minutes
+    assert "and 131063 more left no recordings" in verdict.notes[0]

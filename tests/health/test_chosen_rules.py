@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,36 @@ def test_everything_that_is_wrong_in_a_file_is_said_at_once(run: Path, tmp_path:
     assert "Write a number, e.g. deviations = 10, as it is by default." in said
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[spike]\ndeviations = 0x" + "f" * 4_000, "is an int, not a number from 0 up."),
+        ("[spike]\ndeviations = 0x" + "f" * 400, "..., not a number from 0 up."),
+        ("[spike]\ndeviations = nan", "is nan, not a number from 0 up."),
+        ("[spike]\ndeviations = inf", "is inf, not a number from 0 up."),
+        ('["\\u001b[2J\\n"]\na = 1', r'"\x1b[2J\n" is not a rule.'),
+        ('[spike]\n"\\u001b[2J" = 1', r'"\x1b[2J" is not a limit of spike.'),
+        ("a" + ".a" * 100_000 + " = 1", "it has 200005 bytes, and may have 16384."),
+        ("a = " + "[" * 10_000, "is not TOML: maximum recursion depth exceeded"),
+    ],
+)
+def test_a_file_of_a_stranger_with_anything_in_it_is_refused(run: Path, tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "limits.toml").write_text(text)
+
+    with pytest.raises(traindiff.ConfigError) as error:
+        traindiff.check(run, config=tmp_path / "limits.toml")
+
+    assert says in str(error.value)
+    assert "\x1b" not in str(error.value)
+
+
+def test_a_fifo_with_limits_is_not_waited_for(run: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "limits.toml")
+
+    with pytest.raises(traindiff.ConfigError, match="cannot be read: it is a FIFO, not a file"):
+        traindiff.check(run, config=tmp_path / "limits.toml")
+
+
 def test_names_that_are_none_are_said_with_the_nearest(run: Path) -> None:
     with pytest.raises(traindiff.ConfigError, match='Did you mean "non-finite"') as error:
         traindiff.check(run, rules="non-finit", skip=["spikes"])
@@ -123,7 +154,7 @@ def test_the_command_takes_the_same(run: Path, tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["check", str(run), "--rules", "near-overflw"]).exit_code == 2
 
 
-@pytest.mark.parametrize("content", ["a = " + "[" * 100_000, "a = " + "9" * 5000, "a = \x00"])
+@pytest.mark.parametrize("content", ["a = " + "[" * 10_000, "a = " + "9" * 5000, "a = \x00"])
 def test_toml_that_python_gives_up_on_is_said_to_be_none(run: Path, tmp_path: Path, content: str) -> None:
     (tmp_path / "limits.toml").write_text(content)
 

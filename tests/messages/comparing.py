@@ -98,6 +98,11 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.check(str(record(here / "run")), config="limits.toml")
 
 
+@situation("check: a file of limits that no file is called")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.check(str(record(here / "run")), config="limits\0.toml")
+
+
 @situation("check: a file of limits that is not TOML")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     (here / "limits.toml").write_text("spike: 20\n")

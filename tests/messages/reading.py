@@ -22,6 +22,7 @@ from tests.recording.hostile import (
     encoded,
     messages_of,
     put_message,
+    put_messages,
 )
 from tests.recording.samples import RUN, write
 from traindiff.recording import RecordingWriter, manifest
@@ -50,6 +51,14 @@ def damaged(here: Path, name: str, damage: Callable[[bytes], bytes]) -> None:
 
 
 DATA, SEALS = "rank-00000/observations.arrows", "rank-00000/observations.crc"
+
+
+@situation("a step that is there a second time, behind a later one")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    messages = messages_of(here / "run" / "rank-00000")
+    put_messages(here / "run" / "rank-00000", [*messages[:3], messages[1], *messages[3:]])
+    read_all(here / "run")
 
 
 @situation("nothing is there")

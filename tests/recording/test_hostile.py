@@ -238,6 +238,15 @@ def test_what_follows_the_end_of_the_stream_is_damage(rank: Path) -> None:
         read_all(rank.parent)
 
 
+@pytest.mark.parametrize("order", [(0, 2, 1, 3, 4), (0, 1, 2, 3, 1, 4), (0, 1, 2, 3, 2, 3, 4)])
+def test_steps_that_are_moved_or_repeated_are_damage(rank: Path, order: tuple[int, ...]) -> None:
+    messages = messages_of(rank)
+    put_messages(rank, [messages[number] for number in order])
+
+    with pytest.raises(CorruptRecordingError, match=r'step \d of "optimizer" follows its step \d, and steps ascend'):
+        read_all(rank.parent)
+
+
 def test_a_short_message_that_is_not_the_end_is_damage(rank: Path) -> None:
     put_messages(rank, [*messages_of(rank)[:-1], b"12345678"])
 

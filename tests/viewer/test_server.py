@@ -247,6 +247,14 @@ def test_a_page_that_takes_too_long_is_given_up(ask: Ask, monkeypatch: pytest.Mo
     assert "took longer than" in text
 
 
+def test_a_page_that_is_too_large_to_keep_is_not_read(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "MOST_BYTES", 1_000)
+    answer, text = ask("/run/baseline")
+
+    assert answer.status == 422
+    assert "traindiff report writes it to a file" in text
+
+
 def test_pages_that_nobody_asks_for_any_more_make_room_for_others(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     original = pages.START
     monkeypatch.setattr(pages, "WAIT_SECONDS", 0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 from traindiff.merging.run_steps import RunStep
@@ -49,7 +50,7 @@ class StepsOnDemand:
 
     def __init__(self, steps: Iterator[RunStep]) -> None:
         self._steps = steps
-        self._passed: dict[tuple[str, int], RunStep] = {}
+        self._passed: dict[str, deque[RunStep]] = {}
         self._reached: dict[str, int] = {}
 
     def until(self, optimizer: str, step: int) -> Iterator[RunStep]:
@@ -59,12 +60,14 @@ class StepsOnDemand:
             if following is None:
                 break
             self._reached[following.optimizer] = following.step
-            self._passed[following.optimizer, following.step] = following
-        due = [key for key in self._passed if key[0] == optimizer and key[1] <= step]
-        for key in due:
-            yield self._passed.pop(key)
+            self._passed.setdefault(following.optimizer, deque()).append(following)
+        due = self._passed.get(optimizer, deque())
+        while due and due[0].step <= step:
+            yield due.popleft()
 
     def rest(self) -> Iterator[RunStep]:
         """The steps that were not given yet."""
-        yield from self._passed.values()
+        for passed in self._passed.values():
+            while passed:
+                yield passed.popleft()
         yield from self._steps

@@ -66,7 +66,7 @@ def check(
     found = _Found()
     updates = Updates()
     checked: list[int] = []
-    missing: dict[int, int] = {}  # by rank: the first step that it did not record
+    missing: dict[int, int] = {}  # by rank that has recorded anything: the first step that it did not record
     failed = FailedTaps()
     kept = RunHistory() if history else None
     endings = Endings(run, selection)
@@ -78,7 +78,7 @@ def check(
             found.add(judge.unfinished(without_lost(step.table, failed.lost), step=step.step))
             continue
         checked.append(step.step)
-        for rank in step.missing:
+        for rank in sorted({*run.ranks} - step.last.keys()):
             missing.setdefault(rank, step.step)
         failed.see(step.table, step=step.step)
         table = without_lost(step.table, failed.lost)
@@ -135,16 +135,14 @@ class _Found:
 def _missing(run: Run, missing: dict[int, int]) -> list[str]:
     """What ranks that are missing, or end earlier than others, leave open."""
     notes = []
-    if run.missing_ranks:
-        left = "left no recording, so its copies are" if len(run.missing_ranks) == 1 else (
-            "left no recordings, so their copies are"
-        )  # fmt: skip
-        notes.append(f"{ranks_text(run.missing_ranks)} {left} not checked.")
-    if left_out := [rank for rank in missing if rank not in run.missing_ranks and rank not in run.ranks]:
+    absent = run.missing_ranks
+    if absent:
+        left = "left no recording, so its copies are" if len(absent) == 1 else "left no recordings, so their copies are"
+        notes.append(f"{ranks_text(absent)} {left} not checked.")
+    wanted = {*run.ranks, *absent}
+    if left_out := [rank for rank in range(run.world_size) if rank not in wanted]:
         notes.append(
             f"The run was asked not to record {ranks_text(left_out, capital=False)}, so copies there are not checked."
         )
-    notes += [
-        f"Rank {rank} did not record step {missing[rank]}, which others did." for rank in missing if rank in run.ranks
-    ]
+    notes += [f"Rank {rank} did not record step {missing[rank]}, which others did." for rank in missing]
     return notes

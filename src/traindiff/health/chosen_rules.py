@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from typing import Any
 
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.rules import RULES, Rule
+from traindiff.untrusted import Folder
 
 Names = str | Iterable[str] | None
 """Names of rules: one, several in one text with commas between them, or several."""
@@ -21,6 +22,11 @@ Config = str | os.PathLike[str] | Mapping[str, Mapping[str, float]] | None
 """A TOML file, or what one would hold: limits by the rule's name and the limit's."""
 
 CONSEQUENCE = "nothing was checked"
+
+MOST_CONFIG_BYTES = 1 << 14
+"""Size of a file of limits at most: all limits of all rules take 4 kB. Parsing TOML may take the square of its size."""
+
+_LONGEST_SAID = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,21 +128,39 @@ def _limits_of(rule: type[Rule], values: Mapping[str, Any], problems: list[Probl
         elif name not in rule.limits:
             kind = f"a limit of {rule.name}"
             problems.append(Problem.unknown_name(where=where, kind=kind, found=name, known=rule.limits))
-        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
             fix = f"Write a number, e.g. {name} = {rule.limits[name].default:g}, as it is by default."
-            problems.append(Problem(where=where, what=f"is {value!r}, not a number from 0 up.", fix=fix))
+            problems.append(Problem(where=where, what=f"is {_said(value)}, not a number from 0 up.", fix=fix))
         else:
             chosen[name] = float(value)
     return chosen
 
 
-def _read(path: str) -> dict[str, Any]:
+def _said(value: Any) -> str:
+    """A value as a message quotes it."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python does not write an integer of thousands of digits
+        return type_of(value)
+    return text if len(text) <= _LONGEST_SAID else f"{text[:_LONGEST_SAID]}..."
+
+
+def _read(path: str) -> dict[str, Any]:
+    def refuse(_: str, what: str) -> ConfigError:
         fix = "Give the path of a TOML file with a table [RULE] for each rule whose limits it sets."
-        problem = Problem(where="config", what=f"cannot be read: {error.strerror or error}.", fix=fix)
-        raise ConfigError(path, [problem], consequence=CONSEQUENCE) from error
+        return ConfigError(
+            path, [Problem(where="config", what=f"cannot be read: {what}.", fix=fix)], consequence=CONSEQUENCE
+        )
+
+    try:
+        resolved = Path(path).resolve()
+        data = Folder.of(resolved.parent, refuse=refuse).read(resolved.name, limit=MOST_CONFIG_BYTES)
+    except ConfigError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        raise refuse(path, f"it cannot be opened ({getattr(error, 'strerror', None) or error})") from None
+    try:
+        return tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:
         fix = "Write a table [RULE] for each rule, and below it LIMIT = NUMBER."
         problem = Problem(where="config", what=f"is not TOML: {error}.", fix=fix)

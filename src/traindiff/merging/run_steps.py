@@ -53,6 +53,7 @@ class StepMerger:
         own = group_paths(group_numbers(run))
         self._names = {rank: {**own.get(rank, {}), **copies.get(rank, {})} for rank in {*own, *copies}}
         self._ranks = range(run.world_size)
+        self._missing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # the ranks of a step, and those it lacks
         # Settings of the optimizer are there whenever it was called; without them, what earlier steps had tells.
         self._called = "optimizer" in run.run["settings"].get("observe", ())
         self._shows_calls: set[str] = set()
@@ -76,11 +77,18 @@ class StepMerger:
             finished = step < self._counted[optimizer]
         else:
             finished = shown or not (self._called or optimizer in self._shows_calls)
-        missing = tuple(sorted({*self._ranks} - {one.rank for one in of_ranks}))
         return RunStep(
-            optimizer=optimizer, step=step, table=table, finished=finished, missing=missing, operators=operators,
+            optimizer=optimizer, step=step, table=table, finished=finished, operators=operators,
+            missing=self._without(tuple(one.rank for one in of_ranks)),
             last={one.rank: one.observations[-1] for one in of_ranks if one.observations},
         )  # fmt: skip
+
+    def _without(self, there: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks that are not there: mostly those of the step before, and there may be many."""
+        if there != self._missing[0]:
+            here = frozenset(there)
+            self._missing = there, tuple(rank for rank in self._ranks if rank not in here)
+        return self._missing[1]
 
 
 def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunStep]:

@@ -19,7 +19,7 @@ from traindiff.summary import add, distance, empty, merge, scale
 _AFTER_ALL = 1 << 60
 """Added to the order of scalars that the training logged: they follow from what it computed, and nothing from them."""
 
-_GROUP = re.compile(r"(.*)\.groups\[(\d+)\]")
+_GROUP = re.compile(r"(.*)\.groups\[(\d{1,9})\]")
 
 
 class Key(NamedTuple):

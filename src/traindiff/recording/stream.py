@@ -25,6 +25,7 @@ from traindiff.recording.schema import NOTHING_STORED, SCHEMA, Stored, from_batc
 from traindiff.site import printable
 from traindiff.summary import Summaries
 from traindiff.untrusted import Folder, damaged
+from traindiff.untrusted.refusing import quoted
 
 _SEAL = re.compile(rb"(\d{1,18}) (\d{1,18}) ([0-9a-f]{8})\n")
 _CUT_SEAL = re.compile(rb"\d{0,18}|\d{1,18} \d{0,18}|\d{1,18} \d{1,18} [0-9a-f]{0,8}")
@@ -194,13 +195,22 @@ class RankStream:
         return gap.parsed(content, where=self._path(gap.GAP_FILE))
 
     def _packed_steps(self) -> Iterator[_Packed]:
-        """The rank's steps as they are on disk. No name here still refers to one when it is given away."""
+        """The rank's steps as they are on disk. No name here still refers to one when it is given away.
+
+        Whoever walks through two runs relies on ascending numbers: a step out of order would be compared with nothing.
+        """
         held: dict[str, _Packed] = {}
+        begun: dict[str, int] = {}
         for part in self._messages():
             if part.optimizer in held and held[part.optimizer].step == part.step:
                 with self._step(part.step):
                     held[part.optimizer].append(part)
                 continue
+            before = begun.get(part.optimizer)
+            if before is not None and part.step <= before:
+                says = f"step {part.step} of {quoted(part.optimizer)} follows its step {before}, and steps ascend"
+                raise damaged(self._path(DATA), says)
+            begun[part.optimizer] = part.step
             if part.optimizer in held:
                 yield held.pop(part.optimizer)
             held[part.optimizer] = part

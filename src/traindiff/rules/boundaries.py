@@ -15,7 +15,7 @@ from traindiff.rules.rule import Rule
 
 KIND = "boundary"
 
-_STAGE = re.compile(r"stage\[(\d+)\]")
+_STAGE = re.compile(r"stage\[(\d{1,9})\]")
 _SENT = re.compile(r"sent(\[\d+\].*)")
 
 

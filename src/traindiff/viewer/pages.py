@@ -32,6 +32,9 @@ LIMIT_SECONDS = 900.0
 FORGOTTEN_SECONDS = 60.0
 """How long a page is written on after it was last asked for."""
 
+MOST_BYTES = 1 << 26
+"""Size of a page at most: those that are kept are in memory."""
+
 START = (
     "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
     "from traindiff.viewer.building import main; sys.exit(main(sys.argv[1], sys.argv[2:]))"
@@ -154,6 +157,10 @@ class Pages:
                     if now > min(until, job.asked + FORGOTTEN_SECONDS):
                         process.kill()
                         return _TOO_LONG if now > until else None
+                    if os.fstat(page.fileno()).st_size > MOST_BYTES:
+                        process.kill()
+            if page.seek(0, os.SEEK_END) > MOST_BYTES:
+                return _TOO_LARGE
             page.seek(0)
             return None if self._closed else _read(process.returncode, page.read())
 
@@ -161,6 +168,10 @@ class Pages:
 _TOO_LONG = Answer(
     status=HTTPStatus.GATEWAY_TIMEOUT,
     says=f"Writing this page took longer than {LIMIT_SECONDS:g} seconds. traindiff report takes as long as it needs.",
+)
+_TOO_LARGE = Answer(
+    status=HTTPStatus.UNPROCESSABLE_ENTITY,
+    says=f"This page would have more than {MOST_BYTES >> 20} MiB. traindiff report writes it to a file.",
 )
 
 
