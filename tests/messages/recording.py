@@ -86,6 +86,11 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     record(here / "run", select=[])
 
 
+@situation("steps that take millions of characters to list")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    record(here / "run", steps=range(1, 2_000_000, 2))
+
+
 @situation("steps that are no steps")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     record(here / "run", steps="first")
