@@ -88,7 +88,8 @@ def test_numbers_that_json_lacks_are_null(traindiff: Traindiff, tmp_path: Path, 
     run = shutil.copytree("baseline", tmp_path / "run")
     rank = run / "rank-00000"
     rows = batch_of(messages_of(rank)[1]).num_rows
-    change_columns(rank, **{name: [value] * rows for name in ("sum", "sum_of_squares", "minimum", "maximum")})
+    change_columns(rank, **{name: [value] * rows for name in ("sum", "minimum", "maximum")})
+    change_columns(rank, sum_of_squares=[abs(value)] * rows)
 
     result = traindiff("show", str(run), "--json")
 

@@ -144,7 +144,7 @@ def test_how_often_a_site_was_identical_is_counted(compared: Compared) -> None:
 
 
 def test_stages_that_only_missing_ranks_have_are_named(tmp_path: Path) -> None:
-    content = {**CONTENT, "pipeline": {"ranks": [0, 1, 2, 1], "stages": [0]}}
+    content = {**CONTENT, "pipeline": {"num_stages": 4, "ranks": [0, 1, 2, 1], "stages": [0]}}
     candidate = record(tmp_path / "c", run={"world_size": 3}, content=content)
 
     notes = compare(record(tmp_path / "b"), candidate).notes

@@ -97,7 +97,8 @@ class Presence:
         }
         for side, entries in enumerate((aligned.only_baseline, aligned.only_candidate)):
             for entry in entries:
-                if entry.key.phase == "forward" and (entry.key.path, entry.key.call) in called:
+                plain = entry.key.phase == "forward" and not entry.key.stage
+                if plain and (entry.key.path, entry.key.call) in called:
                     self._add(side, entry, step)  # both runs call it: the other does not have this tensor of it
                 else:
                     findings += self._alone(entry, side=side, step=step)
