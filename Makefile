@@ -8,7 +8,7 @@ MUTATION := .venv-mutation
 MINDSPORE := .venv-mindspore
 ORTMODULE := .venv-ortmodule
 
-.PHONY: help demo test test-deepspeed test-browser test-integrations test-mindspore mindspore-where-it-is test-ortmodule lint \
+.PHONY: help demo test campaigns test-deepspeed test-browser test-integrations test-mindspore mindspore-where-it-is test-ortmodule lint \
 	format unit no-torch bench faults mutation clean
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make format    ruff format"
 	@echo "make bench     measure what recording costs (minutes)"
 	@echo "make faults    measure which faults are found, and whether anything legal is flagged (minutes)"
+	@echo "make campaigns   kill, starve and overload trainings, and mutate recordings (hours; RELIABILITY.md)"
 	@echo "make mutation  measure whether the tests notice changes of the code that judges (an hour)"
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -107,6 +108,14 @@ bench: $(VENV)/ready
 
 faults: $(VENV)/ready
 	$(BIN)/python -m benchmarks.faults
+
+campaigns: $(VENV)/ready
+	$(BIN)/python -m tests.campaigns.kills --count 100
+	$(BIN)/python -m tests.campaigns.signals --count 100
+	$(BIN)/python -m tests.campaigns.disks
+	$(BIN)/python -m tests.campaigns.mutants --commands 20000
+	$(BIN)/python -m tests.campaigns.mutants --in-process 1000000
+	$(BIN)/python -m tests.campaigns.load
 
 mutation: $(MUTATION)/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(MUTATION)/bin/python -m benchmarks.mutation
