@@ -33,6 +33,9 @@ from traindiff.errors import TraindiffError
 _LEASE = {False: 4000, True: 100}
 """Mutants that a process judges before another takes its place, by whether it forks for each."""
 
+_OF_READERS = 160 << 20
+"""What a process has that has imported all readers, and nothing else."""
+
 _GRACE_SECONDS = 5.0
 """A reader that no alarm interrupts is killed so much later."""
 
@@ -217,7 +220,7 @@ class Worker:
         judge = Judge(
             allowed=(f"{places.under}/", f"{places.work / 'clean'}/", f"{places.output}/"), links_in=f"{places.under}/",
             outside=places.outside, hang_seconds=self._plan.hang_seconds,
-            most_memory=MOST_MEMORY + OF_TORCH * self._plan.needs_torch,
+            most_memory=MOST_MEMORY + OF_TORCH * self._plan.needs_torch + _inherited_bytes(),
         )  # fmt: skip
         run: Callable[[Callable[[], object]], tuple[str, Failure | None, int]]
         self._warm(places)
@@ -261,6 +264,12 @@ class Worker:
                         continue
         for descriptor, kept in ((1, said[0]), (2, said[1])):
             os.dup2(kept, descriptor)
+
+
+def _inherited_bytes() -> int:
+    """Memory that this process has from the one it was forked from, beyond what reading needs: in tests, torch."""
+    resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return max(0, resident - _OF_READERS)
 
 
 def _prepare_process(crash: Path) -> None:

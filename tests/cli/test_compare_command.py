@@ -139,7 +139,7 @@ def test_a_stream_that_was_cut_off_is_used_as_far_as_it_goes(traindiff: Traindif
 
     assert result.exit_code == 3
     assert "over 2 steps (0 to 1)" in result.stdout
-    assert "candidate: rank 0: the last step was cut off while it was written" in result.stdout
+    assert "candidate: rank 0: observations.arrows was cut off" in result.stdout
 
 
 def test_a_recording_is_needed_on_each_side(traindiff: Traindiff) -> None:

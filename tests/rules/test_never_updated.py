@@ -255,7 +255,8 @@ def test_an_optimizer_of_another_model_is_found(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
-    verdict = checked(tmp_path / "run", model, optimizer)
+    with pytest.warns(traindiff.TraindiffWarning, match="none of the model's 6"):
+        verdict = checked(tmp_path / "run", model, optimizer)
 
     assert verdict.verdict == "unhealthy"
     assert {finding.path for finding in verdict.findings} == {path for path, _ in model.named_parameters()}
