@@ -198,6 +198,8 @@ def test_selective_checkpointing_recomputes_what_it_would_without_a_recording(en
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_mode_on_a_rank_sees_the_same_with_and_without_a_recording(engine: str, tmp_path: Path) -> None:
-    cases = [(checkpointed, mode, True) for mode in ON_RANKS for checkpointed in ("not", "must_save")]
+    # DebugMode writes out the storages of FSDP2 element by element, each by operators that it sees: it does not end.
+    modes = [mode for mode in ON_RANKS if not (mode == "debugging" and "fsdp2" in engine)]
+    cases = [(checkpointed, mode, True) for mode in modes for checkpointed in ("not", "must_save")]
 
     assert run_on_ranks(differences, 2, engine, cases, str(tmp_path / "run"), timeout_seconds=400.0) == [[], []]
