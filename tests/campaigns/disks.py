@@ -53,6 +53,7 @@ def _failing(name: str, kinds: int, number: int, status: str, *, seconds: float 
 
 _NO_END = "was not closed"
 _EARLY = "could not be written"
+_LATE = "its end could not be written: rank.json"
 
 ROWS: tuple[Row, ...] = (
     _failing("ENOSPC in write", WRITE, errno.ENOSPC, "step 5 could not be written: No space left on device"),
@@ -63,7 +64,7 @@ ROWS: tuple[Row, ...] = (
     _failing("EIO in everything, and in stat", EVERYTHING | LOOK, errno.EIO, _NO_END),
     _failing("ESTALE in everything", EVERYTHING | LOOK, errno.ESTALE, _NO_END),
     _failing("EROFS: became read-only", EVERYTHING, errno.EROFS, _NO_END),
-    _failing("ENOSPC in open and rename", OPEN | RENAME, errno.ENOSPC, ""),
+    _failing("ENOSPC in open and rename", OPEN | RENAME, errno.ENOSPC, _LATE),
     _failing("slow: 0.5 s for each write", WRITE, 0, "", seconds=0.5),
     _failing("slow: 2 s for each stat", LOOK, 0, "", seconds=2),
     _failing("hangs in write", WRITE, 0, _NO_END, seconds=3600, slow=True),
@@ -72,7 +73,7 @@ ROWS: tuple[Row, ...] = (
     Row(name="full tmpfs of 160 kB", action=(), mount="size=160k", status="No space left on device"),
     Row(name="full tmpfs, then room again", mount="size=8m", status="step 5 could not be written",
         action=("shell", "head -c 9000000 /dev/zero > {disk}/ballast 2> /dev/null || (sleep 1; true)")),
-    Row(name="tmpfs without inodes left", mount="size=8m,nr_inodes=64", status="",
+    Row(name="tmpfs without inodes left", mount="size=8m,nr_inodes=64", status=_LATE,
         action=("shell", "for i in $(seq 100); do touch {disk}/$i 2> /dev/null || true; done")),
     Row(name="rm -rf of the recording", action=("shell", "rm -rf {run}"), status=None),
     Row(name="rm -rf of the disk's directory", action=("shell", "rm -rf {disk}"), status=None),
