@@ -135,3 +135,13 @@ def test_a_recording_that_could_not_begin_keeps_no_lock_and_leaves_nothing(
 
     assert list(tmp_path.iterdir()) == []
     write(tmp_path / "deep" / "run")
+
+
+def test_a_system_without_these_locks_records_and_reads(tmp_path: Path) -> None:
+    source = (
+        "import sys; sys.modules['fcntl'] = None\n"
+        "from tests.recording.samples import read, write\n"
+        "write(sys.argv[1]); assert len(read(sys.argv[1])) == 3\n"
+    )
+
+    subprocess.run([sys.executable, "-c", source, str(tmp_path / "run")], check=True)

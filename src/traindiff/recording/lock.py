@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import weakref
 from functools import cache
@@ -23,17 +22,19 @@ class RecordingLock:
     def __init__(self, path: str) -> None:
         self.is_taken = False
         self.is_held = False
-        _release_in_forks()
         self._fd = -1
         _LOCKS.add(self)
         try:
+            import fcntl  # Windows has none; recordings are compared there, too
+
+            _release_in_forks()
             self._fd = os.open(path, os.O_RDWR)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.is_held = True
         except BlockingIOError:
             self.is_taken = True
             self.release()
-        except OSError:  # no file, or no right to write it; or this file system has no locks
+        except (ImportError, OSError):  # no file, or no right to write it; or this system has no locks
             self.release()
 
     def __del__(self) -> None:

@@ -14,14 +14,10 @@ from traindiff.errors import ConfigError, Problem
 from traindiff.recording import manifest
 from traindiff.recording.gap import GAP_FILE
 from traindiff.recording.lock import RecordingLock
-from traindiff.recording.names import rank_directory
+from traindiff.recording.names import DATA, SEALS, rank_directory
 from traindiff.recording.written_files import UNFINISHED
 
-STREAM_FILE = "observations.arrows"
-
-_FILES = frozenset(
-    {STREAM_FILE, "observations.crc", "rank.json", "tensors", GAP_FILE, "rank.json" + UNFINISHED, GAP_FILE + UNFINISHED}
-)
+_FILES = frozenset({DATA, SEALS, "rank.json", "tensors", GAP_FILE, "rank.json" + UNFINISHED, GAP_FILE + UNFINISHED})
 """What a rank's directory holds."""
 
 _LONGEST_SHOWN = 300
@@ -99,7 +95,7 @@ def _other_things(file_system: Any, root: str, names: set[str], *, ranks: set[st
 
 def _take_over(directory: str, *, path: str) -> RecordingLock:
     """The lock of a rank that is there."""
-    lock = RecordingLock(posixpath.join(directory, STREAM_FILE))
+    lock = RecordingLock(posixpath.join(directory, DATA))
     if lock.is_taken:
         raise unusable(
             path,

@@ -21,8 +21,8 @@ from traindiff.recording.batch_metadata import too_much
 from traindiff.recording.gap import GAP_FILE, Gap, ReservedNote, dumped, reason_of
 from traindiff.recording.location import file_system
 from traindiff.recording.lock import RecordingLock
-from traindiff.recording.names import rank_directory
-from traindiff.recording.room import STREAM_FILE, make_room, unusable
+from traindiff.recording.names import DATA, SEALS, rank_directory
+from traindiff.recording.room import make_room, unusable
 from traindiff.recording.schema import SCHEMA, Stored, to_batch
 from traindiff.recording.written_files import Lost, WrittenFiles, write_all
 from traindiff.site import label
@@ -74,8 +74,8 @@ class RecordingWriter:
     ) -> None:
         self._fs, self._root = file_system(path)
         self._directory = posixpath.join(self._root, rank_directory(rank))
-        self._arrows = posixpath.join(self._directory, STREAM_FILE)
-        self._crc = posixpath.join(self._directory, "observations.crc")
+        self._arrows = posixpath.join(self._directory, DATA)
+        self._crc = posixpath.join(self._directory, SEALS)
         recorded = run.get("settings", {}).get("ranks") or range(world_size)
         self._leads = rank == min(recorded)
         self._files = WrittenFiles(self._fs, self._root)
