@@ -14,7 +14,7 @@ import pytest
 
 from tests.recording.samples import RUN, read, step, write
 from traindiff.errors import ConfigError
-from traindiff.recording import RecordingWriter, lock
+from traindiff.recording import RecordingWriter
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,7 +110,7 @@ def test_where_there_are_no_locks_recording_works_as_before(tmp_path: Path, monk
     def no_locks(fd: int, kind: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(lock.fcntl, "flock", no_locks)
+    monkeypatch.setattr("fcntl.flock", no_locks)
     first = write(tmp_path / "run", steps=2, close=False)
     second = write(tmp_path / "run", steps=1, overwrite=True, close=False)
 
