@@ -12,12 +12,11 @@ import json
 import re
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.campaigns.drafts import Special, Tree
 from tests.campaigns.judging import Failure
-from tests.campaigns.workers import Judged
+from tests.campaigns.workers import Judged, Kept
 
 DIRECTORY = Path(__file__).parent / "corpus"
 MOST_BYTES = 20_000
@@ -26,27 +25,6 @@ MOST_BYTES = 20_000
 _KINDS = {"fifo": tarfile.FIFOTYPE, "directory": tarfile.DIRTYPE, "link": tarfile.SYMTYPE}
 _ABOUT = "traindiff.about"
 """Header of an archive: what a tar archive does not hold, sockets among it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """A mutant of the corpus.
-
-    Attributes:
-        name: Of its file.
-        kind: Of input.
-        seed: Name of what it was made of.
-        reader: Name of the reader that failed.
-        failed: How it did.
-        tree: What is on disk.
-    """
-
-    name: str
-    kind: str
-    seed: str
-    reader: str
-    failed: str
-    tree: Tree
 
 
 def keep(found: Judged, tree: Tree, *, kind: str, directory: Path = DIRECTORY) -> Path | None:

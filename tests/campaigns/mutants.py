@@ -3,6 +3,7 @@
     python -m tests.campaigns.mutants --in-process 1000000 --seed 1
     python -m tests.campaigns.mutants --commands 20000 --seed 1
     python -m tests.campaigns.mutants --in-process 1 --first 4711 --seed 1     # one of them again
+    python -m tests.campaigns.mutants --corpus                                 # those that once failed
 
 Exits with 1 if a reader crashed, hung, took too much memory, or opened what is not the mutant's.
 """
@@ -16,15 +17,16 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from resource import RUSAGE_CHILDREN, getrusage
 
 from tests.campaigns import corpus, mutating
+from tests.campaigns.corpus import Kept
 from tests.campaigns.judging import HANG_SECONDS, MOST_MEMORY
 from tests.campaigns.mutating import Seed
-from tests.campaigns.workers import Judged, Plan, judged
+from tests.campaigns.workers import Judged, Plan, Replay, judged
 
 _OUTCOMES = ("read", "refused", "failed")
 _SAVED_SHARE = 100
@@ -103,19 +105,19 @@ def main(arguments: list[str] | None = None) -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--in-process", type=int, metavar="COUNT", help="mutants for readers that are called")
     which.add_argument("--commands", type=int, metavar="COUNT", help="mutants for commands, each in its own process")
+    which.add_argument("--corpus", action="store_true", help="the mutants on which a reader once failed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first mutant")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--keep", action="store_true", help="put mutants on which a reader failed into the corpus")
     parser.add_argument("--only", choices=("saved", "others"), help="only what watches save, or only everything else")
+    parser.add_argument("--hang-seconds", type=float, default=HANG_SECONDS, help="how long a reader may take")
     given = parser.parse_args(arguments)
-    commands = given.commands is not None
-    numbers = range(given.first, given.first + (given.commands if commands else given.in_process))
     asked = " ".join(sys.argv[1:] if arguments is None else arguments)
     print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.machine()}, {os.cpu_count()} CPUs, {asked}", flush=True)
     tally, begun = Tally(), time.monotonic()
-    for plan, part in plans(numbers, seed=given.seed, commands=commands, only=given.only):
-        for found in judged(plan, part, jobs=given.jobs):
+    for plan, part in _asked(given):
+        for found in judged(replace(plan, hang_seconds=given.hang_seconds), part, jobs=given.jobs):
             if tally.add(found):
                 _report(plan, found, keep=given.keep)
             if tally.count % _MANY == 0:
@@ -127,6 +129,28 @@ def main(arguments: list[str] | None = None) -> int:
     for (kind, place), times in tally.times.most_common():
         print(f"{times:8,} {kind}: {place} (number {tally.failures[kind, place].number})")
     return 1 if tally.failures else 0
+
+
+def _asked(given: argparse.Namespace) -> Iterator[tuple[Plan, Sequence[int]]]:
+    if given.corpus:
+        yield from kept_plans(tuple(corpus.everything()))
+        return
+    commands = given.commands is not None
+    numbers = range(given.first, given.first + (given.commands if commands else given.in_process))
+    yield from plans(numbers, seed=given.seed, commands=commands, only=given.only)
+
+
+def kept_plans(everything: tuple[Kept, ...]) -> Iterator[tuple[Plan, Sequence[int]]]:
+    """What runs mutants of the corpus again: readers that are called, commands, and both with torch."""
+    for with_torch in (False, True):
+        for commands in (False, True):
+            kept = tuple(
+                one for one in everything
+                if (one.kind == "saved") == with_torch and one.reader.startswith("traindiff ") == commands
+            )  # fmt: skip
+            if kept:
+                seeds = saved_seeds() if with_torch else mutating.all_seeds()
+                yield Replay(seed=1, seeds=seeds, commands=commands, kept=kept), range(len(kept))
 
 
 def plans(
@@ -150,7 +174,10 @@ def plans(
 
 
 def saved_seeds() -> list[Seed]:
-    """What watches save. It is made in a process of its own: one in which autograd ran is not to be forked."""
+    """What watches save. It is made in a process of its own: one in which autograd ran must not fork workers.
+
+    Call this only in a process in which autograd has not run, such as this program's.
+    """
     receive, send = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -24,6 +24,7 @@ from random import Random
 from tempfile import mkdtemp
 from typing import Any
 
+from tests.campaigns.drafts import Tree
 from tests.campaigns.judging import HANG_SECONDS, MOST_MEMORY, OF_TORCH, Failure, Judge
 from tests.campaigns.mutating import Mutant, Seed, mutant
 from tests.campaigns.places import Places
@@ -84,6 +85,44 @@ class Plan:
 
             return COMMANDS
         return READERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A mutant of the corpus.
+
+    Attributes:
+        name: Of its file.
+        kind: Of input.
+        seed: Name of what it was made of.
+        reader: Name of the reader that failed.
+        failed: How it did.
+        tree: What is on disk.
+    """
+
+    name: str
+    kind: str
+    seed: str
+    reader: str
+    failed: str
+    tree: Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay(Plan):
+    """A plan that gives kept trees, by number, instead of mutants.
+
+    Attributes:
+        kept: The trees.
+    """
+
+    kept: tuple[Kept, ...]
+
+    def case(self, number: int) -> tuple[Mutant, str, Random]:
+        """A kept tree as a mutant, the name of its reader, and what the reader's choices are made with."""
+        one = self.kept[number]
+        seed = Seed(name=one.seed, kind=one.kind, files={})
+        return Mutant(seed=seed, mutator="corpus", tree=one.tree), one.reader, Random(number)
 
 
 _WEIGHTS = {"recording": 80, "msprobe": 8, "onnxruntime": 5, "configuration": 2, "saved": 1}
