@@ -55,6 +55,17 @@ class Failure:
         return asdict(self)
 
 
+def _forget_peak() -> None:
+    """Let the peak of this process's memory begin anew: what made the mutant may have taken more than its reader."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets VmHWM
+
+
+def peak_bytes() -> int:
+    """Most memory that this process has had since a judge's last run began."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
 @dataclass(slots=True)
 class Judge:
     """Judges what is run in this process. Its hook cannot be removed, so it belongs into a process of its own.
@@ -87,9 +98,10 @@ class Judge:
 
     def run(self, reader: Callable[[], object]) -> tuple[str, Failure | None]:
         """Run a reader: `read`, `refused` or `failed`, and why."""
+        _forget_peak()
         with self._watching():
             outcome, failure = self._outcome(reader)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        peak = peak_bytes()
         if failure is None and peak > self.most_memory:
             failure = Failure(kind="memory", place=f"{outcome} at {peak >> 20} MB", says="")
         if failure is None and self._opened:

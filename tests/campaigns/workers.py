@@ -25,7 +25,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from tests.campaigns.drafts import Tree
-from tests.campaigns.judging import HANG_SECONDS, MOST_MEMORY, OF_TORCH, Failure, Judge
+from tests.campaigns.judging import HANG_SECONDS, MOST_MEMORY, OF_TORCH, Failure, Judge, peak_bytes
 from tests.campaigns.mutating import Mutant, Seed, mutant
 from tests.campaigns.places import Places
 from tests.campaigns.readers import READERS, Case
@@ -122,7 +122,7 @@ class Replay(Plan):
         """A kept tree as a mutant, the name of its reader, and what the reader's choices are made with."""
         one = self.kept[number]
         seed = Seed(name=one.seed, kind=one.kind, files={})
-        return Mutant(seed=seed, mutator="corpus", tree=one.tree), one.reader, Random(number)
+        return Mutant(seed=seed, mutator="corpus", tree=dict(one.tree)), one.reader, Random(number)
 
 
 _WEIGHTS = {"recording": 80, "msprobe": 8, "onnxruntime": 5, "configuration": 2, "saved": 1}
@@ -140,7 +140,7 @@ class Judged:
         reader: Which reader it was given.
         outcome: `read`, `refused` or `failed`.
         seconds: How long the reader took.
-        peak_bytes: Most memory that the process has had so far.
+        peak_bytes: Most memory that the process had while it judged.
         failure: Why it failed.
     """
 
@@ -273,6 +273,7 @@ class Worker:
         for number in self._lease:
             made, name, rng = self._plan.case(number)
             places.put(made.tree)
+            made.tree.clear()  # it is on disk, and may be large
             case = Case(places, made.seed.name, rng)
             reader = self._plan.readers()[made.seed.kind][name][1]
             begun = time.monotonic()
@@ -322,11 +323,9 @@ def _prepare_process(crash: Path) -> None:
 
 
 def _in_this_process(judge: Judge) -> Callable[[Callable[[], object]], tuple[str, Failure | None, int]]:
-    import resource
-
     def run(reader: Callable[[], object]) -> tuple[str, Failure | None, int]:
         outcome, failure = judge.run(reader)
-        return outcome, failure, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        return outcome, failure, peak_bytes()
 
     return run
 
