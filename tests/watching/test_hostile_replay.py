@@ -71,7 +71,7 @@ def test_an_operator_that_loads_a_library_or_opens_a_file_is_refused_by_its_name
     [
         "aten.__class__.default", "aten.add.__class__", "aten.add.__call__", "aten.add._schema", "aten.add.op",
         "aten.add.Tensor.__call__", "aten.add", "aten", "", ".", "..", "aten..", "aten.add.", ".add.Tensor",
-        "aten.remainder.int",
+        "aten.remainder.int", "aten.add.out", "aten.max.dim_max", "aten.range.out", "aten.rrelu_with_noise.out",
         "aten.add.Tensor\n", "aten.add.Tensor ", " aten.add.Tensor", "aten.\u0430dd.Tensor", "aten.add.Ten\u017for",
         "aten.__getattr__.default", "aten.name.default", "aten.__and__.Tensor", "prims.add.default",
         "torchvision.nms.default", "symm_mem.barrier.default", "_dtensor.shard_dim_alltoall.default",
@@ -110,7 +110,7 @@ def test_of_all_operators_that_are_registered_only_reviewed_ones_of_tensors_and_
                 texts.add((base.removesuffix("_"), argument.name))
             elif kind != "Optional[Generator]":
                 assert set(re.findall(r"\w+", kind)) <= plain | {"Optional", "List"}, name
-    assert 1_000 < num_allowed < 2_500
+    assert 600 < num_allowed < 1_000
     assert {argument for _, argument in texts} == {
         "UPLO", "api_name", "approximate", "driver", "mode", "reduce", "rounding_mode", "side",
     }  # fmt: skip

@@ -60,7 +60,7 @@ def test_an_overflow_of_float16_is_told_from_one_of_the_mathematics(tmp_path: Pa
     assert first is not None
     assert first.name == "aten.mul.Tensor"
     assert "The overflow is float16's: operator" in found.says
-    assert "above float16's 65504, and everything is finite." in found.says
+    assert "above float16's 65504, and what comes out is finite." in found.says
 
 
 def test_the_division_by_zero_is_the_mathematics(tmp_path: Path) -> None:

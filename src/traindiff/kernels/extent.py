@@ -41,8 +41,8 @@ class Extent:
 def extent(tensor: Tensor) -> Extent:
     """The extent of a tensor of any dtype, shape, layout and device. On another device than the CPU it waits for it.
 
-    Complex numbers count by their magnitudes, booleans as 0 and 1, sparse tensors by the values that they store, and
-    distributed ones by what this rank holds.
+    Complex numbers count by their magnitudes, or by the largest number of their dtype where that is less, booleans as
+    0 and 1, sparse tensors by the values that they store, and distributed ones by what this rank holds.
 
     Raises:
         UnsupportedTensorError: It has no elements that could be read.
@@ -106,7 +106,8 @@ def stored_values(tensor: Tensor) -> Tensor:
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     if tensor.is_complex():
-        return tensor.abs()
+        magnitudes, largest = tensor.abs(), torch.finfo(tensor.dtype).max
+        return torch.where(tensor.isfinite() & magnitudes.isinf(), largest, magnitudes)
     short = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
     return tensor.to(torch.float32) if short else tensor
 

@@ -97,7 +97,7 @@ ALLOWED = frozenset(
 
 Each computes from its tensors and numbers alone, and checks the bounds of what it reads and writes, or
 `argument_checks` does. Missing on purpose: what reads or writes files, memory or the process (`from_file`, `set_`,
-`record_stream`); what trusts its indices or sizes (`_unsafe_index`, `_reshape_alias`, `_index_put_impl_`,
+`record_stream`); calls with `out=`, whose sizes not all operators check; what trusts its indices or sizes (`_unsafe_index`, `_reshape_alias`, `_index_put_impl_`,
 `segment_reduce`, `linalg_lu_solve`, most of `*_backward`); other layouts, quantized numbers, and tensors of tensors.
 """
 
@@ -158,6 +158,8 @@ def _operator(name: str, overload: str) -> Any:
     schema = schemas[overload]
     if not any("Tensor" in str(one.real_type) for one in (*schema.arguments, *schema.returns)):
         raise RefusedOperatorError(f"{shown} takes and returns no tensor")  # of TorchScript: 1 % 0 ends the process
+    if any(one.kwarg_only and one.alias_info is not None for one in schema.arguments):
+        raise RefusedOperatorError(f"{shown} writes into out=, whose size not all operators of torch check")
     for one in (*schema.arguments, *schema.returns):
         if not _is_plain(name, one):
             raise RefusedOperatorError(

@@ -16,6 +16,7 @@ from traindiff.taps.nested import replaced, tensors
 from traindiff.taps.out_of_sight import with_functions
 from traindiff.watching.allowed_operators import RefusedOperatorError, check
 from traindiff.watching.calls import slots, within
+from traindiff.watching.made import is_inexact
 from traindiff.watching.operations import NotWritableError, Operation, to_json
 
 
@@ -85,7 +86,7 @@ def capture(
     call.weights.update((name, writer.keep(one)) for name, one in named)
     if gradients:
         differentiated = (*call.inputs.values(), *(call.weights[name] for name in trained))
-        call.trained += [number for number in differentiated if call.tensors[number].is_floating_point()]
+        call.trained += [number for number in differentiated if is_inexact(call.tensors[number])]
     devices = {one.device.index or 0 for one in (*given, *copied.parameters()) if one.device.type == "cuda"}
     try:
         drawing = torch.random.fork_rng(devices=sorted(devices))
@@ -144,6 +145,20 @@ _DRAWS = frozenset(
 """Operators whose output is nothing but random numbers: these are kept, so that every run again has the same ones."""
 
 
+def _takes_its_dtype_from_a_default(func: Any, kwargs: Mapping[str, Any], output: Any) -> bool:
+    """Whether an operator makes a tensor of nothing but sizes and numbers, in a dtype that nobody has named.
+
+    It would be another one where torch has another default dtype, and stay the same one in a longer dtype.
+    """
+    arguments = {one.name: str(one.real_type) for one in func._schema.arguments}
+    return (
+        isinstance(output, Tensor)
+        and "dtype" in arguments
+        and kwargs.get("dtype") is None
+        and not any("Tensor" in kind for kind in arguments.values())
+    )
+
+
 class _Writer(TorchDispatchMode):
     """Writes down every operator that is called inside."""
 
@@ -182,6 +197,8 @@ class _Writer(TorchDispatchMode):
         except NotWritableError as error:
             raise NotWritableError(f"{name}: {error}") from None
         output = func(*args, **kwargs)
+        if _takes_its_dtype_from_a_default(func, kwargs, output):
+            written[1]["dtype"] = to_json(output.dtype, self.number)
         drawn: list[int] = []
         if name.split(".")[1] in _DRAWS:
             drawn = [self._keep_value(one) for _, one in tensors(output, "")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -111,3 +111,12 @@ def from_json(
     if kind == "float":
         return FLOATS[content]
     return complex(*(from_json(one, tensor) for one in content))
+
+
+def numbers_of(value: Json) -> Iterator[int]:
+    """The numbers of tensors in what was written down, in order; its depth is bounded."""
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from numbers_of(one)
+    elif isinstance(value, dict) and type(number := value.get("tensor")) is int:
+        yield number

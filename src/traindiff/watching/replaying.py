@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 
 from traindiff.site import ROOT, printable
-from traindiff.watching.rerunning import Made, Rerun, rerun
+from traindiff.watching.made import Made
+from traindiff.watching.rerunning import Rerun, rerun
 from traindiff.watching.saved_call import load_call
 
 Cause = Literal["dtype", "mathematics", "given", "not reproduced", "not run"]
@@ -85,19 +86,19 @@ def replay(directory: Path, *, device: str = "cpu") -> Replay:
 
 def _judged(native: Rerun, float32: Rerun, float64: Rerun) -> tuple[Cause, str]:
     first = native.first_non_finite
-    given = [slot for slot, one in native.inputs.items() if not one.is_finite]
+    if native.given:
+        return "given", f"What it was given is not finite already: {', '.join(native.given)}."
     if first is None:
         if native.failed:
             return "not run", f"It could not be run again: {native.failed}."
         return "not reproduced", (
-            "Everything is finite when it is run again. Other random masks may be the difference, a kernel that sums "
-            "in another order, or an autograd function with a backward pass of its own, of which torch's is run here."
+            "What comes out is finite when it is run again. Other random masks may be the difference, a kernel that "
+            "sums in another order, or an autograd function with a backward pass of its own, of which torch's is run "
+            "here."
         )
     where = f"operator {first.position}, {first.name}{', backward' if first.backward else ''}"
-    if given:
-        return "given", f"What it was given is not finite already: {', '.join(given)}."
     for longer in (float32, float64):
-        if longer.dtype == first.dtype:
+        if longer.dtype is None or torch.finfo(longer.dtype).bits <= torch.finfo(first.dtype).bits:
             continue
         same = same_in(longer, first)
         if same is not None and longer.first_non_finite is None and not longer.failed:
@@ -107,7 +108,7 @@ def _judged(native: Rerun, float32: Rerun, float64: Rerun) -> tuple[Cause, str]:
             above = f", above {dtype}'s {limit:.6g}" if largest > limit else ""
             return "dtype", (
                 f"The overflow is {dtype}'s: {where} makes what is not finite; in {name} the largest is "
-                f"{largest:.3g}{above}, and everything is finite."
+                f"{largest:.3g}{above}, and what comes out is finite."
             )
     if float64.failed:
         return "not run", f"{where} makes what is not finite; in float64 it could not be run: {float64.failed}."
@@ -115,9 +116,14 @@ def _judged(native: Rerun, float32: Rerun, float64: Rerun) -> tuple[Cause, str]:
     if also is None:
         return "not reproduced", f"{where} makes what is not finite; in longer dtypes it computes something else."
     at = "there too" if also.position == first.position else f"first at operator {also.position}, {also.name}"
+    of, instead = (
+        ("an infinity that is a mask or a constant", "put a large finite number in its place")
+        if first.of_infinity
+        else ("finite numbers", "bound its inputs")
+    )
     return "mathematics", (
-        f"The mathematics is not finite: {where} makes NaN or infinity of finite numbers, in float64 {at}. "
-        "No longer dtype will help; bound its inputs."
+        f"The mathematics is not finite: {where} makes NaN or infinity of {of}, in float64 {at}. "
+        f"No longer dtype will help; {instead}."
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,48 +16,9 @@ from traindiff.taps.nested import tensors
 from traindiff.watching.allowed_operators import allowed_operator, bound
 from traindiff.watching.argument_checks import check_bounds
 from traindiff.watching.capturing import CapturedCall
-from traindiff.watching.operations import Operation, from_json
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """What a floating-point tensor holds: the least and the largest absolute value, and what is not finite.
-
-    Attributes:
-        smallest: Least absolute value of the finite elements, as float64; NaN where there are none.
-        largest: Largest absolute value of the finite elements; NaN where there are none.
-        num_nan: Elements that are NaN.
-        num_inf: Elements that are infinite.
-    """
-
-    smallest: float
-    largest: float
-    num_nan: int
-    num_inf: int
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all elements are."""
-        return not (self.num_nan or self.num_inf)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """A floating-point tensor that an operator has made, or the gradient that came back to it.
-
-    Attributes:
-        position: Of the operator in the call.
-        name: Full name of the operator.
-        backward: Whether this is the gradient.
-        dtype: In which it was computed.
-        contents: What it holds.
-    """
-
-    position: int
-    name: str
-    backward: bool
-    dtype: torch.dtype
-    contents: Contents
+from traindiff.watching.made import Contents, Made, contents, is_finite, is_inexact
+from traindiff.watching.operations import Operation, from_json, numbers_of
+from traindiff.watching.trail import Source, Trail, has_infinity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +30,9 @@ class Rerun:
         made: In the order in which they were made: forward, then backward.
         inputs: What the call was given, by slot, weights and incoming gradients too.
         results: What came out of it, by slot: outputs, or the gradients of inputs and weights.
+        first_non_finite: The first tensor that is not finite, and that makes the results so; None where they are
+            finite, or where `given` makes them so.
+        given: Slots of what the call was given that is not finite, no mask, and makes the results so.
         failed: Why it could not be run to its end; empty where it was.
     """
 
@@ -76,12 +40,9 @@ class Rerun:
     made: list[Made] = field(default_factory=list)
     inputs: dict[str, Contents] = field(default_factory=dict)
     results: dict[str, Contents] = field(default_factory=dict)
+    first_non_finite: Made | None = None
+    given: list[str] = field(default_factory=list)
     failed: str = ""
-
-    @property
-    def first_non_finite(self) -> Made | None:
-        """The first tensor that is not finite; None where there is none."""
-        return next((one for one in self.made if not one.contents.is_finite), None)
 
 
 def rerun(call: CapturedCall, dtype: torch.dtype | None = None, device: str = "cpu") -> Rerun:
@@ -97,47 +58,62 @@ def rerun(call: CapturedCall, dtype: torch.dtype | None = None, device: str = "c
         it, and is named in `failed`.
     """
     result = Rerun(dtype=dtype)
-    values = _Values(call, dtype, torch.device(device))
+    values, trail = _Values(call, dtype, torch.device(device)), Trail()
     for names in (call.inputs, call.weights, {f"grad {slot}": number for slot, number in call.gradients.items()}):
-        result.inputs.update(
-            (slot, contents(values[number])) for slot, number in names.items() if values.is_float(number)
-        )
+        for slot, number in names.items():
+            if is_inexact(values[number]):
+                result.inputs[slot] = contents(values[number])
+                trail.begin(slot, values[number])
     failed = ""
     forward: AbstractContextManager[object] = torch.enable_grad() if call.gradients else torch.no_grad()
     gradients: list[tuple[int, str, Tensor]] = []
     with forward, without_onednn():
         for position, operation in enumerate(call.operations):
             try:
+                met = trail.met(values.given(operation))
                 output = values.run(operation)
             except Exception as error:  # noqa: BLE001  whatever an operator raises is its answer
                 failed = f"{operation.name} raised {type(error).__name__}: {error}"
                 break
-            for _, one in tensors(output, ""):
-                if one.is_floating_point():
-                    result.made.append(_made(position, operation.name, one, backward=False))
-                    if one.requires_grad:
-                        one.register_hook(partial(_keep, gradients, position, operation.name))
+            for one in filter(is_inexact, (one for _, one in tensors(output, ""))):
+                made = _made(position, operation.name, one, of_infinity=bool(met) or values.has_constant(operation))
+                result.made.append(made)
+                trail.follow(met, made, one)
+                if one.requires_grad:
+                    one.register_hook(partial(_keep, gradients, position, operation.name))
         if not failed and call.gradients:
             failed = _run_backward(call, values, gradients, result)
         elif not failed:
-            result.results.update(
-                (slot, contents(values[number])) for slot, number in call.outputs.items() if values.is_float(number)
-            )
-    return Rerun(dtype=dtype, made=result.made, inputs=result.inputs, results=result.results, failed=failed)
+            outputs = ((slot, values[number]) for slot, number in call.outputs.items())
+            result.results.update((slot, contents(one)) for slot, one in outputs if is_inexact(one))
+    ends = [] if failed else trail.met(values[number] for number in (*call.outputs.values(), *call.weights.values()))
+    first, given = _source(result, trail, ends, failed=bool(failed), backward=bool(call.gradients))
+    return replace(result, first_non_finite=first, given=given, failed=failed)
 
 
-def contents(tensor: Tensor) -> Contents:
-    """What a floating-point tensor of any shape holds, empty ones too."""
-    values = tensor.detach().to(torch.float64).abs()
-    finite = values[values.isfinite()]
-    smallest, largest = (float(finite.min()), float(finite.max())) if finite.numel() else (float("nan"),) * 2
-    return Contents(
-        smallest=smallest, largest=largest, num_nan=int(values.isnan().sum()), num_inf=int(values.isinf().sum())
-    )
+def _source(
+    result: Rerun, trail: Trail, ends: list[Source], *, failed: bool, backward: bool
+) -> tuple[Made | None, list[str]]:
+    """What has made that which is not finite in the results, and what of it the call was given."""
+    found = next((one for one in ends if not one.is_mask), None)
+    if found is not None and found.made is not None:
+        return found.made, []
+    if found is not None or (trail.given and (failed or backward)):
+        return None, trail.given
+    if failed:
+        return trail.first, []
+    if backward:
+        first = next((one for one in result.made if one.backward and not one.contents.is_finite), None)
+        if first is not None:
+            return first, []
+    return next((one.made for one in ends), None), []
 
 
-def _made(position: int, name: str, tensor: Tensor, *, backward: bool) -> Made:
-    return Made(position=position, name=name, backward=backward, dtype=tensor.dtype, contents=contents(tensor))
+def _made(position: int, name: str, tensor: Tensor, *, backward: bool = False, of_infinity: bool = False) -> Made:
+    return Made(
+        position=position, name=name, backward=backward, dtype=tensor.dtype, contents=contents(tensor),
+        of_infinity=of_infinity,
+    )  # fmt: skip
 
 
 def _keep(gradients: list[tuple[int, str, Tensor]], position: int, name: str, gradient: Tensor | None) -> None:
@@ -173,6 +149,8 @@ class _Values:
         self._device = device
         self._kept: Mapping[int, Tensor] = call.tensors
         self._trained = frozenset(call.trained)
+        named = (call.inputs, call.weights, call.gradients)
+        self._constants = call.tensors.keys() - {number for numbers in named for number in numbers.values()}
         self._leaves: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
 
@@ -186,9 +164,15 @@ class _Values:
             self._found[number] = value
         return self._found[number]
 
-    def is_float(self, number: int) -> bool:
-        """Whether a tensor has floating-point elements."""
-        return self[number].is_floating_point()
+    def given(self, operation: Operation) -> list[Tensor]:
+        """The tensors among the arguments of an operator."""
+        return [self[number] for number in numbers_of([operation.args, *operation.kwargs.values()])]
+
+    def has_constant(self, operation: Operation) -> bool:
+        """Whether a constant that is not finite is among the arguments of an operator: a number or a tensor."""
+        arguments = [operation.args, *operation.kwargs.values()]
+        constants = (self._kept[number] for number in numbers_of(arguments) if number in self._constants)
+        return has_infinity(arguments) or not all(map(is_finite, constants))
 
     def leaf_gradient(self, number: int) -> Tensor | None:
         """The gradient of an input or weight."""
@@ -212,18 +196,11 @@ class _Values:
                     tensor.zero_()  # what was there before is nobody's
             for tensor, drawn in zip(made, operation.drawn, strict=False):
                 tensor.copy_(self[drawn])
-        for number, tensor in zip(_numbers(operation.output), made, strict=True):
+        for number, tensor in zip(numbers_of(operation.output), made, strict=True):
             self._found[number] = tensor
         return output
 
     def _other(self, dtype: torch.dtype) -> torch.dtype:
-        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
-
-
-def _numbers(output: Any) -> Iterator[int]:
-    """The numbers of tensors in what an operator returned, in order."""
-    if isinstance(output, dict) and "tensor" in output:
-        yield output["tensor"]
-    elif isinstance(output, list):
-        for one in output:
-            yield from _numbers(one)
+        if self._dtype is None or not (dtype.is_floating_point or dtype.is_complex):
+            return dtype
+        return self._dtype.to_complex() if dtype.is_complex else self._dtype

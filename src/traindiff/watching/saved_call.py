@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from traindiff.site import printable
 from traindiff.untrusted import ANYTHING, TEXT, Folder, demanded, listed, mapped, nullable, parse, shaped, whole
 from traindiff.watching.allowed_operators import RefusedOperatorError, check
 from traindiff.watching.capturing import CapturedCall
-from traindiff.watching.operations import Json, Operation
+from traindiff.watching.made import is_inexact
+from traindiff.watching.operations import Operation, numbers_of
 
 FORMAT = "traindiff-module"
 VERSION = 1
@@ -130,7 +131,7 @@ def call_of(content: Mapping[str, Any], tensors: Mapping[int, Tensor], *, where:
         for number in numbers:
             if number not in tensors:
                 raise damaged(where, f"its {name} name the tensor {number}, which {TENSORS_FILE} does not hold")
-    if any(not tensors[number].is_floating_point() for number in call.trained):
+    if any(not is_inexact(tensors[number]) for number in call.trained):
         raise damaged(where, "it differentiates by a tensor of integers")
     known = set(tensors)
     for position, operation in enumerate(call.operations):
@@ -142,21 +143,12 @@ def call_of(content: Mapping[str, Any], tensors: Mapping[int, Tensor], *, where:
                 "If it is your own, watch the training again with this traindiff; if it is somebody else's, do not "
                 "trust it."
             ) from None
-        used = {*_numbers([operation.args, *operation.kwargs.values()]), *operation.drawn}
+        used = {*numbers_of([operation.args, *operation.kwargs.values()]), *operation.drawn}
         if not used <= known:
             missing = min(used - known)
             raise damaged(where, f"operation {position} uses the tensor {missing}, which nothing has made before")
-        known.update(_numbers(operation.output))
+        known.update(numbers_of(operation.output))
     missing_outputs = sorted(set(call.outputs.values()) - known)
     if missing_outputs:
         raise damaged(where, f"its outputs name the tensor {missing_outputs[0]}, which nothing has made")
     return call
-
-
-def _numbers(value: Json) -> Iterator[int]:
-    """The numbers of tensors in what was written down; its depth is bounded."""
-    if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _numbers(one)
-    elif isinstance(value, dict) and type(number := value.get("tensor")) is int:
-        yield number
