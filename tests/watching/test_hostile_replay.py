@@ -71,7 +71,7 @@ def test_an_operator_that_loads_a_library_or_opens_a_file_is_refused_by_its_name
     [
         "aten.__class__.default", "aten.add.__class__", "aten.add.__call__", "aten.add._schema", "aten.add.op",
         "aten.add.Tensor.__call__", "aten.add", "aten", "", ".", "..", "aten..", "aten.add.", ".add.Tensor",
-        "aten.remainder.int", "aten.add.out", "aten.max.dim_max", "aten.range.out", "aten.rrelu_with_noise.out",
+        "aten.remainder.int", "aten.add.out", "aten.max.dim_max", "aten.range.step", "aten.rrelu_with_noise.out",
         "aten.add.Tensor\n", "aten.add.Tensor ", " aten.add.Tensor", "aten.\u0430dd.Tensor", "aten.add.Ten\u017for",
         "aten.__getattr__.default", "aten.name.default", "aten.__and__.Tensor", "prims.add.default",
         "torchvision.nms.default", "symm_mem.barrier.default", "_dtensor.shard_dim_alltoall.default",
@@ -155,6 +155,7 @@ UNBOUNDED = {
                    "args": [TENSOR, None, None, None, None, 0.1, 1e-5]},
     "groups": {"name": "aten.native_group_norm.default", "args": [TENSOR, None, None, 4, 4, HUGE, 1, 1e-5]},
     "spectrum": {"name": "aten._fft_c2r.default", "args": [TENSOR, [1], 0, HUGE]},
+    "longer spectrum": {"name": "aten._fft_c2r.default", "args": [{"tensor": 8}, [1], 0, 3]},
     "axes": {"name": "aten._fft_r2c.default", "args": [TENSOR, [7], 0, True]},
     "scale": {"name": "aten.upsample_nearest1d.default", "args": [{"tensor": 2}, [8], 1e-300]},
     "samples": {"name": "aten.fractional_max_pool2d.default", "args": [{"tensor": 3}, [2, 2], [2, 2], {"tensor": 4}]},
@@ -176,7 +177,7 @@ def test_nothing_outside_of_a_tensor_is_read_or_written(name: str, tmp_path: Pat
     kept = {
         "0": torch.ones(4, 4), "1": torch.ones(2), "2": torch.ones(1, 1, 4), "3": torch.ones(1, 1, 4, 4),
         "4": torch.full((1, 1, 2), 1e18), "5": torch.tensor([0, 10**12, 2, 3]), "6": torch.ones(1, 3, 2, 4),
-        "7": torch.full((4,), 9, dtype=torch.uint8),
+        "7": torch.full((4,), 9, dtype=torch.uint8), "8": torch.ones(2, 4, 8, dtype=torch.complex64),
     }  # fmt: skip
     save_file(kept, directory / "tensors.safetensors")
     found = replay(directory)

@@ -64,7 +64,7 @@ _NEW = """
 arange bartlett_window bernoulli blackman_window cauchy empty empty_like empty_permuted empty_strided exponential eye
 full full_like geometric hamming_window hann_window kaiser_window linspace log_normal logspace multinomial
 native_dropout new_empty new_empty_strided new_full new_ones new_zeros normal ones ones_like rand rand_like randint
-randint_like randn randn_like random randperm range scalar_tensor tril_indices triu_indices uniform zeros zeros_like
+randint_like randn randn_like random randperm scalar_tensor tril_indices triu_indices uniform zeros zeros_like
 """
 
 _LAYERS = """
@@ -97,8 +97,9 @@ ALLOWED = frozenset(
 
 Each computes from its tensors and numbers alone, and checks the bounds of what it reads and writes, or
 `argument_checks` does. Missing on purpose: what reads or writes files, memory or the process (`from_file`, `set_`,
-`record_stream`); calls with `out=`, whose sizes not all operators check; what trusts its indices or sizes (`_unsafe_index`, `_reshape_alias`, `_index_put_impl_`,
-`segment_reduce`, `linalg_lu_solve`, most of `*_backward`); other layouts, quantized numbers, and tensors of tensors.
+`record_stream`); calls with `out=`, whose sizes not all operators check; what trusts its indices, sizes or numbers
+(`_unsafe_index`, `_reshape_alias`, `_index_put_impl_`, `segment_reduce`, `linalg_lu_solve`, `range`, most of
+`*_backward`); other layouts, quantized numbers, and tensors of tensors.
 """
 
 _TEXTS: Mapping[tuple[str, str], frozenset[str]] = {

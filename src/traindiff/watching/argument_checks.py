@@ -117,8 +117,8 @@ def _fft(given: Arguments) -> str | None:
     if not 0 <= given["normalization"] <= 2:
         return f"the normalization {given['normalization']}"
     size = given.get("last_dim_size")
-    if size is not None and (not axes or size < 1 or tensor.shape[axes[-1]] < size // 2 + 1):
-        return f"the size {size}, for which a tensor of shape {_shape(tensor)} is too small"
+    if size is not None and (not axes or size < 1 or tensor.shape[axes[-1]] != size // 2 + 1):
+        return f"the size {size}, which a tensor of shape {_shape(tensor)} is not half of"
     return None
 
 
