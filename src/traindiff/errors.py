@@ -18,9 +18,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
+from types import FrameType
 
 from traindiff.site import printable
 
@@ -75,6 +78,18 @@ class LostFilesError(RecordingError):
 
 class TraindiffWarning(UserWarning):
     """Something could not be observed. The training itself is not affected."""
+
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+def level_of_caller() -> int:
+    """The `stacklevel` with which the function that asks warns at the line that called traindiff."""
+    level = 1
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def type_of(value: object) -> str:

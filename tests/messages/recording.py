@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -74,6 +75,14 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
         here / "run", observe=["gradients", "grads"], select=[3], detail="tensor", steps="9-0", ranks="all", every=0,
         batch_axis="first", sample_order="interleave", evaluation="yes", strict=1, replica="upl:1", shards="encoder",
     )  # fmt: skip
+
+
+@situation("a model of torch.jit.script")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    traindiff.record(here / "run", scripted)
 
 
 @situation("nothing to observe")

@@ -218,6 +218,23 @@ train(2, model)
     assert "Not seen: the outputs of 1 module of Sequential: TorchScript's cannot be observed." in said
 
 
+def test_a_model_of_torchscript_trains_on_and_is_said_not_to_be_recorded(tmp_path: Path) -> None:
+    source = """
+import warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    model = torch.jit.script(model)
+train(2, model)
+print("trained")
+"""
+    ended = run(tmp_path, source)
+    assert (ended.code, ended.output.splitlines()[-1]) == (0, "trained")
+    assert ended.said == [
+        "Nothing was recorded: the script trains a RecursiveScriptModule, which torch.jit.script has made, and which "
+        "calls no hooks. Train the module that torch.jit.script was given."
+    ]
+
+
 def test_a_training_that_goes_on_with_a_new_optimizer_is_one(tmp_path: Path) -> None:
     source = "train()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.01)\ntrain(3)"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import warnings
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -90,6 +91,7 @@ def test_what_is_no_number_is_refused_and_later_calls_are_recorded(kind: str, tr
             run.log("y", 2.0)
     (warning,) = caught
     assert issubclass(warning.category, traindiff.TraindiffWarning)
+    assert (warning.filename, linecache.getline(__file__, warning.lineno).strip()[:8]) == (__file__, "run.log(")
     assert str(warning.message).startswith(f"log('x', ...) recorded nothing: {why}. Give it a number, or a tensor with")
     assert recorded(tmp_path, "x") == [(0, why, None), (1, why, None), (2, "", 0.5)]
     assert recorded(tmp_path, "y") == [(step, "", 2.0) for step in range(3)]

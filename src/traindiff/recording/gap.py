@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from traindiff.errors import CorruptRecordingError
 from traindiff.recording import manifest
+from traindiff.recording.written_files import UnbufferedFile, write_all
 from traindiff.site import printable
 
 GAP_FILE = "gap.json"
@@ -58,20 +59,21 @@ class ReservedNote:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._file = UnbufferedFile(path, "xb")
         try:
-            _write_all(self._fd, b" " * RESERVED_BYTES)
+            write_all(self._file, b" " * RESERVED_BYTES)
         except OSError:
-            os.close(self._fd)
+            self._file.close()
             raise
 
     def write(self, gap: Gap) -> None:
         """Say why nothing follows. Works on a full disk, and after the file was moved."""
-        _write_all(self._fd, dumped(gap).ljust(RESERVED_BYTES))
+        self._file.seek(0)
+        write_all(self._file, dumped(gap).ljust(RESERVED_BYTES))
 
     def close(self, *, keep: bool) -> None:
         """Close the file, and remove it unless it says something."""
-        os.close(self._fd)
+        self._file.close()
         if not keep:
             os.unlink(self._path)  # noqa: PTH108
 
@@ -98,9 +100,3 @@ def parsed(data: bytes, *, where: str) -> Gap | None:
             "Restore the file from where it was copied, or record again."
         )
     return Gap(reason=reason, step=step, optimizer=optimizer)
-
-
-def _write_all(fd: int, content: bytes) -> None:
-    written = 0
-    while written < len(content):
-        written += os.pwrite(fd, content[written:], written)

@@ -45,7 +45,7 @@ class Lost:
     says: str
 
 
-class _UnbufferedFile(io.FileIO):
+class UnbufferedFile(io.FileIO):
     """A file that a recording nobody has closed leaves to the garbage collector without a warning."""
 
     def __del__(self) -> None:
@@ -101,7 +101,7 @@ class WrittenFiles:
             self._written[path] = _Written(size=0)
             file: IO[bytes] = self._fs.open(path, "wb")
             return file
-        file = _UnbufferedFile(path, "xb")
+        file = UnbufferedFile(path, "xb")
         self._written[path] = _Written(size=0, fd=file.fileno())
         return file
 

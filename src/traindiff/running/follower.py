@@ -216,7 +216,7 @@ class Follower:
         from traindiff.running.own_recording import is_recorded_by_script, on_recorder_made
         from traindiff.sessions.live_modules import called_of, distinct, live_modules, outermost, trained_parts
         from traindiff.sessions.record import recorder_of
-        from traindiff.sessions.targets import find_targets
+        from traindiff.sessions.targets import find_targets, takes_hooks
 
         if path := is_recorded_by_script():
             self._account.own_recording = path
@@ -225,6 +225,10 @@ class Follower:
         models = self._in_order(distinct(outermost(live, frozenset().union(*self._given.values())), called))
         if not models and called is not None:  # it is part of itself
             models = [called]
+        if unseen := next((one for one in models if not takes_hooks(one)), None):
+            self._account.failure = _SCRIPTED.format(type(unseen).__name__)
+            self._until_attached.close()
+            return
         names = named_models(models, frame) if len(models) > 1 else {"": models[0]}
         around = next((one for one in models if any(inner is called for inner in one.modules())), None)
         if stepping is None:
@@ -276,6 +280,12 @@ class Follower:
         """The script records itself from now on."""
         self._account.own_recording = path
         self._complete()
+
+
+_SCRIPTED = (
+    "the script trains a {}, which torch.jit.script has made, and which calls no hooks. Train the module that "
+    "torch.jit.script was given."
+)
 
 
 def _seen(name: str, model: nn.Module) -> SeenModel:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from traindiff.engines.layout import Layout
-from traindiff.errors import TraindiffWarning
+from traindiff.errors import TraindiffWarning, level_of_caller
 from traindiff.replicas.compiled import notice_compiled
 from traindiff.replicas.replica import Replica
 from traindiff.sessions.containment import Containment
@@ -169,6 +169,6 @@ def _report_unused(batch_axis: BatchAxis, layout: Layout) -> None:
         says = (
             f"record(batch_axis=...): nothing that was observed matches {' or '.join(map(repr, patterns))}. {_LISTED}"
         )
-        warnings.warn(says, TraindiffWarning, stacklevel=2)
+        warnings.warn(says, TraindiffWarning, stacklevel=level_of_caller())
     for says in layout.declarations.unused:
-        warnings.warn(f"record(shards=...): {says} {_LISTED}", TraindiffWarning, stacklevel=2)
+        warnings.warn(f"record(shards=...): {says} {_LISTED}", TraindiffWarning, stacklevel=level_of_caller())

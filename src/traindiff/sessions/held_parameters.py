@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from traindiff.errors import TraindiffWarning
+from traindiff.errors import TraindiffWarning, level_of_caller
 
 _EXAMPLES = 3
 
@@ -42,5 +42,5 @@ def warn_of_other_models(
             "is not. Give the optimizer of this model; if this is the one, the model's parameters were replaced after "
             "it was made: make it afterwards.",
             TraindiffWarning,
-            stacklevel=4,
+            stacklevel=level_of_caller(),
         )

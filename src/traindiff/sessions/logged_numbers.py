@@ -7,7 +7,7 @@ import math
 import warnings
 from typing import Any, SupportsFloat
 
-from traindiff.errors import TraindiffWarning, type_of
+from traindiff.errors import TraindiffWarning, level_of_caller, type_of
 
 _logger = logging.getLogger("traindiff")
 
@@ -79,7 +79,7 @@ class RefusedLogs:
                 f"log({shown}, ...) recorded nothing: {why}. Give it a number, or a tensor with one element. The "
                 "training is not affected, later calls are recorded, and the recording says what it lacks.",
                 TraindiffWarning,
-                stacklevel=2,
+                stacklevel=level_of_caller(),
             )
         except TraindiffWarning as warning:  # the user turned warnings into errors
             _logger.warning("%s", warning)

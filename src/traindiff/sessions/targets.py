@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,7 +16,7 @@ from traindiff.declared_shard import DeclaredShard
 from traindiff.engines.deepspeed_optimizer import EngineOptimizer, is_engine_optimizer
 from traindiff.engines.layout import Layout, find_layout, regions_of_parameters
 from traindiff.engines.registry import ENGINES
-from traindiff.errors import ConfigError, Problem, TraindiffWarning, type_of
+from traindiff.errors import ConfigError, Problem, TraindiffWarning, level_of_caller, type_of
 from traindiff.framework import is_of
 from traindiff.kernels.torch_arrays import shape_of
 from traindiff.sessions.held_parameters import warn_of_other_models
@@ -180,6 +181,14 @@ def find_targets(
         model = Parts(model) if len(model) > 1 else model[0]
     if isinstance(model, Mapping):
         model = together(model, problems, caller)
+    if isinstance(model, nn.Module) and not takes_hooks(model):
+        problems.append(
+            Problem(
+                where=f"{caller}(model=...)",
+                what="is a module of torch.jit.script, which calls no hooks, so that nothing in it can be observed.",
+                fix="Train the module that torch.jit.script was given, and give that one.",
+            )
+        )
     if not isinstance(model, nn.Module) and not problems:
         problems.append(
             Problem(
@@ -218,7 +227,7 @@ def find_targets(
             f"record(select=...): no module, parameter or buffer of the model matches {patterns}. "
             f"{_near(unused, named)}Paths look like: {_examples(named)}"
         )
-        warnings.warn(says, TraindiffWarning, stacklevel=3)
+        warnings.warn(says, TraindiffWarning, stacklevel=level_of_caller())
     followed: Mapping[str, Optimizer | EngineOptimizer] = optimizers
     for engine in ENGINES:
         followed = engine.optimizers(model, followed, parameters.ids)
@@ -245,6 +254,11 @@ def find_targets(
         caller=caller,
     )
     return found
+
+
+def takes_hooks(model: nn.Module) -> bool:
+    """Whether hooks of modules can be put on what the training calls; torch.jit.script makes modules without."""
+    return not any(isinstance(one, torch.jit.RecursiveScriptModule) for one in roots_of(model))
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:

@@ -220,3 +220,27 @@ def test_nothing_is_said_where_all_was_compared(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         found = GradComparator.compare_distributed(FIRST, FIRST, tmp_path)
     assert found[0].broken == ()
+
+
+_END = "max,min,norm,shape\n"
+
+CONTRADICTING = {
+    "a column twice": (f"param_name,max,{_END}w,1,2,0,1,[2]\n", "more than one column 'max'"),
+    "a column twice in other letters": (f"param_name,Max,{_END}w,1,2,0,1,[2]\n", "more than one column 'max'"),
+    "a gradient twice": (f"param_name,{_END}w,1,0,1,[2]\nw,3,0,1,[2]\n", "more than one row of 'w'"),
+    "a negative norm": (f"param_name,{_END}w,1,0,-5,[2]\n", "-5.0 is no norm"),
+    "bounds that descend": (
+        f'param_name,"(-inf, 2.0]","(2.0, 1.0]","(1.0, inf)",=0,{_END}w,1,0,0,0,1,0,1,[2]\n', "do not ascend"
+    ),
+    "a bound that is NaN": (f'param_name,"(-inf, nan]","(nan, inf)",=0,{_END}w,1,0,0,1,0,1,[2]\n', "do not ascend"),
+    "a bound that is infinite": (
+        f'param_name,"(-inf, 1e999]","(1e999, inf)",=0,{_END}w,1,0,0,1,0,1,[2]\n', "do not ascend"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTRADICTING)
+def test_a_table_that_contradicts_itself_is_refused(name: str) -> None:
+    content, says = CONTRADICTING[name]
+    with pytest.raises(traindiff.NotARecordingError, match=says):
+        tables.load(content.encode(), where="here")

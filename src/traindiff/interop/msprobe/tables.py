@@ -10,8 +10,10 @@ import csv
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from traindiff.bounds import interval_names
 from traindiff.csv_cells import defused, restored
@@ -99,7 +101,9 @@ def load(data: bytes, *, where: str) -> Table:
         names = [name.lower() for name in header]
         _check_complete(names)
         columns = Columns(digest=_digest(header), bounds=_bounds(header))
-        return Table(columns=columns, rows=tuple(_row(names, header, line, columns) for line in lines if line))
+        rows = tuple(_row(names, header, line, columns) for line in lines if line)
+        _check_once([row.name for row in rows], "row of")
+        return Table(columns=columns, rows=rows)
     except (ValueError, IndexError, KeyError, csv.Error) as error:
         raise NotARecordingError(
             f"{where} is no table of gradients as msprobe's gradient monitor writes them: {error}. "
@@ -113,6 +117,8 @@ def _row(names: Sequence[str], header: Sequence[str], line: Sequence[str], colum
     cell = dict(zip(names, line, strict=True))
     maximum, minimum, norm = (float(cell[name]) for name in _NUMBERS)
     shares = [float(line[place]) for place, name in enumerate(header) if name == "=0" or _INTERVAL.fullmatch(name)]
+    if norm < 0:
+        raise ValueError(f"{norm} is no norm")
     if wrong := [share for share in shares if not 0 <= share <= 1]:
         raise ValueError(f"{wrong[0]} is no share of elements")
     return Row(
@@ -133,6 +139,12 @@ def _shape(text: str) -> tuple[int, ...]:
 def _check_complete(names: Sequence[str]) -> None:
     if missing := [name for name in ("param_name", *_NUMBERS, "shape") if name not in names]:
         raise ValueError(f"it has no column {missing[0]}")
+    _check_once(names, "column")
+
+
+def _check_once(names: Sequence[str], of: str) -> None:
+    if twice := [name for name, number in Counter(names).items() if number > 1]:
+        raise ValueError(f"it has more than one {of} {twice[0][:80]!r}")
 
 
 def _digest(header: Sequence[str]) -> str:
@@ -147,4 +159,7 @@ def _bounds(header: Sequence[str]) -> tuple[float, ...] | None:
     ends = [match[2] for name in header if (match := _INTERVAL.fullmatch(name))]
     if not ends and "=0" not in header:
         return None
-    return tuple(float(end) if re.search(r"[.en]", end) else int(end) for end in ends[:-1])
+    bounds = tuple(float(end) if re.search(r"[.en]", end) else int(end) for end in ends[:-1])
+    if not all(map(math.isfinite, bounds)) or any(after <= before for before, after in pairwise(bounds)):
+        raise ValueError(f"the bounds of its intervals, {str(list(bounds))[:80]}, do not ascend")
+    return bounds

@@ -18,6 +18,7 @@ from traindiff.kernels.reference import summarise_array
 from traindiff.observation import Observation
 from traindiff.recording import RecordingWriter
 from traindiff.shards import Shard
+from traindiff.site import printable
 from traindiff.summary import empty
 
 KEPT_NO_MORE = f"ONNX Runtime keeps no more of it than extremes, moments, counts and its first {NUM_SAMPLES} elements"
@@ -102,7 +103,9 @@ def _statistics(directory: Path) -> Iterator[Statistics]:
     for name in order_of(directory):
         path = directory / name
         if not os.path.lexists(path):
-            raise NotARecordingError(f"{path} is not there, and {ORDER} names it. Restore it from where it was copied.")
+            raise NotARecordingError(
+                f"{printable(str(path))} is not there, and {ORDER} names it. Restore it from where it was copied."
+            )
         yield load(text_of(directory, name), where=str(path))
 
 
