@@ -147,6 +147,7 @@ class Targets:
         return roots_of(self.root) if isinstance(self.root, Together) else roots_of(self.root)[:1]
 
 
+_ScriptModule: type[nn.Module] = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
 _OF_MINDSPORE = "A MindSpore training is recorded with traindiff.mindspore.record(path, cell, optimizer)."
 _OPTIMIZER = "Give the optimizer whose step() the training calls, or leave it out to have it found."
 
@@ -258,7 +259,7 @@ def find_targets(
 
 def takes_hooks(model: nn.Module) -> bool:
     """Whether hooks of modules can be put on what the training calls; torch.jit.script makes modules without."""
-    return not any(isinstance(one, torch.jit.RecursiveScriptModule) for one in roots_of(model))
+    return not any(isinstance(one, _ScriptModule) for one in roots_of(model))
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:

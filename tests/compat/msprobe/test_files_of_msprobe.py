@@ -244,3 +244,11 @@ def test_a_table_that_contradicts_itself_is_refused(name: str) -> None:
     content, says = CONTRADICTING[name]
     with pytest.raises(traindiff.NotARecordingError, match=says):
         tables.load(content.encode(), where="here")
+
+
+def test_two_directories_of_one_rank_are_refused(tmp_path: Path) -> None:
+    shutil.copytree(FIRST, tmp_path / "dump")
+    shutil.copytree(tmp_path / "dump" / "rank0", tmp_path / "dump" / "rank00")
+    with pytest.raises(traindiff.NotARecordingError, match="beside it has the same number"):
+        import_gradients(str(tmp_path / "dump"), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()

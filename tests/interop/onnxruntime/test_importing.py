@@ -15,7 +15,7 @@ from traindiff.cli.commands import app
 from traindiff.comparison import compare
 from traindiff.errors import ConfigError, NotARecordingError
 from traindiff.interop.onnxruntime.importing import KEPT_NO_MORE, import_statistics
-from traindiff.interop.onnxruntime.layout import call_of
+from traindiff.interop.onnxruntime.layout import ORDER, call_of
 from traindiff.recording import open_recording
 
 
@@ -151,3 +151,11 @@ def test_a_recording_that_is_there_is_replaced_only_when_that_is_asked_for(tmp_p
     with pytest.raises(ConfigError, match="already holds a recording"):
         import_statistics(str(WRITTEN), str(tmp_path / "run"))
     assert import_statistics(str(WRITTEN), str(tmp_path / "run"), overwrite=True) == 16
+
+
+def test_a_name_that_is_no_text_is_shown_escaped(tmp_path: Path) -> None:
+    shutil.copytree(WRITTEN, tmp_path / "out")
+    (tmp_path / "out" / "step_0" / ORDER).write_bytes(b"\x00\x1b[2J\n")
+    with pytest.raises(NotARecordingError) as caught:
+        import_statistics(str(tmp_path / "out"), str(tmp_path / "run"))
+    assert str(caught.value).isprintable()

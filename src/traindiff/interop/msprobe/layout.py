@@ -138,7 +138,9 @@ def _numbered(directory: Path, pattern: re.Pattern[str], kind: Callable[[Path], 
         if match := pattern.fullmatch(one.name):
             folder.within(one.name)
             if kind(one):
-                found[int(match[1])] = one
+                if (number := int(match[1])) in found:
+                    raise damaged(one, f"{found[number].name} beside it has the same number")
+                found[number] = one
     return dict(sorted(found.items()))
 
 
