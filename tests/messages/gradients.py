@@ -198,6 +198,26 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     return "\n".join(found)
 
 
+@situation("an import of tables that contradict themselves, and of two directories of one rank")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    found = []
+    row = "fc.weight,0,0.5,1,0,1,[2]\n"
+    header = 'param_name,"(-inf, 1.0]","(1.0, inf)",max,min,norm,shape\n'
+    tables = [
+        header.replace("max,min", "max,max,min") + row, header + row + row, header + row.replace("0,1,[2]", "0,-1,[2]"),
+        header.replace("(1.0, inf)", '(1.0, 0.5]","(0.5, inf)') + row,
+    ]  # fmt: skip
+    for number, table in enumerate(tables):
+        dump = here / f"dump{number}" / "rank0"
+        dump.mkdir(parents=True)
+        (dump / "grad_summary_0.csv").write_text(table)
+        found.append(refused(lambda number=number: import_gradients(f"dump{number}", "run")))  # type: ignore[misc]
+    (here / "dump" / "rank0").mkdir(parents=True)
+    (here / "dump" / "rank00").mkdir()
+    found.append(refused(lambda: import_gradients("dump", "run")))
+    return "\n".join(found)
+
+
 @situation("an import of damaged directions")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     shutil.copytree(WRITTEN / "first", here / "dump")

@@ -36,6 +36,7 @@ refused("an operator that is not called", {"name": "aten.from_file.default", "ar
 refused("an operator that this torch does not have", {**ADD, "name": "aten.add.Tensors"})
 refused("an operator that takes other things than tensors and numbers", {"name": "aten.copy.Dict_Tensor", "args": []})
 refused("an operator of numbers alone", {"name": "aten.remainder.int", "args": [4, 0]})
+refused("an operator that writes into out=", {**ADD, "name": "aten.add.out", "kwargs": {"out": TENSOR}})
 refused("a text where an operator takes a number", {**ADD, "args": [TENSOR, "1"]})
 refused("more arguments than an operator takes", {**ADD, "args": [TENSOR, TENSOR, TENSOR]})
 refused("an argument that an operator does not have", {**ADD, "kwargs": {"beta": 2}})

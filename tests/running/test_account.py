@@ -230,8 +230,8 @@ print("trained")
     ended = run(tmp_path, source)
     assert (ended.code, ended.output.splitlines()[-1]) == (0, "trained")
     assert ended.said == [
-        "Nothing was recorded: the script trains a RecursiveScriptModule, which torch.jit.script has made, and which "
-        "calls no hooks. Train the module that torch.jit.script was given."
+        "Nothing was recorded: the script trains a RecursiveScriptModule, which torch.jit.script has made, and in "
+        "which nothing can be observed. Train the module that torch.jit.script was given."
     ]
 
 

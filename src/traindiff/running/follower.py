@@ -283,8 +283,8 @@ class Follower:
 
 
 _SCRIPTED = (
-    "the script trains a {}, which torch.jit.script has made, and which calls no hooks. Train the module that "
-    "torch.jit.script was given."
+    "the script trains a {}, which torch.jit.script has made, and in which nothing can be observed. Train the module "
+    "that torch.jit.script was given."
 )
 
 

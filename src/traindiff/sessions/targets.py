@@ -186,7 +186,7 @@ def find_targets(
         problems.append(
             Problem(
                 where=f"{caller}(model=...)",
-                what="is a module of torch.jit.script, which calls no hooks, so that nothing in it can be observed.",
+                what="is a module that torch.jit.script has made, in which nothing can be observed.",
                 fix="Train the module that torch.jit.script was given, and give that one.",
             )
         )

@@ -134,7 +134,7 @@ def _foreign(rank: Path) -> list[Path]:
 
 def _numbered(directory: Path, pattern: re.Pattern[str], kind: Callable[[Path], bool]) -> dict[int, Path]:
     folder, found = Folder.of(directory, refuse=damaged), {}
-    for one in directory.iterdir():
+    for one in sorted(directory.iterdir()):
         if match := pattern.fullmatch(one.name):
             folder.within(one.name)
             if kind(one):
