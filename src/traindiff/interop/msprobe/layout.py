@@ -133,7 +133,8 @@ def _foreign(rank: Path) -> list[Path]:
 
 
 def _numbered(directory: Path, pattern: re.Pattern[str], kind: Callable[[Path], bool]) -> dict[int, Path]:
-    folder, found = Folder.of(directory, refuse=damaged), {}
+    folder = Folder.of(directory, refuse=damaged)
+    found: dict[int, Path] = {}
     for one in sorted(directory.iterdir()):
         if match := pattern.fullmatch(one.name):
             folder.within(one.name)
