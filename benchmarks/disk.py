@@ -17,7 +17,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import traindiff
-from traindiff.recording import open_recording
+from traindiff.storage import open_recording
 
 STEPS = 4
 VOCABULARY = 128

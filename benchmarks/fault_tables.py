@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from benchmarks.fault_outcomes import Case, Outcome
 
-from traindiff.rounding import UNIT_ROUNDOFF
+from traindiff.core.summary import UNIT_ROUNDOFF
 
 ROUNDING = {
     "float32": UNIT_ROUNDOFF["float32"], "bfloat16": UNIT_ROUNDOFF["bfloat16"], "autocast": UNIT_ROUNDOFF["bfloat16"]

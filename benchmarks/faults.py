@@ -32,8 +32,8 @@ from tests.faults.rewritten import REPRESENTATION, rewritten
 from tests.faults.variations import variations
 
 from traindiff import ConfigError, open_recording, verify
-from traindiff.comparison import Comparison
-from traindiff.summary import distance, norm
+from traindiff.analyse.compare import Comparison
+from traindiff.core.summary import distance, norm
 
 RESULTS = Path(__file__).with_name("FAULTS.md")
 ALL_FAULTS = {**FAULTS, **FURTHER_FAULTS}

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from traindiff.shards import Shard
+from traindiff.core.shards import Shard
 
 if TYPE_CHECKING:
-    from traindiff.kernels.gpu.rows import DeviceRows
+    from traindiff.core.kernels.gpu.rows import DeviceRows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPES = ((4096, 4096), (8, 2048, 4096), (50257, 768), (64, 1024), (1 << 26,), (4096,))
@@ -31,7 +31,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("There is no GPU here, and Triton's interpreter says nothing about speed: nothing was measured.")
         return 0
-    from traindiff.kernels.gpu.rows import DeviceRows
+    from traindiff.core.kernels.gpu.rows import DeviceRows
 
     device = torch.device("cuda", torch.cuda.current_device())
     print(torch.cuda.get_device_name(device))

@@ -10,8 +10,8 @@ from time import process_time
 import torch
 from torch import Tensor
 
-from traindiff.kernels import summarise
-from traindiff.shards import Shard
+from traindiff.core.kernels import summarise
+from traindiff.core.shards import Shard
 
 ELEMENTS = 1 << 26
 ROUNDS = 5

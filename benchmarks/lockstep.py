@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from gpt import CONTEXT, GPT
 from machine import machine
+from tests.on_ranks import run_on_ranks
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import traindiff
-from traindiff.doctor.timing import interleaved
-from traindiff.sessions.ranks import run_on_ranks
+from traindiff.run.doctor.checks import interleaved
 
 LAYERS, WIDTH, VOCABULARY = 4, 256, 3_200
 

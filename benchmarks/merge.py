@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 from machine import machine
 
-from traindiff.observation import Observation
-from traindiff.recording import RecordingWriter
-from traindiff.shards import BUCKETS, OPEN, Shard
-from traindiff.summary import SUMMARY, Summaries, empty, scale
+from traindiff.core.observation import Observation
+from traindiff.core.shards import BUCKETS, OPEN, Shard
+from traindiff.core.summary import SUMMARY, Summaries, empty, scale
+from traindiff.storage import RecordingWriter
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 32, 4096, 11008, 32000
 SAMPLES, LENGTH = 512, 16

@@ -16,8 +16,8 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, nn
 
-from traindiff.doctor.timing import interleaved
 from traindiff.mindspore import record
+from traindiff.run.doctor.checks import interleaved
 
 WIDTH, LAYERS, BATCH = 1448, 6, 64
 WHAT: dict[str, dict[str, Any]] = {

@@ -19,9 +19,9 @@ from gpt import Training
 from machine import machine
 
 import traindiff
-from traindiff.doctor.timing import interleaved
-from traindiff.observation import OPERATOR_STAGES
-from traindiff.recording import open_recording
+from traindiff.core.observation import OPERATOR_STAGES
+from traindiff.run.doctor.checks import interleaved
+from traindiff.storage import open_recording
 
 
 @dataclass(frozen=True, kw_only=True)

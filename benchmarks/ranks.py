@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from gpt import Training
+from tests.on_ranks import run_on_ranks
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import traindiff
-from traindiff.doctor.timing import interleaved
-from traindiff.sessions.ranks import run_on_ranks
+from traindiff.run.doctor.checks import interleaved
 
 
 def rank_ratio(settings: dict[str, Any] | None, directory: str, rounds: int) -> dict[str, Any]:

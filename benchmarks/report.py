@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from traindiff.comparison import Comparison
-from traindiff.comparison.history import DifferenceHistory
-from traindiff.merging.distance import Pair
-from traindiff.merging.step_table import Entry, Key
-from traindiff.report.page import page_of, write
-from traindiff.summary import empty
+from traindiff.analyse.compare import Comparison
+from traindiff.analyse.compare.verdict import DifferenceHistory
+from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.core.summary import empty
+from traindiff.present.page import page_of, write
 
 SITES = 1_000
 STEPS = 1_000

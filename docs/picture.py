@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from traindiff.comparison import compare
-from traindiff.report.terminal import print_comparison
+from traindiff.analyse.compare import compare
+from traindiff.present.text.comparison import print_comparison
 
 if __name__ == "__main__":
     recordings, picture = Path(sys.argv[1]), Path(sys.argv[2])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from traindiff.comparison import compare
-from traindiff.report.page import page_of, write
+from traindiff.analyse.compare import compare
+from traindiff.present.page import page_of, write
 
 if __name__ == "__main__":
     recordings, docs = Path(sys.argv[1]), Path(sys.argv[2])

@@ -12,7 +12,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.made_up import Compared, Edit, Measured
-    from traindiff.comparison import Comparison
+    from traindiff.analyse.compare import Comparison
 
 try:
     from hypothesis import settings
@@ -33,8 +33,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(scope="module", params=["reference", "compiled"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Have `traindiff.kernels.summarise` use the NumPy reference, or the compiled kernel for the CPU."""
-    from traindiff import kernels
+    """Have `traindiff.core.kernels.summarise` use the NumPy reference, or the compiled kernel for the CPU."""
+    from traindiff.core import kernels
 
     with pytest.MonkeyPatch.context() as patched:
         if request.param == "reference":
@@ -48,7 +48,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
 def compared(tmp_path: Path) -> Compared:
     """Compare the made-up run with an edited one; `baseline_edit` edits the other one too."""
     from tests.made_up import record
-    from traindiff.comparison import compare
+    from traindiff.analyse.compare import compare
 
     def run(edit: Edit = lambda step, sites: None, *, baseline_edit: Edit | None = None, **options: Any) -> Comparison:
         settings = {
@@ -66,7 +66,7 @@ def compared(tmp_path: Path) -> Compared:
 def measured(tmp_path: Path) -> Measured:
     """Compare the plain run with an edited one, floors measured from replicas that are edited in turn."""
     from tests.made_up import plain_step, record
-    from traindiff.comparison import compare
+    from traindiff.analyse.compare import compare
 
     def run(
         candidate: Edit, *noise: Edit, replica: str | None = "ulp", build: Any = plain_step, **options: Any

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from traindiff.comparison import Comparison
-from traindiff.kernels.reference import summarise_array
-from traindiff.observation import Observation
-from traindiff.recording import RecordingWriter
-from traindiff.shards import Shard
-from traindiff.site import PHASES
-from traindiff.summary import empty
+from traindiff.analyse.compare import Comparison
+from traindiff.core.kernels.reference import summarise_array
+from traindiff.core.observation import Observation
+from traindiff.core.shards import Shard
+from traindiff.core.site import PHASES
+from traindiff.core.summary import empty
+from traindiff.storage import RecordingWriter
 
 Array = NDArray[Any]
 Compared = Callable[..., Comparison]

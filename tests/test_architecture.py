@@ -196,16 +196,18 @@ PACKAGES = [
     "traindiff",
     *(f"traindiff.{name}" for name in sorted(VOCABULARY)),
     *(f"traindiff.{name}" for name in (*WITHOUT_TORCH[1:], "cli") if (SOURCE / name / "__init__.py").exists()),
-    "traindiff.kernels",
+    "traindiff.core.kernels",
     "traindiff.mindspore",
-    "traindiff.taps.inspect",
+    "traindiff.observe.torch.hooks.inspect",
     *sorted(
         {
             module
             for path in FILES
             if file_layer(path) == "mindspore"
             for module in imported_modules(path)
-            if module.startswith(("traindiff.kernels.", "traindiff.sessions.", "traindiff.taps."))
+            if module.startswith(
+                ("traindiff.core.kernels.", "traindiff.observe.torch.session.", "traindiff.observe.torch.hooks.")
+            )
         }
     ),
 ]
@@ -242,13 +244,13 @@ import sys
 sys.modules["mindspore"] = None  # as if it were not installed
 import traindiff.mindspore
 try:
-    traindiff.mindspore.record
+    traindiff.observe.mindspore.record
 except ModuleNotFoundError as error:
     print(error)
 """
     result = subprocess.run([sys.executable, "-c", code], timeout=120, check=True, capture_output=True, text=True)
 
     assert result.stdout == (
-        "traindiff.mindspore.record needs mindspore, which is not installed. "
+        "traindiff.observe.mindspore.record needs mindspore, which is not installed. "
         "Install it with: pip install 'traindiff[mindspore]'\n"
     )

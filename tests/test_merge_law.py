@@ -15,10 +15,10 @@ from torch import Tensor
 from tests.kernels.oracle import FORMATS
 from tests.kernels.rounding import assert_equal_up_to_rounding
 from tests.kernels.tensors import arrays, from_bits
-from traindiff import summary
-from traindiff.kernels import summarise
-from traindiff.shards import OPEN, Shard
-from traindiff.summary import SUMMARY, empty, merge
+from traindiff.core import summary
+from traindiff.core.kernels import summarise
+from traindiff.core.shards import OPEN, Shard
+from traindiff.core.summary import SUMMARY, empty, merge
 
 pytestmark = pytest.mark.usefixtures("kernel")
 

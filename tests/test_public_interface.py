@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import traindiff
-from traindiff import recording
+from traindiff import storage as recording
 from traindiff.errors import Problem
 
 OBJECTS = {name: getattr(traindiff, name) for name in traindiff.__all__ if not name.startswith("_")}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traindiff.region import Region
+from traindiff.core.shards import Region
 
 Cut = tuple[int, int, int, int]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from traindiff.declared_shard import shard
+from traindiff.core.settings import RecordSettings, check_names, record_settings
+from traindiff.core.shards import shard
+from traindiff.core.site import PHASES
+from traindiff.core.tap_registry import OBSERVABLE
 from traindiff.errors import ConfigError
-from traindiff.settings import RecordSettings, check_names, record_settings
-from traindiff.site import PHASES
-from traindiff.tap_registry import OBSERVABLE
 
 PLAIN: dict[str, Any] = {
     "observe": None, "select": "*", "detail": "summary", "steps": None, "ranks": None, "every": 1,

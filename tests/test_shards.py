@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels import oracle
-from traindiff.shards import OPEN, Shard
+from traindiff.core.shards import OPEN, Shard
 
 
 @st.composite

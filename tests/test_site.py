@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traindiff.site import PHASES, WRAPPERS, canonical_path, canonical_paths, label, matches, printable
+from traindiff.core.site import PHASES, WRAPPERS, canonical_path, canonical_paths, label, matches, printable
 
 names = st.sampled_from(["a", "b", "0", "module", "_orig_mod", "_fsdp_wrapped_module", "weight"])
 paths = st.lists(names, max_size=4).map(".".join)

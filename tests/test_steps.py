@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
 from traindiff.errors import Problem
-from traindiff.steps import ALL_STEPS, StepSelection, parse_steps
 
 
 def chosen(value: Any, among: int = 40) -> list[int]:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.kernels.rounding import SUMMARY_NAMES, assert_equal_up_to_rounding
-from traindiff import summary
-from traindiff.kernels.reference import summarise_array
-from traindiff.shards import Shard
-from traindiff.summary import SUMMARY, add, empty, merge, scale
+from traindiff.core import summary
+from traindiff.core.kernels.reference import summarise_array
+from traindiff.core.shards import Shard
+from traindiff.core.summary import SUMMARY, add, empty, merge, scale
 
 FLOAT64_TINY = float(np.finfo(np.float64).smallest_normal)
 

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from traindiff.site import PHASES
-from traindiff.tap_registry import EVERYTHING, LOSES, OBSERVABLE, OBSERVED_BY_DEFAULT, TAPS, Tap, asked_for_as
+from traindiff.core.site import PHASES
+from traindiff.core.tap_registry import EVERYTHING, LOSES, OBSERVABLE, OBSERVED_BY_DEFAULT, TAPS, Tap, asked_for_as
 
 SOURCE = Path(__file__).parents[1] / "src" / "traindiff"
 PAGE = Path(__file__).parents[1] / "docs" / "observe.md"
@@ -21,7 +21,7 @@ ATTACHED = [tap for tap in TAPS if not tap.part_of]
 
 @pytest.mark.parametrize("tap", ATTACHED, ids=lambda tap: tap.name)
 def test_a_tap_is_the_module_of_its_name_and_is_attached_to_a_context(tap: Tap) -> None:
-    assert list(signature(import_module(f"traindiff.taps.{tap.name}").attach).parameters) == ["context"]
+    assert list(signature(import_module(f"traindiff.observe.torch.hooks.{tap.name}").attach).parameters) == ["context"]
 
 
 def test_every_tap_is_there_once() -> None:
@@ -67,7 +67,7 @@ def test_a_tap_that_is_always_on_says_what_it_loses_or_loses_everything() -> Non
 
 
 def test_the_page_on_what_is_observed_says_what_each_name_adds() -> None:
-    modules = {name: import_module(f"traindiff.taps.{tap.name}") for tap in TAPS for name in tap.own}
+    modules = {name: import_module(f"traindiff.observe.torch.hooks.{tap.name}") for tap in TAPS for name in tap.own}
     rows = [
         f"| `{name}` | {'yes' if name in OBSERVED_BY_DEFAULT else 'no'} | {_first_line(modules[name])} |"
         for name in OBSERVABLE

@@ -63,7 +63,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from traindiff._version import __version__
-from traindiff.declared_shard import shard
+from traindiff.core.shards import shard
 from traindiff.errors import (
     ConfigError,
     CorruptRecordingError,
@@ -82,50 +82,50 @@ from traindiff.errors import (
 )
 
 if TYPE_CHECKING:
-    from traindiff.comparison import Comparison, Verification, compare
-    from traindiff.comparison.investigation import Investigation
-    from traindiff.findings import Finding
-    from traindiff.health import Verdict, check
-    from traindiff.lockstep.lockstep import Lockstep
-    from traindiff.recipes.investigate import investigate
-    from traindiff.recipes.recipe import Recipe
-    from traindiff.recipes.verify import calibrate, verify
-    from traindiff.recording import Recording, open_recording
-    from traindiff.sessions.record import record
-    from traindiff.sessions.recorder import Recorder
-    from traindiff.setups.setup import Setup
-    from traindiff.setups.training import Training
-    from traindiff.taps.inspect import inspect
-    from traindiff.watching.origin import Origin
-    from traindiff.watching.watch import watch
-    from traindiff.watching.watcher import Watcher
+    from traindiff.analyse.check import Verdict, check
+    from traindiff.analyse.compare import Comparison, Verification, compare
+    from traindiff.analyse.compare.investigation import Investigation
+    from traindiff.analyse.findings import Finding
+    from traindiff.observe.torch.hooks.inspect import inspect
+    from traindiff.observe.torch.nonfinite.origin import Origin
+    from traindiff.observe.torch.nonfinite.watch import watch
+    from traindiff.observe.torch.nonfinite.watcher import Watcher
+    from traindiff.observe.torch.session.record import record
+    from traindiff.observe.torch.session.recorder import Recorder
+    from traindiff.run.config.setup import Setup
+    from traindiff.run.config.training import Training
+    from traindiff.run.lockstep.lockstep import Lockstep
+    from traindiff.run.verify.investigate import investigate
+    from traindiff.run.verify.recipe import Recipe
+    from traindiff.run.verify.verify import calibrate, verify
+    from traindiff.storage import Recording, open_recording
 
 _LAZY = {
-    "Comparison": "traindiff.comparison",
-    "Finding": "traindiff.comparison",
-    "Investigation": "traindiff.comparison.investigation",
-    "Lockstep": "traindiff.lockstep.lockstep",
-    "Origin": "traindiff.watching.origin",
-    "Recipe": "traindiff.recipes.recipe",
-    "Recorder": "traindiff.sessions.recorder",
-    "Recording": "traindiff.recording",
-    "Setup": "traindiff.setups.setup",
-    "Training": "traindiff.setups.training",
-    "Verdict": "traindiff.health",
-    "Verification": "traindiff.comparison",
-    "Watcher": "traindiff.watching.watcher",
-    "calibrate": "traindiff.recipes.verify",
-    "check": "traindiff.health",
-    "compare": "traindiff.comparison",
-    "inspect": "traindiff.taps.inspect",
-    "investigate": "traindiff.recipes.investigate",
-    "open_recording": "traindiff.recording",
-    "record": "traindiff.sessions.record",
-    "verify": "traindiff.recipes.verify",
-    "watch": "traindiff.watching.watch",
+    "Comparison": "traindiff.analyse.compare",
+    "Finding": "traindiff.analyse.compare",
+    "Investigation": "traindiff.analyse.compare.investigation",
+    "Lockstep": "traindiff.run.lockstep.lockstep",
+    "Origin": "traindiff.observe.torch.nonfinite.origin",
+    "Recipe": "traindiff.run.verify.recipe",
+    "Recorder": "traindiff.observe.torch.session.recorder",
+    "Recording": "traindiff.storage",
+    "Setup": "traindiff.run.config.setup",
+    "Training": "traindiff.run.config.training",
+    "Verdict": "traindiff.analyse.check",
+    "Verification": "traindiff.analyse.compare",
+    "Watcher": "traindiff.observe.torch.nonfinite.watcher",
+    "calibrate": "traindiff.run.verify.verify",
+    "check": "traindiff.analyse.check",
+    "compare": "traindiff.analyse.compare",
+    "inspect": "traindiff.observe.torch.hooks.inspect",
+    "investigate": "traindiff.run.verify.investigate",
+    "open_recording": "traindiff.storage",
+    "record": "traindiff.observe.torch.session.record",
+    "verify": "traindiff.run.verify.verify",
+    "watch": "traindiff.observe.torch.nonfinite.watch",
 }
 _OLDEST_TORCH = (2, 4)
-_NEEDS_TORCH = ("traindiff.sessions", "traindiff.lockstep", "traindiff.watching")
+_NEEDS_TORCH = ("traindiff.observe.torch.session", "traindiff.run.lockstep", "traindiff.observe.torch.nonfinite")
 
 __all__ = [
     "Comparison",

@@ -25,7 +25,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
 
-from traindiff.site import printable
+from traindiff.core.site import printable
 
 
 class TraindiffError(Exception):

@@ -10,11 +10,11 @@ import pytest
 
 from tests.made_up import CONTENT, Array, Compared, Edit, Seen, Step, at, observed
 from tests.merging.test_step_table import only, part
-from traindiff.alignment.exact import check_batch, permuted_paths
-from traindiff.comparison import compare
-from traindiff.findings import Finding
-from traindiff.merging.distance import Pair
-from traindiff.recording import RecordingWriter
+from traindiff.analyse.align.exact import check_batch, permuted_paths
+from traindiff.analyse.compare import compare
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.distance import Pair
+from traindiff.storage import RecordingWriter
 
 INPUT = ("batch", "", "", "input[0]")
 LABELS = ("batch", "", "", "input.labels")

@@ -7,9 +7,9 @@ import pytest
 
 from tests.made_up import Seen, observed, random
 from tests.merging.test_step_table import part
-from traindiff.alignment.gradient_stages import with_gradient_stages
-from traindiff.merging.step_table import Entry, Key, Part, step_table
-from traindiff.observation import ALL_GRADIENTS
+from traindiff.analyse.align.gradients import with_gradient_stages
+from traindiff.analyse.merge.step_table import Entry, Key, Part, step_table
+from traindiff.core.observation import ALL_GRADIENTS
 
 FINAL = random(4, 6, seed=0)
 REDUCED = random(4, 6, seed=1)

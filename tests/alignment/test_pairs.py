@@ -10,11 +10,11 @@ import pytest
 
 from tests.made_up import CONTENT, GROUPS, Compared, Seen, Site, Step, at, random, record
 from tests.merging.test_step_table import part
-from traindiff.alignment.pairs import align
-from traindiff.comparison import compare
+from traindiff.analyse.align.pairs import align
+from traindiff.analyse.compare import compare
+from traindiff.analyse.merge.renames import parse_renames
+from traindiff.analyse.merge.step_table import Part, step_table
 from traindiff.errors import ConfigError
-from traindiff.merging.renames import parse_renames
-from traindiff.merging.step_table import Part, step_table
 
 
 def _renamed(step: int, sites: Step) -> None:

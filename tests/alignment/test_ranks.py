@@ -10,12 +10,12 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.merging.test_step_table import only, part, random
-from traindiff.alignment.exact import check_initial_parameter
-from traindiff.alignment.ranks import differing_ranks
-from traindiff.findings.sentences import ranks_text
-from traindiff.merging.distance import Pair
-from traindiff.merging.step_table import Entry, only_rank
-from traindiff.shards import Shard
+from traindiff.analyse.align.exact import check_initial_parameter
+from traindiff.analyse.align.ranks import differing_ranks
+from traindiff.analyse.findings import ranks_text
+from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.step_table import Entry, only_rank
+from traindiff.core.shards import Shard
 
 ROWS, COLUMNS = 64, 6
 PARAMETER = ("param", "", "fc.weight", "value")

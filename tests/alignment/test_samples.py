@@ -9,9 +9,9 @@ import pytest
 
 from tests.made_up import random
 from tests.merging.test_step_table import part
-from traindiff.alignment.samples import says_of_samples
-from traindiff.merging.samples import Sample, samples_of
-from traindiff.merging.step_table import Part, step_table
+from traindiff.analyse.align.exact import says_of_samples
+from traindiff.analyse.merge.recorded_calls import Sample, samples_of
+from traindiff.analyse.merge.step_table import Part, step_table
 
 
 def batch(*ranks: Sequence[int], micro_step: int = 0) -> list[Sample]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from traindiff.alignment.step_pairs import StepsOnDemand, step_pairs
-from traindiff.merging.run_steps import RunStep
+from traindiff.analyse.align.side import StepsOnDemand, step_pairs
+from traindiff.analyse.merge.run_steps import RunStep
 
 
 def taken(optimizer: str, count: int) -> list[RunStep]:

@@ -6,8 +6,8 @@ import pytest
 
 from tests.made_up import Array, random
 from tests.merging.test_step_table import part
-from traindiff.alignment.unplaced import without_unplaced
-from traindiff.merging.step_table import Entry, Key, Part, step_table
+from traindiff.analyse.align.two_runs import without_unplaced
+from traindiff.analyse.merge.step_table import Entry, Key, Part, step_table
 
 WEIGHT = random(8, 6, seed=0)
 

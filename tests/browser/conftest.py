@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from traindiff.comparison import Comparison
-from traindiff.health import Verdict
-from traindiff.report.page import page_of, write
+from traindiff.analyse.check import Verdict
+from traindiff.analyse.compare import Comparison
+from traindiff.present.page import page_of, write
 
 SCREENSHOTS = Path(os.environ.get("TRAINDIFF_SCREENSHOTS", Path(__file__).parents[2] / ".screenshots"))
 """Where pictures of the pages are left, to be looked at."""

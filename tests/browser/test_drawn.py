@@ -11,8 +11,8 @@ import pytest
 
 from tests.browser.conftest import Open, Opened
 from tests.made_up import FC, Edit, Seen, Step, both, random, record, scaled
-from traindiff.comparison import Comparison, compare
-from traindiff.health import check
+from traindiff.analyse.check import check
+from traindiff.analyse.compare import Comparison, compare
 
 LINE_OF_TEXT = 12
 """Pixels."""

@@ -11,8 +11,8 @@ import pytest
 from tests.browser.conftest import SCREENSHOTS, Open, Opened
 from tests.made_up import BATCH, FC, HEAD, Seen, Step, at, both, record, scaled
 from tests.report.hostile import CLOSING, NAME, hostile_pair
-from traindiff.comparison import Comparison, compare
-from traindiff.health import Verdict, check
+from traindiff.analyse.check import Verdict, check
+from traindiff.analyse.compare import Comparison, compare
 
 GRADIENT = ("grad", "", "fc.weight", "grad")
 STEPS = 12

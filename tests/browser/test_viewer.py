@@ -12,7 +12,7 @@ import pytest
 
 from tests.browser.conftest import SCREENSHOTS, Open
 from tests.made_up import FC, record, scaled
-from traindiff.viewer import Viewer
+from traindiff.present.viewer import Viewer
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pyarrow as pa
 from tests.campaigns import arrow_messages
 from tests.campaigns.byte_mutators import INTERESTING, mangled
 from tests.campaigns.drafts import Stream
-from traindiff.recording.schema import SCHEMA
+from traindiff.storage.schema import SCHEMA
 
 _TEXTS = (
     "", "a", "grad", "forward", "param", "optimizer", "update", "batch", "loss", "loss_scale", "value", "before",

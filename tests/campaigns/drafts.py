@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tests.campaigns.seeds import Files
-from traindiff.recording.gap import GAP_FILE
+from traindiff.storage.gap import GAP_FILE
 
 _SEAL = re.compile(rb"(\d+) (\d+) [0-9a-f]{8}\n")
 

@@ -93,7 +93,7 @@ def train(
     """Train until killed; writes the number of each step to `report` when `optimizer.step()` has returned.
 
     A number is followed by `*` where that call took so long that the step may wait in memory: see
-    `traindiff.sessions.background.PROMPT_SECONDS`.
+    `traindiff.observe.common.writing.PROMPT_SECONDS`.
     """
     model, optimizer = small_model()
     if ranks > 1 or distributes:

@@ -192,8 +192,8 @@ def _steps(size: int, path: Path) -> dict[str, Any]:
     import numpy as np
 
     from tests.made_up import observed, plain_step
-    from traindiff.recording import RecordingWriter
-    from traindiff.summary import SUMMARY
+    from traindiff.core.summary import SUMMARY
+    from traindiff.storage import RecordingWriter
 
     settings = {"detail": ["summary"], "steps": None, "every": 1}
     run = {"world_size": 1, "mesh": None, "engine": None, "settings": settings}
@@ -213,7 +213,7 @@ def _steps(size: int, path: Path) -> dict[str, Any]:
 
 
 def _compare(size: int, path: Path) -> dict[str, Any]:
-    from traindiff.recording import open_recording
+    from traindiff.storage import open_recording
 
     steps = len({one.step for one in open_recording(str(path)).steps(0)})
     fifths = Fifths(steps)

@@ -13,23 +13,21 @@ from typing import Any
 
 from tests.campaigns.mutating import Kind
 from tests.campaigns.places import Places
-from traindiff.comparison import Comparison, compare
+from traindiff.analyse.check import Verdict, check
+from traindiff.analyse.compare import Comparison, compare
+from traindiff.compat.msprobe.exporting import export_gradients
+from traindiff.compat.msprobe.importing import import_gradients
+from traindiff.compat.onnxruntime.importing import import_statistics
 from traindiff.errors import RecordingError
-from traindiff.health import Verdict, check
-from traindiff.interop.msprobe.exporting import export_gradients
-from traindiff.interop.msprobe.importing import import_gradients
-from traindiff.interop.onnxruntime.importing import import_statistics
-from traindiff.recording import Recording, open_recording
-from traindiff.report import observations
-from traindiff.report.check import print_check
-from traindiff.report.formats import FORMATS, writer
-from traindiff.report.page import page_of, write
-from traindiff.report.recording import print_head, print_rows
-from traindiff.report.scalars import Wanted, scalars
-from traindiff.report.terminal import print_comparison
-from traindiff.testing.golden import Golden
-from traindiff.viewer.catalogue import Catalogue
-from traindiff.viewer.listing import write_listing
+from traindiff.present.data import observations
+from traindiff.present.data.exports import Wanted, scalars
+from traindiff.present.data.formats import FORMATS, writer
+from traindiff.present.page import page_of, write
+from traindiff.present.text.comparison import print_comparison
+from traindiff.present.text.recording import print_check, print_head, print_rows
+from traindiff.present.viewer.catalogue import Catalogue, write_listing
+from traindiff.run.testing.golden import Golden
+from traindiff.storage import Recording, open_recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,20 +156,20 @@ def _import_onnxruntime(case: Case) -> None:
 
 
 def _limits(case: Case) -> None:
-    from traindiff.health.chosen_rules import chosen_rules
+    from traindiff.analyse.check.chosen_rules import chosen_rules
 
     chosen_rules(None, None, case.places.mutant / "limits.toml")
 
 
 def _load(case: Case) -> None:
-    from traindiff.watching.saved_call import load_call
+    from traindiff.observe.torch.nonfinite.saved_call import load_call
 
     load_call(case.places.mutant)
 
 
 def _replay(case: Case) -> None:
     """As the process of `traindiff replay` does, which this one is."""
-    from traindiff.watching.contained_replay import main
+    from traindiff.observe.torch.nonfinite.contained_replay import main
 
     found = main(case.mutant, "cpu", "0.5")
     json.dumps(found, allow_nan=False)

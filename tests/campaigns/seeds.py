@@ -19,16 +19,16 @@ import numpy as np
 
 from tests.made_up import random, summary_of
 from tests.recording.hostile import batch_of, encoded, messages_of, put_messages
-from traindiff.detail import Detail, RawTensor
-from traindiff.interop.msprobe.tables import Columns, Row
-from traindiff.interop.msprobe.tables import dump as dump_table
-from traindiff.interop.onnxruntime.statistics import Statistics
-from traindiff.interop.onnxruntime.statistics import dump as dump_statistics
-from traindiff.observation import Observation
-from traindiff.recording import RecordingWriter
-from traindiff.recording.gap import Gap
-from traindiff.shards import Shard
-from traindiff.site import PHASES
+from traindiff.compat.msprobe.tables import Columns, Row
+from traindiff.compat.msprobe.tables import dump as dump_table
+from traindiff.compat.onnxruntime.statistics import Statistics
+from traindiff.compat.onnxruntime.statistics import dump as dump_statistics
+from traindiff.core.observation import Observation
+from traindiff.core.shards import Shard
+from traindiff.core.site import PHASES
+from traindiff.core.summary import Detail, RawTensor
+from traindiff.storage import RecordingWriter
+from traindiff.storage.gap import Gap
 
 Files = dict[str, bytes]
 """Content by path."""

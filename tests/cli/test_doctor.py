@@ -14,12 +14,9 @@ from torch.optim import SGD
 from typer.testing import CliRunner, Result
 
 from traindiff.cli.commands import app
-from traindiff.doctor.checks import Plan, run_checks
-from traindiff.doctor.subject import try_out
-from traindiff.doctor.timing import interleaved
-from traindiff.doctor.training import first_difference
-from traindiff.recipes.loading import load_recipe
-from traindiff.recipes.recipe import Recipe, Training
+from traindiff.run.doctor.checks import Plan, interleaved, run_checks
+from traindiff.run.doctor.training import first_difference, try_out
+from traindiff.run.verify.recipe import Recipe, Training, load_recipe
 
 SCRIPT = """
 import torch
@@ -197,7 +194,7 @@ def test_an_unknown_backend_is_an_error_with_a_near_miss(script: str) -> None:
 
 
 def test_a_recording_that_disturbs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from traindiff.sessions.observations import Observations
+    from traindiff.observe.torch.session.observations import Observations
 
     emit = Observations.emit
 
@@ -214,7 +211,7 @@ def test_a_recording_that_disturbs_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_slot_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from traindiff.sessions.observations import Observations
+    from traindiff.observe.torch.session.observations import Observations
 
     emit = Observations.emit
 
@@ -229,7 +226,7 @@ def test_a_slot_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_recording_that_fails_is_a_failed_check_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    from traindiff.sessions.observations import Observations
+    from traindiff.observe.torch.session.observations import Observations
 
     def failing(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by zero")

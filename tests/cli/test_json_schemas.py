@@ -22,7 +22,7 @@ from tests.cli.conftest import GOLDEN
 from tests.made_up import at, record
 from tests.recipes.recipes import one_thread
 from traindiff.cli.commands import app
-from traindiff.report.observations import COLUMNS
+from traindiff.present.data.observations import COLUMNS
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMAS = {path.stem: json.loads(path.read_text()) for path in sorted((DOCS / "schemas").glob("*.json"))}

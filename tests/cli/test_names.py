@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.hostile_names import DIVIDED, NAMES, REVERSED, ZERO, hostile, is_plain
 from tests.made_up import at, both
 from traindiff.cli.commands import app
-from traindiff.report.observations import COLUMNS
+from traindiff.present.data.observations import COLUMNS
 
 
 @pytest.fixture

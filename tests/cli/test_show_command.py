@@ -15,8 +15,8 @@ import pytest
 from tests.cli.conftest import Traindiff
 from tests.made_up import record
 from tests.recording.hostile import batch_of, change_columns, messages_of
-from traindiff.recording.tensor_files import tensor_file
-from traindiff.report.observations import COLUMNS
+from traindiff.present.data.observations import COLUMNS
+from traindiff.storage.tensor_files import tensor_file
 
 
 def test_the_table_has_a_head_and_one_row_per_observation(traindiff: Traindiff) -> None:

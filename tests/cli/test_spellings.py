@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from traindiff.cli.spellings import spelled_as_here
+from traindiff.cli.setup_options import spelled_as_here
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from tests.recipes.recipes import one_thread
 from traindiff.cli.commands import app
-from traindiff.cli.progress import run_progress
+from traindiff.cli.setup_options import run_progress
 
 SCRIPT = """
 from torch import nn

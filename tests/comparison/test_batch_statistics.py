@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import traindiff
-from traindiff.findings import Finding
+from traindiff.analyse.findings import Finding
 
 
 def trained(

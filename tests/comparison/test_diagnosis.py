@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from tests.made_up import Array, Compared, Edit, Step, at, plain_step, random, summary_of
-from traindiff.comparison.case import Case, Diagnosis
-from traindiff.comparison.diagnosis import diagnose
-from traindiff.comparison.factors import factor_meaning
-from traindiff.merging.distance import best_fit
-from traindiff.merging.step_table import Entry, Key
-from traindiff.summary import add, distance, norm
+from traindiff.analyse.compare.case import Case, Diagnosis, factor_meaning
+from traindiff.analyse.compare.diagnosis import diagnose
+from traindiff.analyse.merge.distance import best_fit
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.core.summary import add, distance, norm
 
 
 def entry(values: Array, *, phase: str = "grad", slot: str = "grad", **about: Any) -> Entry:
@@ -149,7 +148,7 @@ def test_a_position_of_an_activation() -> None:
 
 
 def _localised_activation(baseline: Array, candidate: Array) -> Diagnosis:
-    from traindiff.shards import Shard
+    from traindiff.core.shards import Shard
 
     shard = Shard.of_batch(baseline.shape, first=0)
     key = Key("forward", "", "fc", "output[0]", 0, 0)

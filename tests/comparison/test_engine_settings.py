@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from traindiff.comparison.engine_settings import coefficient_error, explained
-from traindiff.findings import Finding
+from traindiff.analyse.compare.clipping import coefficient_error, explained
+from traindiff.analyse.findings import Finding
 
 ENGINE = {"gradient_clipping": 1.0, "optimizer": "AdamW", "decoupled_weight_decay": True, "asked_for": "adam"}
 

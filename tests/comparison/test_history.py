@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from tests.made_up import FC, Compared, at, record, scaled
-from traindiff.comparison import compare
-from traindiff.comparison.history import DifferenceHistory
-from traindiff.merging.step_table import Key
-from traindiff.summary import norm
+from traindiff.analyse.compare import compare
+from traindiff.analyse.compare.verdict import DifferenceHistory
+from traindiff.analyse.merge.step_table import Key
+from traindiff.core.summary import norm
 
 FC_KEY = Key("forward", "", "fc", "output[0]", 0, 0)
 GRADIENT = ("grad", "", "fc.weight", "grad")

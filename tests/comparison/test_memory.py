@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.made_up import record
-from traindiff.comparison import compare
-from traindiff.recording import StepObservations, open_recording, stream
+from traindiff.analyse.compare import compare
+from traindiff.storage import StepObservations, open_recording, stream
 
 
 def test_a_step_is_let_go_of_before_the_next_is_unpacked(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from traindiff.comparison.operator_pairs import paired
-from traindiff.merging.operators import OperatorRun
+from traindiff.analyse.compare.operator_pairs import paired
+from traindiff.analyse.merge.operators import OperatorRun
 
 TURN = ["aten.mm", "aten.add", "aten.tanh", "aten.mul"]
 

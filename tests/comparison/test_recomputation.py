@@ -7,8 +7,8 @@ import pytest
 
 from tests.made_up import Array, Compared, Edit, Seen, Step, random
 from tests.merging.test_step_table import part
-from traindiff.comparison.recomputation import changed_when_recomputed
-from traindiff.merging.step_table import step_table
+from traindiff.analyse.compare.surroundings import changed_when_recomputed
+from traindiff.analyse.merge.step_table import step_table
 
 HEAD = ("forward", "", "head", "output[0]")
 AGAIN = ("forward", "recomputed", "head", "output[0]")

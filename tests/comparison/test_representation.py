@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.made_up import BATCH, FC, HEAD, Edit, Measured, Seen, Step, at, both, plain_step, record, rotated, scaled
-from traindiff.comparison import compare
+from traindiff.analyse.compare import compare
 
 
 def with_loss(step: int) -> Step:

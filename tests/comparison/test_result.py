@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.made_up import Compared, Step, at, record
-from traindiff.comparison import Comparison, compare
+from traindiff.analyse.compare import Comparison, compare
 
 FC = ("forward", "", "fc", "output[0]")
 FINDING = {
@@ -129,7 +129,7 @@ def test_each_site_is_found_once_with_the_number_of_steps(compared: Compared) ->
 
 @pytest.mark.parametrize("word", ["identical", "equivalent", "diverged", "misaligned", "incomplete"])
 def test_every_word_has_a_meaning_and_an_exit_code(word: str) -> None:
-    from traindiff.comparison.sentences import MEANINGS
+    from traindiff.analyse.compare.sentences import MEANINGS
 
     comparison = Comparison(
         baseline="b", candidate="c", verdict=word, calibrated=False, findings=(), unaligned=((), ()), steps=(0,),
@@ -142,6 +142,6 @@ def test_every_word_has_a_meaning_and_an_exit_code(word: str) -> None:
 
 def test_the_package_can_be_called_like_its_function(tmp_path: Path) -> None:
     import traindiff
-    import traindiff.comparison.verdict
+    import traindiff.analyse.compare.verdict
 
     assert traindiff.compare(record(tmp_path / "b"), record(tmp_path / "c")).verdict == "identical"

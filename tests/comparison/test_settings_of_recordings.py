@@ -11,7 +11,7 @@ import torch
 
 import traindiff
 from tests.faults.recipe import Moment, recipe
-from traindiff.comparison import Comparison
+from traindiff.analyse.compare import Comparison
 
 ALL = ["batch", "forward", "loss", "backward", "grad", "optimizer", "update", "param"]
 Pair = Callable[..., Comparison]

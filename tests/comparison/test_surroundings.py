@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.made_up import CONTENT, Compared, Edit, Seen, Site, Step, at, random, record
-from traindiff.comparison import compare
+from traindiff.analyse.compare import compare
 
 HEAD = ("forward", "", "head", "output[0]")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from traindiff.comparison.tied_copies import with_names
-from traindiff.findings import Finding
+from traindiff.analyse.compare.surroundings import with_names
+from traindiff.analyse.findings import Finding
 
 COPIES = {1: {"head.weight": "wte.weight", "other.weight": "fc.weight"}, 3: {"tail.weight": "wte.weight"}}
 

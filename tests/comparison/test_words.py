@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.made_up import CONTENT, Compared, Seen, Step, at, record
-from traindiff.comparison import compare
+from traindiff.analyse.compare import compare
 from traindiff.errors import ConfigError, NotARecordingError
 
 FC = ("forward", "", "fc", "output[0]")

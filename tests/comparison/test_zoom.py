@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import traindiff
-from traindiff.comparison import Comparison
-from traindiff.comparison.zoom import Zoom
+from traindiff.analyse.compare import Comparison
+from traindiff.analyse.compare.zoom import Zoom
 
 WIDTH = 16
 SOURCE = Path(__file__)

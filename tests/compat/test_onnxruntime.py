@@ -23,9 +23,9 @@ from traindiff.compat.onnxruntime import (
     inspect_activation,
 )
 from traindiff.compat.onnxruntime.merge_activation_summary import main
+from traindiff.compat.onnxruntime.statistics import Statistics, load
 from traindiff.errors import ConfigError, TraindiffWarning
-from traindiff.interop.onnxruntime.statistics import Statistics, load
-from traindiff.recording import open_recording
+from traindiff.storage import open_recording
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.compat.test_onnxruntime import of_tensor, sequential, statistics
 from traindiff.compat.onnxruntime import GlobalSubscriberManager, StatisticsSubscriber, inspect_activation
+from traindiff.compat.onnxruntime.importing import import_statistics
 from traindiff.compat.onnxruntime.kept_recording import HELD
 from traindiff.compat.onnxruntime.merge_activation_summary import main
 from traindiff.errors import ConfigError, TraindiffWarning
-from traindiff.interop.onnxruntime.importing import import_statistics
-from traindiff.recording import open_recording
+from traindiff.storage import open_recording
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ from tests.compile.models import (
 from tests.taps.reading import rows, unobserved
 from tests.taps.test_undisturbed import assert_bitwise_equal
 from tests.taps.trainings import CONTAINERS, Returning, WithTable
-from traindiff.taps.activations import LEAF
+from traindiff.observe.torch.hooks.activations import LEAF
 
 pytestmark = torch_may_warn
 

@@ -27,9 +27,9 @@ from tests.compile.models import Net
 from tests.taps.reading import rows, unobserved
 from tests.taps.test_undisturbed import assert_bitwise_equal
 from tests.taps.trainings import Outcome, batches, final_state
-from traindiff.site import PHASES
-from traindiff.taps import compiled
-from traindiff.taps.silent_modules import SCRIPTED
+from traindiff.core.site import PHASES
+from traindiff.observe.torch.hooks import compiled
+from traindiff.observe.torch.hooks.silent_modules import SCRIPTED
 
 pytestmark = torch_may_warn
 

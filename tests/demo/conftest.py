@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from traindiff.demo.loop import DemoSettings
-from traindiff.demo.model import ModelSize
+from traindiff.run.demo.loop import DemoSettings
+from traindiff.run.demo.model import ModelSize
 
 
 @pytest.fixture(scope="session")

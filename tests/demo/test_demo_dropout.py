@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from traindiff.demo.dropout import Dropout, mix, sample_keys
+from traindiff.run.demo.model import Dropout, mix, sample_keys
 
 
 def keys(*, step: int = 0, seed: int = 0) -> torch.Tensor:

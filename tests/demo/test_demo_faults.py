@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import traindiff
-from traindiff.demo.faults import DEFAULT, FAULTS, Fault
-from traindiff.demo.loop import DemoSettings, StepNumbers, TrainingLoop
-from traindiff.tap_registry import OBSERVABLE
+from traindiff.core.tap_registry import OBSERVABLE
+from traindiff.run.demo.faults import DEFAULT, FAULTS, Fault
+from traindiff.run.demo.loop import DemoSettings, StepNumbers, TrainingLoop
 
 MICRO_BATCHES = 3
 LAST_STEP = 3

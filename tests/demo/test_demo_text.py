@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from traindiff.demo.text import make_batch, read_text
 from traindiff.errors import ConfigError
+from traindiff.run.demo.model import make_batch, read_text
 
 
 def test_the_text_is_source_code_and_the_same_every_time() -> None:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import traindiff
-from traindiff.demo.loop import DemoSettings, TrainingLoop
-from traindiff.demo.model import ModelSize, build_model
-from traindiff.demo.training import train
+from traindiff.core.tap_registry import OBSERVABLE, OBSERVED_BY_DEFAULT
 from traindiff.errors import ConfigError
-from traindiff.tap_registry import OBSERVABLE, OBSERVED_BY_DEFAULT
+from traindiff.run.demo.loop import DemoSettings, TrainingLoop
+from traindiff.run.demo.model import ModelSize, build_model
+from traindiff.run.demo.training import train
 
 OBSERVED = tuple(name for name in OBSERVABLE if name != "operators")
 

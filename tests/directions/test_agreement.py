@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.made_up import summary_of
-from traindiff.directions.agreement import Agreement, agreement, plain_agreement, total
-from traindiff.directions.signs import Signs, merged, part_signs
-from traindiff.kernels.details import detail_of
-from traindiff.shards import Shard
+from traindiff.analyse.signs.run_signs import Signs, merged, part_signs
+from traindiff.analyse.signs.similarities import Agreement, agreement, plain_agreement, total
+from traindiff.core.kernels.torch_arrays import detail_of
+from traindiff.core.shards import Shard
 
 SPECIAL = st.sampled_from([1.5, -1.5, 0.0, -0.0, np.nan, np.inf, -np.inf])
 VALUES = st.lists(SPECIAL, min_size=1, max_size=40).map(lambda found: np.array(found, dtype=np.float32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from traindiff.directions import Agreement, BrokenRule, Similarities
+from traindiff.analyse.signs import Agreement, BrokenRule, Similarities
 
 
 def similarities(**rows: list[tuple[int, int] | None]) -> Similarities:

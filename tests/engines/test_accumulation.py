@@ -16,7 +16,7 @@ import traindiff
 from tests.engines.test_data_parallel import fully_sharded
 from tests.engines.test_fsdp1 import sharded
 from tests.engines.training import Model, train
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
 
 WITH_MICRO = ("batch", "forward", "loss", "backward", "grad", "optimizer", "update", "param", "grad.micro")
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 import traindiff
 from tests.engines.prepared import in_ddp, in_fsdp2, in_tensor_parallel
 from tests.engines.training import LENGTH, VOCABULARY, Model
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
 
 
 def in_fsdp1(model: Model) -> nn.Module:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import traindiff
 from tests.engines.equivalence import assert_equivalent
 from tests.engines.transformer import BATCH, HEADS, LENGTH, VOCABULARY, WIDTH, FeedForward, cross_entropy, world_size
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
 
 
 class GatherSequence(torch.autograd.Function):

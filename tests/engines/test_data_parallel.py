@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import traindiff
 from tests.engines.training import Model, train
-from traindiff.sessions.ranks import RanksError, run_on_ranks
+from tests.on_ranks import RanksError, run_on_ranks
 
 
 def in_ddp(model: Model) -> nn.Module:

@@ -15,8 +15,8 @@ import traindiff
 from tests.engines.by_hand import Model, divided
 from tests.engines.equivalence import assert_equivalent
 from tests.engines.transformer import train
+from tests.on_ranks import run_on_ranks
 from traindiff.errors import ConfigError, TraindiffWarning
-from traindiff.sessions.ranks import run_on_ranks
 
 
 def declared(axis: Any = None) -> Sequence[Any]:

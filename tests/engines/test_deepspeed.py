@@ -15,7 +15,7 @@ from tests.engines.deepspeed_training import (
     trained,
     trained_and_counted,
 )
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
 
 pytestmark = NEEDS_DEEPSPEED
 

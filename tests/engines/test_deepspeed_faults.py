@@ -10,8 +10,8 @@ import torch
 
 import traindiff
 from tests.engines.deepspeed_training import NEEDS_DEEPSPEED, PARTITION_ALL, torch_adam, train_plain, trained
-from traindiff.sessions.ranks import run_on_ranks
-from traindiff.site import PHASES
+from tests.on_ranks import run_on_ranks
+from traindiff.core.site import PHASES
 
 pytestmark = [NEEDS_DEEPSPEED, pytest.mark.deepspeed]
 

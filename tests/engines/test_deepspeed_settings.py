@@ -17,7 +17,7 @@ from tests.engines.deepspeed_training import (
     trained,
     trained_and_counted,
 )
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
 
 pytestmark = [NEEDS_DEEPSPEED, pytest.mark.deepspeed, pytest.mark.timeout(900)]
 

@@ -17,9 +17,9 @@ import traindiff
 from tests.engines.test_data_parallel import fully_sharded, in_ddp
 from tests.engines.test_fsdp1 import sharded
 from tests.engines.training import BATCH, LENGTH, VOCABULARY, Model, rank_and_size
-from traindiff.comparison.verdict import Comparison
-from traindiff.findings import Finding
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
+from traindiff.analyse.compare.verdict import Comparison
+from traindiff.analyse.findings import Finding
 
 PADDING = -100
 LIMIT = 0.05

@@ -15,10 +15,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import traindiff
 from tests.engines.equivalence import assert_equivalent
 from tests.engines.training import Block, Model, train
-from traindiff.merging.run_steps import run_steps
-from traindiff.recording import open_recording
-from traindiff.rules.replay import replayed
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
+from traindiff.analyse.merge.run_steps import run_steps
+from traindiff.analyse.rules.replay import replayed
+from traindiff.storage import open_recording
 
 EVERYTHING = ("batch", "forward", "loss", "backward", "grad", "optimizer", "update", "param", "replay", "grad.micro")
 

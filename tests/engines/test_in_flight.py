@@ -12,8 +12,8 @@ from torch.distributed import _functional_collectives as functional_collectives
 import traindiff
 from tests.engines.tensor_parallel import with_copies
 from tests.engines.transformer import Transformer
+from tests.on_ranks import run_on_ranks
 from tests.taps.reading import rows
-from traindiff.sessions.ranks import run_on_ranks
 
 
 def waits(path: str) -> list[Any]:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import traindiff
 from tests.engines.test_data_parallel import fully_sharded, in_ddp
 from tests.engines.training import Block, Model, train
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
 
 SHORT = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 

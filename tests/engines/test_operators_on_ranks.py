@@ -12,9 +12,9 @@ from torch import Tensor, distributed, nn
 import traindiff
 from tests.engines.prepared import in_ddp, in_fsdp2, in_tensor_parallel
 from tests.engines.training import Model, train
-from traindiff.observation import OPERATOR
-from traindiff.recording import open_recording
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
+from traindiff.core.observation import OPERATOR
+from traindiff.storage import open_recording
 
 Prepare = Callable[[Model], nn.Module]
 

@@ -26,9 +26,9 @@ from torch.utils.checkpoint import (
 import traindiff
 from tests.engines.tensor_parallel import sequence_parallel, with_copies, with_sequence_parallelism
 from tests.engines.transformer import LENGTH, VOCABULARY, Transformer, cross_entropy
+from tests.on_ranks import run_on_ranks
 from tests.taps.reading import rows
 from tests.taps.seen_by_modes import MODES
-from traindiff.sessions.ranks import run_on_ranks
 
 SAVED = [
     torch.ops._c10d_functional.wait_tensor.default,

@@ -14,9 +14,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import traindiff
 from tests.engines.pipelined import train_pipelined, train_whole
-from traindiff.comparison.verdict import Comparison
-from traindiff.findings import Finding
-from traindiff.sessions.ranks import RanksError, run_on_ranks
+from tests.on_ranks import RanksError, run_on_ranks
+from traindiff.analyse.compare.verdict import Comparison
+from traindiff.analyse.findings import Finding
 
 WITH_MICRO = ("batch", "forward", "loss", "backward", "grad", "grad.micro", "optimizer", "update", "param")
 

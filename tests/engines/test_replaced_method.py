@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from traindiff.engines.replaced_method import around
+from traindiff.observe.torch.sharding.deepspeed_step import around
 
 
 class Optimizer:

@@ -14,10 +14,10 @@ import traindiff
 from tests.engines.test_data_parallel import fully_sharded
 from tests.engines.test_fsdp1 import sharded
 from tests.engines.training import Model, adamw, train
-from traindiff.merging.run_steps import run_steps
-from traindiff.recording import open_recording
-from traindiff.rules.replay import replayed
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
+from traindiff.analyse.merge.run_steps import run_steps
+from traindiff.analyse.rules.replay import replayed
+from traindiff.storage import open_recording
 
 ENGINES: dict[str, Callable[[Model], nn.Module]] = {
     "fsdp2": fully_sharded,

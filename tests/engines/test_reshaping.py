@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from traindiff.engines.reshaping import permuted, viewed
-from traindiff.region import Region
+from traindiff.core.shards import Region
+from traindiff.observe.torch.sharding.provenance import permuted, viewed
 
 
 def elements(region: Region) -> torch.Tensor:

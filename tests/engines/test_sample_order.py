@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import traindiff
 from tests.engines.training import BATCH, LENGTH, VOCABULARY, Model, rank_and_size
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
 
 
 def train(path: str, order: str, sizes: tuple[int, ...] = (), wrong_rank: int | None = None) -> None:

@@ -31,7 +31,7 @@ from tests.engines.tensor_parallel import (
     without_sequence,
 )
 from tests.engines.transformer import HEADS, WIDTH, Attention, Transformer, train
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
 
 
 def in_two_dimensions(model: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ import traindiff
 from tests.engines.equivalence import assert_equivalent
 from tests.engines.tensor_parallel import reduce_norms, with_copies, with_plain_norms
 from tests.engines.transformer import Transformer, train
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
 
 
 def forget_one(model: nn.Module) -> None:

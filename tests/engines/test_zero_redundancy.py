@@ -13,10 +13,10 @@ from torch import nn
 import traindiff
 from tests.engines.test_data_parallel import in_ddp
 from tests.engines.training import Model, train
-from traindiff.merging.run_steps import run_steps
-from traindiff.recording import open_recording
-from traindiff.rules.replay import replayed
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
+from traindiff.analyse.merge.run_steps import run_steps
+from traindiff.analyse.rules.replay import replayed
+from traindiff.storage import open_recording
 
 
 def zero(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

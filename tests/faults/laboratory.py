@@ -9,9 +9,9 @@ import torch
 
 import traindiff
 from tests.faults.recipe import Recipe
-from traindiff.comparison import Comparison
-from traindiff.recipes.pinning import ForcedStep, ForcedSteps, pin_down
-from traindiff.recipes.runs import REPLICAS, Runs
+from traindiff.analyse.compare import Comparison
+from traindiff.run.verify.pinning import ForcedStep, ForcedSteps, pin_down
+from traindiff.run.verify.runs import REPLICAS, Runs
 
 STEPS = 5
 
@@ -76,7 +76,7 @@ class Baseline:
         return self.free
 
     def forced_step(self, step: int, precision: torch.dtype | None) -> ForcedStep:
-        """See `traindiff.recipes.pinning`."""
+        """See `traindiff.run.verify.pinning`."""
         if self.steps is None:
             self.steps = ForcedSteps(self.runs, self.recipe)
         return self.steps.step(step, precision)

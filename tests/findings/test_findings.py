@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from traindiff.findings import Finding
-from traindiff.findings.sentences import also_text, micro_steps_text, ranks_text, size_text, steps_text
+from traindiff.analyse.findings import Finding, also_text, micro_steps_text, ranks_text, size_text, steps_text
 
 
 def finding(difference: float, floor: float) -> Finding:

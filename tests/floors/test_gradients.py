@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.made_up import Compared, at, random, summary_of
-from traindiff.floors.gradients import share_of_noise, terms_by_module
-from traindiff.merging.distance import Pair
-from traindiff.merging.step_table import Entry, Key
+from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.noise.gradients import share_of_noise, terms_by_module
 
 
 def test_the_share_of_noise_is_the_share_of_groups_that_hold_nothing_larger_than_the_error() -> None:

@@ -28,10 +28,10 @@ from tests.made_up import (
     same,
     scaled,
 )
+from traindiff.analyse.compare import Comparison, SiteDifference, compare
+from traindiff.analyse.noise.replicas import ALONE, SAFETY
 from traindiff.cli.commands import app
-from traindiff.comparison import Comparison, SiteDifference, compare
 from traindiff.errors import ConfigError
-from traindiff.floors.measured import ALONE, SAFETY
 
 FC_SPREAD = 1 + 4 / math.sqrt(40)
 """By how much the distances of a few replicas may be too small, of 40 elements."""

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tests.made_up import Array, random, summary_of
-from traindiff.floors.calibration import Calibration, NoiseRecording
-from traindiff.floors.measured import SAFETY
-from traindiff.floors.site_floors import RunFloors, SiteFloors
-from traindiff.floors.uncalibrated import ADAPTIVE_GAIN, GAIN
-from traindiff.merging.distance import Pair
-from traindiff.merging.step_table import Entry, Key
-from traindiff.rounding import rounding
+from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.noise.calibration import Calibration, NoiseRecording
+from traindiff.analyse.noise.replicas import SAFETY
+from traindiff.analyse.noise.site_floors import RunFloors, SiteFloors
+from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, GAIN
+from traindiff.core.summary import rounding
 
 U = 2.0**-24
 X = random(8, 6, seed=0)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.merging.test_distance import pair
+from traindiff.analyse.noise.tolerance import parse_tolerance
 from traindiff.errors import ConfigError
-from traindiff.floors.tolerance import parse_tolerance
 
 
 @pytest.mark.parametrize(

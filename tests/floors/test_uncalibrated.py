@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.made_up import Compared, Edit, Seen, Step, at, random, summary_of
-from traindiff.floors.uncalibrated import ADAPTIVE_GAIN, GAIN, Floors
-from traindiff.rounding import UNIT_ROUNDOFF, rounding
+from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, GAIN, Floors
+from traindiff.core.summary import UNIT_ROUNDOFF, rounding
 
 FC = ("forward", "", "fc", "output[0]")
 HEAD = ("forward", "", "head", "output[0]")

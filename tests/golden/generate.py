@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import traindiff
-from traindiff.sessions import recorder
+from traindiff.observe.torch.session import recorder
 
 HERE = Path(__file__).parent / "v1"
 CIRCUMSTANCES = {
@@ -48,7 +48,7 @@ def train(path: Path, *, wrong_step: int | None) -> None:
     content = json.loads(about.read_text())
     content.pop("checksum")
     content["pid"] = 1
-    from traindiff.recording import manifest
+    from traindiff.storage import manifest
 
     about.write_bytes(manifest.dump(content))
 

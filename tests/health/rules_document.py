@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from traindiff.rules import RULES, Rule
+from traindiff.analyse.rules import RULES, Rule
 
 PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
 

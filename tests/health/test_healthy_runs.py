@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import traindiff
 from tests.rules.small_trainings import classifier, convolutions, images, points, train
-from traindiff.demo.training import train as train_demo
+from traindiff.run.demo.training import train as train_demo
 
 Prepared = tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
 

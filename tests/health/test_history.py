@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from tests.made_up import FC, Step, at, record
-from traindiff.health import check
-from traindiff.health.history import RunHistory
-from traindiff.merging.step_table import Key
-from traindiff.observation import ALL_GRADIENTS
-from traindiff.recording import open_recording
-from traindiff.summary import norm
+from traindiff.analyse.check import check
+from traindiff.analyse.check.verdict import RunHistory
+from traindiff.analyse.merge.step_table import Key
+from traindiff.core.observation import ALL_GRADIENTS
+from traindiff.core.summary import norm
+from traindiff.storage import open_recording
 
 FC_KEY = Key(*FC, 0, 0)
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.health.rules_document import PAGE, document
+from traindiff.analyse.rules import RULES, Rule
 from traindiff.cli.commands import app
-from traindiff.rules import RULES, Rule
 
 SCHEMA = json.loads((PAGE.parent / "schemas" / "finding.json").read_text())
 

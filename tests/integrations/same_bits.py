@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from traindiff.recording import open_recording
+from traindiff.storage import open_recording
 
 
 def differing(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:

@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from traindiff.summary import SUMMARY
+from traindiff.core.summary import SUMMARY
 
 MASK_64 = 2**64 - 1
 MASK_32 = 2**32 - 1

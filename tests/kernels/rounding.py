@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from traindiff import summary
+from traindiff.core import summary
 
 EXACT = (
     "count", "nan", "positive_infinity", "negative_infinity", "zero", "negative", "subnormal", "minimum", "maximum",

@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from traindiff.bounds import checked_bounds, interval_names
+from traindiff.core.kernels import element_details as elementwise
+from traindiff.core.kernels import summarise
+from traindiff.core.kernels.element_details import intervals, packed_signs
+from traindiff.core.kernels.torch_arrays import detail_of
+from traindiff.core.settings import checked_bounds, interval_names
+from traindiff.core.shards import Shard
 from traindiff.errors import Problem
-from traindiff.kernels import elementwise, summarise
-from traindiff.kernels.details import detail_of
-from traindiff.kernels.elementwise import intervals, packed_signs
-from traindiff.shards import Shard
 
 DTYPES = (np.float16, np.float32, np.float64)
 BOUNDS = st.lists(

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from traindiff.core.kernels.extent import Extent, extent, magnitudes
 from traindiff.errors import UnsupportedTensorError
-from traindiff.kernels.extent import Extent, extent, magnitudes
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -6e-8, 65504.0, 3e38, -1.5)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.tensors import Case, cases, from_bits
-from traindiff.kernels import summarise
-from traindiff.kernels.hashing import LANE_WEIGHTS, block_weights, fold
-from traindiff.shards import Shard
+from traindiff.core.kernels import summarise
+from traindiff.core.kernels.reference import LANE_WEIGHTS, block_weights, fold
+from traindiff.core.shards import Shard
 
 pytestmark = pytest.mark.usefixtures("kernel")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kernels import oracle
-from traindiff.kernels import hashing
+from traindiff.core.kernels import reference as hashing
 
 
 def test_splitmix64_gives_the_published_sequence() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.kernels import oracle
 from tests.kernels.rounding import assert_equal_up_to_rounding
 from tests.kernels.tensors import Case, arrays, cases, from_bits
-from traindiff.kernels import summarise
-from traindiff.shards import Shard
-from traindiff.summary import empty
+from traindiff.core.kernels import summarise
+from traindiff.core.shards import Shard
+from traindiff.core.summary import empty
 
 pytestmark = pytest.mark.usefixtures("kernel")
 

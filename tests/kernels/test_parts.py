@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import traindiff.kernels
+import traindiff.core.kernels
 from tests.kernels.rounding import assert_equal_up_to_rounding
-from traindiff.kernels import parts as dividing
-from traindiff.kernels import summarise
-from traindiff.kernels.parts import parts_of
-from traindiff.kernels.reference import summarise_array
-from traindiff.shards import OPEN, Shard
-from traindiff.summary import merge
+from traindiff.core.kernels import parts as dividing
+from traindiff.core.kernels import summarise
+from traindiff.core.kernels.parts import parts_of
+from traindiff.core.kernels.reference import summarise_array
+from traindiff.core.shards import OPEN, Shard
+from traindiff.core.summary import merge
 
 SHAPES = st.sampled_from([(), (1,), (23,), (5, 9), (9, 5), (3, 4, 5), (2, 3, 2, 4)])
 
@@ -107,7 +107,7 @@ def test_a_tensor_is_summarised_in_parts_and_no_copy_is_larger(
         sizes.append(bits.size)
         return summarise_array(values, bits, shard, tiny=tiny)
 
-    monkeypatch.setattr(traindiff.kernels.reference, "summarise_array", noted)
+    monkeypatch.setattr(traindiff.core.kernels.reference, "summarise_array", noted)
     monkeypatch.setattr(dividing.parts_of, "__defaults__", (100,))
 
     assert_equal_up_to_rounding(summarise(tensor, shard), whole)

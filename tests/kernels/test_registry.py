@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from traindiff.kernels import summarise
-from traindiff.kernels.registry import AT_ONCE, PUT_OFF, Kernel
-from traindiff.shards import Shard
+from traindiff.core.kernels import summarise
+from traindiff.core.kernels.registry import AT_ONCE, PUT_OFF, Kernel
+from traindiff.core.shards import Shard
 
 
 @pytest.mark.parametrize("kernel", [*AT_ONCE, *PUT_OFF], ids=lambda kernel: kernel.needs)
@@ -24,7 +24,7 @@ def test_a_kernel_has_what_it_is_called_by(kernel: Kernel) -> None:
 
 def test_a_kernel_whose_package_is_missing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = replace(AT_ONCE[0], module="traindiff_no_such_package.kernel", needs="traindiff_no_such_package")
-    monkeypatch.setattr("traindiff.kernels.AT_ONCE", (missing,))
+    monkeypatch.setattr("traindiff.core.kernels.AT_ONCE", (missing,))
 
     assert missing.load() is None
     assert summarise(torch.ones(3), Shard.whole((3,)))["sum"] == 3.0
@@ -32,4 +32,4 @@ def test_a_kernel_whose_package_is_missing_is_passed_over(monkeypatch: pytest.Mo
 
 def test_a_kernel_that_cannot_be_imported_for_another_reason_says_so() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        replace(AT_ONCE[0], module="traindiff.kernels.no_such_module").load()
+        replace(AT_ONCE[0], module="traindiff.core.kernels.no_such_module").load()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from traindiff import summary
-from traindiff.kernels import summarise
-from traindiff.kernels.hashing import BLOCK, block_signs, block_weights
-from traindiff.shards import Shard
-from traindiff.summary import SKETCH_SIZE
+from traindiff.core import summary
+from traindiff.core.kernels import summarise
+from traindiff.core.kernels.reference import BLOCK, block_signs, block_weights
+from traindiff.core.shards import Shard
+from traindiff.core.summary import SKETCH_SIZE
 
 PAIRS, SIZE = 1500, 2048
 EXPECTED_SPREAD = 0.128

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from traindiff.core.kernels import summarise
+from traindiff.core.kernels.torch_arrays import shape_of
+from traindiff.core.shards import Shard
 from traindiff.errors import UnsupportedTensorError
-from traindiff.kernels import summarise
-from traindiff.kernels.torch_arrays import shape_of
-from traindiff.shards import Shard
 
 pytestmark = pytest.mark.usefixtures("kernel")
 

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from traindiff.launching.launch import launch
-from traindiff.launching.patience import Patience
-from traindiff.launching.rank_end import RankEnd, RanksError
-from traindiff.launching.rank_process import Here
-from traindiff.observation import Observation
-from traindiff.shards import Shard
+from traindiff.core.observation import Observation
+from traindiff.core.shards import Shard
+from traindiff.run.processes.launch import launch
+from traindiff.run.processes.rank_end import Patience, RankEnd, RanksError
+from traindiff.run.processes.rank_process import Here
 
 
 def seen(path: str) -> Observation:
@@ -131,7 +130,7 @@ def test_an_end_comes_through_json_as_it_was() -> None:
 LAUNCHER = """
 from pathlib import Path
 from tests.launching.test_launch import sleeping
-from traindiff.launching.launch import launch
+from traindiff.run.processes.launch import launch
 
 if __name__ == "__main__":
     launch(sleeping, {directory!r}, world_size=2, outputs=Path({directory!r}), threads=1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import traindiff
-from traindiff.launching.present_ranks import PresentRanks
+from traindiff.run.processes.present_ranks import PresentRanks
 
 ROOT = Path(__file__).parents[2]
 FEW = ("--engine", "ddp", "--steps", "1", "--replica", "ulp:1", "--no-repeat", "--pin", "never")
@@ -37,7 +37,7 @@ def test_what_has_several_ranks_is_run_where_they_are_and_said_once(tmp_path: Pa
 SCRIPT = """
 import os
 import traindiff
-from traindiff.setups.setup import Setup
+from traindiff.run.config.setup import Setup
 
 for nproc in (2, 3):
     try:

@@ -15,7 +15,7 @@ import traindiff
 from tests.engines.deepspeed_training import NEEDS_DEEPSPEED, PARTITION_ALL, import_deepspeed
 from tests.engines.training import BATCH, Model, rank_and_size
 from tests.lockstep.sides import batches, lines, loss_of, plain, stepped
-from traindiff.sessions.ranks import run_on_ranks
+from tests.on_ranks import run_on_ranks
 
 pytestmark = NEEDS_DEEPSPEED
 

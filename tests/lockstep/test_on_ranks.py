@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import traindiff
 from tests.engines.training import Model
 from tests.lockstep.sides import altered, batches, lines, loss_of, overwriting, plain, scaled, stepped
-from traindiff.sessions.ranks import RanksError, run_on_ranks
+from tests.on_ranks import RanksError, run_on_ranks
 
 
 def ddp(**settings: Any) -> Any:

@@ -9,9 +9,9 @@ import pytest
 
 from tests.made_up import random
 from tests.merging.test_step_table import part
-from traindiff.merging.clips import Clip, clips
-from traindiff.merging.step_table import Part, step_table
-from traindiff.observation import ALL_GRADIENTS
+from traindiff.analyse.merge.recorded_calls import Clip, clips
+from traindiff.analyse.merge.step_table import Part, step_table
+from traindiff.core.observation import ALL_GRADIENTS
 
 GRADIENT = random(6, 4, seed=0)
 LARGEST = float(np.abs(GRADIENT).max())

@@ -6,7 +6,7 @@ import pytest
 
 from tests.made_up import random, summary_of
 from tests.merging.test_step_table import only, part
-from traindiff.shards import OPEN, Shard
+from traindiff.core.shards import OPEN, Shard
 
 VALUES = random(4, 6, seed=0)
 

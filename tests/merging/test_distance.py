@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.made_up import Array, random, summary_of
-from traindiff.merging.distance import Pair, best_fit, difference, equal_bits, rescaled
-from traindiff.merging.step_table import Entry, Key
+from traindiff.analyse.merge.distance import Pair, best_fit, difference, equal_bits, rescaled
+from traindiff.analyse.merge.step_table import Entry, Key
 
 X = random(8, 6, seed=0)
 

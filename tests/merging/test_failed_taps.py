@@ -7,9 +7,9 @@ import pytest
 
 from tests.made_up import Site, random
 from tests.merging.test_step_table import part
-from traindiff.merging.failed_taps import FailedTaps, without_lost
-from traindiff.merging.step_table import Part, step_table
-from traindiff.observation import ITSELF, TAP_FAILED
+from traindiff.analyse.merge.step_table import Part, step_table
+from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
+from traindiff.core.observation import ITSELF, TAP_FAILED
 
 SITES: list[Site] = [
     ("batch", "", "", "input[0]"),

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traindiff.merging import history
-from traindiff.merging.history import History
+from traindiff.analyse.merge import history
+from traindiff.analyse.merge.history import History
 
 
 def noted(values: list[list[float]], *, steps: list[int] | None = None) -> History[str]:

@@ -11,10 +11,10 @@ from torch import nn
 
 import traindiff
 from tests.made_up import Seen, observed, random
-from traindiff.comparison.loss_scales import scale_factors, scale_note
-from traindiff.merging.loss_scale import UNKNOWN
-from traindiff.merging.step_table import Entry, step_table
-from traindiff.summary import norm
+from traindiff.analyse.compare.circumstances import scale_factors, scale_note
+from traindiff.analyse.merge.loss_scale import UNKNOWN
+from traindiff.analyse.merge.step_table import Entry, step_table
+from traindiff.core.summary import norm
 
 EVERYTHING = (
     "batch",

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests.made_up import CONTENT, GROUPS, Seen, Step, observed, record
-from traindiff.alignment.step_pairs import step_pairs
-from traindiff.comparison import compare
-from traindiff.merging.run_steps import RunStep, run_steps
-from traindiff.recording import RecordingWriter, open_recording
-from traindiff.site import PHASES
+from traindiff.analyse.align.side import step_pairs
+from traindiff.analyse.compare import compare
+from traindiff.analyse.merge.run_steps import RunStep, run_steps
+from traindiff.core.site import PHASES
+from traindiff.storage import RecordingWriter, open_recording
 
 
 def steps_of(*numbers: int, optimizer: str = "optimizer") -> list[RunStep]:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tests.made_up import Array, Seen, Step, observed, random, record, summary_of
-from traindiff.comparison import compare
-from traindiff.merging.step_table import Entry, Part, step_table
-from traindiff.shards import Shard
-from traindiff.summary import norm
+from traindiff.analyse.compare import compare
+from traindiff.analyse.merge.step_table import Entry, Part, step_table
+from traindiff.core.shards import Shard
+from traindiff.core.summary import norm
 
 SITE = ("forward", "", "fc", "output[0]")
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tests.made_up import Array, Compared, Seen, Step, at, observed, plain_step, random, record
-from traindiff.alignment.gradient_norms import GRADIENT_NORM, gradient_norms
-from traindiff.comparison import compare
-from traindiff.merging.distance import Pair
-from traindiff.merging.step_table import Entry, step_table
-from traindiff.merging.updates import Updates
-from traindiff.summary import norm
+from traindiff.analyse.align.gradients import GRADIENT_NORM, gradient_norms
+from traindiff.analyse.compare import compare
+from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.parameters import Updates
+from traindiff.analyse.merge.step_table import Entry, step_table
+from traindiff.core.summary import norm
 
 
 def table_of(step: int, sites: Step) -> dict[object, Entry]:

@@ -15,10 +15,10 @@ import traindiff
 from tests.made_up import record
 from tests.messages.command_line import command
 from tests.messages.provoking import Chapter
+from traindiff.analyse.merge import history
 from traindiff.compat.onnxruntime import GlobalSubscriberManager, StatisticsSubscriber
+from traindiff.compat.onnxruntime.importing import import_statistics
 from traindiff.compat.onnxruntime.merge_activation_summary import merge
-from traindiff.interop.onnxruntime.importing import import_statistics
-from traindiff.merging import history
 
 chapter = Chapter("Activations: subscribers, import, the table of a step", [])
 situation = chapter.situation

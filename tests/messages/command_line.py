@@ -10,8 +10,8 @@ import pytest
 
 from tests.made_up import record
 from tests.messages.provoking import Chapter
-from traindiff.running.account import Account, SeenModel, SeenOptimizer
-from traindiff.running.script import Script
+from traindiff.run.script.account import Account, SeenModel, SeenOptimizer
+from traindiff.run.script.script import Script
 
 chapter = Chapter("The command line", [])
 situation = chapter.situation

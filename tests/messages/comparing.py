@@ -11,7 +11,7 @@ import pytest
 import traindiff
 from tests.made_up import Seen, Step, at, record
 from tests.messages.provoking import Chapter
-from traindiff.report.observations import check_phases
+from traindiff.present.data.observations import check_phases
 
 chapter = Chapter("traindiff.compare and traindiff.check", [])
 situation = chapter.situation

@@ -19,12 +19,12 @@ from tests.made_up import record
 from tests.messages.command_line import command
 from tests.messages.provoking import Chapter
 from traindiff.compat.msprobe import GradComparator, PrecisionDebugger
-from traindiff.detail import RawTensor
-from traindiff.interop.msprobe.exporting import export_gradients
-from traindiff.interop.msprobe.importing import import_gradients
-from traindiff.recording import tensor_files
-from traindiff.report.direction_pictures import check_available
-from traindiff.shards import Shard
+from traindiff.compat.msprobe.exporting import export_gradients
+from traindiff.compat.msprobe.importing import import_gradients
+from traindiff.core.shards import Shard
+from traindiff.core.summary import RawTensor
+from traindiff.present.direction_pictures import check_available
+from traindiff.storage import tensor_files
 
 chapter = Chapter("The gradient monitor, import and export", [])
 situation = chapter.situation

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 
 import traindiff
 from tests.messages.provoking import Chapter
-from traindiff.lockstep.ranks import Ranks
+from traindiff.run.lockstep.ranks import Ranks
 
 chapter = Chapter("Lockstep", [])
 situation = chapter.situation
@@ -159,5 +159,5 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 
 @situation("another rank ends without a reason")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    patched.setattr("traindiff.lockstep.ranks.GRACE_SECONDS", 0.0)
+    patched.setattr("traindiff.run.lockstep.ranks.GRACE_SECONDS", 0.0)
     one_of_two()._wait(Work(completed=True))

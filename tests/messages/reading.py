@@ -25,8 +25,8 @@ from tests.recording.hostile import (
     put_messages,
 )
 from tests.recording.samples import RUN, write
-from traindiff.recording import RecordingWriter, manifest
-from traindiff.recording.writer import seal
+from traindiff.storage import RecordingWriter, manifest
+from traindiff.storage.writer import seal
 
 chapter = Chapter("Recordings that cannot be read", [])
 situation = chapter.situation

@@ -14,16 +14,16 @@ import traindiff
 from tests.messages.provoking import Chapter
 from tests.recipes.recipes import mlp, one_thread, other_gelu
 from tests.recording.samples import write
-from traindiff.comparison.failed_run import FailedRank, FailedRun
-from traindiff.demo.text import read_text
-from traindiff.demo.training import train
-from traindiff.doctor.checks import Plan, run_checks
-from traindiff.doctor.subject import check_backend, try_out
-from traindiff.launching.present_ranks import PresentRanks
-from traindiff.recipes.asked_setup import AskedSetup
-from traindiff.recipes.failed import RunFailedError, refused
-from traindiff.recipes.grid import read_grid
-from traindiff.recipes.loading import load_recipe
+from traindiff.analyse.compare.failed_run import FailedRank, FailedRun
+from traindiff.run.demo.model import read_text
+from traindiff.run.demo.training import train
+from traindiff.run.doctor.checks import Plan, run_checks
+from traindiff.run.doctor.training import check_backend, try_out
+from traindiff.run.processes.present_ranks import PresentRanks
+from traindiff.run.verify.asked import AskedSetup
+from traindiff.run.verify.failed import RunFailedError, refused
+from traindiff.run.verify.matrix import read_grid
+from traindiff.run.verify.recipe import load_recipe
 
 chapter = Chapter("Recipes: verify, calibrate, doctor, demo", [])
 situation = chapter.situation

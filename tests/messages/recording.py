@@ -22,9 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import traindiff
 from tests.messages.provoking import Chapter
 from tests.recording.samples import write
-from traindiff.recording.lock import RecordingLock
-from traindiff.recording.written_files import WrittenFiles
-from traindiff.sessions.background import opened_in_time
+from traindiff.observe.common.writing import opened_in_time
+from traindiff.storage.room import RecordingLock
+from traindiff.storage.written_files import WrittenFiles
 
 chapter = Chapter("traindiff.record: settings, model and path", [])
 situation = chapter.situation
@@ -297,8 +297,8 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
         is_mounted.wait(60)
         raise OSError("nobody is told")
 
-    patched.setattr("traindiff.sessions.step_writer.RecordingWriter", hanging)
-    patched.setattr("traindiff.sessions.step_writer.opened_in_time", partial(opened_in_time, seconds=0.05))
+    patched.setattr("traindiff.observe.common.writing.RecordingWriter", hanging)
+    patched.setattr("traindiff.observe.common.writing.opened_in_time", partial(opened_in_time, seconds=0.05))
     try:
         record(here / "run")
     finally:

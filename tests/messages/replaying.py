@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from tests.messages.provoking import Chapter
 from tests.watching.test_hostile_replay import TENSOR, UNBOUNDED, written
-from traindiff.watching import contained_replay
-from traindiff.watching.contained import REPORT, replay_contained
-from traindiff.watching.replaying import replay
+from traindiff.observe.torch.nonfinite import contained_replay
+from traindiff.observe.torch.nonfinite.contained import REPORT, replay_contained
+from traindiff.observe.torch.nonfinite.replaying import replay
 
 chapter = Chapter("traindiff replay", [])
 situation = chapter.situation
@@ -106,7 +106,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
         raise ZeroDivisionError("on purpose")
 
     run_here(patched)
-    patched.setattr("traindiff.watching.replaying.replay", broken)
+    patched.setattr("traindiff.observe.torch.nonfinite.replaying.replay", broken)
     replay_contained(written(here / "saved", ADD))
 
 

@@ -18,11 +18,12 @@ import traindiff
 from tests.messages.provoking import Chapter
 from tests.setups import recipes as small
 from traindiff.errors import ConfigError
-from traindiff.recipes.recipe import prepared
-from traindiff.setups import build_tools, obstacles
-from traindiff.setups.model_calls import captured_call, loss_of_output
-from traindiff.setups.request import Request
-from traindiff.setups.setup import PLAIN, Setup
+from traindiff.run.config import obstacles
+from traindiff.run.config import obstacles as build_tools
+from traindiff.run.config.model_calls import captured_call, loss_of_output
+from traindiff.run.config.request import Request
+from traindiff.run.config.setup import PLAIN, Setup
+from traindiff.run.verify.recipe import prepared
 
 chapter = Chapter("Setups: engines, dtypes, optimizers, compilers", [])
 situation = chapter.situation

@@ -55,7 +55,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
 @situation("a result that holds too little for a report")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     import traindiff
-    from traindiff.report.page import page_of
+    from traindiff.present.page import page_of
 
     page_of(traindiff.check(record(here / "run")))
 
@@ -72,7 +72,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
 
 @situation("a port that is in use")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
-    from traindiff.viewer import Viewer
+    from traindiff.present.viewer import Viewer
 
     record(here / "run")
     viewer = Viewer(here)
@@ -90,7 +90,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
 
 @situation("a tool to export to that is not installed")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
-    from traindiff.report import exports
+    from traindiff.present.data import exports
 
     patched.setattr(exports, "find_spec", lambda name: None)
     return on_run(here, "export", "wandb", "run")
@@ -98,7 +98,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
 
 @situation("a phase to export that there is not, and steps that are none")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
-    from traindiff.report import exports
+    from traindiff.present.data import exports
 
     patched.setattr(exports, "find_spec", lambda name: name)
     phase = on_run(here, "export", "wandb", "run", "--phase", "gradient")

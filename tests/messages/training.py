@@ -21,11 +21,11 @@ from tests.messages.provoking import Chapter
 from tests.messages.recording import Small, record
 from tests.recording.full_disk import FullDisk
 from tests.recording.samples import step, write
-from traindiff.kernels import summarise
-from traindiff.kernels.torch_arrays import shape_of
-from traindiff.recording import RecordingWriter
-from traindiff.sessions.background import DEPTH, BackgroundWriter
-from traindiff.shards import Shard
+from traindiff.core.kernels import summarise
+from traindiff.core.kernels.torch_arrays import shape_of
+from traindiff.core.shards import Shard
+from traindiff.observe.common.writing import DEPTH, BackgroundWriter
+from traindiff.storage import RecordingWriter
 
 chapter = Chapter("A training that runs", [])
 situation = chapter.situation
@@ -48,7 +48,7 @@ def broken(*_: object, **__: object) -> NoReturn:
 
 @situation("a part of traindiff fails")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
-    patched.setattr("traindiff.taps.activations.Activations._tensor", broken)
+    patched.setattr("traindiff.observe.torch.hooks.activations.Activations._tensor", broken)
     record(here / "run")
     return why_not_observed(here / "run")
 
@@ -221,5 +221,5 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 
 @situation("the same, without llvmlite")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    patched.setattr("traindiff.kernels.AT_ONCE", ())
+    patched.setattr("traindiff.core.kernels.AT_ONCE", ())
     torch.vmap(lambda tensor: summarise(tensor, Shard.whole(shape_of(tensor))))(torch.ones(2, 3))

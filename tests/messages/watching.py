@@ -18,7 +18,7 @@ from tests.messages.provoking import Chapter
 from tests.messages.recording import Small
 from tests.watching.trainings import WIDTH, Net, Steep
 from traindiff.compat.transformers import DebugUnderflowOverflow
-from traindiff.watching.replaying import replay
+from traindiff.observe.torch.nonfinite.replaying import replay
 
 chapter = Chapter("traindiff.watch", [])
 situation = chapter.situation

@@ -8,7 +8,7 @@ import pytest
 from mindspore import Tensor
 
 from traindiff.errors import UnsupportedTensorError
-from traindiff.mindspore.arrays import as_real, elements, read
+from traindiff.observe.mindspore.observations import as_real, elements, read
 
 VALUES = np.array([[1.5, -0.25, 0.0], [3.0, -np.inf, np.nan]], dtype=np.float32)
 

@@ -176,7 +176,7 @@ def test_an_error_in_a_tap_ends_no_training(tmp_path: Path, monkeypatch: pytest.
     def broken(*_: Any) -> None:
         raise ValueError("broken on purpose")
 
-    monkeypatch.setattr("traindiff.mindspore.step_tap.StepTap.gradient", broken)
+    monkeypatch.setattr("traindiff.observe.mindspore.step_tap.StepTap.gradient", broken)
     says = r"optimizer_step\) failed and observes nothing more: ValueError: broken"
     with pytest.warns(TraindiffWarning, match=says), record(tmp_path / "run", training.net, training.optimizer):
         training.run("jit")

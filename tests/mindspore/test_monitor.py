@@ -18,10 +18,9 @@ from tests.mindspore.drawn import batches
 from tests.mindspore.test_against_torch import TORCH, Baselines
 from tests.mindspore.test_modes import plain_bits
 from tests.mindspore.training import MODES, RENAME, Training
-from traindiff.compat.msprobe import PrecisionDebugger
-from traindiff.interop.msprobe import tables
-from traindiff.interop.msprobe.layout import direction_file, summaries_in
-from traindiff.interop.msprobe.tables import Row
+from traindiff.compat.msprobe import PrecisionDebugger, tables
+from traindiff.compat.msprobe.layout import direction_file, summaries_in
+from traindiff.compat.msprobe.tables import Row
 from traindiff.mindspore import record
 
 Gradients = list[NDArray[Any]]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import traindiff
-from traindiff.recording import Recording
+from traindiff.storage import Recording
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("ranks_training.py")

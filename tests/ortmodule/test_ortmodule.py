@@ -12,7 +12,7 @@ import pytest
 import traindiff
 from tests.ortmodule.training import STEPS
 from traindiff.compat.onnxruntime.merge_activation_summary import main as merge
-from traindiff.recording import open_recording
+from traindiff.storage import open_recording
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("TRAINDIFF_ORTMODULE_PYTHON", ROOT / ".venv-ortmodule" / "bin" / "python-with-torch"))

@@ -10,7 +10,7 @@ import pytest
 
 import traindiff
 from tests.recipes.recipes import mlp, one_thread
-from traindiff.comparison import Verification
+from traindiff.analyse.compare import Verification
 
 Verify = Callable[..., Verification]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import traindiff
-from traindiff.recipes.recipe import Recipe
+from traindiff.run.verify.recipe import Recipe
 
 Change = Callable[[nn.Sequential], object]
 

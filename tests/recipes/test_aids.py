@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from traindiff.recipes.aids import AIDS, aided, take_out_dropout
+from traindiff.run.verify.aids import AIDS, aided, take_out_dropout
 
 
 def test_functions_drop_nothing_inside_and_everything_is_as_it_was_afterwards() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from traindiff.recipes.compiler_logs import compiler_log
+from traindiff.run.verify.failed import compiler_log
 
 AT = "V1121 21:47:41.630000 26943 torch/_dynamo/x.py:5124] [0/0]"
 PRINTED = f"""what the training prints

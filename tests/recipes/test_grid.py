@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import traindiff
-from traindiff.recipes.asked_setup import AskedSetup, candidate_setup, trusted_setup
-from traindiff.recipes.grid import read_grid
+from traindiff.run.verify.asked import AskedSetup, candidate_setup, trusted_setup
+from traindiff.run.verify.matrix import read_grid
 
 GRID = """
 [grid]

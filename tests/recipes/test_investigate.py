@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 import traindiff
 from tests.recipes.recipes import mlp, other_epsilon
+from traindiff.analyse.compare.investigation import Investigation, Stage
 from traindiff.cli.commands import app
-from traindiff.comparison.investigation import Investigation, Stage
 from traindiff.errors import ConfigError
-from traindiff.recipes.investigation_stages import seeds
-from traindiff.recipes.recipe import Recipe
+from traindiff.run.verify.investigation_stages import seeds
+from traindiff.run.verify.recipe import Recipe
 
 ALL = ["repeats", "seeds", "differs", "remains", "first-step", "first-site", "pinned", "operators"]
 

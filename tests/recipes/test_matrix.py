@@ -11,14 +11,12 @@ import pytest
 from rich.console import Console
 
 from tests.recipes import divided
-from traindiff.comparison.matrix import Matrix, MatrixRow
-from traindiff.recipes.asked import Asked
-from traindiff.recipes.asked_setup import AskedSetup
-from traindiff.recipes.grid import Combination
-from traindiff.recipes.matrix import verify_matrix
-from traindiff.recipes.questioned import Question
-from traindiff.report.matrix import print_matrix
-from traindiff.setups.setup import PLAIN
+from traindiff.analyse.compare.investigation import Matrix, MatrixRow
+from traindiff.present.text.verification import print_matrix
+from traindiff.run.config.setup import PLAIN
+from traindiff.run.verify.asked import Asked, AskedSetup
+from traindiff.run.verify.matrix import Combination, verify_matrix
+from traindiff.run.verify.trusted import Question
 
 
 def asked(output: Path, candidate: Any = divided.recipe, **question: Any) -> Asked:

@@ -16,11 +16,10 @@ from torch.optim import SGD
 
 import traindiff
 from tests.recipes.recipes import mlp
-from traindiff.demo import recipes
 from traindiff.errors import ConfigError
-from traindiff.recipes.loading import load_recipe
-from traindiff.recipes.recipe import logged, prepared, undisturbed_random_state
-from traindiff.recipes.run_recipe import run_recipe
+from traindiff.run.demo import recipes
+from traindiff.run.verify.recipe import load_recipe, logged, prepared, undisturbed_random_state
+from traindiff.run.verify.run_recipe import run_recipe
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from traindiff.demo.recipes import mlp
 from traindiff.errors import ConfigError
-from traindiff.recipes.recipe import Training
-from traindiff.recipes.run_recipe import run_recipe
+from traindiff.run.demo.recipes import mlp
+from traindiff.run.verify.recipe import Training
+from traindiff.run.verify.run_recipe import run_recipe
 
 
 def test_a_misspelt_setting_of_a_recipe_is_refused_with_the_nearest_one(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 import traindiff
 from tests.recipes.conftest import Verify
 from tests.recipes.recipes import Change, doubled_gradient, mlp, other_epsilon, other_gelu
-from traindiff.comparison import Verification
-from traindiff.demo import recipes
+from traindiff.analyse.compare import Verification
+from traindiff.run.demo import recipes
 
 
 def wrong_alone(verification: Verification, precision: str = "native") -> list[str]:

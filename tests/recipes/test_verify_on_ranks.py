@@ -11,8 +11,8 @@ import pytest
 import traindiff
 from tests.recipes import divided
 from tests.recipes.conftest import Verify
-from traindiff.comparison import Verification
-from traindiff.setups.setup import Setup
+from traindiff.analyse.compare import Verification
+from traindiff.run.config.setup import Setup
 
 DDP = Setup(engine="ddp", nproc=2)
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from traindiff.recording import manifest
-from traindiff.recording.names import DATA, SEALS
-from traindiff.recording.schema import SCHEMA
-from traindiff.recording.writer import seal
+from traindiff.storage import manifest
+from traindiff.storage.location import DATA, SEALS
+from traindiff.storage.schema import SCHEMA
+from traindiff.storage.writer import seal
 
 
 def messages_of(rank: Path) -> list[bytes]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.observation import Observation
-from traindiff.recording import Recording, RecordingWriter, StepObservations, open_recording
-from traindiff.shards import Shard
-from traindiff.summary import SUMMARY, Summaries
+from traindiff.core.observation import Observation
+from traindiff.core.shards import Shard
+from traindiff.core.summary import SUMMARY, Summaries
+from traindiff.storage import Recording, RecordingWriter, StepObservations, open_recording
 
 RUN: dict[str, Any] = {
     "world_size": 1,

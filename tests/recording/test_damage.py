@@ -13,8 +13,8 @@ import pytest
 
 from tests.recording.samples import content, write
 from traindiff.errors import CorruptRecordingError, LostFilesError, RecordingError
-from traindiff.recording import open_recording
-from traindiff.recording.writer import seal
+from traindiff.storage import open_recording
+from traindiff.storage.writer import seal
 
 
 @pytest.fixture(params=[True, False], ids=["closed", "unclosed"])

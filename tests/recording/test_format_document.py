@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 import traindiff
-from traindiff import observation, site
-from traindiff.kernels import elementwise, hashing
-from traindiff.recording import manifest
-from traindiff.recording.schema import SCHEMA
-from traindiff.recording.writer import seal
-from traindiff.settings import SAMPLE_ORDERS
-from traindiff.shards import BUCKETS
-from traindiff.summary import SKETCH_SIZE, SUMMARY
+from traindiff.core import observation, site
+from traindiff.core.kernels import element_details as elementwise
+from traindiff.core.kernels import reference as hashing
+from traindiff.core.settings import SAMPLE_ORDERS
+from traindiff.core.shards import BUCKETS
+from traindiff.core.summary import SKETCH_SIZE, SUMMARY
+from traindiff.storage import manifest
+from traindiff.storage.schema import SCHEMA
+from traindiff.storage.writer import seal
 
 FORMAT = (Path(manifest.__file__).parent / "FORMAT.md").read_text(encoding="utf-8")
 
@@ -83,7 +84,7 @@ def _type(dtype: np.dtype[Any]) -> str:
 
 
 def test_the_fields_merge_as_the_document_says() -> None:
-    from traindiff import summary
+    from traindiff.core import summary
 
     functions: Mapping[str, tuple[str, ...]] = {
         "sum": (*summary._COUNTS, *summary._FINGERPRINTS, *summary._SUMS),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.recording.full_disk import FullDisk
 from tests.recording.samples import RUN, content, step, write
-from traindiff.recording import RecordingWriter, open_recording
+from traindiff.storage import RecordingWriter, open_recording
 
 STEPS = 3
 

@@ -9,8 +9,8 @@ import pytest
 from tests.recording.full_disk import FullDisk
 from tests.recording.samples import RUN, read, step, write
 from traindiff.errors import CorruptRecordingError
-from traindiff.recording import Gap, RecordingWriter, gap, open_recording
-from traindiff.recording.gap import RESERVED_BYTES
+from traindiff.storage import Gap, RecordingWriter, gap, open_recording
+from traindiff.storage.gap import RESERVED_BYTES
 
 
 def says(run: Path) -> str:

@@ -8,8 +8,8 @@ import pytest
 
 from tests.recording.golden.make import make
 from tests.recording.samples import content
-from traindiff.recording import open_recording
-from traindiff.recording.manifest import FORMAT_VERSION
+from traindiff.storage import open_recording
+from traindiff.storage.manifest import FORMAT_VERSION
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -32,11 +32,11 @@ from tests.recording.hostile import (
     safetensors,
 )
 from tests.recording.samples import RUN, content, observation, summaries, write
-from traindiff.detail import Detail, RawTensor
+from traindiff.core.shards import Shard
+from traindiff.core.summary import Detail, RawTensor
 from traindiff.errors import CorruptRecordingError, RecordingError
-from traindiff.recording import RecordingWriter, open_recording
-from traindiff.recording.batch_metadata import EXPANSION, FREE_BYTES
-from traindiff.shards import Shard
+from traindiff.storage import RecordingWriter, open_recording
+from traindiff.storage.batch_metadata import EXPANSION, FREE_BYTES
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -133,8 +133,8 @@ def test_offsets_and_texts_that_arrow_does_not_look_at_are_refused(
 
 def expanding(rows: int) -> pa.RecordBatch:
     """A batch that zstd makes almost nothing of."""
-    from traindiff.recording.schema import to_batch
-    from traindiff.summary import empty
+    from traindiff.core.summary import empty
+    from traindiff.storage.schema import to_batch
 
     seen = observation()
     return to_batch([seen] * rows, empty(rows))
@@ -451,7 +451,7 @@ def test_reading_a_hostile_recording_takes_little_memory(rank: Path) -> None:
     put_message(rank, 1, encoded(batch, compression="zstd"))
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (512 << 20, 512 << 20))\n"
-        "from traindiff.recording import open_recording\n"
+        "from traindiff.storage import open_recording\n"
         "list(open_recording(sys.argv[1]).steps(0))"
     )
     result = subprocess.run(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.recording.samples import write
 from traindiff.errors import ConfigError
-from traindiff.recording import location, open_recording
+from traindiff.storage import location, open_recording
 
 
 def test_a_protocol_that_is_not_known_is_named() -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.recording.samples import RUN, content, read, step, write
-from traindiff.detail import Detail, RawTensor
+from traindiff.core.summary import Detail, RawTensor
 from traindiff.errors import LostFilesError
-from traindiff.recording import RecordingWriter, open_recording
+from traindiff.storage import RecordingWriter, open_recording
 
 RANK = "rank-00000"
 

@@ -19,7 +19,7 @@ from traindiff.errors import (
     RecordingError,
     TraindiffError,
 )
-from traindiff.recording import manifest, open_recording
+from traindiff.storage import manifest, open_recording
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

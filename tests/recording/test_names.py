@@ -8,8 +8,8 @@ from pathlib import Path
 from tests.hostile_names import NAMES, OPTIMIZER, REVERSED, hostile
 from tests.made_up import record
 from tests.recording.samples import RUN, observation, summaries
-from traindiff.comparison import compare
-from traindiff.recording import RecordingWriter, open_recording
+from traindiff.analyse.compare import compare
+from traindiff.storage import RecordingWriter, open_recording
 
 
 def test_names_are_read_with_escapes_for_what_is_not_printable(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.recording.samples import RUN, read, step, write
 from traindiff.errors import ConfigError
-from traindiff.recording import RecordingWriter, open_recording
+from traindiff.storage import RecordingWriter, open_recording
 
 
 def everything(directory: Path) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.recording.samples import RUN, step, write
 from traindiff.errors import MixedRecordingError
-from traindiff.recording import RecordingWriter, open_recording
+from traindiff.storage import RecordingWriter, open_recording
 
 
 def test_ranks_are_listed_and_missing_ones_named(tmp_path: Path) -> None:

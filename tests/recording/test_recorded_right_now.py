@@ -14,14 +14,14 @@ import pytest
 
 from tests.recording.samples import RUN, read, step, write
 from traindiff.errors import ConfigError
-from traindiff.recording import RecordingWriter
+from traindiff.storage import RecordingWriter
 
 ROOT = Path(__file__).parents[2]
 
 RECORDING = """
 import sys, os
 from tests.recording.samples import RUN, step
-from traindiff.recording import RecordingWriter
+from traindiff.storage import RecordingWriter
 
 writer = RecordingWriter(sys.argv[1], run=RUN)
 writer.write_step(*step(0))
@@ -128,7 +128,7 @@ def test_a_recording_that_could_not_begin_keeps_no_lock_and_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("traindiff.recording.writer.write_all", full)
+    monkeypatch.setattr("traindiff.storage.writer.write_all", full)
     with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
         write(tmp_path / "deep" / "run")
     monkeypatch.undo()

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.recording.samples import RUN, content, observation, read, step, summaries, write
-from traindiff.observation import Observation
-from traindiff.recording import RecordingWriter, open_recording
-from traindiff.recording.schema import SCHEMA, from_batch, to_batch
-from traindiff.shards import Shard
-from traindiff.site import PHASES, printable
-from traindiff.summary import SUMMARY
+from traindiff.core.observation import Observation
+from traindiff.core.shards import Shard
+from traindiff.core.site import PHASES, printable
+from traindiff.core.summary import SUMMARY
+from traindiff.storage import RecordingWriter, open_recording
+from traindiff.storage.schema import SCHEMA, from_batch, to_batch
 
 boxes = st.lists(st.tuples(st.integers(0, 2**10), st.integers(0, 999), st.integers(0, 99)), max_size=4).map(
     lambda axes: Shard(

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.recording.samples import RUN, observation, summaries
-from traindiff.detail import Detail, RawTensor
+from traindiff.core.shards import Shard
+from traindiff.core.summary import Detail, RawTensor
 from traindiff.errors import CorruptRecordingError
-from traindiff.recording import Recording, RecordingWriter, open_recording
-from traindiff.recording.names import LONGEST, file_name
-from traindiff.recording.tensor_files import dump, load
-from traindiff.shards import Shard
+from traindiff.storage import Recording, RecordingWriter, open_recording
+from traindiff.storage.location import LONGEST, file_name
+from traindiff.storage.tensor_files import dump, load
 
 VALUES = np.array([[1.0, -2.5], [0.0, np.inf]], dtype=np.float32)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.recording.samples import content, write
 from traindiff.errors import CorruptRecordingError
-from traindiff.recording import open_recording
+from traindiff.storage import open_recording
 
 STEPS = 4
 

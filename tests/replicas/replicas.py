@@ -9,7 +9,7 @@ from torch import nn
 
 import traindiff
 from tests.taps.trainings import TRAININGS, Outcome
-from traindiff.tap_registry import OBSERVABLE
+from traindiff.core.tap_registry import OBSERVABLE
 
 OBSERVED = tuple(name for name in OBSERVABLE if name != "operators")
 """What a replica observes as its training does. What rounds is made of operators, too."""

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 import traindiff
 from tests.replicas.test_reordered_operators import Sink as OpenSink
 from tests.taps.reading import rows
-from traindiff.replicas.precision import PrecisionReplica
+from traindiff.observe.torch.perturb.precision import PrecisionReplica
 
 
 class Sink(OpenSink):

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from traindiff.replicas.dispatch import Dispatching
-from traindiff.replicas.reorder import ReorderReplica
-from traindiff.replicas.reordered_operators import reordered_operators
+from traindiff.observe.torch.perturb.reorder import ReorderReplica, reordered_operators
+from traindiff.observe.torch.perturb.replica import Dispatching
 
 
 class Sink:

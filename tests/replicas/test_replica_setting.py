@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.test_settings import problems_of, settings
-from traindiff.replica_setting import ReplicaSetting
+from traindiff.core.settings import ReplicaSetting
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.taps.reading import rows
 from tests.taps.test_removal import assert_nothing_left
 from tests.taps.test_undisturbed import assert_bitwise_equal
 from tests.taps.trainings import TRAININGS
-from traindiff.tap_registry import OBSERVABLE
+from traindiff.core.tap_registry import OBSERVABLE
 
 REPLICAS = ("ulp:1", "reorder:1", "float64")
 
@@ -91,9 +91,9 @@ def test_closing_leaves_nothing_on_the_training(name: str, replica: str, tmp_pat
 
 
 BREAK = {
-    "ulp:1": "traindiff.replicas.ulp.randomly_rounded",
-    "reorder:1": "traindiff.replicas.permutations.Permutations.shuffled",
-    "float64": "traindiff.replicas.precision.PrecisionReplica._computed",
+    "ulp:1": "traindiff.observe.torch.perturb.ulp.randomly_rounded",
+    "reorder:1": "traindiff.observe.torch.perturb.reorder.Permutations.shuffled",
+    "float64": "traindiff.observe.torch.perturb.precision.PrecisionReplica._computed",
 }
 
 

@@ -13,9 +13,9 @@ from torch.nn import functional
 from torch.optim import SGD
 
 import traindiff
-from traindiff.demo import training
-from traindiff.demo.loop import DemoSettings
-from traindiff.demo.model import ModelSize
+from traindiff.run.demo import training
+from traindiff.run.demo.loop import DemoSettings
+from traindiff.run.demo.model import ModelSize
 
 REPLICAS = ("ulp:1", "reorder:1", "float64")
 

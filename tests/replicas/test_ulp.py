@@ -14,8 +14,8 @@ import traindiff
 from tests.replicas.replicas import train
 from tests.replicas.test_random_rounding import ulps
 from tests.taps.reading import rows
-from traindiff.replicas.random_rounding import randomly_rounded, rounding_key
-from traindiff.tap_registry import OBSERVABLE
+from traindiff.core.tap_registry import OBSERVABLE
+from traindiff.observe.torch.perturb.random_rounding import randomly_rounded, rounding_key
 
 
 def tensor_files(path: Path) -> dict[str, Tensor]:

@@ -11,15 +11,15 @@ import numpy as np
 
 import traindiff
 from tests.made_up import Compared, Seen, Step, at, random, record
-from traindiff.comparison import Comparison, Verification
-from traindiff.comparison.verification import SideOfVerification
-from traindiff.health import Verdict
-from traindiff.interop.msprobe import tables
-from traindiff.recording import open_recording
-from traindiff.report.as_csv import COLUMNS, write
-from traindiff.report.observations import Filter, write_csv
-from traindiff.report.observations import rows as observation_rows
-from traindiff.report.step_rows import step_rows, write_rows
+from traindiff.analyse.check import Verdict
+from traindiff.analyse.compare import Comparison, Verification
+from traindiff.analyse.compare.verification import SideOfVerification
+from traindiff.compat.msprobe import tables
+from traindiff.present.data.as_csv import COLUMNS, write
+from traindiff.present.data.observations import Filter, write_csv
+from traindiff.present.data.observations import rows as observation_rows
+from traindiff.present.data.step_rows import step_rows, write_rows
+from traindiff.storage import open_recording
 
 
 def rows(result: Comparison | Verification | Verdict) -> list[dict[str, str]]:

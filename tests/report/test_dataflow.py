@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from tests.made_up import BATCH, FC, HEAD, Compared, Seen, Step, at, both, random, scaled
-from traindiff.comparison import Comparison
-from traindiff.report.page import page_of
-from traindiff.report.page.dataflow import says, status_of
+from traindiff.analyse.compare import Comparison
+from traindiff.present.page import page_of
+from traindiff.present.page.dataflow import says, status_of
 
 
 def flow(result: Comparison) -> list[list[tuple[str, str, str]]]:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from traindiff.directions import Agreement, Similarities
+from traindiff.analyse.signs import Agreement, Similarities
 
 pytest.importorskip("matplotlib")
 
-from traindiff.report.direction_pictures import draw
+from traindiff.present.direction_pictures import draw
 
 
 def similarities(rows: dict[str, list[int | None]]) -> Similarities:

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from tests.made_up import FC, Seen, Step, at, record
-from traindiff.recording import open_recording
-from traindiff.report.exports import exporter
-from traindiff.report.scalars import Wanted, scalars
-from traindiff.steps import parse_steps
+from traindiff.core.steps import parse_steps
+from traindiff.present.data.exports import Wanted, exporter, scalars
+from traindiff.storage import open_recording
 
 
 def loss(step: int, sites: Step) -> None:

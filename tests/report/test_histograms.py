@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import traindiff
-from traindiff.report.page import page_of
-from traindiff.report.page.histograms import histograms
+from traindiff.present.page import page_of
+from traindiff.present.page.site_data import histograms
 
 
 def trained(path: Path, *, scale: float = 1.0, detail: str = "exponents") -> Path:

@@ -11,9 +11,9 @@ import numpy as np
 from tests.made_up import BATCH, FC, Compared, Seen, Step, at, record
 from tests.report.hostile import hostile_pair
 from tests.report.test_markdown import SIDES
-from traindiff.comparison import Comparison, Pinned, Verification, compare
-from traindiff.health import Verdict, check
-from traindiff.report.as_junit import write
+from traindiff.analyse.check import Verdict, check
+from traindiff.analyse.compare import Comparison, Pinned, Verification, compare
+from traindiff.present.data.as_junit import write
 
 
 def suite(result: Comparison | Verification | Verdict) -> ElementTree.Element:

@@ -11,11 +11,11 @@ from markdown_it import MarkdownIt
 
 from tests.made_up import FC, Compared, at, both, record
 from tests.report.hostile import NAME, TABLE, hostile_pair
-from traindiff.comparison import Comparison, Pinned, Verification, compare
-from traindiff.comparison.failed_run import FailedRank, FailedRun
-from traindiff.comparison.verification import SideOfVerification
-from traindiff.health import Verdict, check
-from traindiff.report.as_markdown import MOST, code, escaped, write
+from traindiff.analyse.check import Verdict, check
+from traindiff.analyse.compare import Comparison, Pinned, Verification, compare
+from traindiff.analyse.compare.failed_run import FailedRank, FailedRun
+from traindiff.analyse.compare.verification import SideOfVerification
+from traindiff.present.data.as_markdown import MOST, code, escaped, write
 
 GRADIENT = ("grad", "", "fc.weight", "grad")
 SIDES = (SideOfVerification(recipe="a", setup={}, says=""), SideOfVerification(recipe="b", setup={}, says=""))

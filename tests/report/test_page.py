@@ -17,12 +17,12 @@ import pytest
 
 from tests.made_up import FC, HEAD, Compared, Seen, Step, at, both, record, scaled
 from tests.report.hostile import ATTRIBUTE, CLOSING, NAME, TABLE, hostile_pair
-from traindiff.comparison import Comparison, compare
+from traindiff.analyse.check import Verdict, check
+from traindiff.analyse.compare import Comparison, compare
+from traindiff.core.site import printable
 from traindiff.errors import ConfigError
-from traindiff.health import Verdict, check
-from traindiff.report.page import page_of, write
-from traindiff.report.page.encoding import HIGHEST, LOWEST, STEPS, log_codes, packed
-from traindiff.site import printable
+from traindiff.present.page import page_of, write
+from traindiff.present.page.site_data import HIGHEST, LOWEST, STEPS, log_codes, packed
 
 GRADIENT = ("grad", "", "fc.weight", "grad")
 

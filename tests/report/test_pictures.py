@@ -12,10 +12,10 @@ import pytest
 
 from tests.made_up import FC, Edit, Seen, Step, record, scaled
 from tests.report.hostile import hostile_pair
-from traindiff.comparison import compare
+from traindiff.analyse.check import check
+from traindiff.analyse.compare import compare
 from traindiff.errors import ConfigError
-from traindiff.health import check
-from traindiff.report.pictures import write_pictures
+from traindiff.present.pictures import write_pictures
 
 
 def size(path: Path) -> tuple[int, int]:

@@ -13,10 +13,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.made_up import BATCH, FC, HEAD, Compared, at, record, scaled
+from traindiff.analyse.compare import Comparison
 from traindiff.cli.commands import app
-from traindiff.comparison import Comparison
 from traindiff.errors import ConfigError
-from traindiff.report.step_rows import COLUMNS, StepRow, parse_table, print_rows, step_rows, write_rows
+from traindiff.present.data.step_rows import COLUMNS, StepRow, parse_table, print_rows, step_rows, write_rows
 
 doubled = at(FC, lambda values: values * 2, step=1)
 

@@ -9,8 +9,8 @@ import numpy as np
 from rich.console import Console
 
 from tests.made_up import Seen, Step, at, record
-from traindiff.comparison import Comparison, compare
-from traindiff.report.terminal import print_comparison
+from traindiff.analyse.compare import Comparison, compare
+from traindiff.present.text.comparison import print_comparison
 
 FC = ("forward", "", "fc", "output[0]")
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import traindiff
-from traindiff.findings import Finding
-from traindiff.health import Verdict
+from traindiff.analyse.check import Verdict
+from traindiff.analyse.findings import Finding
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 Moment = Callable[[int], None]

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import traindiff
+from tests.on_ranks import run_on_ranks
 from tests.rules.small_trainings import classifier, found, kinds, points, train
-from traindiff.sessions.ranks import run_on_ranks
 
 
 def trained(path: Path, batches: object, **settings: object) -> Path:

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from tests.made_up import summary_of
-from traindiff.alignment.side import sites_in_order
-from traindiff.merging.parameter_groups import group_numbers, group_paths
-from traindiff.merging.step_table import Part, step_table
-from traindiff.observation import BOUNDARY, PLACE, Observation
-from traindiff.rules import RunFacts
-from traindiff.rules.boundaries import BoundariesHold
-from traindiff.shards import Shard
+from traindiff.analyse.align.side import sites_in_order
+from traindiff.analyse.merge.parameters import group_numbers, group_paths
+from traindiff.analyse.merge.step_table import Part, step_table
+from traindiff.analyse.rules import RunFacts
+from traindiff.analyse.rules.ranks import BoundariesHold
+from traindiff.core.observation import BOUNDARY, PLACE, Observation
+from traindiff.core.shards import Shard
 
 ROWS = 4
 

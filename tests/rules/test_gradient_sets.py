@@ -10,10 +10,10 @@ import pytest
 
 from tests.made_up import random
 from tests.merging.test_step_table import part
-from traindiff.merging.step_table import Part, step_table
-from traindiff.rules.gradient_sets import Gradients, counted_often, set_of
-from traindiff.rules.rule import RunFacts
-from traindiff.shards import Shard
+from traindiff.analyse.merge.step_table import Part, step_table
+from traindiff.analyse.rules.reported import Gradients, counted_often, set_of
+from traindiff.analyse.rules.rule import RunFacts
+from traindiff.core.shards import Shard
 
 SQUARES = {"wte.weight": 1.0, "h.0.weight": 2.0, "h.0.bias": 4.0, "h.1.weight": 8.0, "h.1.bias": 17.0}
 WHOLE = sum(SQUARES.values())

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import traindiff
-from traindiff.findings import Finding
-from traindiff.health import Verdict
+from traindiff.analyse.check import Verdict
+from traindiff.analyse.findings import Finding
 
 Chosen = Callable[[nn.Module], Iterable[nn.Parameter]]
 

@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW
 
 import traindiff
 from tests.rules.small_trainings import classifier, found, kinds, points, train
-from traindiff.health import Verdict
+from traindiff.analyse.check import Verdict
 
 
 class Faulty(nn.Module):

@@ -19,11 +19,11 @@ from tests.made_up import Seen, Step, plain_step
 from tests.made_up import record as write
 from tests.taps.models import mlp
 from tests.taps.trainings import batches
-from traindiff.findings import Finding
-from traindiff.merging.run_steps import run_steps
-from traindiff.recording import open_recording
-from traindiff.rules import RULES, run_facts
-from traindiff.rules.run_judge import RunJudge
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.run_steps import run_steps
+from traindiff.analyse.rules import RULES, run_facts
+from traindiff.analyse.rules.run_judge import RunJudge
+from traindiff.storage import open_recording
 
 
 def findings(path: Path) -> list[Finding]:

@@ -9,10 +9,10 @@ import pytest
 
 from tests.made_up import Array, random
 from tests.merging.test_step_table import part
-from traindiff.findings import Finding
-from traindiff.merging.step_table import step_table
-from traindiff.rules.replay import UpdatesFollowSettings
-from traindiff.rules.rule import RunFacts
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.step_table import step_table
+from traindiff.analyse.rules.replay import UpdatesFollowSettings
+from traindiff.analyse.rules.rule import RunFacts
 
 ASKED = random(8, 4, seed=0) / 100
 ROUNDING = np.full((8, 4), 1e-9, dtype=np.float32)

@@ -15,8 +15,8 @@ import traindiff
 from tests.faults.models import Gpt
 from tests.faults.recipe import Moment, mean_cross_entropy, recipe
 from tests.rules.test_replay import findings
-from traindiff.findings import Finding
-from traindiff.tap_registry import OBSERVABLE
+from traindiff.analyse.findings import Finding
+from traindiff.core.tap_registry import OBSERVABLE
 
 Report = Callable[[nn.Module], dict[str, float | Tensor]]
 """Called after backward: changes gradients, and gives what is logged after the step."""

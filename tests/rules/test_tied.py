@@ -10,9 +10,9 @@ import pytest
 
 from tests.made_up import Array, random
 from tests.merging.test_step_table import part
-from traindiff.merging.step_table import step_table
-from traindiff.rules.rule import RunFacts
-from traindiff.rules.tied import TiedGradientsAddUp
+from traindiff.analyse.merge.step_table import step_table
+from traindiff.analyse.rules.rule import RunFacts
+from traindiff.analyse.rules.tying import TiedGradientsAddUp
 
 FACTS = RunFacts(modules={"wte": "Embedding", "head": "Linear"}, tied={"head.weight": "wte.weight"})
 SENT = random(3, 10, seed=1)

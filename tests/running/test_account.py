@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.running.running_scripts import Ended, recorded
-from traindiff.recording import open_recording
-from traindiff.running.account import Account, SeenModel, SeenOptimizer
+from traindiff.run.script.account import Account, SeenModel, SeenOptimizer
+from traindiff.storage import open_recording
 
 MODEL = """
 import sys, torch

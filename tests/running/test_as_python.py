@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.running.running_scripts import plain, recorded
-from traindiff.running.run import of_this_start
+from traindiff.run.script.run import of_this_start
 
 ABOUT = """
 import sys

@@ -11,7 +11,7 @@ import torch
 
 import traindiff
 from tests.running.running_scripts import GAN, SCRIPTS, on_two_ranks, plain, recorded
-from traindiff.recording import open_recording
+from traindiff.storage import open_recording
 
 
 def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import traindiff
-from traindiff.recording.written_files import WrittenFiles
-from traindiff.sessions import background
+from traindiff.observe.common import writing as background
+from traindiff.storage.written_files import WrittenFiles
 
 
 def _hang(*_: Any) -> None:

@@ -14,10 +14,10 @@ import pytest
 
 from tests.recording.full_disk import FullDisk
 from tests.recording.samples import RUN, content, step
+from traindiff.core.kernels.store import Deferred
 from traindiff.errors import ConfigError
-from traindiff.kernels.store import Deferred
-from traindiff.recording import RecordingWriter, open_recording
-from traindiff.sessions.background import DEPTH, BackgroundWriter, opened_in_time
+from traindiff.observe.common.writing import DEPTH, BackgroundWriter, opened_in_time
+from traindiff.storage import RecordingWriter, open_recording
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import traindiff
-from traindiff.recording import open_recording
+from traindiff.storage import open_recording
 from traindiff.testing import assert_equivalent
 
 BEGIN = """

@@ -14,7 +14,7 @@ import torch
 
 import traindiff
 from tests.taps.models import mlp
-from traindiff.sessions import environment
+from traindiff.observe.torch.session import environment
 
 
 def test_a_recording_says_how_its_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

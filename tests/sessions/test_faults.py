@@ -17,30 +17,33 @@ import traindiff
 from tests.taps.reading import Row, row, rows
 from tests.taps.test_undisturbed import assert_bitwise_equal
 from tests.taps.trainings import TRAININGS, Outcome
-from traindiff.recording.written_files import WrittenFiles
-from traindiff.tap_registry import OBSERVABLE
-from traindiff.taps.activations import Activations
+from traindiff.core.tap_registry import OBSERVABLE
+from traindiff.observe.torch.hooks.activations import Activations
+from traindiff.storage.written_files import WrittenFiles
 
 Loses = dict[str, Any]
 
 FAULTS: dict[str, tuple[str, list[Loses]]] = {
     "module_outputs": (
-        "traindiff.taps.activations.Activations._tensor",
+        "traindiff.observe.torch.hooks.activations.Activations._tensor",
         [{"phase": "forward"}, {"phase": "backward"}],
     ),
-    "batch": ("traindiff.taps.root_forward.RootForwardTap._random_state", [{"phase": "batch"}]),
+    "batch": ("traindiff.observe.torch.hooks.root_forward.RootForwardTap._random_state", [{"phase": "batch"}]),
     "model_state": (
-        "traindiff.taps.model_state.ModelStateTap.before_step",
+        "traindiff.observe.torch.hooks.model_state.ModelStateTap.before_step",
         [{"phase": "param", "stage": "before"}, {"phase": "param", "slot": "buffer"}],
     ),
     "optimizer_step": (
-        "traindiff.taps.optimizer_step.OptimizerTap._selected",
+        "traindiff.observe.torch.hooks.optimizer_step.OptimizerTap._selected",
         [{"phase": "grad", "stage": ""}, {"phase": "optimizer"}, {"phase": "param", "stage": ""}],
     ),
-    "optimizer_replay": ("traindiff.taps.optimizer_replay.OptimizerReplayTap._replay", [{"phase": "update"}]),
-    "loss": ("traindiff.taps.backward_calls._Listener._begin", [{"phase": "loss"}]),
-    "operators": ("traindiff.taps.operators._Operators._emit", [{"stage": "operator"}]),
-    "parameter_gradients": ("traindiff.taps.parameter_gradients._contribution", [{"stage": "micro"}]),
+    "optimizer_replay": (
+        "traindiff.observe.torch.hooks.optimizer_replay.OptimizerReplayTap._replay",
+        [{"phase": "update"}],
+    ),
+    "loss": ("traindiff.observe.torch.hooks.backward_calls._Listener._begin", [{"phase": "loss"}]),
+    "operators": ("traindiff.observe.torch.hooks.operators._Operators._emit", [{"stage": "operator"}]),
+    "parameter_gradients": ("traindiff.observe.torch.hooks.parameter_gradients._contribution", [{"stage": "micro"}]),
 }
 """By tap: what is made to fail, and the observations that are lost."""
 
@@ -172,7 +175,7 @@ def test_a_kernel_that_fails_disables_every_tap_that_uses_it_and_the_training_go
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = TRAINING(lambda *_: nullcontext())
-    monkeypatch.setattr("traindiff.kernels.store.summarise", broken)
+    monkeypatch.setattr("traindiff.core.kernels.store.summarise", broken)
 
     with pytest.warns(traindiff.TraindiffWarning) as caught:
         actual = train(tmp_path / "run")
@@ -187,7 +190,7 @@ def test_a_fault_that_loses_count_of_micro_steps_leaves_what_the_optimizer_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tmp_path / "whole")
-    monkeypatch.setattr("traindiff.taps.batch_axis.BatchAxis.of_batch", broken)
+    monkeypatch.setattr("traindiff.observe.common.batch_axis.BatchAxis.of_batch", broken)
     with pytest.warns(traindiff.TraindiffWarning, match="root_forward"):
         train(tmp_path / "run")
 
@@ -198,7 +201,7 @@ def test_a_fault_that_loses_count_of_micro_steps_leaves_what_the_optimizer_sees(
 
 def test_a_discovery_that_fails_disables_discovery_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = TRAININGS["plain"](lambda *_: nullcontext())
-    monkeypatch.setattr("traindiff.taps.optimizer_step.OptimizerTap.attach", broken)
+    monkeypatch.setattr("traindiff.observe.torch.hooks.optimizer_step.OptimizerTap.attach", broken)
 
     with pytest.warns(traindiff.TraindiffWarning, match="optimizer_discovery"):
         actual = TRAININGS["optimizer_not_given"](lambda *args: traindiff.record(tmp_path / "run", *args))
@@ -233,7 +236,7 @@ def test_a_writer_that_fails_ends_the_recording_and_keeps_nothing_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = TRAINING(lambda *_: nullcontext())
-    monkeypatch.setattr("traindiff.recording.RecordingWriter.write_step", broken)
+    monkeypatch.setattr("traindiff.storage.RecordingWriter.write_step", broken)
     recorders: list[traindiff.Recorder] = []
     held: list[int] = []
 
@@ -257,7 +260,7 @@ def test_a_writer_that_fails_in_strict_mode_raises_and_leaves_no_hooks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backward = torch.autograd.backward
-    monkeypatch.setattr("traindiff.recording.RecordingWriter.write_step", broken)
+    monkeypatch.setattr("traindiff.storage.RecordingWriter.write_step", broken)
 
     with pytest.raises(BrokenError):
         train(tmp_path / "run", strict=True)
@@ -279,7 +282,7 @@ def test_an_interrupt_inside_a_tap_reaches_the_training(tmp_path: Path, monkeypa
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("traindiff.kernels.store.summarise", interrupt)
+    monkeypatch.setattr("traindiff.core.kernels.store.summarise", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run")

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import traindiff
 from tests.recipes.recipes import Change, doubled_gradient, mlp, one_thread, other_epsilon, other_gelu
-from traindiff.observation import Observation
-from traindiff.recipes.recipe import Recipe
-from traindiff.recipes.run_recipe import run_recipe
-from traindiff.sessions.forced import ForcedValues
-from traindiff.shards import Shard
+from traindiff.core.observation import Observation
+from traindiff.core.shards import Shard
+from traindiff.observe.torch.session.teacher_forcing import ForcedValues
+from traindiff.run.verify.recipe import Recipe
+from traindiff.run.verify.run_recipe import run_recipe
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.recording.samples import content
 from tests.sessions.killed_training import main
-from traindiff.recording import open_recording
+from traindiff.storage import open_recording
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import traindiff
-from traindiff.recording import open_recording
-from traindiff.sessions import pending
-from traindiff.sessions.background import BackgroundWriter
+from traindiff.observe.common import sink as pending
+from traindiff.observe.common.writing import BackgroundWriter
+from traindiff.storage import open_recording
 
 
 def train(path: Path, *, detail: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed
 
-from traindiff.sessions.ranks import RanksError, run_on_ranks
+from tests.on_ranks import RanksError, run_on_ranks
 
 
 def summed(value: float) -> list[float]:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from traindiff.sessions.recorded_elements import Load, elements_of
-from traindiff.shards import OPEN, Shard
+from traindiff.core.shards import OPEN, Shard
+from traindiff.observe.torch.session.teacher_forcing import Load, elements_of
 
 WHOLE: NDArray[np.float64] = np.arange(6 * 4 * 3, dtype=np.float64).reshape(6, 4, 3)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import traindiff
-from traindiff.kernels.store import SummaryStore
+from traindiff.core.kernels.store import SummaryStore
 
 
 class OnDevice:

@@ -13,7 +13,7 @@ import traindiff
 from tests.taps.models import mlp
 from tests.taps.reading import rows
 from tests.taps.trainings import batches
-from traindiff.site import PHASES
+from traindiff.core.site import PHASES
 
 
 def record(path: Path | str, count: int = 7, **options: Any) -> None:

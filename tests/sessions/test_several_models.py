@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import traindiff
-from traindiff.observation import Observation
-from traindiff.recording import open_recording
-from traindiff.sessions.live_modules import called_of, distinct, outermost_around, trained_parts, unwrapped
-from traindiff.sessions.record import STANDARD_SETTINGS, recorder_of
-from traindiff.sessions.targets import find_targets
-from traindiff.settings import record_settings
+from traindiff.core.observation import Observation
+from traindiff.core.settings import record_settings
+from traindiff.observe.torch.session.live_modules import called_of, distinct, outermost_around, trained_parts, unwrapped
+from traindiff.observe.torch.session.record import STANDARD_SETTINGS, recorder_of
+from traindiff.observe.torch.session.targets import find_targets
+from traindiff.storage import open_recording
 
 
 def pair() -> tuple[nn.Sequential, nn.Module]:

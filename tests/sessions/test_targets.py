@@ -12,8 +12,8 @@ from torch.optim import SGD
 import traindiff
 from tests.taps.models import TiedWeights, mlp
 from traindiff.errors import ConfigError, TraindiffWarning
-from traindiff.recording import open_recording
-from traindiff.sessions.targets import find_targets
+from traindiff.observe.torch.session.targets import find_targets
+from traindiff.storage import open_recording
 
 
 def message(tmp_path: Path, model: object, optimizer: object = None, **options: object) -> str:

@@ -13,9 +13,9 @@ import traindiff
 from tests.sessions import changing_training as edits
 from tests.sessions.changing_training import Edit, Model, Training, train
 from tests.taps.test_removal import MODULE_HOOKS, assert_nothing_left
-from traindiff.site import PHASES
-from traindiff.taps.compiled import NUMBER
-from traindiff.taps.left_behind import _NoHook
+from traindiff.core.site import PHASES
+from traindiff.observe.torch.hooks.compiled import NUMBER
+from traindiff.observe.torch.hooks.left_behind import _NoHook
 
 COMPLETE = (
     edits.clear_forward_hooks, edits.clear_hooks_of_a_layer, edits.put_copied_dicts, edits.clear_step_hooks,

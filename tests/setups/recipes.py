@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import traindiff
 from tests.engines.training import BATCH, LENGTH, VOCABULARY, WIDTH, Block
-from traindiff.demo.recipes import gpt
+from traindiff.run.demo.recipes import gpt
 
 BLOCKS = 4
 DECAYS = (0.1, 0.0)

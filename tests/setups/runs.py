@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import traindiff
+from tests.on_ranks import run_on_ranks
 from tests.setups.recipes import RECIPES
-from traindiff.recipes.run_recipe import run_recipe
-from traindiff.sessions.ranks import run_on_ranks
-from traindiff.setups.setup import Setup, baseline_setup
+from traindiff.run.config.setup import Setup, baseline_setup
+from traindiff.run.verify.run_recipe import run_recipe
 
 Case = tuple[str, Setup]
 """The name of a recipe, and how it is run."""

@@ -9,8 +9,8 @@ import pytest
 import traindiff
 from tests.engines.deepspeed_training import NEEDS_DEEPSPEED
 from tests.setups.runs import Case, compared, run_baselines, run_candidates
-from traindiff.setups.deepspeed_engine import configuration
-from traindiff.setups.setup import Setup
+from traindiff.run.config.deepspeed_engine import configuration
+from traindiff.run.config.setup import Setup
 
 pytestmark = NEEDS_DEEPSPEED
 

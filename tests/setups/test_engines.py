@@ -8,7 +8,7 @@ import pytest
 
 import traindiff
 from tests.setups.runs import Case, compared, run_baselines, run_candidates
-from traindiff.setups.setup import Setup
+from traindiff.run.config.setup import Setup
 
 DIVIDED = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
 

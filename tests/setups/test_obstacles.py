@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from traindiff.setups import build_tools, obstacles
-from traindiff.setups.obstacles import obstacles as obstacles_of
-from traindiff.setups.setup import Setup
+from traindiff.run.config import obstacles
+from traindiff.run.config import obstacles as build_tools
+from traindiff.run.config.obstacles import obstacles as obstacles_of
+from traindiff.run.config.setup import Setup
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +179,7 @@ def test_headers_are_looked_for_where_the_environment_says(tmp_path: Path, monke
 
 def test_finding_obstacles_does_not_import_deepspeed() -> None:
     code = (
-        "import sys; from traindiff.setups.obstacles import obstacles; from traindiff.setups.setup import Setup; "
+        "import sys; from traindiff.run.config.obstacles import obstacles; from traindiff.run.config.setup import Setup; "
         "obstacles(Setup(engine='deepspeed', zero_stage=3, optimizer='engine')); sys.exit('deepspeed' in sys.modules)"
     )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from traindiff.errors import ConfigError
-from traindiff.setups.splitting import split
+from traindiff.run.config.training import split
 
 ROWS = torch.arange(12).reshape(6, 2)
 Pair = namedtuple("Pair", ["inputs", "labels"])

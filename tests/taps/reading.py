@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.observation import SAMPLE, Observation
-from traindiff.recording import open_recording
+from traindiff.core.observation import SAMPLE, Observation
+from traindiff.storage import open_recording
 
 Row = tuple[Observation, np.void]
 

@@ -14,7 +14,7 @@ import traindiff
 from tests.taps.models import mlp
 from tests.taps.reading import row, rows
 from tests.taps.trainings import TRAININGS, batches
-from traindiff.taps.graph_leaves import may_reach
+from traindiff.observe.torch.hooks.backward_calls import may_reach
 
 BACKWARD = torch.autograd.backward
 

@@ -17,12 +17,11 @@ from tests.kernels.rounding import assert_equal_up_to_rounding
 from tests.taps.models import mlp
 from tests.taps.reading import Row, row, rows
 from tests.taps.trainings import batches
+from traindiff.core.shards import OPEN, Shard
+from traindiff.core.summary import SUMMARY, distance, merge, norm
 from traindiff.errors import TraindiffWarning
-from traindiff.shards import OPEN, Shard
-from traindiff.summary import SUMMARY, distance, merge, norm
-from traindiff.taps.batch import Batch
-from traindiff.taps.batch_axis import BatchAxis
-from traindiff.taps.progress import Progress
+from traindiff.observe.common.batch_axis import BatchAxis
+from traindiff.observe.common.progress import Batch, Progress
 
 SITE = ("site",)
 

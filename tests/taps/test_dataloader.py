@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 import traindiff
 from tests.taps.reading import row, rows
 from traindiff.cli.commands import app
-from traindiff.observation import SAMPLE
-from traindiff.site import PHASES
-from traindiff.tap_registry import OBSERVABLE, OBSERVED_BY_DEFAULT
-from traindiff.taps import dataloader
-from traindiff.taps._torch_compat import loader_iterators
+from traindiff.core._torch_compat import loader_iterators
+from traindiff.core.observation import SAMPLE
+from traindiff.core.site import PHASES
+from traindiff.core.tap_registry import OBSERVABLE, OBSERVED_BY_DEFAULT
+from traindiff.observe.torch.hooks import dataloader
 
 WIDTH, SAMPLES, BATCH = 4, 12, 3
 WITH_LOADER = (*OBSERVED_BY_DEFAULT, "dataloader")

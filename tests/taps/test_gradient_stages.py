@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import traindiff
 from tests.taps.models import mlp
 from tests.taps.reading import rows
-from traindiff.observation import ALL_GRADIENTS
+from traindiff.core.observation import ALL_GRADIENTS
 
 STAGES = ("grad", "grad.stages")
 

@@ -13,9 +13,9 @@ import traindiff
 from tests.taps.models import mlp
 from tests.taps.reading import row, rows
 from tests.taps.trainings import batches
-from traindiff.kernels import summarise
-from traindiff.shards import OPEN, Shard
-from traindiff.taps import inspect
+from traindiff.core.kernels import summarise
+from traindiff.core.shards import OPEN, Shard
+from traindiff.observe.torch.hooks import inspect
 
 
 class Attention(nn.Module):

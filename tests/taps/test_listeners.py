@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from traindiff.taps.listeners import Listeners
+from traindiff.observe.common.listeners import Listeners
 
 
 def one() -> int:

@@ -13,8 +13,8 @@ import traindiff
 from tests.taps.models import mlp
 from tests.taps.reading import row, rows
 from tests.taps.trainings import TRAININGS, batches
-from traindiff.kernels import summarise
-from traindiff.shards import Shard
+from traindiff.core.kernels import summarise
+from traindiff.core.shards import Shard
 
 
 def record(path: Path, count: int, **options: Any) -> None:

@@ -14,8 +14,8 @@ import traindiff
 from tests.taps.models import CONTAINERS, Checkpointed, Returning, WithTable, mlp
 from tests.taps.reading import row, rows, sites, unobserved
 from tests.taps.trainings import TRAININGS, batches
-from traindiff.kernels import summarise
-from traindiff.shards import Shard
+from traindiff.core.kernels import summarise
+from traindiff.core.shards import Shard
 
 
 def fingerprint(tensor: Tensor) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from traindiff.taps.nested import tensors
+from traindiff.observe.torch.hooks.nested import tensors
 
 A, B, C = torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import traindiff
 from tests.taps.models import WIDTH
 from tests.taps.reading import rows, unobserved
-from traindiff.observation import OPERATOR
+from traindiff.core.observation import OPERATOR
 
 Body = Callable[[Tensor], Tensor]
 

@@ -14,7 +14,7 @@ import traindiff
 from tests.taps.models import mlp
 from tests.taps.reading import rows
 from tests.taps.trainings import batches
-from traindiff.recording import open_recording
+from traindiff.storage import open_recording
 
 
 def train(model: nn.Module, *optimizers: Optimizer, steps: int = 1) -> None:

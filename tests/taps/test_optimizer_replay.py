@@ -17,11 +17,10 @@ import traindiff
 from tests.taps.models import mlp
 from tests.taps.reading import row, rows, unobserved
 from tests.taps.trainings import TRAININGS, batches
-from traindiff.shards import Piece
-from traindiff.taps.optimizer_replay import RANGE, OptimizerReplayTap
-from traindiff.taps.replay.formulas import Before, Units
-from traindiff.taps.replay.rules import moments_of, rule_name, rule_of, step_of
-from traindiff.taps.replay.variants import variants
+from traindiff.core.shards import Piece
+from traindiff.observe.torch.hooks.optimizer_replay import RANGE, OptimizerReplayTap
+from traindiff.observe.torch.hooks.replay_formulas import Before, Units, variants
+from traindiff.observe.torch.hooks.replay_range import moments_of, rule_name, rule_of, step_of
 
 EXACT = Units(storage=2.0**-53, arithmetic=2.0**-53, tiny=torch.finfo(torch.float64).tiny)
 

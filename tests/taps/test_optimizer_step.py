@@ -13,11 +13,11 @@ import traindiff
 from tests.taps.models import mlp
 from tests.taps.reading import row, rows, sites, unobserved
 from tests.taps.trainings import TRAININGS, batches
-from traindiff.kernels import summarise
-from traindiff.recording import open_recording
-from traindiff.shards import Shard
-from traindiff.summary import add
-from traindiff.taps import sparse_gradients
+from traindiff.core.kernels import summarise
+from traindiff.core.shards import Shard
+from traindiff.core.summary import add
+from traindiff.observe.torch.hooks import optimizer_step as sparse_gradients
+from traindiff.storage import open_recording
 
 PARAMETERS = ["0.weight", "0.bias", "2.weight", "2.bias"]
 

@@ -17,8 +17,8 @@ from tests.taps.reading import rows
 from tests.taps.seen_by_modes import MODES, Functions, Operators
 from tests.taps.test_undisturbed import assert_bitwise_equal
 from tests.taps.trainings import TRAININGS, Observe
+from traindiff.core.tap_registry import OBSERVABLE
 from traindiff.errors import NonFiniteError
-from traindiff.tap_registry import OBSERVABLE
 
 
 @pytest.mark.parametrize("name", TRAININGS)

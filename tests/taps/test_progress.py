@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from traindiff.taps.batch import Batch
-from traindiff.taps.progress import Progress
+from traindiff.observe.common.progress import Batch, Progress
 
 BATCH = Batch(size=4, lengths=frozenset({4}))
 SMALL = Batch(size=2, lengths=frozenset({2}))

@@ -26,8 +26,8 @@ import traindiff
 from tests.taps.models import WithTable, mlp
 from tests.taps.reading import rows
 from tests.taps.trainings import TRAININGS, batches
-from traindiff.tap_registry import OBSERVABLE
-from traindiff.taps import backward_calls, inspect
+from traindiff.core.tap_registry import OBSERVABLE
+from traindiff.observe.torch.hooks import backward_calls, inspect
 
 BACKWARD = torch.autograd.backward
 
@@ -177,7 +177,7 @@ def test_failing_to_write_the_rank_file_leaves_no_hooks(tmp_path: Path, monkeypa
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("traindiff.recording.RecordingWriter.write_rank", full)
+    monkeypatch.setattr("traindiff.storage.RecordingWriter.write_rank", full)
     with pytest.warns(traindiff.TraindiffWarning, match="No space left"):
         traindiff.record(tmp_path / "run", model, optimizer).close()
 

@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW
 
 import traindiff
 from tests.taps.models import mlp
-from traindiff.tap_registry import OBSERVABLE
+from traindiff.core.tap_registry import OBSERVABLE
 
 
 class WithState(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import traindiff
 from tests.taps.reading import rows
-from traindiff.observation import OPERATOR_STAGES
+from traindiff.core.observation import OPERATOR_STAGES
 
 Observed = dict[tuple[int, str, str, str, int], tuple[int, str]]
 

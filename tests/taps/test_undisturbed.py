@@ -12,7 +12,7 @@ from torch import Tensor
 import traindiff
 from tests.taps.reading import rows
 from tests.taps.trainings import TRAININGS, Outcome
-from traindiff.tap_registry import OBSERVABLE
+from traindiff.core.tap_registry import OBSERVABLE
 
 
 def bits(tensor: Tensor) -> bytes:

@@ -9,8 +9,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from traindiff.core.untrusted import Folder
 from traindiff.errors import CorruptRecordingError
-from traindiff.untrusted import Folder
 
 pytestmark = pytest.mark.timeout(20)
 

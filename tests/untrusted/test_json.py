@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traindiff.errors import CorruptRecordingError
-from traindiff.untrusted import (
+from traindiff.core.untrusted import (
     FLAG,
     NUMBER,
     TEXT,
@@ -28,6 +27,7 @@ from traindiff.untrusted import (
     shaped,
     whole,
 )
+from traindiff.errors import CorruptRecordingError
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(),

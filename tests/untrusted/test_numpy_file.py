@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traindiff.untrusted.numpy_file import booleans
+from traindiff.compat.msprobe.importing import booleans
 
 
 def saved(array: np.ndarray) -> bytes:

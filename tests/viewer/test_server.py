@@ -22,10 +22,10 @@ import pytest
 from tests.made_up import FC, record, scaled
 from tests.recording.hostile import change_columns
 from tests.report.hostile import hostile
-from traindiff.recording import open_recording
-from traindiff.recording.tensor_files import tensor_file
-from traindiff.viewer import Viewer, pages
-from traindiff.viewer import server as served
+from traindiff.present.viewer import Viewer, pages
+from traindiff.present.viewer import server as served
+from traindiff.storage import open_recording
+from traindiff.storage.tensor_files import tensor_file
 
 
 @pytest.fixture
@@ -330,7 +330,7 @@ def test_a_request_that_is_too_large_is_not_read(viewer: Viewer, ask: Ask, size:
 def test_it_ends_at_once_while_clients_and_pages_are_waited_for(tmp_path: Path) -> None:
     record(tmp_path / "run")
     code = (
-        "import threading, time; from pathlib import Path; from traindiff.viewer import Viewer, pages\n"
+        "import threading, time; from pathlib import Path; from traindiff.present.viewer import Viewer, pages\n"
         f"pages.START = {SLOW!r}\n"
         "from traindiff.cli.app import app; import traindiff.cli.commands\n"
         f"app(['view', {str(tmp_path)!r}, '--port', '0'])\n"

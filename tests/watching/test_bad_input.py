@@ -162,7 +162,7 @@ def test_a_disk_that_is_full_costs_the_tensors_and_nothing_else(
     def full(*_: Any, **__: Any) -> None:
         raise SafetensorError("Error while serializing: No space left on device (os error 28)")
 
-    monkeypatch.setattr("traindiff.watching.saving.save_file", full)
+    monkeypatch.setattr("traindiff.observe.torch.nonfinite.saved_call.save_file", full)
     unsaved = pytest.warns(traindiff.TraindiffWarning, match="the tensors could not be saved: .* No space left")
     with unsaved, pytest.raises(traindiff.NonFiniteError, match="scale output") as caught:
         train(breaks=_breaks, output=tmp_path)
@@ -184,7 +184,7 @@ def test_a_fault_of_the_watch_itself_says_what_is_no_longer_watched(monkeypatch:
     def fails(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("on purpose")
 
-    monkeypatch.setattr("traindiff.watching.module_calls.ModuleCalls._add_lines", fails)
+    monkeypatch.setattr("traindiff.observe.torch.nonfinite.module_calls.ModuleCalls._add_lines", fails)
     with pytest.warns(
         traindiff.TraindiffWarning,
         match=r"A part of watch\(\.\.\.\) \(module_calls\) failed and watches nothing more: ZeroDivisionError: on purp",

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import traindiff
 from tests.watching.trainings import WIDTH, Net
-from traindiff.sessions.record import STANDARD_SETTINGS
-from traindiff.sessions.targets import find_targets
-from traindiff.settings import record_settings
-from traindiff.watching.reading import Reader
-from traindiff.watching.settings import watch_settings
-from traindiff.watching.watch import _OBSERVE
-from traindiff.watching.watcher import Watcher
+from traindiff.core.settings import record_settings
+from traindiff.observe.torch.nonfinite.reading import Reader
+from traindiff.observe.torch.nonfinite.settings import watch_settings
+from traindiff.observe.torch.nonfinite.watch import _OBSERVE
+from traindiff.observe.torch.nonfinite.watcher import Watcher
+from traindiff.observe.torch.session.record import STANDARD_SETTINGS
+from traindiff.observe.torch.session.targets import find_targets
 
 SETTINGS: dict[str, Any] = {
     "frames": 21, "trace": (), "abort_after": None, "on_detect": "raise", "output": None, "masks": (), "warn": (),

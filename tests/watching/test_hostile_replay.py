@@ -20,11 +20,11 @@ from tests.watching.test_replay import Mlp, saved
 from tests.watching.trainings import WIDTH
 from traindiff.cli.commands import app
 from traindiff.errors import CorruptRecordingError, NotARecordingError, RecordingError, TraindiffError
-from traindiff.watching.allowed_operators import ALLOWED, RefusedOperatorError, allowed_operator, check
-from traindiff.watching.contained import REPORT, replay_contained
-from traindiff.watching.operations import Operation
-from traindiff.watching.replaying import replay
-from traindiff.watching.saved_call import load_call
+from traindiff.observe.torch.nonfinite.allowed_operators import ALLOWED, RefusedOperatorError, allowed_operator, check
+from traindiff.observe.torch.nonfinite.contained import REPORT, replay_contained
+from traindiff.observe.torch.nonfinite.operations import Operation
+from traindiff.observe.torch.nonfinite.replaying import replay
+from traindiff.observe.torch.nonfinite.saved_call import load_call
 
 TENSOR = {"tensor": 0}
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.watching.layers import Layer, layers
-from traindiff.watching.calls import within
-from traindiff.watching.capturing import CapturedCall, capture
-from traindiff.watching.rerunning import rerun
+from traindiff.observe.torch.nonfinite.calls import within
+from traindiff.observe.torch.nonfinite.capturing import CapturedCall, capture
+from traindiff.observe.torch.nonfinite.rerunning import rerun
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of defaults that are to change
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.engines.deepspeed_training import NEEDS_DEEPSPEED
+from tests.on_ranks import RanksError, run_on_ranks
 from tests.watching.on_ranks import train, train_engine
-from traindiff.sessions.ranks import RanksError, run_on_ranks
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 import traindiff
 from tests.watching.trainings import WIDTH, Steep, train
 from traindiff.cli.commands import app
-from traindiff.watching.capturing import capture
-from traindiff.watching.operations import NotWritableError
-from traindiff.watching.replaying import Replay, replay
-from traindiff.watching.rerunning import rerun
+from traindiff.observe.torch.nonfinite.capturing import capture
+from traindiff.observe.torch.nonfinite.operations import NotWritableError
+from traindiff.observe.torch.nonfinite.replaying import Replay, replay
+from traindiff.observe.torch.nonfinite.rerunning import rerun
 
 
 def saved(model: nn.Module, *args: Any, directory: Path, backward: bool = False, **settings: Any) -> Path:

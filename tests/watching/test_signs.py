@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import traindiff
 from tests.watching.trainings import WIDTH, Scale, train
-from traindiff.watching.signs import EVERY
+from traindiff.observe.torch.nonfinite.signs import EVERY
 
 
 class Wide(nn.Module):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.watching.test_replay import saved
-from traindiff.kernels.extent import extent
-from traindiff.watching.replaying import Replay, replay
+from traindiff.core.kernels.extent import extent
+from traindiff.observe.torch.nonfinite.replaying import Replay, replay
 
 CAUSAL = torch.ones(5, 5).triu(1).bool()
 FULL = torch.full((2, 5, 4), 500.0)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from traindiff._version import __version__
 from traindiff.errors import TraindiffError
-from traindiff.report.formats import FORMATS, writer
+from traindiff.present.data.formats import FORMATS, writer
 
 UNUSABLE = 2
 """Exit code for input or settings that cannot be used."""
@@ -122,6 +122,6 @@ def main() -> None:
     else:
         return
     # Out here, so that what the script raises is its own: not in the context of anything, and handled by nobody.
-    from traindiff.running.run import run_recorded
+    from traindiff.run.script.run import run_recorded
 
     run_recorded(**settings)

@@ -13,8 +13,8 @@ from traindiff.cli.report import HtmlOption, check_writable, write_page
 
 def _list_rules(wanted: bool) -> None:  # noqa: FBT001  the shape of typer's callbacks
     if wanted:
-        from traindiff.health import RULES
-        from traindiff.report.rules import print_rules
+        from traindiff.analyse.check import RULES
+        from traindiff.present.text.recording import print_rules
 
         print_rules(results, RULES)
         raise typer.Exit
@@ -43,8 +43,8 @@ def check(
     Exits with 0 if the run is healthy, warnings or not, 1 if it is not, 2 if the input cannot be used, and 3 if a
     part of the run was not recorded: it was killed or aborted, no optimizer has stepped, or a rank is missing.
     """
-    from traindiff.health import check as check_recording
-    from traindiff.report.check import print_check
+    from traindiff.analyse.check import check as check_recording
+    from traindiff.present.text.recording import print_check
 
     if html is not None:
         check_writable(html)

@@ -2,18 +2,80 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.comparison_options import NoiseOption, RenameOption
-from traindiff.cli.comparison_table import TableOption, checked_table, print_table
-from traindiff.cli.report import HtmlOption, check_writable, write_page
+from traindiff.cli.report import HtmlOption, NoiseOption, RenameOption, check_writable, write_page
+from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from traindiff.comparison import Comparison
+    from traindiff.analyse.compare import Comparison
+    from traindiff.core.steps import StepSelection
+
+
+TableOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STEPS|first",
+        help="Print every site of these steps in execution order, both runs side by side, in place of the largest "
+        "differences; first is the step of the first divergence. With --format csv, too.",
+    ),
+]
+"""The option of commands that compare two runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenTable:
+    """Which steps the table has; None for that of the first divergence."""
+
+    steps: StepSelection | None
+
+
+def checked_table(text: str, *, form: str) -> ChosenTable:
+    """What `--table` asks for.
+
+    Args:
+        text: As it was written.
+        form: The format of the result.
+
+    Raises:
+        ConfigError: It is no steps, or the format has no table.
+    """
+    from traindiff.present.data.step_rows import parse_table
+
+    if form not in ("text", "csv"):
+        fix = "Leave out one of the two; --format csv has the table for programs."
+        problem = Problem(where=f"--table {text}", what=f"is no part of --format {form}.", fix=fix)
+        raise ConfigError("compare", [problem], consequence="nothing was compared")
+    return ChosenTable(steps=parse_table(text))
+
+
+def print_table(result: Comparison, chosen: ChosenTable, *, form: str) -> None:
+    """Print the verdict and the table; as comma-separated values the table alone.
+
+    Args:
+        result: With a history.
+        chosen: Which steps.
+        form: `text` or `csv`.
+
+    Raises:
+        ConfigError: There are no such steps.
+    """
+    from traindiff.present.data.step_rows import print_rows, step_rows, write_rows
+    from traindiff.present.text.comparison import print_comparison
+
+    assert result.history is not None
+    rows = step_rows(result, result.history, chosen.steps)
+    if form == "csv":
+        write_rows(sys.stdout, rows)
+        return
+    print_comparison(results, result, top=0)
+    print_rows(results, rows)
 
 
 @app.command()
@@ -47,9 +109,9 @@ def compare(
     Exits with 0 if the runs are identical or equivalent, 1 if they diverged, 2 if the input cannot be
     used, and 3 if they are misaligned or could only be compared in part.
     """
-    from traindiff.comparison import compare as compare_recordings
-    from traindiff.report.direction_pictures import check_available
-    from traindiff.report.terminal import print_comparison
+    from traindiff.analyse.compare import compare as compare_recordings
+    from traindiff.present.direction_pictures import check_available
+    from traindiff.present.text.comparison import print_comparison
 
     chosen = None if table is None else checked_table(table, form="json" if as_json else form)
     if html is not None:
@@ -82,7 +144,7 @@ def compare(
 
 def _draw(result: Comparison, directory: Path) -> None:
     from traindiff.errors import ConfigError, Problem
-    from traindiff.report.direction_pictures import draw
+    from traindiff.present.direction_pictures import draw
 
     if result.directions is None or not result.directions.parameters:
         problem = Problem(

@@ -33,10 +33,10 @@ def demo(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
     from rich.table import Table
 
-    from traindiff.comparison import compare
-    from traindiff.demo.faults import DEFAULT, FAULTS, find_fault
-    from traindiff.demo.training import train
-    from traindiff.report.terminal import print_verdict
+    from traindiff.analyse.compare import compare
+    from traindiff.present.text.comparison import print_verdict
+    from traindiff.run.demo.faults import DEFAULT, FAULTS, find_fault
+    from traindiff.run.demo.training import train
 
     if show_list:
         table = Table("fault", "what goes wrong", box=None, pad_edge=False)

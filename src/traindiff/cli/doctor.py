@@ -31,11 +31,11 @@ def doctor(
     The training is run with and without a recording, eagerly and compiled, and compared bit by bit. Exits
     with 0 if no check failed, 1 if one did, and 2 if RECIPE cannot be used.
     """
-    from traindiff.doctor.checks import Check, Plan, run_checks
-    from traindiff.doctor.subject import built_in, check_backend, try_out
-    from traindiff.recipes.loading import load_recipe
-    from traindiff.report.doctor import SelfTest, print_self_test
-    from traindiff.sessions.environment import describe
+    from traindiff.observe.torch.session.environment import describe
+    from traindiff.present.text.doctor import SelfTest, print_self_test
+    from traindiff.run.doctor.checks import Check, Plan, run_checks
+    from traindiff.run.doctor.training import built_in, check_backend, try_out
+    from traindiff.run.verify.recipe import load_recipe
 
     training = load_recipe(recipe, asked_by="doctor") if recipe else built_in
     try_out(training)

@@ -9,6 +9,43 @@ import typer
 
 from traindiff.cli.app import app, messages, says_what_is_wrong
 
+tools = typer.Typer(no_args_is_help=True, help="Make a recording of what another tool has written.")
+app.add_typer(tools, name="import")
+
+
+@tools.callback()
+def _importing() -> None:
+    """Make a recording of what another tool has written."""
+
+
+@tools.command("msprobe")
+@says_what_is_wrong
+def import_msprobe(
+    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The monitor's dump_path.")],
+    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to make.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is there.")] = False,
+) -> None:
+    """Make a recording of what msprobe's gradient monitor has written: directions, extremes and norms."""
+    from traindiff.compat.msprobe.importing import import_gradients
+
+    count = import_gradients(directory, recording, overwrite=overwrite)
+    messages.print(f"traindiff: wrote {count} gradients to {recording}", markup=False, soft_wrap=True)
+
+
+@tools.command("onnxruntime")
+@says_what_is_wrong
+def import_onnxruntime(
+    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The subscriber's output_dir.")],
+    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to make.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is there.")] = False,
+) -> None:
+    """Make a recording of what ONNX Runtime's StatisticsSubscriber has written: the first elements of activations."""
+    from traindiff.compat.onnxruntime.importing import import_statistics
+
+    count = import_statistics(directory, recording, overwrite=overwrite)
+    messages.print(f"traindiff: wrote {count} tensors to {recording}", markup=False, soft_wrap=True)
+
+
 MSPROBE = "msprobe"
 """The tool that reads gradients, and no scalars."""
 
@@ -35,15 +72,14 @@ def export(
     For msprobe it is the gradients, as its gradient monitor writes them: tables, and directions if there are signs.
     Ranks are merged. Nothing is sent: `tensorboard --logdir` reads what is written, and `wandb sync` sends it.
     """
+    from traindiff.core.steps import StepSelection, parse_steps
     from traindiff.errors import ConfigError
-    from traindiff.recording import open_recording
-    from traindiff.report.exports import exporter
-    from traindiff.report.scalars import Wanted, check_phases, scalars
-    from traindiff.steps import StepSelection, parse_steps
+    from traindiff.present.data.exports import Wanted, check_phases, exporter, scalars
+    from traindiff.storage import open_recording
 
     output = directory or output
     if tool == MSPROBE:
-        from traindiff.interop.msprobe.exporting import export_gradients
+        from traindiff.compat.msprobe.exporting import export_gradients
 
         count = export_gradients(open_recording(recording), str(output), overwrite=overwrite)
         messages.print(f"traindiff: wrote {count} gradients to {output}", markup=False, soft_wrap=True)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from traindiff.cli.app import JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.present_ranks import on_rank_0
 from traindiff.cli.setup_options import (
     AccumulationOption,
     BaselineEngineOption,
@@ -22,12 +21,13 @@ from traindiff.cli.setup_options import (
     NprocOption,
     OffloadOption,
     OptimizerOption,
+    OtherSpellings,
     ZeroStageOption,
+    on_rank_0,
 )
-from traindiff.cli.spellings import OtherSpellings
 
 if TYPE_CHECKING:
-    from traindiff.comparison.investigation import Stage
+    from traindiff.analyse.compare.investigation import Stage
 
 
 @app.command(cls=OtherSpellings, short_help="Ask everything of two trainings, down to the operator.")
@@ -83,14 +83,13 @@ def investigate(
     noise, does that remain without dropout, with deterministic algorithms, on one thread; which step is the first that
     differs, which site, which modules are wrong alone, which operator inside them. Exits like traindiff verify.
     """
-    from traindiff.cli.progress import run_progress
-    from traindiff.launching.present_ranks import PresentRanks
-    from traindiff.recipes.asked import Asked
-    from traindiff.recipes.asked_setup import AskedSetup, candidate_setup, trusted_setup
-    from traindiff.recipes.investigate import Investigating
-    from traindiff.recipes.questioned import Question
-    from traindiff.recipes.runs import REPLICAS
-    from traindiff.report.investigation import print_conclusion, print_heading, print_stage
+    from traindiff.cli.setup_options import run_progress
+    from traindiff.present.text.verification import print_conclusion, print_heading, print_stage
+    from traindiff.run.processes.present_ranks import PresentRanks
+    from traindiff.run.verify.asked import Asked, AskedSetup, candidate_setup, trusted_setup
+    from traindiff.run.verify.investigate import Investigating
+    from traindiff.run.verify.runs import REPLICAS
+    from traindiff.run.verify.trusted import Question
 
     given = AskedSetup(
         engine=engine, baseline_engine=baseline_engine, nproc=nproc, zero_stage=zero_stage,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
-from traindiff.watching.contained import GIB, SECONDS, replay_contained
+from traindiff.observe.torch.nonfinite.contained import GIB, SECONDS, replay_contained
 
 
 @app.command(short_help="Run again a module that made NaN or infinity, in longer dtypes.")

@@ -8,11 +8,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from traindiff.cli.app import app, messages, says_what_is_wrong
-from traindiff.cli.comparison_options import NoiseOption, RenameOption
 
 if TYPE_CHECKING:
-    from traindiff.comparison import Comparison
-    from traindiff.health import Verdict
+    from traindiff.analyse.check import Verdict
+    from traindiff.analyse.compare import Comparison
+
+
+NoiseOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="RECORDING",
+        help="Recording of a replica of the baseline, or of the baseline run again, to measure floors from. "
+        "Repeatable.",
+    ),
+]
+RenameOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN=REPLACEMENT",
+        help="Regular expression that turns the candidate's paths into the baseline's. Repeatable.",
+    ),
+]
 
 
 HtmlOption = Annotated[
@@ -42,13 +58,13 @@ def report(
     Of two recordings it shows how they compare, of one what `traindiff check` says of it. Exits with 0 when the file is
     written, whatever the verdict, and with 2 if the input cannot be used.
     """
-    from traindiff.comparison import compare
+    from traindiff.analyse.check import check
+    from traindiff.analyse.compare import compare
     from traindiff.errors import ConfigError, Problem
-    from traindiff.health import check
 
     check_writable(output)
     if png is not None:
-        from traindiff.report.pictures import check_directory, write_pictures
+        from traindiff.present.pictures import check_directory, write_pictures
 
         check_directory(png)
     result: Comparison | Verdict
@@ -105,7 +121,7 @@ def write_page(result: Comparison | Verdict, output: Path) -> None:
         result: Of `compare` or `check`.
         output: The file.
     """
-    from traindiff.report.page import page_of, write
+    from traindiff.present.page import page_of, write
 
     page = page_of(result)
     with output.open("w", encoding="utf-8", errors="replace") as file:  # a path may be no UTF-8

@@ -70,9 +70,9 @@ def run(
     Everything after SCRIPT is its own. Models and optimizers are found when the training calls them (docs/run.md).
     Exits as the script does, and with 2 if the settings cannot be used.
     """
-    from traindiff.running.run import check_room, of_this_start
-    from traindiff.running.script import Script
-    from traindiff.settings import record_settings
+    from traindiff.core.settings import record_settings
+    from traindiff.run.script.run import check_room, of_this_start
+    from traindiff.run.script.script import Script
 
     try:
         settings = record_settings(

@@ -41,11 +41,11 @@ def show(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write.")] = None,
 ) -> None:
     """List a recording's steps, sites and their numbers."""
+    from traindiff.core.steps import StepSelection, parse_steps
     from traindiff.errors import ConfigError, Problem
-    from traindiff.recording import open_recording
-    from traindiff.report import observations as table
-    from traindiff.report.recording import print_head, print_rows
-    from traindiff.steps import StepSelection, parse_steps
+    from traindiff.present.data import observations as table
+    from traindiff.present.text.recording import print_head, print_rows
+    from traindiff.storage import open_recording
 
     form = Format.JSON if as_json else form
     phases = tuple(phase or ())

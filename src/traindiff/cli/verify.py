@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.present_ranks import on_rank_0
 from traindiff.cli.setup_options import (
     AccumulationOption,
     BaselineEngineOption,
@@ -23,10 +22,11 @@ from traindiff.cli.setup_options import (
     NprocOption,
     OffloadOption,
     OptimizerOption,
+    OtherSpellings,
     VerboseLoggingOption,
     ZeroStageOption,
+    on_rank_0,
 )
-from traindiff.cli.spellings import OtherSpellings
 
 
 class PinWhen(StrEnum):
@@ -47,7 +47,7 @@ def verify(
             help="The trusted training: FILE.py:FUNCTION or MODULE:FUNCTION that returns a traindiff.Training. "
             "The demo's GPT if left out.",
         ),
-    ] = "traindiff.demo.recipes:gpt",
+    ] = "traindiff.run.demo.recipes:gpt",
     candidate: Annotated[
         str, typer.Option(metavar="RECIPE", help="The training in question. The same again if left out.")
     ] = "",
@@ -117,17 +117,14 @@ def verify(
     rounding. Where the runs diverge, the step is run again with every tensor forced to the baseline's, which
     names each operation that is wrong by itself. Exits like traindiff compare.
     """
-    from traindiff.cli.progress import run_progress
-    from traindiff.launching.present_ranks import PresentRanks
-    from traindiff.recipes.asked import Asked
-    from traindiff.recipes.asked_setup import AskedSetup, candidate_setup, trusted_setup
-    from traindiff.recipes.grid import read_grid
-    from traindiff.recipes.matrix import verify_matrix
-    from traindiff.recipes.questioned import Question
-    from traindiff.recipes.runs import REPLICAS
-    from traindiff.recipes.verify import answered
-    from traindiff.report.matrix import print_matrix
-    from traindiff.report.verification import print_verification
+    from traindiff.cli.setup_options import run_progress
+    from traindiff.present.text.verification import print_matrix, print_verification
+    from traindiff.run.processes.present_ranks import PresentRanks
+    from traindiff.run.verify.asked import Asked, AskedSetup, candidate_setup, trusted_setup
+    from traindiff.run.verify.matrix import read_grid, verify_matrix
+    from traindiff.run.verify.runs import REPLICAS
+    from traindiff.run.verify.trusted import Question
+    from traindiff.run.verify.verify import answered
 
     given = AskedSetup(
         engine=engine, baseline_engine=baseline_engine, nproc=nproc, zero_stage=zero_stage,

@@ -23,7 +23,7 @@ def view(
     directory is read.
     """
     from traindiff.errors import ConfigError, Problem
-    from traindiff.viewer import Viewer
+    from traindiff.present.viewer import Viewer
 
     if not directory.is_dir():
         what = "is not a directory." if directory.exists() else "does not exist."

@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from traindiff.core.kernels.extent import Extent, extent, stored_values
 from traindiff.errors import NonFiniteError, StoppedError, UnsupportedTensorError
-from traindiff.kernels.extent import Extent, extent, stored_values
-from traindiff.watching.calls import within
-from traindiff.watching.frames import HEAD
+from traindiff.observe.torch.nonfinite.calls import within
+from traindiff.observe.torch.nonfinite.frames import HEAD
 
 _PREFIX = " " * 17
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from traindiff.sessions.live_modules import called_of, outermost_around, trained_parts
-from traindiff.sessions.record import STANDARD_SETTINGS, recorder_of
-from traindiff.sessions.recorder import Recorder
-from traindiff.sessions.targets import find_targets
-from traindiff.settings import check_names, record_settings, recording_path
+from traindiff.core.settings import check_names, record_settings, recording_path
+from traindiff.observe.torch.session.live_modules import called_of, outermost_around, trained_parts
+from traindiff.observe.torch.session.record import STANDARD_SETTINGS, recorder_of
+from traindiff.observe.torch.session.recorder import Recorder
+from traindiff.observe.torch.session.targets import find_targets
 
 
 class TrainerRecording:

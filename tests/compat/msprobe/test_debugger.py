@@ -17,7 +17,7 @@ from torch import nn
 import traindiff
 from tests.compat.msprobe.monitoring import Small, configuration, directions, monitored, small, table, tables, train
 from traindiff.compat.msprobe import PrecisionDebugger
-from traindiff.recording.names import file_name
+from traindiff.storage.location import file_name
 
 
 def test_each_level_has_its_columns_and_directions(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_names_in_param_list_are_no_patterns(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_files_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from traindiff.interop.msprobe import step_files
+    from traindiff.compat.msprobe import live_files as step_files
 
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")

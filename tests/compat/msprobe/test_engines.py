@@ -24,9 +24,9 @@ from tests.engines.deepspeed_training import (
 from tests.engines.test_data_parallel import fully_sharded, in_ddp
 from tests.engines.test_fsdp1 import sharded
 from tests.engines.training import BATCH, LENGTH, VOCABULARY, Model, adamw, rank_and_size
+from tests.on_ranks import run_on_ranks
 from traindiff.compat.msprobe import PrecisionDebugger
-from traindiff.interop.msprobe.exporting import export_gradients
-from traindiff.sessions.ranks import run_on_ranks
+from traindiff.compat.msprobe.exporting import export_gradients
 
 NAMES = {name for name, _ in Model().named_parameters()}
 

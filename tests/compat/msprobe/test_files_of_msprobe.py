@@ -17,10 +17,9 @@ import pytest
 import traindiff
 from tests.cli.test_json_schemas import assert_fits
 from tests.compat.msprobe.monitoring import monitored
-from traindiff.compat.msprobe import GradComparator
-from traindiff.interop.msprobe import tables
-from traindiff.interop.msprobe.exporting import export_gradients
-from traindiff.interop.msprobe.importing import import_gradients
+from traindiff.compat.msprobe import GradComparator, tables
+from traindiff.compat.msprobe.exporting import export_gradients
+from traindiff.compat.msprobe.importing import import_gradients
 
 WRITTEN = Path(__file__).parent / "written_by_8_3_3"
 FIRST, SECOND = WRITTEN / "first", WRITTEN / "second"

@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.interop.onnxruntime.test_statistics import WRITTEN
+from traindiff.analyse.compare import compare
 from traindiff.cli.commands import app
-from traindiff.comparison import compare
+from traindiff.compat.onnxruntime.importing import KEPT_NO_MORE, import_statistics
+from traindiff.compat.onnxruntime.statistics import ORDER, call_of
 from traindiff.errors import ConfigError, NotARecordingError
-from traindiff.interop.onnxruntime.importing import KEPT_NO_MORE, import_statistics
-from traindiff.interop.onnxruntime.layout import ORDER, call_of
-from traindiff.recording import open_recording
+from traindiff.storage import open_recording
 
 
 def test_a_directory_of_onnx_runtime_becomes_a_recording(tmp_path: Path) -> None:

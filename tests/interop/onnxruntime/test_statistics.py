@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from traindiff.compat.onnxruntime.statistics import (
+    ORDER,
+    call_of,
+    called,
+    dump,
+    load,
+    ranks_in,
+    statistics_file,
+    steps_in,
+)
 from traindiff.errors import NotARecordingError
-from traindiff.interop.onnxruntime.layout import ORDER, call_of, called, ranks_in, statistics_file, steps_in
-from traindiff.interop.onnxruntime.statistics import dump, load
 
 WRITTEN = Path(__file__).parent / "written_by_1_19"
 """By ONNX Runtime's StatisticsSubscriber 1.19.2, for two steps of a Sequential of Linear, ReLU and Linear."""

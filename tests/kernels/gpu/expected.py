@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from tests.kernels.rounding import assert_equal_up_to_rounding
-from traindiff.kernels import reference, torch_arrays
-from traindiff.kernels.gpu.rows import DeviceRows
-from traindiff.shards import Shard
+from traindiff.core.kernels import reference, torch_arrays
+from traindiff.core.kernels.gpu.rows import DeviceRows
+from traindiff.core.shards import Shard
 
 
 def expected_summary(tensor: torch.Tensor, shard: Shard) -> Any:

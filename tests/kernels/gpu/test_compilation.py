@@ -11,8 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from traindiff.kernels.gpu import launch
-from traindiff.kernels.gpu.dtypes import DTYPES
+from traindiff.core.kernels.gpu import launch
+from traindiff.core.kernels.gpu.layout import DTYPES
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled in the interpreter"

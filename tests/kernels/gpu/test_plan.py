@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from traindiff.kernels.gpu.layout import ADD_FLOATS, ADD_INTEGERS, MAXIMUM, MINIMUM, WORDS, first_word, merging
-from traindiff.kernels.gpu.plan import MOST_PARTS, plan
-from traindiff.shards import Shard
+from traindiff.core.kernels.gpu.layout import ADD_FLOATS, ADD_INTEGERS, MAXIMUM, MINIMUM, WORDS, first_word, merging
+from traindiff.core.kernels.gpu.plan import MOST_PARTS, plan
+from traindiff.core.shards import Shard
 
 
 def test_a_small_tensor_is_one_program_that_needs_no_merging() -> None:

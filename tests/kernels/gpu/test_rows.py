@@ -10,11 +10,12 @@ import torch
 
 from tests.kernels.gpu.expected import expected_summary
 from tests.kernels.rounding import assert_equal_up_to_rounding
-from traindiff import summary
-from traindiff.kernels.gpu import launch, reading
-from traindiff.kernels.gpu.layout import WORDS
-from traindiff.kernels.gpu.rows import DeviceRows
-from traindiff.shards import Shard
+from traindiff.core import summary
+from traindiff.core.kernels.gpu import launch
+from traindiff.core.kernels.gpu import table as reading
+from traindiff.core.kernels.gpu.layout import WORDS
+from traindiff.core.kernels.gpu.rows import DeviceRows
+from traindiff.core.shards import Shard
 
 
 def numbers(*shapes: tuple[int, ...], device: torch.device, seed: int = 0) -> list[torch.Tensor]:

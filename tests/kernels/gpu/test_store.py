@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import traindiff
-from traindiff.kernels import summarise
-from traindiff.kernels.registry import PUT_OFF
-from traindiff.kernels.store import Deferred, SummaryStore, resolved
-from traindiff.sessions import observations
-from traindiff.shards import Shard
+from traindiff.core.kernels import summarise
+from traindiff.core.kernels.registry import PUT_OFF
+from traindiff.core.kernels.store import Deferred, SummaryStore, resolved
+from traindiff.core.shards import Shard
+from traindiff.observe.torch.session import observations
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.kernels.gpu.expected import actual_summary, assert_matches_the_reference, expected_summary
 from tests.kernels.rounding import assert_equal_up_to_rounding
 from tests.kernels.tensors import Case, cases, from_bits
-from traindiff import summary
-from traindiff.kernels.gpu.dtypes import DTYPES
-from traindiff.shards import Shard
+from traindiff.core import summary
+from traindiff.core.kernels.gpu.layout import DTYPES
+from traindiff.core.shards import Shard
 
 NAMES = sorted(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 HASHED = tuple(name for name in NAMES if name not in ("uint16", "uint32"))  # those that the strategies know

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.recording.samples import RUN, observation, step, summaries
-from traindiff.recording import RecordingWriter
-from traindiff.recording.manifest import FORMAT_VERSION
-from traindiff.shards import Shard
+from traindiff.core.shards import Shard
+from traindiff.storage import RecordingWriter
+from traindiff.storage.manifest import FORMAT_VERSION
 
 
 def make(path: Path) -> None:

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from traindiff.demo.model import ModelSize, build_model
+from traindiff.run.demo.model import ModelSize, build_model
 
 torch.manual_seed(7)
 model = build_model(ModelSize(num_layers=2, num_heads=2, width=32, context=16), seed=1)

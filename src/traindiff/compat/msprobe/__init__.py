@@ -5,6 +5,8 @@ from traindiff.compat.msprobe import GradComparator, PrecisionDebugger
 Importing it imports no framework; comparing needs none.
 """
 
+from __future__ import annotations
+
 from traindiff.compat.msprobe.comparator import GradComparator
 from traindiff.compat.msprobe.debugger import PrecisionDebugger
 

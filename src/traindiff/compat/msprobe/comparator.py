@@ -9,13 +9,11 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from traindiff.csv_cells import defused
-from traindiff.directions import Agreement, Similarities
-from traindiff.errors import ConfigError, Problem, TraindiffWarning
-from traindiff.findings.sentences import more_text
-from traindiff.interop.msprobe import tables
-from traindiff.interop.msprobe.importing import read_directions
-from traindiff.interop.msprobe.layout import (
+from traindiff.analyse.findings import more_text
+from traindiff.analyse.signs import Agreement, Similarities
+from traindiff.compat.msprobe import tables
+from traindiff.compat.msprobe.importing import read_directions
+from traindiff.compat.msprobe.layout import (
     content,
     direction_file,
     direction_steps_in,
@@ -24,8 +22,10 @@ from traindiff.interop.msprobe.layout import (
     ranks_in,
     summaries_in,
 )
-from traindiff.report.direction_pictures import check_available, draw
-from traindiff.site import canonical_paths
+from traindiff.core.site import canonical_paths
+from traindiff.errors import ConfigError, Problem, TraindiffWarning
+from traindiff.present.data.csv_rows import defused
+from traindiff.present.direction_pictures import check_available, draw
 
 SUMMARY = "summary"
 """Last row of the table: all parameters together."""

@@ -12,14 +12,14 @@ from traindiff.compat.msprobe.configuration import read_configuration
 from traindiff.compat.msprobe.live_files import LiveFiles
 from traindiff.compat.msprobe.session import recording_of
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, type_of
-from traindiff.framework import is_of
+from traindiff.observe.common.containers import is_of
 
 if TYPE_CHECKING:
     from mindspore import nn as mindspore_nn
     from torch import nn as torch_nn
 
-    from traindiff.mindspore.recorder import Recorder as MindSporeRecorder
-    from traindiff.sessions.recorder import Recorder as TorchRecorder
+    from traindiff.observe.mindspore.recorder import Recorder as MindSporeRecorder
+    from traindiff.observe.torch.session.recorder import Recorder as TorchRecorder
 
 
 class PrecisionDebugger:

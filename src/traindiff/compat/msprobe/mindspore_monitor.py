@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from traindiff.compat.msprobe.configuration import Configuration
 from traindiff.compat.msprobe.live_files import LiveFiles
-from traindiff.compat.msprobe.monitored_parameters import check_parameters, check_ranks
-from traindiff.compat.msprobe.session import open_files, recording_of, recording_settings
+from traindiff.compat.msprobe.session import check_parameters, check_ranks, open_files, recording_of, recording_settings
 
 if TYPE_CHECKING:
-    from traindiff.mindspore.recorder import Recorder
+    from traindiff.observe.mindspore.recorder import Recorder
 
 
 def attach(configuration: Configuration, optimizer: Any) -> tuple[Recorder, LiveFiles | None]:
@@ -19,11 +18,11 @@ def attach(configuration: Configuration, optimizer: Any) -> tuple[Recorder, Live
     Raises:
         ConfigError: See `PrecisionDebugger.monitor`.
     """
-    from traindiff.mindspore.process_rank import rank_and_world_size
-    from traindiff.mindspore.record import STANDARD_SETTINGS
-    from traindiff.mindspore.recorder import Recorder
-    from traindiff.mindspore.targets import find_targets
-    from traindiff.settings import record_settings
+    from traindiff.core.settings import record_settings
+    from traindiff.observe.mindspore.environment import rank_and_world_size
+    from traindiff.observe.mindspore.record import STANDARD_SETTINGS
+    from traindiff.observe.mindspore.recorder import Recorder
+    from traindiff.observe.mindspore.targets import find_targets
 
     rank, world_size = rank_and_world_size()
     check_ranks(configuration, world_size)

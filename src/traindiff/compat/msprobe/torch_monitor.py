@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 from traindiff.compat.msprobe.configuration import Configuration
 from traindiff.compat.msprobe.live_files import LiveFiles
-from traindiff.compat.msprobe.monitored_parameters import check_parameters, check_ranks
-from traindiff.compat.msprobe.session import open_files, recording_of, recording_settings
-from traindiff.site import canonical_paths
+from traindiff.compat.msprobe.session import check_parameters, check_ranks, open_files, recording_of, recording_settings
+from traindiff.core.site import canonical_paths
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from traindiff.sessions.recorder import Recorder
-    from traindiff.sessions.targets import Targets
+    from traindiff.observe.torch.session.recorder import Recorder
+    from traindiff.observe.torch.session.targets import Targets
 
 
 def attach(configuration: Configuration, model: nn.Module | Sequence[nn.Module]) -> tuple[Recorder, LiveFiles | None]:
@@ -25,12 +24,12 @@ def attach(configuration: Configuration, model: nn.Module | Sequence[nn.Module])
     Raises:
         ConfigError: See `PrecisionDebugger.monitor`.
     """
-    from traindiff.sessions.process_rank import rank_and_world_size
-    from traindiff.sessions.record import STANDARD_SETTINGS
-    from traindiff.sessions.recorder import Recorder
-    from traindiff.sessions.step_writer import on_disk
-    from traindiff.sessions.targets import find_targets
-    from traindiff.settings import record_settings
+    from traindiff.core.settings import record_settings
+    from traindiff.observe.common.writing import on_disk
+    from traindiff.observe.torch.session.environment import rank_and_world_size
+    from traindiff.observe.torch.session.record import STANDARD_SETTINGS
+    from traindiff.observe.torch.session.recorder import Recorder
+    from traindiff.observe.torch.session.targets import find_targets
 
     rank, world_size = rank_and_world_size()
     check_ranks(configuration, world_size)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 from traindiff.compat.onnxruntime.inspecting import _InspectActivation
 from traindiff.compat.onnxruntime.manager import SubscriberManager
+from traindiff.compat.onnxruntime.run_context import SubscriberBase
 from traindiff.compat.onnxruntime.subscriber import StatisticsSubscriber
-from traindiff.compat.onnxruntime.subscriber_base import SubscriberBase
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 __all__ = [
     "GlobalSubscriberManager",

@@ -2,24 +2,129 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from traindiff.compat.imported import run_content
+from traindiff.compat.onnxruntime.importing import SETTINGS, rank_content
+from traindiff.compat.onnxruntime.statistics import NUM_SAMPLES, Direction, Statistics
+from traindiff.core.kernels.parts import parts_of
+from traindiff.core.kernels.store import SummaryStore, resolved
+from traindiff.core.kernels.torch_arrays import as_real, check_supported, dtype_name, shape_of
+from traindiff.core.observation import Observation
+from traindiff.core.shards import Shard
+from traindiff.core.summary import empty
 from traindiff.errors import TraindiffWarning
-from traindiff.interop.imported import run_content
-from traindiff.interop.onnxruntime.importing import SETTINGS, rank_content
-from traindiff.kernels.torch_arrays import as_real, dtype_name, shape_of
-from traindiff.observation import Observation
-from traindiff.recording import RecordingWriter
-from traindiff.sessions.environment import describe
-from traindiff.shards import Shard
-from traindiff.summary import empty
+from traindiff.observe.torch.session.environment import describe
+from traindiff.storage import RecordingWriter
 
 if TYPE_CHECKING:
     from traindiff.compat.onnxruntime.manager import Model
+
+
+def measured(
+    tensor: Tensor, summaries: SummaryStore, *, name: str, direction: Direction, depth: int
+) -> tuple[Statistics, np.void]:
+    """What a tensor's file says of it, and its summary. Waits for its device.
+
+    Moments are added up in float64. As in torch, extremes and mean are NaN where an element is, and the mean is
+    infinite, or NaN, where some are.
+
+    Args:
+        tensor: Any dense tensor; never changed.
+        summaries: Makes its summary.
+        name: What it is called.
+        direction: Whether it is an activation, or the gradient of one.
+        depth: Of its module.
+
+    Raises:
+        UnsupportedTensorError: It has no dense elements that could be read.
+    """
+    check_supported(tensor)
+    real = as_real(tensor)
+    shard = Shard.whole(tuple(real.shape))
+    added = summaries.add(tensor, shard)
+    summaries.end_step()
+    summary: np.void = resolved([added])[0]
+    count, num_nan = int(summary["count"]), int(summary["nan"])
+    infinities = int(summary["negative_infinity"]), int(summary["positive_infinity"])
+    total, squares = _moments(real, summary)
+    mean = _mean(total, count, num_nan, infinities)
+    below, above = _extremes(summary, num_nan, infinities, whole=not real.dtype.is_floating_point)
+    num_negative, num_zero = int(summary["negative"]), int(summary["zero"])
+    statistics = Statistics(
+        name=name, direction=direction, depth=depth, shape=tuple(tensor.shape), dtype=dtype_name(tensor),
+        minimum=below, maximum=above, mean=mean, std=_std(squares, mean, count),
+        num_nan=num_nan, num_infinite=sum(infinities), num_negative=num_negative,
+        num_positive=count - num_nan - num_negative - num_zero, num_zero=num_zero, samples=_samples(real),
+    )  # fmt: skip
+    return statistics, summary
+
+
+def _moments(tensor: Tensor, summary: np.void) -> tuple[float, float]:
+    """Sum, and sum of squares, of the elements that are finite."""
+    if tensor.dtype.is_floating_point:
+        return float(summary["sum"]), float(summary["sum_of_squares"])
+    total = squares = 0.0  # summaries of whole numbers have neither
+    for part, _ in parts_of(tensor, Shard.whole(tuple(tensor.shape))):
+        values = part.to(torch.float64)
+        total += float(values.sum())
+        squares += float((values * values).sum())
+    return total, squares
+
+
+def _mean(total: float, count: int, num_nan: int, infinities: tuple[int, int]) -> float:
+    if num_nan or not count or all(infinities):
+        return math.nan
+    if any(infinities):
+        return -math.inf if infinities[0] else math.inf
+    return total / count
+
+
+def _std(squares: float, mean: float, count: int) -> float:
+    """Standard deviation of a sample; NaN of fewer than two elements."""
+    if count < 2 or not math.isfinite(mean) or not math.isfinite(squares):
+        return math.nan
+    return math.sqrt(max(0.0, squares / count - mean * mean) * count / (count - 1))
+
+
+def _extremes(
+    summary: np.void, num_nan: int, infinities: tuple[int, int], *, whole: bool
+) -> tuple[float | int, float | int]:
+    if num_nan or not int(summary["count"]):
+        return math.nan, math.nan
+    below = -math.inf if infinities[0] else float(summary["minimum"])
+    above = math.inf if infinities[1] else float(summary["maximum"])
+    return (int(below), int(above)) if whole else (below, above)
+
+
+def _samples(tensor: Tensor) -> str:
+    """The first elements as the original prints them."""
+    flat = Shard(shape=(tensor.numel(),), global_shape=(tensor.numel(),), offset=(0,))
+    first, _ = next(parts_of(tensor, flat))
+    with _printing(precision=6, linewidth=128, threshold=NUM_SAMPLES):
+        return str(first.reshape(-1)[:NUM_SAMPLES].cpu())
+
+
+@contextmanager
+def _printing(**options: Any) -> Iterator[None]:
+    """Print tensors in a certain way, and then as before: torch has no public way to ask how that was."""
+    from torch import _tensor_str
+
+    before = dict(vars(_tensor_str.PRINT_OPTS))
+    torch.set_printoptions(**options)
+    try:
+        yield
+    finally:
+        torch.set_printoptions(**before)
+
 
 _LATE = 2
 """A step with gradients is written when the one after the next has begun: its backward pass has ended by then."""

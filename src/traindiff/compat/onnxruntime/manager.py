@@ -10,12 +10,17 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from traindiff.compat.onnxruntime.inspecting import Telling, end_of_forward, observed
-from traindiff.compat.onnxruntime.run_context import RuntimeStates, is_exporting, is_recomputed, is_traced
-from traindiff.compat.onnxruntime.subscriber_base import SubscriberBase
+from traindiff.compat.onnxruntime.run_context import (
+    RuntimeStates,
+    SubscriberBase,
+    is_exporting,
+    is_recomputed,
+    is_traced,
+)
+from traindiff.core.site import canonical_paths
 from traindiff.errors import ConfigError, Problem, type_of
-from traindiff.sessions.at_exit import close_at_exit
-from traindiff.site import canonical_paths
-from traindiff.taps.nested import replaced, tensors
+from traindiff.observe.common.circumstances import close_at_exit
+from traindiff.observe.torch.hooks.nested import replaced, tensors
 
 Kind = TypeVar("Kind", bound=SubscriberBase)
 

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from traindiff.compat.onnxruntime.statistics import ORDER, order_of, ranks_in, steps_in, text_of
 from traindiff.errors import ConfigError, NotARecordingError, Problem, TraindiffError
-from traindiff.interop.onnxruntime.layout import ORDER, order_of, ranks_in, steps_in, text_of
 
 MERGED = ("merge_pt", "merge_ort")
 """Directories that it writes."""

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from traindiff.compat.onnxruntime.kept_recording import KeptRecording
-from traindiff.compat.onnxruntime.measuring import measured
-from traindiff.compat.onnxruntime.subscriber_base import SubscriberBase
-from traindiff.errors import ConfigError, NotARecordingError, Problem, TraindiffWarning, UnsupportedTensorError
-from traindiff.interop.onnxruntime.layout import (
+from traindiff.compat.onnxruntime.kept_recording import KeptRecording, measured
+from traindiff.compat.onnxruntime.run_context import SubscriberBase
+from traindiff.compat.onnxruntime.statistics import (
     ORDER,
+    Direction,
     called,
+    dump,
     order_of,
     rank_directory,
     statistics_file,
     step_directory,
     steps_in,
 )
-from traindiff.interop.onnxruntime.statistics import Direction, dump
-from traindiff.kernels.registry import PUT_OFF
-from traindiff.kernels.store import SummaryStore
-from traindiff.sessions.process_rank import rank_and_world_size
+from traindiff.core.kernels.registry import PUT_OFF
+from traindiff.core.kernels.store import SummaryStore
+from traindiff.errors import ConfigError, NotARecordingError, Problem, TraindiffWarning, UnsupportedTensorError
+from traindiff.observe.torch.session.environment import rank_and_world_size
 
 if TYPE_CHECKING:
     from traindiff.compat.onnxruntime.manager import Model

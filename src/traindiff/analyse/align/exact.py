@@ -1,0 +1,225 @@
+"""The exact class: what must be equal to the bit for two runs to be asked the same question."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from traindiff.analyse.align.ranks import differing_ranks
+from traindiff.analyse.findings import Finding, ranks_text
+from traindiff.analyse.merge.distance import Pair, difference, equal_bits, is_transposed
+from traindiff.analyse.merge.finding_at import finding_at
+from traindiff.analyse.merge.recorded_calls import Sample, Samples
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.core.site import label
+from traindiff.core.summary import UNIT_ROUNDOFF, finite_count
+
+_MOST = 8
+"""Samples or ranks that are named one by one."""
+
+
+def says_of_samples(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
+    """How the samples of two batches that differ match, in words that follow "input[0]"; empty where none is known."""
+    if not baseline or not candidate:
+        return ""
+    held = [Counter(one.fingerprint for one in samples) for samples in (baseline, candidate)]
+    if held[0] == held[1]:
+        return f"holds the same samples in another order: {_order(baseline, candidate)}."
+    missing, further = held[0] - held[1], held[1] - held[0]
+    parts = []
+    if repeated := [number for number, times in held[1].items() if times > held[0][number] > 0]:
+        who = next(one for one in candidate if one.fingerprint == repeated[0])
+        parts.append(f"one sample comes {held[1][repeated[0]]} times, first at {_where(who)}")
+    if fresh := [one for one in candidate if one.fingerprint in further and not held[0][one.fingerprint]]:
+        parts.append(
+            f"{len(fresh)} of its {len(candidate)} samples are none of the baseline's, first {_where(fresh[0])}"
+        )
+    elif missing:
+        lost = next(one for one in baseline if one.fingerprint in missing)
+        parts.append(f"{missing.total()} of the baseline's {len(baseline)} samples are missing, first {_where(lost)}")
+    return f"holds other samples: {', and '.join(parts)}.{_only_on(baseline, candidate)}"
+
+
+def _only_on(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
+    """The ranks that have other samples in their places, where others have the baseline's."""
+    if len(baseline) != len(candidate):
+        return ""
+    pairs = zip(baseline, candidate, strict=True)
+    apart = {actual.rank for expected, actual in pairs if expected.fingerprint != actual.fingerprint}
+    if not apart < {one.rank for one in candidate}:
+        return ""
+    return f" Only what {ranks_text(sorted(apart), capital=False)} holds differs."
+
+
+def _order(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
+    """Which of the baseline's samples the candidate has where."""
+    places: dict[int, list[int]] = {}
+    for number, one in enumerate(baseline):
+        places.setdefault(one.fingerprint, []).append(number)
+    by_rank: dict[int, list[int]] = {}
+    for one in candidate:
+        by_rank.setdefault(one.rank, []).append(places[one.fingerprint].pop(0))
+    size = len(by_rank)
+    if size == 1:
+        return f"the baseline's {_numbers(next(iter(by_rank.values())))}"
+    held = [numbers for _, numbers in sorted(by_rank.items())]
+    ranks = [f"{ranks_text([rank], capital=False)} has {_numbers(by_rank[rank])}" for rank in sorted(by_rank)]
+    more = f", and {size - _MOST} more ranks" if size > _MOST else ""
+    return f"of the baseline's, {', '.join(ranks[:_MOST])}{more}{_advice(held, len(baseline))}"
+
+
+def _advice(held: Sequence[Sequence[int]], count: int) -> str:
+    """Which setting of `record` brings samples that ranks share so into the baseline's order; empty where none does."""
+    if all(list(numbers) == list(range(place, count, len(held))) for place, numbers in enumerate(held)):
+        return ', in turn, as a distributed sampler gives them; record it with sample_order="interleaved"'
+    if [number for numbers in held for number in numbers] == list(range(count)):
+        return ', one block each; record it with sample_order="blocks"'
+    return ""
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:_MOST])) + (", ..." if len(numbers) > _MOST else "")
+
+
+def _where(sample: Sample) -> str:
+    return f"number {sample.place} of rank {sample.rank} in micro-step {sample.micro_step}"
+
+
+EXACT_KINDS = frozenset({"batch", "random-state", "hyper-parameter", "initial-parameter"})
+"""Kinds of finding that mean "these runs were not asked to compute the same thing"."""
+
+
+def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}, {})) -> Finding | None:
+    """Compare an input of the root. The same numbers in another precision are the same batch.
+
+    Args:
+        pair: The input.
+        step: Number of the step.
+        samples: What both runs have recorded of single samples.
+    """
+    if equal_bits(pair) or _same_in_another_dtype(pair):
+        return None
+    baseline, candidate = pair.baseline, pair.candidate
+    where = label(baseline.key.path, baseline.key.slot)
+    permuted = _is_permuted(pair)
+    site = (baseline.key.path, baseline.key.slot)
+    single = (one.get(site, ()) for one in samples) if baseline.dtype == candidate.dtype else ((), ())
+    if detail := says_of_samples(*single):
+        says = f"The batch differs: {where} {detail}"
+    elif baseline.shape != candidate.shape:
+        shapes = f"{list(baseline.shape)} in the baseline, {list(candidate.shape)} in the candidate"
+        says = f"The batch differs: {where} has shape {shapes}."
+    elif baseline.dtype != candidate.dtype:
+        says = f"The batch differs: {where} is {baseline.dtype} in the baseline, {candidate.dtype} in the candidate."
+    elif permuted:
+        says = f"The batch differs: {where} holds the same values in another order."
+    else:
+        says = f"The batch differs: {where} holds other values."
+    return finding_at(pair.baseline, step=step, kind="batch", says=says, evidence={"permuted": permuted})
+
+
+def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
+    """Compare a parameter as the first recorded step found it; another precision is not another value."""
+    if equal_bits(pair) or _same_in_another_dtype(pair):
+        return None
+    baseline, candidate = pair.baseline, pair.candidate
+    path, permuted = baseline.key.path, False
+    if is_transposed(pair) and (permuted := _is_permuted(pair)):
+        shapes = f"{list(baseline.shape)} in the baseline, {list(candidate.shape)} in the candidate"
+        says = f"{path} starts with the same values, transposed: {shapes}. What depends on their order is not compared."
+    elif baseline.shape != candidate.shape:
+        says = (
+            f"{path} has shape {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate: "
+            "another model, or another layout of the same one?"
+        )
+    elif permuted := _is_permuted(pair):
+        says = f"{path} starts with the same values in another order (a converted checkpoint, permuted?)."
+    else:
+        says = f"{path} starts with other values: another seed, initialisation or checkpoint?"
+    if ranks := differing_ranks(pair, 0.0):
+        says += f" Only what {ranks_text(ranks, capital=False)} holds differs."
+    return finding_at(pair.baseline, step=step, kind="initial-parameter", says=says, evidence={"permuted": permuted})
+
+
+def permuted_paths(pairs: Iterable[Pair]) -> set[str]:
+    """Parameters and buffers that may be in another order in the candidate, going by what the first step found.
+
+    Those that hold the same values in another order; and where there are any, those that hold one value only, as
+    norms and their statistics do at first: any order of it is the same.
+    """
+    beginning = [pair for pair in pairs if pair.baseline.key[:2] == ("param", "before")]
+    permuted = {pair.baseline.key.path for pair in beginning if not equal_bits(pair) and _is_permuted(pair)}
+    constant = {pair.baseline.key.path for pair in beginning if _is_constant(pair.baseline)}
+    return permuted | constant if permuted else set()
+
+
+def _is_constant(entry: Entry) -> bool:
+    several = len(entry.shape) > 0 and int(finite_count(entry.summary)) > 1
+    return several and float(entry.summary["minimum"]) == float(entry.summary["maximum"])
+
+
+def _is_permuted(pair: Pair) -> bool:
+    baseline, candidate = pair.baseline, pair.candidate
+    same = baseline.dtype == candidate.dtype and (baseline.shape == candidate.shape or is_transposed(pair))
+    return bool(same and baseline.summary["multiset"] == candidate.summary["multiset"])
+
+
+def _same_in_another_dtype(pair: Pair) -> bool:
+    """Whether two tensors of different dtypes hold the same numbers, as far as both can hold them."""
+    baseline, candidate = pair.baseline, pair.candidate
+    if (
+        baseline.dtype == candidate.dtype
+        or baseline.shape != candidate.shape
+        or not (baseline.exact and candidate.exact)
+    ):
+        return False
+    size, units = difference(pair), [UNIT_ROUNDOFF.get(one.dtype) for one in (baseline, candidate)]
+    if units[0] is None and units[1] is None:  # whole numbers; below 2^31 their bits do not depend on the width
+        return bool(baseline.summary["fingerprint"] == candidate.summary["fingerprint"])
+    # The sketch's estimate of a distance is good to a factor of 1.5 in all but one case in 10,000.
+    return size is not None and size <= 1.5 * max(unit or 0.0 for unit in units)
+
+
+def check_random_state(
+    baseline: Mapping[Key, Entry], candidate: Mapping[Key, Entry], *, step: int
+) -> Iterator[Finding]:
+    """Compare the state of random generators from which a forward pass draws, and how many passes do."""
+    drawn = _drawn(baseline) | _drawn(candidate)
+    for key, entry in baseline.items():
+        other = candidate.get(key)
+        if key.path != "rng" or key.stage != "before" or key.slot not in drawn:
+            continue
+        if other is not None and not equal_bits(Pair(baseline=entry, candidate=other)):
+            says = (
+                f"torch's {key.slot} random state differs before the forward pass, which draws from it: "
+                "masks and samples cannot be the same."
+            )
+            pair = Pair(baseline=entry, candidate=other)
+            yield finding_at(pair.baseline, step=step, kind="random-state", says=says)
+            return
+    for slot in sorted(_drawn(baseline) & _drawn(candidate)):
+        passes = [
+            [entry for key, entry in table.items() if key.path == "rng" and key.stage == "before" and key.slot == slot]
+            for table in (baseline, candidate)
+        ]
+        if all(passes) and len(passes[0]) != len(passes[1]):
+            says = (
+                f"{len(passes[1])} forward passes of the candidate draw from torch's {slot} generator in a step, and "
+                f"{len(passes[0])} of the baseline: split like this, masks and samples cannot be the same. "
+                "Compare without dropout, or with masks that depend on the sample."
+            )
+            pair = Pair(baseline=passes[0][0], candidate=passes[1][0])
+            yield finding_at(pair.baseline, step=step, kind="random-state", says=says)
+            return
+
+
+def _drawn(table: Mapping[Key, Entry]) -> set[str]:
+    """Generators whose state a forward pass changed."""
+    return {
+        key.slot
+        for key, entry in table.items()
+        if key.path == "rng"
+        and key.stage == "before"
+        and (after := table.get(key._replace(stage="after"))) is not None
+        and after.summary["fingerprint"] != entry.summary["fingerprint"]
+    }

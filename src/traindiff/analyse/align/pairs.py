@@ -1,0 +1,299 @@
+"""Bring the entries of two runs together, and say which have no counterpart."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from traindiff.analyse.findings import Finding, ranks_text
+from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.finding_at import finding_at
+from traindiff.analyse.merge.step_table import Entry, Key, num_micro_steps, only_rank
+from traindiff.core.observation import MASTER, NO_GRADIENT, NOT_CALLED, SKIPPED
+from traindiff.core.site import ROOT, label
+from traindiff.core.tap_registry import asked_for_as
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aligned:
+    """Two tables brought together.
+
+    Attributes:
+        pairs: In the baseline's execution order.
+        only_baseline: Entries without a counterpart in the candidate.
+        only_candidate: Entries without a counterpart in the baseline.
+        unmerged: Pairs whose shapes show that a batch axis was not recognised on one side.
+    """
+
+    pairs: tuple[Pair, ...]
+    only_baseline: tuple[Entry, ...]
+    only_candidate: tuple[Entry, ...]
+    unmerged: tuple[Pair, ...]
+
+
+def align(baseline: Mapping[Key, Entry], candidate: Mapping[Key, Entry]) -> Aligned:
+    """Pair entries by key; the candidate's paths are renamed already."""
+    renamed = dict(candidate)
+    pairs, unmerged, only_baseline = [], [], []
+    split_alike = num_micro_steps(baseline) == num_micro_steps(candidate)
+    for key, entry in baseline.items():
+        other = renamed.pop(key, None)
+        if other is None:
+            only_baseline.append(entry)
+        elif _is_unmerged(entry, other, split_alike=split_alike):
+            unmerged.append(Pair(baseline=entry, candidate=other))
+        else:
+            pairs.append(Pair(baseline=entry, candidate=other))
+    return Aligned(
+        pairs=tuple(pairs),
+        only_baseline=tuple(entry for entry in only_baseline if not _is_later_micro_step(entry, candidate)),
+        only_candidate=tuple(e for e in renamed.values() if not _is_later_micro_step(e, baseline)),
+        unmerged=tuple(unmerged),
+    )
+
+
+def in_baseline_order(pairs: Iterable[Pair]) -> Callable[[int], int]:
+    """Map places in the candidate's execution order to the baseline's: behind the last pair before them."""
+    # Random state is read when a forward pass ends: of a pipeline, when each of its stages does.
+    flowing = (pair for pair in pairs if pair.baseline.key.path != "rng")
+    places = sorted((pair.candidate.order, pair.baseline.order) for pair in flowing)
+    ours = [candidate for candidate, _ in places]
+
+    def place(order: int) -> int:
+        before = bisect_left(ours, order)
+        return places[before - 1][1] + 1 if before else 0
+
+    return place
+
+
+def _is_unmerged(baseline: Entry, candidate: Entry, *, split_alike: bool) -> bool:
+    """Shapes that a batch axis explains which was not recognised on one side.
+
+    Either the shapes agree except in axis 0, where one is a whole multiple of the other, or the runs split
+    their batches into different numbers of micro-batches, and the shapes differ in one axis.
+    """
+    shapes = baseline.shape, candidate.shape
+    if baseline.unobserved or candidate.unobserved:
+        return False
+    if (
+        shapes[0] == shapes[1]
+        or len(shapes[0]) != len(shapes[1])
+        or baseline.key.phase not in ("batch", "forward", "backward")
+    ):
+        return False
+    axes = [axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if lengths[0] != lengths[1]]
+    if not split_alike:
+        return len(axes) <= 1 or any(one.parts and len(one.parts) > 1 for one in (baseline, candidate))
+    small, large = sorted((shapes[0][0], shapes[1][0]))
+    return axes == [0] and small > 0 and large % small == 0
+
+
+def _is_later_micro_step(entry: Entry, others: Mapping[Key, Entry]) -> bool:
+    """A tensor that one run has once per micro-step, and the other, with fewer, not so often."""
+    return entry.key.micro_step > 0 and any(
+        key.path == entry.key.path and key.phase == entry.key.phase for key in others
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unaligned:
+    """A site that only one of the runs has, or whose observations could not be brought together.
+
+    Attributes:
+        phase: Phase of the observations.
+        path: Canonical path; empty for the root.
+        slot: Which tensor there.
+        first_step: The first step in which it is alone.
+        num_steps: In how many steps it is.
+        why: Why observations could not be brought together; empty where one run has none.
+    """
+
+    phase: str
+    path: str
+    slot: str
+    first_step: int
+    num_steps: int
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The site in the schema of `--json`."""
+        return {
+            "phase": self.phase,
+            "site": self.path or ROOT,
+            "slot": self.slot,
+            "first_step": self.first_step,
+            "num_steps": self.num_steps,
+            "why": self.why,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Presence:
+    """Collects what had no counterpart, and turns what is certainly a difference into findings.
+
+    Attributes:
+        known: Paths of modules and parameters of the two models, baseline's first.
+        held: Paths of the parameters that the optimizers hold; empty where that is not known.
+        recorded: What each run was asked to record: names of `tap_registry.OBSERVABLE`, `evaluation`; empty where that
+            is not known.
+        not_recorded: Of that, what one run was not asked for and the other has.
+        unaligned: By side and site: sites without counterpart.
+        unobserved: Sites that a run could not observe, with the reason.
+        ranks: How many ranks each run has recorded.
+        lack_stages: Sides of which ranks with stages of a pipeline are missing: what they lack may be theirs.
+    """
+
+    known: tuple[frozenset[str], frozenset[str]]
+    held: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    recorded: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    not_recorded: tuple[dict[str, None], dict[str, None]] = field(default_factory=lambda: ({}, {}))
+    unaligned: tuple[dict[tuple[str, str, str], Unaligned], dict[tuple[str, str, str], Unaligned]] = field(
+        default_factory=lambda: ({}, {})
+    )
+    unobserved: dict[str, str] = field(default_factory=dict)
+    ranks: tuple[int, int] = (1, 1)
+    lack_stages: set[int] = field(default_factory=set)
+    _reported: set[tuple[str, str]] = field(default_factory=set)
+
+    def judge(self, aligned: Aligned, *, step: int) -> tuple[list[Pair], list[Finding]]:
+        """The pairs that can be measured, and findings for the entries that have no counterpart."""
+        findings: list[Finding] = []
+        pairs: list[Pair] = []
+        for pair in aligned.pairs:
+            baseline, candidate = pair.baseline, pair.candidate
+            if not (baseline.unobserved or candidate.unobserved):
+                pairs.append(pair)
+            elif baseline.unobserved and candidate.unobserved:
+                self._skip(baseline if not baseline.unobserved.startswith(NO_GRADIENT) else None)
+            elif (baseline.unobserved or candidate.unobserved).startswith(NO_GRADIENT):
+                side = 1 if candidate.unobserved else 0
+                findings += self._absent(baseline, side=side, step=step, lacking=(baseline, candidate)[side])
+            else:
+                self._skip(baseline if baseline.unobserved else candidate)
+        called = {
+            (pair.baseline.key.path, pair.baseline.key.call) for pair in aligned.pairs if _is_output(pair.baseline)
+        }
+        for side, entries in enumerate((aligned.only_baseline, aligned.only_candidate)):
+            for entry in entries:
+                plain = entry.key.phase == "forward" and not entry.key.stage
+                if plain and (entry.key.path, entry.key.call) in called:
+                    self._add(side, entry, step)  # both runs call it: the other does not have this tensor of it
+                else:
+                    findings += self._alone(entry, side=side, step=step)
+        for pair in aligned.unmerged:
+            self._add(0, pair.baseline, step, why=_batch_axis_hint(pair))
+        return pairs, findings
+
+    def _alone(self, entry: Entry, *, side: int, step: int) -> Iterator[Finding]:
+        """Findings for an entry that only the run `side` has."""
+        if entry.unobserved.startswith(NOT_CALLED):
+            return  # the other run saw no call of it either, and could have
+        if entry.key.path == "rng":
+            return  # how many passes draw from it is compared by itself
+        if entry.unobserved:
+            self._skip(entry if not entry.unobserved.startswith(NO_GRADIENT) else None)
+        elif what := self._not_recorded(entry, side=1 - side):
+            self.not_recorded[1 - side].setdefault(what, None)
+        elif entry.key.phase == "optimizer" and entry.key.slot == SKIPPED:
+            yield _skipped(entry, side=side, step=step)
+        elif entry.key.slot == MASTER:
+            return  # the other run steps on what its model computes with
+        elif 1 - side not in self.lack_stages and self._exists_there(entry, side=1 - side):
+            yield from self._absent(entry, side=1 - side, step=step)
+        else:
+            self._add(side, entry, step)
+
+    def sides(self) -> tuple[tuple[Unaligned, ...], tuple[Unaligned, ...]]:
+        """What is unaligned, per side."""
+        baseline, candidate = self.unaligned
+        return tuple(baseline.values()), tuple(candidate.values())
+
+    def _not_recorded(self, entry: Entry, *, side: int) -> str:
+        """What of the entry the other run was not asked to record; empty where it was."""
+        key, recorded = entry.key, self.recorded[side]
+        what = "evaluation" if key.stage == "evaluation" else asked_for_as(key.phase, key.stage)
+        return what if recorded and what not in recorded and not (what == "param" and "update" in recorded) else ""
+
+    def _exists_there(self, entry: Entry, *, side: int) -> bool:
+        """Whether the other model has the module or parameter, so that what is missing was not done.
+
+        Optimizers may keep different state for the same update, so state counts only where a whole
+        parameter is left out.
+        """
+        key = entry.key
+        if key.stage or (key.phase == "optimizer" and key.path in self.held[side]):
+            return False
+        return key.phase in ("forward", "grad", "optimizer") and key.path in self.known[side]
+
+    def _absent(self, entry: Entry, *, side: int, step: int, lacking: Entry | None = None) -> Iterator[Finding]:
+        """A finding for what the run `side` lacks; once per path, later ones follow from it.
+
+        Args:
+            entry: What the other run has.
+            side: The run that lacks it.
+            step: Number of the step.
+            lacking: What tells that it lacks it, if anything: its parts are the ranks that do.
+        """
+        key = entry.key
+        if (str(side), key.path) in self._reported:
+            return
+        self._reported.add((str(side), key.path))
+        run, other = (("baseline", "candidate"), ("candidate", "baseline"))[side]
+        if key.phase == "forward" and key.call:
+            says = f"The {other} calls {key.path} {key.call + 1} times in one micro-step, the {run} fewer."
+        elif key.phase == "forward":
+            says = f"The {run} does not call {key.path}; the {other} does."
+        elif self.held[side] and key.path not in self.held[side]:
+            says = f"The {run}'s optimizer does not hold {key.path}; the {other}'s does."
+        else:
+            ranks = sorted({part.rank for part in lacking.parts}) if lacking is not None else []
+            where = f" on {ranks_text(ranks, capital=False)}" if 0 < len(ranks) < self.ranks[side] else ""
+            says = f"In the {run}, {key.path} gets no gradient{where}; in the {other} it does."
+        kind = "missing" if side else "extra"
+        yield finding_at(entry, step=step, kind=kind, says=says, rank=only_rank(lacking or entry))
+
+    def _skip(self, entry: Entry | None) -> None:
+        if entry is not None:
+            key = entry.key
+            self.unobserved.setdefault(f"{key.phase} {label(key.path, key.slot)}", entry.unobserved)
+
+    def _add(self, side: int, entry: Entry, step: int, why: str = "") -> None:
+        key = entry.key
+        site = (key.phase, key.path, key.slot)
+        held = self.unaligned[side].get(site)
+        self.unaligned[side][site] = (
+            replace(held, num_steps=held.num_steps + 1)
+            if held
+            else Unaligned(phase=key.phase, path=key.path, slot=key.slot, first_step=step, num_steps=1, why=why)
+        )
+
+
+def known_paths(contents: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """Canonical paths of modules and parameters in the `rank.json` files of a run."""
+    return frozenset(
+        path for content in contents for part in ("modules", "parameters") for path in content.get(part, {})
+    )
+
+
+def _is_output(entry: Entry) -> bool:
+    return entry.key.phase == "forward" and not entry.key.stage and not entry.unobserved
+
+
+def _skipped(entry: Entry, *, side: int, step: int) -> Finding:
+    """A finding for a step that a loss scaler left out in the run `side` only."""
+    key, run = entry.key, ("baseline", "candidate")[side]
+    says = (
+        f"The {run}'s loss scaler leaves out this step of {key.path}, because a gradient is not finite; the other "
+        "run takes it."
+    )
+    return finding_at(entry, step=step, kind="skipped", says=says, rank=only_rank(entry), evidence={"run": run})
+
+
+def _batch_axis_hint(pair: Pair) -> str:
+    baseline, candidate = list(pair.baseline.shape), list(pair.candidate.shape)
+    return (
+        f"its shape is {baseline} in the baseline and {candidate} in the candidate: a batch axis that was not "
+        f'recognised, or wrongly; declare it with record(batch_axis={{"{pair.baseline.key.path or ROOT}": 0 or None}})'
+    )

@@ -1,0 +1,218 @@
+"""Two runs, step by step, with what both have brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from traindiff.analyse.align.gradients import with_gradient_stages
+from traindiff.analyse.align.pairs import Aligned, Presence, align
+from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.parameters import copies_elsewhere, ties_of
+from traindiff.analyse.merge.renames import Rename, Renaming
+from traindiff.analyse.merge.run_steps import RunStep
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
+from traindiff.core.site import ROOT
+from traindiff.core.steps import StepSelection
+from traindiff.errors import ConfigError, Problem
+from traindiff.storage import Run
+
+_PHASES = ("grad", "optimizer", "update", "param")
+
+
+def without_unplaced(table: Mapping[Key, Entry], other: Mapping[Key, Entry]) -> dict[Key, Entry]:
+    """The table of a step in which parameters are unknown that differ between ranks and have another shape than there.
+
+    Args:
+        table: The step in one run.
+        other: The step in the other run, which has these parameters whole.
+    """
+    apart = (entry for entry in table.values() if entry.apart and entry.key.phase != "update")  # replays are by rank
+    paths = {entry.key.path for entry in apart if _differs_in_shape(entry, other)}
+    return {
+        key: _unknown(entry, other[key]) if key.path in paths and _differs_in_shape(entry, other) else entry
+        for key, entry in table.items()
+    }
+
+
+def _differs_in_shape(entry: Entry, other: Mapping[Key, Entry]) -> bool:
+    there = other.get(entry.key)
+    return entry.key.phase in _PHASES and there is not None and there.shape != entry.shape
+
+
+def _unknown(entry: Entry, other: Entry) -> Entry:
+    reason = (
+        f"ranks hold different values of shape {list(entry.shape)}, and in the other run it is {list(other.shape)}: "
+        f'declare which part each has with record(shards=[traindiff.shard("{entry.key.path}", dim=..., axis=...)])'
+    )
+    return replace(entry, unobserved=reason, apart=())
+
+
+RUNS = ("baseline", "candidate")
+"""The two sides, always in this order; tuples of two follow it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignedStep:
+    """One step that both runs have.
+
+    Attributes:
+        step: Its number.
+        first: Whether it is the first that is compared.
+        baseline: The baseline's, as it was recorded.
+        sides: What each run has of it.
+        tables: The same, as far as it can be compared.
+        aligned: What both have, and what only one has.
+        pairs: Of what both have, what can be measured.
+        findings: What one run lacks that it should have.
+    """
+
+    step: int
+    first: bool
+    baseline: RunStep
+    sides: tuple[SideStep, SideStep]
+    tables: Tables
+    aligned: Aligned
+    pairs: list[Pair]
+    findings: list[Finding]
+
+    @property
+    def parameters(self) -> dict[str, Pair]:
+        """By path: the parameters as the step found them, on both sides."""
+        baseline, candidate = (side.before for side in self.sides)
+        return {
+            path: Pair(baseline=entry, candidate=candidate[path])
+            for path, entry in baseline.items()
+            if path in candidate and candidate[path].shape == entry.shape
+        }
+
+
+class TwoRuns:
+    """Brings together what two runs have of each step; `pair` is called with one step after the other.
+
+    Args:
+        runs: Baseline and candidate.
+        rename: Turns the candidate's paths into the baseline's.
+        selection: Steps that are wanted.
+
+    Attributes:
+        runs: Baseline and candidate.
+        sides: The two runs, with what they hold.
+        presence: What had no counterpart so far.
+        failed: Taps that failed in each run.
+        copies: Parameters that ranks of each run have under other names.
+        compared: Numbers of the steps that both runs have, so far.
+        stepped: Whether an optimizer was called in one of these.
+        alone: Of the steps that are wanted, those that only one run has.
+        behind: Of each run, the ranks that have not recorded all steps that the run has, where the other run has
+            others; with the first such step.
+
+    Raises:
+        ConfigError: Two of the candidate's paths get one name.
+    """
+
+    def __init__(self, runs: tuple[Run, Run], rename: Renaming, selection: StepSelection) -> None:
+        baseline, candidate = runs
+        self.runs = runs
+        self.sides = (Side(baseline), Side(candidate, rename))
+        self.presence = Presence(
+            known=(self.sides[0].paths, _renamed(self.sides[1].paths, rename)),
+            held=(self.sides[0].held, self.sides[1].held),
+            recorded=(self.sides[0].recorded, self.sides[1].recorded),
+            ranks=(len(baseline.ranks), len(candidate.ranks)),
+        )
+        self.copies = (
+            copies_elsewhere(baseline, ties_of(candidate, rename)),
+            copies_elsewhere(candidate, ties_of(baseline), rename),
+        )
+        self.failed = (FailedTaps(), FailedTaps())
+        self.compared: list[int] = []
+        self.stepped = False
+        self.alone: tuple[list[int], list[int]] = ([], [])
+        self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        self._selection = selection
+
+    def pair(self, baseline: RunStep | None, candidate: RunStep | None) -> AlignedStep | None:
+        """Bring together one step of both runs. Steps must be given in order: later ones follow from earlier ones.
+
+        Args:
+            baseline: The baseline's; None where only the candidate has it.
+            candidate: The same of the candidate.
+
+        Returns:
+            The step; None where only one run has it, or it is not wanted.
+        """
+        if baseline is not None and candidate is not None:
+            return self._both(baseline, candidate)
+        for side, alone in enumerate((baseline, candidate)):
+            if alone is not None:
+                self._one(side, alone)
+        return None
+
+    def _one(self, side: int, step: RunStep) -> None:
+        self.sides[side].step(step)  # the next step begins where this one ended
+        if step.finished and step.step in self._selection:
+            self.alone[side].append(step.step)
+
+    def _both(self, baseline: RunStep, candidate: RunStep) -> AlignedStep | None:
+        steps = baseline, candidate
+        sides = self.sides[0].step(baseline), self.sides[1].step(candidate)
+        self.failed[0].see(sides[0].table, sides[1].table, step=baseline.step)
+        self.failed[1].see(sides[1].table, sides[0].table, step=candidate.step)
+        if baseline.step not in self._selection:
+            return None
+        tables = self._comparable(join(sides), steps)
+        self.compared.append(baseline.step)
+        self.stepped |= baseline.finished and candidate.finished
+        if baseline.missing != candidate.missing:
+            for behind, run, step in zip(self.behind, self.runs, steps, strict=True):
+                for rank in set(step.missing).intersection(run.ranks):
+                    behind.setdefault(rank, step.step)
+        aligned = align(*map(sites_in_order, tables))
+        for number, (side, step) in enumerate(zip(self.sides, steps, strict=True)):
+            if step.missing and side.is_pipeline:
+                self.presence.lack_stages.add(number)
+        pairs, findings = self.presence.judge(aligned, step=baseline.step)
+        return AlignedStep(
+            step=baseline.step, first=len(self.compared) == 1, baseline=baseline, sides=sides, tables=tables,
+            aligned=aligned, pairs=pairs, findings=findings,
+        )  # fmt: skip
+
+    def _comparable(self, tables: Tables, steps: tuple[RunStep, RunStep]) -> Tables:
+        """The tables with what one run need not have recorded, and without what is not known in one of them."""
+        asked = ["grad.stages" in side.recorded for side in self.sides]
+        tables = (
+            with_gradient_stages(tables[0], tables[1], asked=asked[0]),
+            with_gradient_stages(tables[1], tables[0], asked=asked[1]),
+        )
+        lost = (*self.failed[0].lost, *self.failed[1].lost)
+        tables = without_lost(tables[0], lost), without_lost(tables[1], lost)
+        tables = without_unplaced(tables[0], tables[1]), without_unplaced(tables[1], tables[0])
+        if steps[0].missing == steps[1].missing:
+            return tables  # of the same ranks of both runs, what they have is compared
+        return (
+            self.sides[0].without_missing(tables[0], steps[0]),
+            self.sides[1].without_missing(tables[1], steps[1]),
+        )
+
+
+def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
+    """The candidate's paths under the baseline's names, which must stay distinct."""
+    by_name: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        by_name.setdefault(rename(path), []).append(path)
+    problems = [
+        Problem(
+            where="rename",
+            what=f"gives {' and '.join(path or ROOT for path in same)} of the candidate the same path, {name or ROOT}.",
+            fix="Write expressions that keep the candidate's paths apart.",
+        )
+        for name, same in by_name.items()
+        if len(same) > 1
+    ]
+    if problems:
+        raise ConfigError("compare(...)", problems, consequence="nothing was compared")
+    return frozenset(by_name)

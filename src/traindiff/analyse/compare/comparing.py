@@ -1,0 +1,188 @@
+"""`traindiff.compare`: two recordings to a verdict.
+
+The rule of msprobe's gradient monitor (0.97 in the first step, at most 0.03 less from step to step) is a note and never
+a finding: it is a fixed limit. Elements whose gradients are near zero turn around by rounding alone, so that most of
+the legal variations of a training break it (24 of 27, measured on a small GPT), while a gradient that is wrong by a
+factor of 2 keeps it. The verdict rests on floors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from traindiff.analyse.align.side import step_pairs
+from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
+from traindiff.analyse.compare.incremental import Noise, RunningComparison
+from traindiff.analyse.compare.verdict import Comparison, DifferenceHistory
+from traindiff.analyse.findings import more_text, steps_text
+from traindiff.analyse.merge.renames import parse_renames
+from traindiff.analyse.merge.run_steps import RunStep, run_steps
+from traindiff.analyse.merge.step_table import Part
+from traindiff.analyse.noise.calibrating import calibrate, following
+from traindiff.analyse.noise.replicas import Replicas, StepNoise
+from traindiff.analyse.noise.tolerance import parse_tolerance
+from traindiff.analyse.signs import BrokenRule, Similarities, compare_directions
+from traindiff.core.steps import StepSelection, parse_steps
+from traindiff.errors import ConfigError, Problem
+from traindiff.storage import Recording, open_recording
+
+_NAMED = 3
+
+
+def with_directions(comparison: Comparison, found: Similarities | None) -> Comparison:
+    """The comparison with what was found of directions, and with the notes on it."""
+    if found is None:
+        return comparison
+    return replace(comparison, directions=found, notes=(*comparison.notes, *direction_notes(found)))
+
+
+def direction_notes(found: Similarities) -> list[str]:
+    """Sentences: how similar directions are, where the rule is broken, what could not be compared."""
+    shares = [(one.share, step) for one, step in zip(found.summary, found.steps, strict=False) if one.share is not None]
+    notes = []
+    if shares:
+        least, step = min(shares)
+        notes.append(
+            f"Directions of gradients: {least:.4f} of all elements agree at least (in step {step}), "
+            f"over {steps_text([step for _, step in shares])}."
+        )
+    notes += [broken_text(step, list(same)) for step, same in groupby(found.broken, key=lambda one: one.step)][:_NAMED]
+    more = len({one.step for one in found.broken}) - _NAMED
+    if more > 0:
+        notes.append(f"The rule is broken in {more} more step{'s' if more > 1 else ''}.")
+    if found.broken:
+        notes.append("That rule is a fixed limit, which correct runs break too, so the verdict does not rest on it.")
+    if not found.zeros_known:
+        notes.append("One of the runs does not tell zero from negative, so the two count as one direction in both.")
+    for side, paths in zip(("baseline", "candidate"), found.only, strict=True):
+        if paths:
+            notes.append(f"Directions only in the {side}: {paths[0]}{more_text(len(paths) - 1, 'parameter')}.")
+    if found.unknown:
+        path, why = next(iter(found.unknown.items()))
+        more_unknown = more_text(len(found.unknown) - 1, "parameter")
+        notes.append(f"Directions not compared: {path} ({why}){more_unknown}.")
+    return notes
+
+
+def broken_text(step: int, broken: list[BrokenRule]) -> str:
+    """Where a step breaks the rule: the parameters with the smallest similarities first."""
+    parameters = sorted((one for one in broken if one.parameter is not None), key=lambda one: one.similarity)
+    named = [f"{one.parameter} ({_share_text(one)})" for one in parameters[:_NAMED]]
+    together = [f"all parameters together ({_share_text(one)})" for one in broken if one.parameter is None]
+    further = more_text(len(parameters) - _NAMED, "parameter")
+    where = f"{', '.join([*together, *named])}{further}"
+    return f"The 0.97 / 0.03 rule of direction similarity is broken in step {step}: {where}."
+
+
+def _share_text(one: BrokenRule) -> str:
+    return f"{one.similarity:.4f}" if one.before is None else f"{one.similarity:.4f} after {one.before:.4f}"
+
+
+Progress = Callable[[int], None]
+"""Called with the number of each step after it was compared."""
+
+
+def compare(
+    baseline: str | os.PathLike[str],
+    candidate: str | os.PathLike[str],
+    *,
+    noise: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    rename: Mapping[str, str] | Sequence[str] | None = None,
+    steps: str | int | Iterable[int] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    history: bool = False,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare two recordings and name the first divergence.
+
+    Args:
+        baseline: Recording of the run that is trusted: a local path or any fsspec URL.
+        candidate: Recording of the run in question.
+        noise: Recordings of further correct runs of the baseline's training: replicas
+            (`record(replica=...)`), or the baseline simply run again. Floors are measured from them, and the
+            verdict is calibrated.
+        rename: Regular expressions and replacements that turn the candidate's paths into the
+            baseline's.
+        steps: Steps to compare, e.g. `"0-9,20"`. Default: all that both have.
+        rtol: Relative tolerance in place of floors: `||c - b|| <= rtol ||b|| + atol sqrt(n)`.
+        atol: Absolute tolerance per element, in the same formula.
+        history: Keep every site's difference in every step, in bounded memory, for a report that shows them.
+        progress: Called after each step.
+
+    Returns:
+        The comparison; `print` it, or see `verdict`, `first_divergence` and `findings`.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        RecordingError: One of the recordings cannot be used.
+    """
+    selection = parse_steps(steps, where="compare(steps=...)")
+    if not isinstance(selection, StepSelection):
+        raise ConfigError("compare(...)", [selection], consequence="nothing was compared")
+    tolerance = parse_tolerance(rtol, atol)
+    renames = parse_renames(rename)
+    runs = (open_recording(os.fspath(baseline)), open_recording(os.fspath(candidate)))
+    paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
+    replicas = [open_recording(os.fspath(path)) for path in paths]
+    _refuse_candidate_as_noise(runs[1], replicas)
+    comparison = RunningComparison(
+        TwoRuns(runs, renames, selection), renames, tolerance=tolerance,
+        noise=_Measured(runs[0], replicas, selection) if replicas else None,
+        history=DifferenceHistory() if history else None,
+    )  # fmt: skip
+    streams = (run_steps(run, copies) for run, copies in zip(runs, comparison.runs.copies, strict=True))
+    for both in step_pairs(*streams):
+        step = _compared(comparison, *both)
+        for one in both:
+            if one is not None:
+                one.release()
+        if step is not None and progress:
+            progress(step)
+    directions = compare_directions(*runs, rename=renames, selection=selection)
+    return with_directions(comparison.result(), directions)
+
+
+def _compared(comparison: RunningComparison, baseline: RunStep | None, candidate: RunStep | None) -> int | None:
+    """Number of a step that was compared. Nothing else of it is kept when the next one is read."""
+    compared = comparison.feed(baseline, candidate)
+    return None if compared is None else compared.aligned.step
+
+
+def _refuse_candidate_as_noise(candidate: Recording, noise: Sequence[Recording]) -> None:
+    """Raise `ConfigError` where the run in question is to say how far correct runs may be."""
+    held = os.path.realpath(candidate.path)
+    problems = [
+        Problem(
+            where=f"noise {recording.path}",
+            what="is the candidate. Floors that are measured from it are above every difference that it has.",
+            fix="Give recordings of runs that are known to be correct: replicas, or the baseline run again.",
+        )
+        for recording in noise
+        if os.path.realpath(recording.path) == held
+    ]
+    if problems:
+        raise ConfigError("compare(noise=...)", problems, consequence="nothing was compared")
+
+
+class _Measured(Noise):
+    """The noise that recordings show, of which all steps were looked at before the first one is judged."""
+
+    def __init__(self, baseline: Recording, noise: Sequence[Recording], selection: StepSelection) -> None:
+        self.calibration = calibrate(baseline, noise, selection)
+        differing = {one.path for one in self.calibration.replicas}
+        self._replicas = Replicas(following([recording for recording in noise if recording.path in differing]))
+
+    def of_step(self, given: AlignedStep) -> StepNoise | None:
+        """See `Noise`."""
+        if (given.baseline.optimizer, given.step) not in self.calibration.covered:
+            return None
+        return self._replicas.noise(given.baseline, given.sides[0])
+
+    @property
+    def operators(self) -> Sequence[Sequence[Part]]:
+        """See `Noise`."""
+        return self._replicas.operators

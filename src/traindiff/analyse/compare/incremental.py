@@ -1,0 +1,274 @@
+"""Two runs to a verdict, one step of them after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from traindiff.analyse.align.exact import EXACT_KINDS, check_random_state
+from traindiff.analyse.align.gradients import gradient_norms
+from traindiff.analyse.align.hyper_parameters import SettingChanges
+from traindiff.analyse.align.pairs import in_baseline_order
+from traindiff.analyse.align.two_runs import RUNS, AlignedStep, TwoRuns
+from traindiff.analyse.compare.both_runs import BothRuns
+from traindiff.analyse.compare.circumstances import (
+    circumstances,
+    not_forced,
+    of_batch_statistics,
+    of_unseen_targets,
+    other_dtypes,
+    other_models,
+    scale_factors,
+    scale_note,
+    with_each_ranks_own,
+)
+from traindiff.analyse.compare.clipping import (
+    clip_factor,
+    clipping_findings,
+    clipping_note,
+    coefficient_error,
+    explained,
+)
+from traindiff.analyse.compare.judge import Judge
+from traindiff.analyse.compare.limits import hints, limits
+from traindiff.analyse.compare.sentences import representation_note
+from traindiff.analyse.compare.step_judge import StepInput
+from traindiff.analyse.compare.surroundings import (
+    Surroundings,
+    contributions,
+    recomputation_findings,
+    surroundings,
+    with_names,
+    with_surroundings,
+)
+from traindiff.analyse.compare.verdict import Comparison, DifferenceHistory, Word
+from traindiff.analyse.compare.zooming import Zooms
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.loss_scale import loss_scale
+from traindiff.analyse.merge.recorded_calls import clips, samples_of
+from traindiff.analyse.merge.renames import Renaming
+from traindiff.analyse.merge.run_steps import RunStep
+from traindiff.analyse.merge.step_table import Key, Part, num_micro_steps
+from traindiff.analyse.noise.calibration import Calibration
+from traindiff.analyse.noise.replicas import StepNoise
+from traindiff.analyse.noise.tolerance import Tolerances
+from traindiff.analyse.rules import run_facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedStep:
+    """One step of two runs, compared.
+
+    Attributes:
+        aligned: What both runs have of it.
+        findings: Of this step, in execution order.
+    """
+
+    aligned: AlignedStep
+    findings: tuple[Finding, ...]
+
+
+class Noise:
+    """What is known of the baseline's noise; of none, as here, nothing.
+
+    Attributes:
+        calibration: What the replicas say in general, at the step that is judged.
+    """
+
+    calibration: Calibration = Calibration()
+
+    @property
+    def operators(self) -> Sequence[Sequence[Part]]:
+        """What each noise recording has observed of operators in the step that was asked for last."""
+        return ()
+
+    def of_step(self, given: AlignedStep) -> StepNoise | None:  # noqa: ARG002
+        """How far the replicas are from the baseline in a step; None where no replica has it."""
+        return None
+
+
+class RunningComparison:
+    """Compares two runs while their steps come.
+
+    Args:
+        runs: The two runs.
+        rename: Turns the candidate's paths into the baseline's.
+        tolerance: What the user set in place of floors.
+        noise: What is known of the baseline's noise.
+        history: Takes note of every difference, where a report is to show them.
+
+    Attributes:
+        runs: The two runs.
+    """
+
+    def __init__(
+        self,
+        runs: TwoRuns,
+        rename: Renaming,
+        *,
+        tolerance: Tolerances | None = None,
+        noise: Noise | None = None,
+        history: DifferenceHistory | None = None,
+    ) -> None:
+        self.runs = runs
+        self._rename = rename
+        self._measured = noise or Noise()
+        baseline, candidate = runs.runs
+        self._facts = (run_facts(baseline), run_facts(candidate, rename))
+        self._both = BothRuns(self._facts)
+        self._forced = bool(candidate.run.get("forced_by"))
+        coefficients = coefficient_error(run.rank_content(rank) for run in runs.runs for rank in run.ranks)
+        self._history = history
+        self._judge = Judge(tolerance, forced=self._forced, coefficients=coefficients, history=history)
+        self._settings = SettingChanges()
+        self._surroundings: Surroundings | None = None
+        self._aside = ""
+        self._uncovered: list[int] = []
+        self._notes: dict[str, None] = {}
+        self._other_dtypes: dict[tuple[str, str], set[Key]] = {}
+        self._zooms = Zooms(runs.runs, rename)
+
+    def feed(self, baseline: RunStep | None, candidate: RunStep | None) -> ComparedStep | None:
+        """Compare one step of both runs; see `TwoRuns.pair`.
+
+        Returns:
+            The step; None where it was not compared.
+        """
+        given = self.runs.pair(baseline, candidate)
+        if given is None:
+            return None
+        assert baseline is not None
+        assert candidate is not None
+        findings = self._step(given)
+        if baseline.operators or candidate.operators:
+            self._zooms.see(findings, (baseline.operators, candidate.operators), self._measured.operators)
+        return ComparedStep(aligned=given, findings=tuple(findings))
+
+    def result(self) -> Comparison:
+        """The comparison of the steps so far."""
+        baseline, candidate = self.runs.runs
+        calibration = self._measured.calibration
+        notes, incomplete = limits(self.runs)
+        notes = [*calibration.notes(uncovered=self._uncovered), *notes, *self._further_notes()]
+        findings, representation = self._explained(self._judge.findings), ()
+        if not self._forced and self._judge.only_representation_differs:
+            findings, representation = (), findings
+            notes.insert(0, representation_note(representation))
+        return Comparison(
+            baseline=baseline.path,
+            candidate=candidate.path,
+            verdict=self._word(findings, incomplete=incomplete),
+            calibrated=bool(calibration.replicas) and not (self._uncovered or calibration.is_partial),
+            noise=calibration.to_json(),
+            findings=findings,
+            representation=representation,
+            unaligned=self.runs.presence.sides(),
+            steps=tuple(dict.fromkeys(self.runs.compared)),
+            notes=tuple(notes),
+            differences=tuple(sorted(self._judge.judged.differences.values(), key=lambda row: row.order)),
+            history=self._history,
+            zooms=tuple(self._zooms.found),
+        )
+
+    def _step(self, given: AlignedStep) -> list[Finding]:
+        step, tables, pairs = given.step, given.tables, given.pairs
+        for pair in pairs:
+            if pair.baseline.dtype != pair.candidate.dtype:
+                dtypes = (pair.baseline.dtype, pair.candidate.dtype)
+                self._other_dtypes.setdefault(dtypes, set()).add(pair.baseline.key)
+        clipped = (clips(tables[0]), clips(tables[1]))
+        scales = (loss_scale(tables[0]), loss_scale(tables[1]))
+        self._notes.update(dict.fromkeys(filter(None, (clipping_note(*clipped), scale_note(*scales)))))
+        found = [
+            *given.findings,
+            *clipping_findings(*clipped, step=step),
+            *recomputation_findings(*tables, step=step),
+            *map(self._with_names, self._both.findings(tables, step=step)),
+        ]
+        place = in_baseline_order(given.aligned.pairs)
+        found = [replace(one, order=place(one.order)) if _is_of_candidate(one) else one for one in found]
+        found += check_random_state(*tables, step=step)
+        found += self._settings.findings(self.runs.sides, tables, step=step)
+        if not self._forced:  # there it is no operation's result: it follows from gradients that were judged
+            pairs = [*pairs, *gradient_norms(pairs)]
+        agreed = not self._judge.findings
+        micro_steps = [num_micro_steps(table) for table in tables]
+        found = self._judge.judge(
+            StepInput(
+                step=step,
+                first=given.first,
+                pairs=tuple(sorted(pairs, key=lambda pair: pair.baseline.order)),
+                found=tuple(found),
+                contributions=contributions(tables[1]),
+                parameters=given.parameters,
+                micro_steps=micro_steps[1],
+                most_micro_steps=max(micro_steps),
+                ranks=max(side.data_parallel for side in self.runs.sides),
+                samples=max((int(e.summary["count"]) for k, e in tables[0].items() if k.phase == "batch"), default=1),
+                batches=(samples_of(tables[0]), samples_of(tables[1])),
+                noise=self._noise(given),
+                calibration=self._measured.calibration,
+                factors=tuple(scale_factors(*scales)),
+                clipped=tuple(clip_factor(*clipped)),
+            )
+        )
+        if agreed and self._judge.findings:
+            first = self._judge.findings[0]
+            self._surroundings = surroundings(first, pairs, given.aligned)
+            divided = (micro_steps[0], micro_steps[1])
+            self._aside = of_batch_statistics(first, self._facts[0].modules, given.aligned, divided)
+            self._aside += of_unseen_targets(first, pairs)
+        return found
+
+    def _with_names(self, finding: Finding) -> Finding:
+        copies = self.runs.copies[RUNS.index(finding.evidence["run"])]
+        return with_names(finding, copies, self._rename)
+
+    def _noise(self, given: AlignedStep) -> StepNoise | None:
+        noise = self._measured.of_step(given)
+        if noise is None and self._measured.calibration.replicas:
+            self._uncovered.append(given.step)
+        return noise
+
+    def _explained(self, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+        """The findings, of which the first says what is known of its surroundings and causes."""
+        if not findings:
+            return ()
+        first, *rest = findings
+        first = replace(first, says=first.says + self._aside)
+        if self._surroundings:
+            first = with_surroundings(first, self._surroundings)
+        sizes = (self.runs.sides[0].data_parallel, self.runs.sides[1].data_parallel)
+        first = with_each_ranks_own(first, self._facts[sizes.index(max(sizes))].modules, sizes)
+        return (self._zooms.told(explained(first, *(run.run for run in self.runs.runs))), *rest)
+
+    def _further_notes(self) -> list[str]:
+        """What is worth knowing, whatever the verdict."""
+        baseline, candidate = self.runs.runs
+        notes = [*self._both.shared.values(), *self._both.unknown, *hints(self.runs)]
+        if self._judge.judged.turned:
+            notes.append(
+                f"A choice of rows (of a router, of a mask) that rounding may turn was made otherwise, first at "
+                f"{self._judge.judged.turned[0]}. What follows in such a step was not judged."
+            )
+        if self._judge.judged.nan_in_both:
+            notes.append(f"NaN at the same places in both runs, first at {self._judge.judged.nan_in_both[0]}.")
+        notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
+        notes += other_models((self.runs.sides[0].model, self.runs.sides[1].model), self.runs.presence.known)
+        notes += other_dtypes(self._other_dtypes)
+        notes += self._notes
+        notes += self._zooms.notes
+        notes += not_forced([candidate.rank_content(rank) for rank in candidate.ranks])
+        return [*notes, *circumstances(baseline.run, candidate.run)]
+
+    def _word(self, findings: Sequence[Finding], *, incomplete: bool) -> Word:
+        if findings:
+            return "misaligned" if findings[0].kind in EXACT_KINDS else "diverged"
+        if incomplete:
+            return "incomplete"
+        return "identical" if self._judge.judged.all_equal else "equivalent"
+
+
+def _is_of_candidate(finding: Finding) -> bool:
+    """Whether its place in execution order was read off the candidate."""
+    return finding.kind in ("extra", "recomputed") or finding.evidence.get("run") == "candidate"

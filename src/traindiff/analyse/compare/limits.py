@@ -1,0 +1,142 @@
+"""What limits a verdict: what was not recorded, not observed, or has no counterpart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from traindiff.analyse.align.side import Side
+from traindiff.analyse.align.two_runs import RUNS, TwoRuns
+from traindiff.analyse.findings import more_text, ranks_text
+from traindiff.core.site import label
+from traindiff.core.tap_registry import NOT_BY_DEFAULT
+from traindiff.storage import Run
+
+
+def limits(runs: TwoRuns) -> tuple[list[str], bool]:
+    """What limits the verdict, in sentences, and whether that leaves it incomplete.
+
+    Args:
+        runs: The two runs, when all their steps were compared.
+    """
+    gaps = [
+        *_failures(runs),
+        *_missing_ranks(runs),
+        *_ranks_behind(runs),
+        *_missing_steps(runs),
+        *_unstepped(runs),
+        *_unobserved(runs),
+    ]
+    not_recorded, partly = _not_recorded(runs)
+    notes = [*_endings(runs), *gaps, *not_recorded]
+    return notes, bool(gaps) or partly or any(runs.presence.unaligned)
+
+
+def hints(runs: TwoRuns) -> list[str]:
+    """Why sites have no counterpart, as far as the recordings tell it."""
+    return [f"{label(one.path, one.slot)}: {one.why}." for one in runs.presence.sides()[0] if one.why][:3]
+
+
+def _endings(runs: TwoRuns) -> Iterator[str]:
+    """How ranks ended whose recording was not closed."""
+    for name, run in zip(RUNS, runs.runs, strict=True):
+        yield from (f"{name}: {status.says}" for rank in run.ranks if (status := run.status(rank)).says)
+
+
+def _failures(runs: TwoRuns) -> Iterator[str]:
+    for name, failed in zip(RUNS, runs.failed, strict=True):
+        yield from (f"{name}: {says[0].lower()}{says[1:]}" for says in failed.notes())
+
+
+def _missing_ranks(runs: TwoRuns) -> Iterator[str]:
+    for name, run, side in zip(RUNS, runs.runs, runs.sides, strict=True):
+        if run.missing_ranks:
+            ranks = ranks_text(run.missing_ranks, capital=False)
+            left = "left no recording" if len(run.missing_ranks) == 1 else "left no recordings"
+            yield f"{name}: {ranks} {left}.{_lost_stages(run, side)}"
+
+
+def _ranks_behind(runs: TwoRuns) -> Iterator[str]:
+    """Ranks that lack steps which others of their run have recorded."""
+    for name, behind in zip(RUNS, runs.behind, strict=True):
+        for rank, step in sorted(behind.items()):
+            yield f"{name}: rank {rank} did not record step {step}, which others did."
+
+
+def _lost_stages(run: Run, side: Side) -> str:
+    """What of a pipeline only ranks have that left no recording."""
+    here = {stage for rank in run.ranks for stage in side.stages_of(rank)}
+    stages = sorted({stage for rank in run.missing_ranks for stage in side.stages_of(rank)} - here)
+    if not stages:
+        return ""
+    return f" Not recorded, so not compared: stage {', '.join(map(str, stages))} of the pipeline."
+
+
+def _missing_steps(runs: TwoRuns) -> Iterator[str]:
+    """Steps that only one run has."""
+    if not runs.compared:
+        yield _nothing_in_common(runs)
+        return
+    last = runs.compared[-1]
+    for number, alone in enumerate(runs.alone):
+        ended = runs.sides[1 - number]
+        after = [step for step in alone if step > last and ended.would_record(step)]
+        if after:
+            steps = "1 later step of the other run was" if len(after) == 1 else f"{len(after)} later steps were"
+            why = f" The reason: {ended.goes_on_elsewhere}." if ended.goes_on_elsewhere else ""
+            yield (
+                f"The {RUNS[1 - number]} ends after step {last}; {steps} not compared. "
+                f"(--steps compares a part on purpose.){why}"
+            )
+
+
+def _unstepped(runs: TwoRuns) -> Iterator[str]:
+    """What is open where no optimizer was called."""
+    if runs.compared and not runs.stepped:
+        yield (
+            "No optimizer has stepped in what was compared, so what the runs do to their parameters is not known. "
+            "Record both until optimizer.step() has returned."
+        )
+
+
+def _nothing_in_common(runs: TwoRuns) -> str:
+    """Why no step could be compared."""
+    optimizers: Sequence[set[str]] = [{*side.groups} for side in runs.sides]
+    names = [", ".join(sorted(one)) for one in optimizers]
+    if all(names) and not optimizers[0] & optimizers[1]:
+        return (
+            f"The optimizers have other names: {names[0]} in the baseline, {names[1]} in the candidate. Steps "
+            "are counted per optimizer; record both runs with the same names: optimizer={NAME: optimizer}."
+        )
+    for name, run, steps in zip(RUNS, runs.runs, runs.alone, strict=True):
+        if not steps:
+            return (
+                f"The {name} ({run.path}) has no finished step among those asked for. Record it until the optimizer "
+                "has stepped, or ask for other steps."
+            )
+    ranges = [f"{steps[0]} to {steps[-1]}" for steps in runs.alone]
+    return f"The recordings have no step in common: the baseline has steps {ranges[0]}, the candidate {ranges[1]}."
+
+
+def _unobserved(runs: TwoRuns) -> Iterator[str]:
+    unobserved = runs.presence.unobserved
+    if unobserved:
+        site, why = next(iter(unobserved.items()))
+        more = len(unobserved) - 1
+        yield f"Not observed, so unknown: {site} ({why}){more_text(more, 'site')}."
+
+
+def _not_recorded(runs: TwoRuns) -> tuple[list[str], bool]:
+    """What one run was not asked to record, and whether the rest is a part only."""
+    notes, partly = [], False
+    for name, missing in zip(RUNS, runs.presence.not_recorded, strict=True):
+        if missing:
+            notes.append(f"Not recorded in the {name}, so not compared: {', '.join(missing)}.")
+            # Evaluation and micro-batches come on top; without a whole phase the rest is a part.
+            partly |= bool(missing.keys() - {"evaluation", *NOT_BY_DEFAULT})
+    if all("operators" in one and one <= {"operators", "evaluation"} for one in runs.presence.recorded):
+        notes.append(
+            "Both runs have recorded operators alone, which have no verdict, so nothing was compared. Record what "
+            "modules return, too: leave out observe, and choose modules by operators=."
+        )
+        partly = True
+    return notes, partly

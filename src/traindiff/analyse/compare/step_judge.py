@@ -1,0 +1,270 @@
+"""Judge one step: measure every aligned site against its floor, in execution order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from traindiff.analyse.align import exact
+from traindiff.analyse.align.ranks import differing_ranks
+from traindiff.analyse.compare.case import Case, Diagnosis, factor_meaning, factor_text
+from traindiff.analyse.compare.diagnosis import diagnose
+from traindiff.analyse.compare.judged import Judged
+from traindiff.analyse.findings import Finding, ranks_text
+from traindiff.analyse.merge.distance import Pair, best_fit, difference, equal_bits, is_transposed, rescaled
+from traindiff.analyse.merge.finding_at import finding_at
+from traindiff.analyse.merge.recorded_calls import Samples
+from traindiff.analyse.merge.step_table import Key, only_rank
+from traindiff.analyse.noise.calibration import Calibration
+from traindiff.analyse.noise.gradients import common_factor
+from traindiff.analyse.noise.replicas import StepNoise
+from traindiff.analyse.noise.site_floors import SiteFloors
+from traindiff.core.summary import nonfinite_count, norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """What is known of a step before it is judged.
+
+    Attributes:
+        step: Its number.
+        first: Whether it is the first step that is compared.
+        pairs: Aligned entries in the baseline's execution order.
+        found: Findings of the step that need no measuring.
+        contributions: By path: what each micro-batch of the candidate brought to a gradient.
+        parameters: By path: the parameters as this step found them, on both sides.
+        micro_steps: Micro-batches in the candidate's step.
+        most_micro_steps: The same of the run that has more of them.
+        ranks: Over how many ranks the batch is divided, in the run that has more of them.
+        samples: Elements in the baseline's batch.
+        batches: The single samples of both runs' batches.
+        noise: What replicas of the baseline differ by in this step; None without them.
+        calibration: What replicas say in general; nothing without them.
+        factors: Factors of which something is known, and what to say of them.
+        clipped: The same of gradients only.
+    """
+
+    step: int
+    first: bool
+    pairs: tuple[Pair, ...]
+    found: tuple[Finding, ...]
+    contributions: Mapping[str, Mapping[tuple[int, int], Any]]
+    parameters: Mapping[str, Pair]
+    micro_steps: int
+    most_micro_steps: int
+    ranks: int
+    samples: int
+    batches: tuple[Samples, Samples] = ({}, {})
+    noise: StepNoise | None = None
+    calibration: Calibration = field(default_factory=Calibration)
+    factors: tuple[tuple[float, str], ...] = ()
+    clipped: tuple[tuple[float, str], ...] = ()
+
+
+class StepJudge:
+    """Judges one step, site by site, in execution order.
+
+    Args:
+        judged: What earlier steps have shown; takes note of this one.
+        given: The step.
+        floors: Of its sites.
+    """
+
+    def __init__(self, judged: Judged, given: StepInput, floors: SiteFloors) -> None:
+        self._judged = judged
+        self._given = given
+        self._floors = floors
+
+    def judge(self) -> list[Finding]:
+        """Findings of the step, gradients of one optimizer call judged together."""
+        found: list[Finding | None] = []
+        gradients: list[Pair] = []
+        for pair in self._given.pairs:
+            key = pair.baseline.key
+            judged_together = key.phase == "grad" and key.slot == "grad" and key.stage != "micro"
+            if gradients and not (judged_together and key.stage == gradients[0].baseline.key.stage):
+                found += self._gradients(gradients)
+                gradients = []
+            if judged_together:
+                gradients.append(pair)
+                continue
+            found.append(self._pair(pair))
+        found += self._gradients(gradients)
+        return [finding for finding in found if finding is not None]
+
+    def _pair(self, pair: Pair) -> Finding | None:
+        key = pair.baseline.key
+        if key.path == "rng":
+            return None  # judged with the exact class
+        if key.phase == "batch":
+            return self._batch(pair)
+        if key.phase == "param" and key.stage == "before":
+            return self._initial(pair)
+        size = self._judged.size(pair)
+        if size is None:
+            return self._whole_numbers(pair)
+        if self._is_turned(pair):
+            self._turned(pair)
+            return None
+        if key.phase == "param" and key.slot == "value" and not self._judged.judges_parameters:
+            return None  # it follows from the one before the step, and from the update
+        floor = self._floors.of(pair)
+        self._floors.saw(pair, size)
+        finding = self._finding(pair, size, floor)
+        return None if key.path in self._judged.absent else finding
+
+    def _batch(self, pair: Pair) -> Finding | None:
+        finding = exact.check_batch(pair, step=self._given.step, samples=self._given.batches)
+        apart = 0.0 if equal_bits(pair) else difference(pair)
+        self._judged.note(pair, self._given.step, math.inf if finding else apart or 0.0, 0.0 if finding else math.inf)
+        # Everything that follows in this step follows from other inputs.
+        self._floors.saw_other_inputs(math.inf if finding else apart or 0.0)
+        return finding
+
+    def _initial(self, pair: Pair) -> Finding | None:
+        if not self._given.first or pair.baseline.key.slot != "value":
+            return None
+        self._judged.note(pair, self._given.step, difference(pair) or 0.0, 0.0)
+        if self._judged.judges_parameters and (difference(pair) or 0.0) <= self._judged.floor(pair, 0.0):
+            return None
+        return exact.check_initial_parameter(pair, step=self._given.step)
+
+    def _whole_numbers(self, pair: Pair) -> Finding | None:
+        """Indices and masks have no distance; they may flip only where a difference came in."""
+        expected = self._floors.inputs_differ
+        self._judged.note(pair, self._given.step, math.inf, math.inf if expected else 0.0)
+        return None if expected else self._finding(pair, math.inf, 0.0)
+
+    def _is_turned(self, pair: Pair) -> bool:
+        """Whether other inputs explain that a choice (a router's, a mask's) picked another number of rows."""
+        key, baseline, candidate = pair.baseline.key, pair.baseline.shape, pair.candidate.shape
+        before = self._judged.previous.get(key)
+        if key.phase not in ("forward", "backward") or baseline == candidate or before is None:
+            return False
+        depends_on_data = int(before["count"]) != int(pair.baseline.summary["count"])
+        if not depends_on_data or len(baseline) != len(candidate) or baseline[1:] != candidate[1:]:
+            return False
+        return abs(baseline[0] - candidate[0]) <= self._floors.turned_rows(baseline[0])
+
+    def _turned(self, pair: Pair) -> None:
+        baseline, step = pair.baseline, self._given.step
+        self._judged.turned.append(
+            f"step {step}, {baseline.key.phase} of {baseline.key.path} {baseline.key.slot}: "
+            f"{pair.candidate.shape[0]} rows, {baseline.shape[0]} in the baseline"
+        )
+        self._judged.note(pair, step, math.inf, math.inf)
+        self._floors.saw(pair, math.inf)
+
+    def _gradients(self, pairs: list[Pair]) -> list[Finding | None]:
+        if not pairs:
+            return []
+        floors = {pair.baseline.key: self._floors.of(pair) for pair in pairs}
+        factor = None if self._judged.floor(pairs[0], math.nan) >= 0 else common_factor(pairs, floors)
+        found: list[Finding] = []
+        seen: list[tuple[Pair, float]] = []
+        for pair in pairs:
+            whole = self._judged.size(pair)
+            judged = pair if factor is None else rescaled(pair, factor)
+            size = self._judged.size(judged)
+            if whole is None or size is None:
+                continue
+            seen.append((pair, max(whole, size)))
+            finding = self._finding(judged, size, floors[pair.baseline.key], observed=pair)
+            if finding:
+                found.append(finding)
+        for pair, size in seen:
+            self._floors.saw(pair, size)
+        if factor is None:
+            return list(found)
+        if not found and self._judged.absent:
+            return []  # clipping to a norm that lacks a gradient
+        if not found:
+            return [self._all_gradients(pairs, factor, floors)]
+        aside = f" (All other gradients are {factor_text(factor)} x the baseline's, as clipping to a norm makes them.)"
+        return [replace(finding, says=finding.says + aside) for finding in found]
+
+    def _all_gradients(self, pairs: list[Pair], factor: float, floors: Mapping[Key, float]) -> Finding:
+        first = pairs[0]
+        size, floor = abs(factor - 1.0), min(floors.values())
+        finding = self._as_finding(first, size, floor, self._shape(first, size, floor))
+        meaning = factor_meaning(factor, self._given.micro_steps, self._given.ranks, self._factors(first))
+        says = f"All gradients are {factor_text(factor)} x the baseline's{meaning}."
+        evidence = {**finding.evidence, "factor": factor, "parameters": len(pairs)}
+        return replace(finding, kind="scale", says=says, evidence=evidence)
+
+    def _finding(self, pair: Pair, size: float, floor: float, *, observed: Pair | None = None) -> Finding | None:
+        """A finding if the difference exceeds its floor. `observed` is the pair before it was rescaled."""
+        floor = self._factor_floor(pair, size, self._judged.floor(pair, floor))
+        self._judged.note(observed or pair, self._given.step, size, floor)
+        baseline = pair.baseline
+        if int(baseline.summary["nan"]) and int(pair.candidate.summary["nan"]) and math.isfinite(size):
+            where = f"step {self._given.step}, {baseline.key.phase} of {baseline.key.path} {baseline.key.slot}"
+            self._judged.nan_in_both.append(where)
+        if not size > floor:
+            return None
+        return self._as_finding(pair, size, floor, self._shape(pair, size, floor))
+
+    def _factor_floor(self, pair: Pair, size: float, floor: float) -> float:
+        """The floor, or a lower one for a difference that is a constant factor and nothing else.
+
+        Of fewer than 16 elements too little is left beside the best-fitting multiple to tell the two apart.
+        """
+        baseline = pair.baseline
+        judged_by_user = self._judged.floor(pair, math.nan) >= 0
+        if not size <= floor < math.inf or judged_by_user or int(baseline.summary["count"]) < 16:
+            return floor
+        s, left_over = best_fit(baseline, pair.candidate)
+        lower = self._floors.factor(pair, left_over=left_over)
+        return lower if lower < min(floor, abs(s - 1.0)) else floor
+
+    def _as_finding(self, pair: Pair, size: float, floor: float, shape: Diagnosis) -> Finding:
+        only = 0 if self._given.micro_steps == 1 else None
+        apart = differing_ranks(pair, floor)
+        rank = only_rank(pair.candidate) if len(apart) != 1 else apart[0]
+        aside = f" Only what {ranks_text(apart, capital=False)} holds differs." if apart else ""
+        return finding_at(
+            pair.baseline, step=self._given.step, kind=shape.kind, says=shape.says + aside, difference=size,
+            floor=floor, rank=rank, micro_step=shape.evidence.get("micro_step", only),
+            evidence={
+                **shape.evidence,
+                "dtype": pair.baseline.dtype,
+                "baseline_norm": float(norm(pair.baseline.summary)),
+                "candidate_norm": float(norm(pair.candidate.summary)),
+            },
+        )  # fmt: skip
+
+    def _factors(self, pair: Pair) -> tuple[tuple[float, str], ...]:
+        """Factors that may be behind a difference here: clipping changes nothing before the gradients."""
+        clipped = self._given.clipped if pair.baseline.key.phase in ("grad", "optimizer", "update") else ()
+        return (*self._given.factors, *clipped)
+
+    def _shape(self, pair: Pair, size: float, floor: float) -> Diagnosis:
+        baseline, candidate = pair.baseline, pair.candidate
+        if is_transposed(pair) and math.isfinite(size):
+            norms = f"{float(norm(baseline.summary)):.6g} in the baseline and {float(norm(candidate.summary)):.6g}"
+            says = f"One run holds it transposed, and the norms differ: {norms} in the candidate."
+            return Diagnosis(kind="value", says=says)
+        if baseline.shape != candidate.shape:
+            says = f"The shape is {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate."
+            return Diagnosis(kind="shape", says=says)
+        if self._judged.is_broken(pair) and difference(pair) != math.inf:
+            return Diagnosis(kind="non-finite", says=_says_of_both(pair))
+        summed = baseline.key.phase == "grad" and baseline.key.stage in ("", "reduced", "unscaled")
+        return diagnose(
+            Case(
+                baseline=baseline, candidate=candidate, difference=size, floor=floor,
+                micro_steps=self._given.micro_steps, ranks=self._given.ranks,
+                previous=self._judged.previous.get(baseline.key),
+                contributions=self._given.contributions.get(baseline.key.path, {}) if summed else {},
+                factors=self._factors(pair),
+            )
+        )  # fmt: skip
+
+
+def _says_of_both(pair: Pair) -> str:
+    """What is not finite in both runs, at the same places."""
+    count = int(nonfinite_count(pair.candidate.summary))
+    of_all = f"{count} of {int(pair.candidate.summary['count'])} elements"
+    return f"{of_all} {'is' if count == 1 else 'are'} NaN or infinite, at the same places in both runs."

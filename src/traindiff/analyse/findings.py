@@ -1,0 +1,194 @@
+"""One judged difference or broken rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from traindiff.core.site import ROOT, label
+
+
+def where_text(finding: Finding) -> str:
+    """Step, phase and site of a finding."""
+    micro = "" if finding.micro_step is None else f", micro-step {finding.micro_step}"
+    return f"step {finding.step}{micro}, {phase_text(finding.phase, finding.stage)}, {finding.site}"
+
+
+def phase_text(name: str, stage: str) -> str:
+    """A phase with its stage."""
+    return f"{name} ({stage})" if stage else name
+
+
+def size_text(finding: Finding) -> str:
+    """The size of a finding against its floor; empty where it has none."""
+    if not math.isfinite(finding.difference) or not finding.floor:
+        return ""
+    return f"relative L2 difference {finding.difference:.3g} = {finding.ratio:.3g} x its floor of {finding.floor:.3g}"
+
+
+def before_text(finding: Finding) -> str:
+    """How far inputs agree; empty where the order of execution does not tell."""
+    after = finding.evidence.get("after")
+    return f"Everything before it agrees, up to {after}." if after else ""
+
+
+def more_text(count: int, what: str, *, before: str = " and") -> str:
+    """` and 2 more sites`; empty for none."""
+    return f"{before} {count} more {what}{'s' if count > 1 else ''}" if count > 0 else ""
+
+
+def also_text(paths: Sequence[str]) -> str:
+    """Where else the same was found, given the first place and the others; empty where it was found once."""
+    more = paths[1:]
+    if not more:
+        return ""
+    named = ", ".join(more[:2]) + (", ..." if len(more) > 2 else ".")
+    what = "group" if ".groups[" in more[0] else "parameter"
+    return f"The same holds for {len(more)} more {what}{'s' if len(more) > 1 else ''}: {named}"
+
+
+def steps_text(numbers: Sequence[int]) -> str:
+    """`10 steps (0 to 9)`."""
+    if not numbers:
+        return "no step"
+    if len(numbers) == 1:
+        return f"step {numbers[0]}"
+    gaps = any(later != earlier + 1 for earlier, later in pairwise(numbers))
+    return f"{len(numbers)} steps ({numbers[0]} to {numbers[-1]}{', with gaps' if gaps else ''})"
+
+
+def ranks_text(numbers: Sequence[int], *, capital: bool = True) -> str:
+    """`Rank 1`, `Ranks 0, 2 and 3`."""
+    word = ("Rank" if capital else "rank") + ("s" if len(numbers) > 1 else "")
+    if len(numbers) == 1:
+        return f"{word} {numbers[0]}"
+    shown = [str(number) for number in numbers[:8]]
+    if len(numbers) > 8:
+        return f"{word} {', '.join(shown)} and {len(numbers) - 8} more"
+    return f"{word} {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def micro_steps_text(steps: Sequence[int]) -> str:
+    """`micro-step 0`, `micro-steps 0, 2 and 3`."""
+    if len(steps) == 1:
+        return f"micro-step {steps[0]}"
+    return f"micro-steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"
+
+
+_PER_PARAMETER = frozenset({"grad", "optimizer", "update", "param"})
+"""Phases whose sites say nothing of where in the model a difference comes from: every parameter has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Findings of one step, phase, slot and kind.
+
+    Attributes:
+        first: The first in execution order.
+        paths: Of all of them, in that order.
+    """
+
+    first: Finding
+    paths: tuple[str, ...]
+
+    @property
+    def site(self) -> str:
+        """The first one's site, and how many more there are."""
+        more = len(self.paths) - 1
+        return label(self.first.path, self.first.slot) + (f" and {more} more" if more else "")
+
+
+def grouped(findings: Iterable[Finding]) -> list[Group]:
+    """Findings in groups, in the order of the first of each. What a module returned stands alone."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for finding in findings:
+        key: tuple[object, ...] = (finding.step, finding.phase, finding.stage, finding.slot, finding.kind)
+        if finding.phase not in _PER_PARAMETER:
+            key = (*key, finding.path, finding.call)
+        groups.setdefault(key, []).append(finding)
+    return [Group(first=same[0], paths=tuple(one.path for one in same)) for same in groups.values()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One judged difference.
+
+    Attributes:
+        step: Step in which it is.
+        micro_step: Micro-step, where the recordings tell it.
+        rank: Rank, where it is on one only.
+        phase: Phase of the observation.
+        stage: Stage within the phase; empty for the plain one.
+        path: Canonical path; empty for the root.
+        slot: Which tensor there.
+        call: Which call of the module in the micro-step.
+        order: Position in the baseline's execution order.
+        kind: What the difference looks like, in a word (docs/findings.md lists them).
+        difference: Relative L2 difference; inf where it has no size (exact comparisons, NaN).
+        floor: The largest relative difference that would not have been a finding.
+        says: What differs and what it looks like, in one or two sentences.
+        evidence: The numbers behind `says`.
+    """
+
+    step: int
+    micro_step: int | None = None
+    rank: int | None = None
+    phase: str
+    stage: str = ""
+    path: str
+    slot: str
+    call: int = 0
+    order: int
+    kind: str
+    difference: float = math.inf
+    floor: float = 0.0
+    says: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """Difference over floor; inf for differences without a size."""
+        return ratio_of(self.difference, self.floor)
+
+    @property
+    def site(self) -> str:
+        """The site as people read it."""
+        return label(self.path, self.slot)
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding in the schema of `--json`; sizes that are not finite become null."""
+        return {
+            "step": self.step,
+            "micro_step": self.micro_step,
+            "rank": self.rank,
+            "phase": self.phase,
+            "stage": self.stage,
+            "site": self.path or ROOT,
+            "slot": self.slot,
+            "call": self.call,
+            "kind": self.kind,
+            "ratio": _finite(self.ratio),
+            "difference": _finite(self.difference),
+            "floor": _finite(self.floor),
+            "says": self.says,
+            "evidence": {name: _finite(value) for name, value in self.evidence.items()},
+        }
+
+
+def ratio_of(difference: float, floor: float) -> float:
+    """Difference over floor; inf for a difference without a floor, 0 where the floor is without bound."""
+    if difference == 0.0:
+        return 0.0
+    if math.isinf(floor):
+        return 0.0
+    return difference / floor if floor else math.inf
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+__all__ = ["Finding"]

@@ -1,0 +1,171 @@
+"""Parameter groups of optimizers, over all ranks: those of a pipeline may lack some, and number their own.
+
+A pipeline's first and last stage each hold the weight that embeds and predicts tokens. One process ties the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from traindiff.analyse.merge.renames import Rename
+from traindiff.analyse.merge.step_table import Entry, Key, Part
+from traindiff.core.summary import add
+from traindiff.storage import Run, StepObservations
+
+
+class Updates:
+    """Derives what each step did to each parameter, from the parameters before and after it.
+
+    An update is the difference of two tensors, so its sketch is the difference of two sketches; in
+    float64 that leaves about ten digits of an update a millionth the size of its parameter.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: dict[str, Entry] = {}
+        self._ended: dict[str, int] = {}  # by path: the step at whose end a parameter was last seen
+
+    def derive(self, table: dict[Key, Entry], *, step: int) -> tuple[list[Entry], dict[str, Entry]]:
+        """Entries of phase `update`, and the parameters as this step found them, by path."""
+        for key, entry in table.items():
+            if key.phase == "param" and key.stage == "before" and key.slot == "value":
+                self._parameters[key.path] = entry.without_parts()
+                self._ended.pop(key.path, None)
+        # What some ranks have not recorded is unknown, and so is what becomes of it.
+        before = {path: entry for path, entry in self._parameters.items() if not entry.unobserved}
+        found: list[Entry] = []
+        for key, entry in table.items():
+            if key.phase != "param" or key.stage or key.slot != "value":
+                continue
+            old = before.get(key.path)
+            if (
+                old is not None
+                and not entry.unobserved
+                and old.shape == entry.shape
+                and self._ended.get(key.path, step - 1) == step - 1
+            ):
+                found.append(_update(key, old, entry))
+            self._parameters[key.path] = entry.without_parts()
+            self._ended[key.path] = step
+        return found, before
+
+
+def _update(key: Key, before: Entry, after: Entry) -> Entry:
+    same = before.exact and after.exact and before.summary["fingerprint"] == after.summary["fingerprint"]
+    summary: Any = add([after.summary, before.summary], [1.0, -1.0])
+    if same:
+        summary = add([after.summary], [0.0])
+    return Entry(
+        key=Key("update", "", key.path, "update", 0, 0),
+        order=after.order,
+        dtype=after.dtype,
+        shape=after.shape,
+        summary=summary,
+        exact=False,
+    )
+
+
+Copies = Mapping[int, Mapping[str, str]]
+"""By rank: the name under which a parameter is filed by each name that it has there."""
+
+NO_COPIES: Copies = {}
+
+_FURTHER_TERMS = 1 << 16
+"""Added to the terms that a rank has of a sum under another name: more than there are ranks, so none is a copy."""
+
+
+def ties_of(recording: Run, rename: Rename = str) -> dict[str, str]:
+    """Name under which a tied parameter is filed by each of its further names, on any rank."""
+    return {
+        rename(other): rename(path)
+        for rank in recording.ranks
+        for other, path in recording.rank_content(rank).get("tied", {}).items()
+    }
+
+
+def copies_elsewhere(recording: Run, ties: Mapping[str, str], rename: Rename = str) -> Copies:
+    """Parameters of a run which the other run ties to one that this run holds on other ranks.
+
+    Args:
+        recording: The run.
+        ties: Of the other run, under the baseline's names.
+        rename: Turns the run's paths into the baseline's.
+    """
+    if not ties or len(recording.ranks) < 2:
+        return {}
+    held = {rank: list(recording.rank_content(rank).get("parameters", {})) for rank in recording.ranks}
+    own_name = {rename(path): path for paths in held.values() for path in paths}
+    found: dict[int, dict[str, str]] = {}
+    for rank, paths in held.items():
+        for path in paths:
+            first = own_name.get(ties.get(rename(path), ""))
+            if first is not None and first not in paths:
+                found.setdefault(rank, {})[path] = first
+    return found
+
+
+def under_one_name(step: StepObservations, names: Mapping[str, str]) -> Iterator[Part]:
+    """The observations of a rank that calls some parameters by other names. Of a sum, it has a term of its own."""
+    for seen, summary in zip(step.observations, step.summaries, strict=True):
+        path = names.get(seen.path)
+        one = seen if path is None else replace(seen, path=path, term=seen.term + _FURTHER_TERMS * (1 + step.rank))
+        yield one, step.rank, summary
+
+
+Numbers = Mapping[int, Mapping[tuple[str, int], int]]
+"""By rank: the number of a group in the whole model, by optimizer and the number that it has there."""
+
+
+def group_numbers(recording: Run) -> Numbers:
+    """Numbers of groups where the ranks of a pipeline have not all as many; empty where they do.
+
+    As many groups on all ranks are taken for the same ones. Else, whether group 0 of one rank is group 0 of another is
+    not known: each stage's groups are taken for its own, and numbered one after the other.
+    """
+    contents = {rank: recording.rank_content(rank) for rank in recording.ranks}
+    stages = {rank: min(content["pipeline"]["stages"]) for rank, content in contents.items() if "pipeline" in content}
+    counts = {rank: {one["name"]: len(one["groups"]) for one in _optimizers(contents[rank])} for rank in stages}
+    if len({tuple(sorted(count.items())) for count in counts.values()}) < 2:
+        return {}
+    by_stage = {stages[rank]: counts[rank] for rank in sorted(stages, reverse=True)}
+    found: dict[int, dict[tuple[str, int], int]] = {}
+    for rank, stage in stages.items():
+        for name, count in counts[rank].items():
+            before = sum(other.get(name, 0) for number, other in by_stage.items() if number < stage)
+            found.setdefault(rank, {}).update(((name, number), before + number) for number in range(count))
+    return found
+
+
+def group_paths(numbers: Numbers) -> dict[int, dict[str, str]]:
+    """By rank: where settings of a group are filed, by where the rank has filed them."""
+    return {
+        rank: {f"{name}.groups[{old}]": f"{name}.groups[{new}]" for (name, old), new in groups.items()}
+        for rank, groups in numbers.items()
+    }
+
+
+def _optimizers(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = content.get("optimizers", [])
+    return found
+
+
+Groups = Mapping[str, list[list[str]]]
+"""Parameters of each group of each optimizer, by the optimizer's name; from `rank.json`."""
+
+
+def parameter_groups(recording: Run, rename: Rename) -> Groups:
+    """Parameters of each group, of all ranks: those of a pipeline have some each."""
+    numbers = group_numbers(recording)
+    found: dict[str, dict[int, list[str]]] = {}
+    for rank in recording.ranks:
+        for optimizer in recording.rank_content(rank).get("optimizers", []):
+            name = optimizer["name"]
+            groups = found.setdefault(name, {})
+            for number, paths in enumerate(optimizer["groups"]):
+                number_in_whole = numbers.get(rank, {}).get((name, number), number)
+                groups.setdefault(number_in_whole, []).extend(rename(path) for path in paths)
+    return {
+        name: [list(dict.fromkeys(groups.get(number, ()))) for number in range(max(groups, default=-1) + 1)]
+        for name, groups in found.items()
+    }

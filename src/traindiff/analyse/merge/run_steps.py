@@ -1,0 +1,126 @@
+"""One run step by step, merged over its ranks, with one step of all of them in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from traindiff.analyse.merge.operators import is_of_operator
+from traindiff.analyse.merge.parameters import NO_COPIES, Copies, group_numbers, group_paths, under_one_name
+from traindiff.analyse.merge.step_table import Entry, Key, Part, step_table
+from traindiff.core.observation import Observation
+from traindiff.storage import Recording, Run, StepObservations, ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """One step of one optimizer, merged over ranks.
+
+    Attributes:
+        optimizer: Name of the optimizer.
+        step: Number of the step.
+        table: Its entries.
+        finished: Whether the optimizer was called: the run may have ended, or been closed, before that.
+        missing: Ranks of the run that have not recorded it.
+        operators: What was observed of operators, which are compared inside a module only.
+        last: What each rank has observed last in it.
+    """
+
+    optimizer: str
+    step: int
+    table: dict[Key, Entry]
+    finished: bool = True
+    missing: tuple[int, ...] = ()
+    operators: list[Part] = field(default_factory=list)
+    last: Mapping[int, Observation] = field(default_factory=dict)
+
+    def release(self) -> None:
+        """Let go of the entries, so that no two steps are in memory when the next one is read."""
+        self.table.clear()
+        self.operators.clear()
+
+
+class StepMerger:
+    """Merges the steps of a run over its ranks, one after the other.
+
+    Args:
+        run: The run.
+        copies: Parameters that are filed under other names, by rank.
+    """
+
+    def __init__(self, run: Run, copies: Copies = NO_COPIES) -> None:
+        own = group_paths(group_numbers(run))
+        self._names = {rank: {**own.get(rank, {}), **copies.get(rank, {})} for rank in {*own, *copies}}
+        self._ranks = range(run.world_size)
+        self._missing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # the ranks of a step, and those it lacks
+        # Settings of the optimizer are there whenever it was called; without them, what earlier steps had tells.
+        self._called = "optimizer" in run.run["settings"].get("observe", ())
+        self._shows_calls: set[str] = set()
+        self._counted: dict[str, int] = {}  # steps that an optimizer has ended, where the run says it at its end
+        for rank in run.ranks:
+            for name, count in ended(run.rank_content(rank)).steps.items():
+                self._counted[name] = max(count, self._counted.get(name, 0))
+
+    def merged(self, of_ranks: Sequence[StepObservations]) -> RunStep:
+        """One step, from what each rank has recorded of it; at least one has."""
+        optimizer, step = of_ranks[0].optimizer, of_ranks[0].step
+        operators: list[Part] = []
+        sites: list[Part] = []
+        for part in _parts(of_ranks, self._names):
+            (operators if is_of_operator(part[0]) else sites).append(part)
+        table = step_table(sites)
+        shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
+        if shown:
+            self._shows_calls.add(optimizer)
+        if optimizer in self._counted:
+            finished = step < self._counted[optimizer]
+        else:
+            finished = shown or not (self._called or optimizer in self._shows_calls)
+        return RunStep(
+            optimizer=optimizer, step=step, table=table, finished=finished, operators=operators,
+            missing=self._without(tuple(one.rank for one in of_ranks)),
+            last={one.rank: one.observations[-1] for one in of_ranks if one.observations},
+        )  # fmt: skip
+
+    def _without(self, there: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks that are not there: mostly those of the step before, and there may be many."""
+        if there != self._missing[0]:
+            here = frozenset(there)
+            self._missing = there, tuple(rank for rank in self._ranks if rank not in here)
+        return self._missing[1]
+
+
+def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunStep]:
+    """Steps of a recording in the order in which they were taken.
+
+    Args:
+        recording: The run.
+        copies: Parameters that are filed under other names, by rank.
+    """
+    merger = StepMerger(recording, copies)
+    streams = {rank: recording.steps(rank) for rank in recording.ranks}
+    heads = {rank: head for rank, stream in streams.items() if (head := next(stream, None)) is not None}
+    while heads:
+        first = heads[min(heads)]
+        # The rank may have begun later than others.
+        lead = min((head for head in heads.values() if head.optimizer == first.optimizer), key=lambda head: head.step)
+        here = [head for head in heads.values() if (head.optimizer, head.step) == (lead.optimizer, lead.step)]
+        merged = merger.merged(here)
+        ranks = [head.rank for head in here]
+        here.clear()
+        del first, lead
+        yield merged
+        del merged
+        for rank in ranks:
+            del heads[rank]  # before the next one is read
+            if (following := next(streams[rank], None)) is not None:
+                heads[rank] = following
+
+
+def _parts(steps: Sequence[StepObservations], copies: Copies) -> Iterator[Part]:
+    for step in steps:
+        if step.rank in copies:
+            yield from under_one_name(step, copies[step.rank])
+            continue
+        for seen, summary in zip(step.observations, step.summaries, strict=True):
+            yield seen, step.rank, summary

@@ -1,0 +1,162 @@
+"""What traindiff itself failed to observe: unknown from there on, or in a step, and neither absent nor equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from traindiff.analyse.findings import more_text, ranks_text, steps_text
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.core.observation import ITSELF, MAYBE_UNSEEN, TAP_FAILED, UNSEEN
+from traindiff.core.site import label
+from traindiff.core.tap_registry import EVERYTHING, LOSES
+
+
+def without_missing_samples(
+    table: Mapping[Key, Entry], missing: Sequence[int], *, pipelines: int | None = None
+) -> dict[Key, Entry]:
+    """The table of a step that some data-parallel ranks have not recorded: what they would have added is unknown.
+
+    Args:
+        table: The step.
+        missing: Those ranks.
+        pipelines: How many pipelines have a part of the batch each; None where ranks are no stages of pipelines.
+            What a stage has is complete if as many ranks have it.
+    """
+    if not missing:
+        return dict(table)
+    who = ranks_text(missing, capital=False)
+    reason = f"{who} did not record this step, so a part of the batch is missing"
+    return {
+        key: replace(entry, unobserved=reason)
+        if (entry.batched or entry.summed)
+        and (pipelines is None or len({part.rank for part in entry.parts}) < pipelines)
+        else entry
+        for key, entry in table.items()
+    }
+
+
+class _Fault(NamedTuple):
+    tap: str
+    step: int
+    says: str
+
+
+class Lost(NamedTuple):
+    """What is not known.
+
+    Attributes:
+        phase: Phase; empty for all of them.
+        stage: Stage of it; None for all of them.
+        path: Path; `ITSELF` for all of them.
+    """
+
+    phase: str
+    stage: str | None
+    path: str = ITSELF
+
+
+@dataclass(slots=True)
+class _Gap:
+    """What was not observed for one reason."""
+
+    steps: dict[int, None] = field(default_factory=dict)
+    sites: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class FailedTaps:
+    """Collects what was not observed in a run, step by step.
+
+    Attributes:
+        ranks: By what failed, when and why: on which ranks.
+        in_step: What is not known of the latest step alone, with the entry that says so.
+    """
+
+    ranks: dict[_Fault, list[int]] = field(default_factory=dict)
+    in_step: dict[Lost, Entry] = field(default_factory=dict)
+    _gaps: dict[str, _Gap] = field(default_factory=dict)
+
+    def see(self, table: Mapping[Key, Entry], other: Mapping[Key, Entry] | None = None, *, step: int) -> None:
+        """Note what was not observed in a step.
+
+        Args:
+            table: The step.
+            other: The same step of the run that it is compared with, if there is one.
+            step: Its number.
+        """
+        self.in_step = {}
+        for key, entry in table.items():
+            if _is_fault(key, entry):
+                fault = _Fault(key.slot, step, entry.unobserved)
+                self.ranks.setdefault(fault, []).extend(part.rank for part in entry.parts)
+            elif entry.unobserved.startswith((UNSEEN, MAYBE_UNSEEN)):
+                self.in_step[_lost_with(key)] = entry
+        seen = [key for one in (table, other or {}) for key, entry in one.items() if not entry.unobserved]
+        unseen = [lost for lost, entry in self.in_step.items() if entry.unobserved.startswith(UNSEEN)]
+        for lost, entry in self.in_step.items():
+            if any(one.path == ITSELF != lost.path and one.phase == lost.phase for one in unseen):
+                continue  # that says it all
+            if entry.unobserved.startswith(UNSEEN) or any(_covers(lost, key) for key in seen):
+                gap = self._gaps.setdefault(entry.unobserved.partition(": ")[2], _Gap())
+                gap.steps[step] = None
+                gap.sites[label(lost.path, "") if lost.path != ITSELF else f"the phase {lost.phase}"] = None
+
+    @property
+    def lost(self) -> tuple[Lost, ...]:
+        """What is not known of the latest step."""
+        failed = {lost: None for fault in self.ranks for lost in LOSES.get(fault.tap, EVERYTHING)}
+        return (*(Lost(*lost) for lost in failed), *self.in_step)
+
+    def notes(self) -> list[str]:
+        """What was not observed, one sentence each."""
+        return [
+            *(
+                f"On {ranks_text(sorted({*ranks}), capital=False)}, {fault.says}. What it would have seen from step "
+                f"{fault.step} on is unknown."
+                for fault, ranks in self.ranks.items()
+            ),
+            *(_sentence(why, gap) for why, gap in self._gaps.items()),
+        ]
+
+
+def without_lost(table: Mapping[Key, Entry], lost: Iterable[Lost]) -> dict[Key, Entry]:
+    """The table of a step without what was not observed, in this run or in the one it is compared with."""
+    everywhere = tuple(one for one in lost if one.path == ITSELF)
+    at: dict[str, list[Lost]] = {}
+    for one in lost:
+        if one.path != ITSELF:
+            at.setdefault(one.path, []).append(one)
+    return {
+        key: entry
+        for key, entry in table.items()
+        if not (
+            _is_fault(key, entry)
+            or entry.unobserved.startswith((UNSEEN, MAYBE_UNSEEN))
+            or any(_covers(one, key) for one in (*everywhere, *at.get(key.path, ())))
+        )
+    }
+
+
+def _is_fault(key: Key, entry: Entry) -> bool:
+    return key.path == ITSELF and entry.unobserved.startswith(TAP_FAILED.format(tap=key.slot))
+
+
+def _lost_with(key: Key) -> Lost:
+    """What an entry says is not known: of activations and batches all stages, of the optimizer's side its own."""
+    stage = key.stage if key.stage or key.phase in ("grad", "optimizer", "param") else None
+    return Lost(phase=key.phase, stage=stage, path=key.path)
+
+
+def _covers(lost: Lost, key: Key) -> bool:
+    if lost.path not in (ITSELF, key.path):
+        return False
+    phases = (lost.phase, "update") if lost.phase == "param" else (lost.phase,)
+    return ("" in phases or key.phase in phases) and lost.stage in (None, key.stage)
+
+
+def _sentence(why: str, gap: _Gap) -> str:
+    sites = list(gap.sites)
+    more = more_text(len(sites) - 1, "site")
+    return f"Not observed in {steps_text(list(gap.steps))}, so unknown: {sites[0]}{more}. The reason: {why}."

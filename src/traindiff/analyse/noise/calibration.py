@@ -1,0 +1,114 @@
+"""What the replicas of a baseline say about its noise in general."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from traindiff.analyse.noise.replicas import ALONE, SAFETY
+from traindiff.core.site import PHASES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseRecording:
+    """One further correct run of the baseline's training.
+
+    Attributes:
+        path: Of the recording.
+        replica: How it was made, e.g. `ulp:1`; empty for a run that was simply repeated.
+        differs: Whether it differs from the baseline at all: the baseline's very bits say nothing of noise.
+        partial: Why it is no full replica; empty if it is.
+    """
+
+    path: str
+    replica: str
+    differs: bool
+    partial: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What the replicas say about noise in general, before anything is judged by it.
+
+    Attributes:
+        recordings: The noise recordings, in the order in which they were given.
+        constants: By phase: how far a replica may be, as a multiple of what the others show there; the
+            largest that was needed when each was held out in turn.
+        own: Largest relative difference of a repeated run from the baseline, with its place; None
+            where no run was simply repeated.
+        covered: Optimizer and number of the steps that at least one replica has.
+    """
+
+    recordings: tuple[NoiseRecording, ...] = ()
+    constants: Mapping[str, float] = field(default_factory=dict)
+    own: tuple[float, str] | None = None
+    covered: frozenset[tuple[str, int]] = frozenset()
+
+    @property
+    def replicas(self) -> tuple[NoiseRecording, ...]:
+        """Those that differ from the baseline: floors are measured from them."""
+        return tuple(one for one in self.recordings if one.differs)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a noise recording is no full replica, so that floors may be too low."""
+        return any(one.partial for one in self.recordings)
+
+    def constant(self, phase: str) -> float:
+        """Constant of a phase."""
+        return self.constants.get(phase, 1.0) if len(self.replicas) > 1 else ALONE
+
+    def to_json(self) -> dict[str, Any] | None:
+        """What floors rest on, in the schema of `--json`; None without noise recordings."""
+        if not self.recordings:
+            return None
+        constants = {phase: self.constants[phase] for phase in PHASES if phase in self.constants}
+        return {
+            "recordings": [{"path": one.path, "replica": one.replica or None} for one in self.replicas],
+            "identical": [one.path for one in self.recordings if not one.differs],
+            "constants": constants if len(self.replicas) > 1 else None,
+            "safety": SAFETY,
+            "own": self._own_to_json(),
+        }
+
+    def _own_to_json(self) -> dict[str, Any] | None:
+        if self.own is None:
+            return None
+        size, where = self.own
+        return {"difference": size if math.isfinite(size) else None, "where": where if size else ""}
+
+    def notes(self, *, uncovered: Sequence[int]) -> list[str]:
+        """What the verdict rests on, one sentence each; reports begin with the baseline's own noise instead.
+
+        Args:
+            uncovered: Steps that were compared and that no replica has.
+        """
+        notes = []
+        replicas = self.replicas
+        if replicas:
+            made = ", ".join(one.replica or f"a repeated run ({one.path})" for one in replicas)
+            runs = "1 replica" if len(replicas) == 1 else f"{len(replicas)} replicas"
+            notes.append(f"Floors are measured from {runs}: {made}.")
+        elif self.recordings:
+            notes.append("No noise recording differs from the baseline, so floors follow from rounding.")
+        if len(replicas) == 1:
+            notes.append(
+                f"One replica cannot be held against others, so floors are {SAFETY * ALONE:g} x what it shows, "
+                "an assumed factor; two or more measure it."
+            )
+        elif replicas and not any(one.replica for one in replicas):
+            notes.append(
+                "All of them are repeated runs: they show what varies on this machine, not what another "
+                'implementation may differ by. record(replica="ulp:1") does.'
+            )
+        notes += [
+            f"{one.path}: {one.partial}. Floors that are measured with it may be too low."
+            for one in self.recordings
+            if one.partial
+        ]
+        if uncovered:
+            steps = f"step {uncovered[0]}" if len(uncovered) == 1 else f"{len(uncovered)} steps from {uncovered[0]} on"
+            notes.append(f"No replica has {steps}; floors there follow from rounding.")
+        return notes

@@ -1,0 +1,141 @@
+"""Gradients as the optimizer sees them, judged together: one factor may be common to all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from traindiff.analyse.merge.distance import Pair, best_fit
+from traindiff.analyse.merge.step_table import Key
+from traindiff.analyse.noise.uncalibrated import Floors
+from traindiff.core.shards import Shard
+from traindiff.core.summary import norm
+
+NOISE_SIZE = 8.0
+"""An element that is mathematically zero is not larger than so many times the gradient's error per element."""
+
+COMMON_SHARE = 0.6
+"""Share of the gradients that must follow one factor for it to be the factor of all of them."""
+
+
+def common_factor(pairs: Sequence[Pair], floors: Mapping[Key, float]) -> float | None:
+    """The factor between the gradients of the two runs, if most of them share one that is not 1.
+
+    Clipping to a norm multiplies all gradients by a factor that depends on each of them, so that one
+    wrong gradient moves them all; and a loss that is scaled wrongly scales them all. Without
+    taking the common factor out, the first gradient would be blamed for either.
+
+    Args:
+        pairs: The gradients of one call of an optimizer.
+        floors: Floor of each, by the baseline's key.
+    """
+    if len(pairs) < 3:
+        return None
+    fits = [best_fit(pair.baseline, pair.candidate)[0] for pair in pairs]
+    limits = [floors[pair.baseline.key] for pair in pairs]
+    factor = float(np.median(fits))
+    # A factor that is common to all shows as clearly as in the least noisy of them.
+    if factor == 0.0 or not math.isfinite(factor) or abs(factor - 1.0) <= min(limits):
+        return None
+    near = sum(abs(s / factor - 1.0) <= max(limit, 1e-6) for s, limit in zip(fits, limits, strict=True))
+    return factor if near >= COMMON_SHARE * len(fits) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a module's bias adds up to its gradient: the gradient of the module's first output.
+
+    Attributes:
+        norm: Its norm.
+        count: Its elements.
+        channels: How many channels the module keeps running statistics of; 0 if it keeps none.
+    """
+
+    norm: float
+    count: int
+    channels: int = 0
+
+
+def terms_by_module(pairs: Iterable[Pair]) -> dict[str, Terms]:
+    """Terms by path of the module, over all its calls."""
+    found: dict[str, Terms] = {}
+    channels: dict[str, int] = {}
+    for pair in pairs:
+        key, summary = pair.baseline.key, pair.baseline.summary
+        if key.slot == "buffer" and key.path.endswith(".running_mean") and pair.baseline.shape:
+            channels[key.path.rpartition(".")[0]] = pair.baseline.shape[0]
+        if key.phase == "backward" and key.slot == "output[0]":
+            before = found.get(key.path, Terms(norm=0.0, count=0))
+            size, count = math.hypot(before.norm, float(norm(summary))), before.count + int(summary["count"])
+            found[key.path] = Terms(norm=size, count=count)
+    return {path: replace(terms, channels=channels.get(path, 0)) for path, terms in found.items()}
+
+
+def summed_rows(pair: Pair, terms: Mapping[str, Terms]) -> float:
+    """How many rows (samples, positions) are summed over for each element of a parameter's gradient, at most.
+
+    The same of what BatchNorm computes from the batch's mean and variance: its output and its running statistics.
+    1 for anything else, and where the module's gradients are not known.
+    """
+    key, shape = pair.baseline.key, pair.baseline.shape
+    if key.phase == "forward" or key.slot == "buffer":
+        module = terms.get(key.path if key.phase == "forward" else key.path.rpartition(".")[0])
+        return max(1.0, module.count / module.channels) if module is not None and module.channels else 1.0
+    added = terms.get(key.path.rpartition(".")[0])
+    if key.phase != "grad" or key.slot == "norm" or added is None or not shape or not shape[0]:
+        return 1.0
+    return max(1.0, added.count / shape[0])
+
+
+def share_of_noise(gradient: Any, shape: Sequence[int], difference: float) -> float:
+    """Share of a gradient's elements that are hardly more than its error, read off its profile.
+
+    A gradient may hold a part that is mathematically zero, such as the key's third of a joint query, key and
+    value bias; what is left there is rounding. An adaptive optimizer makes full steps of it.
+
+    Args:
+        gradient: Its summary.
+        shape: Its shape.
+        difference: Relative L2 difference that is to be expected, or was measured.
+
+    Returns:
+        Between 0 and 1: of 16 groups of rows, or of columns if it is a vector, those that hold nothing larger.
+    """
+    grid = Shard.whole(tuple(shape)).grid
+    rows = shape[0] if len(shape) > 1 else 1
+    used, largest = (
+        (-(-rows // grid.row_block), gradient["row_largest"])
+        if len(shape) > 1
+        else (-(-grid.columns // grid.column_block), gradient["column_largest"])
+    )
+    count = int(gradient["count"])
+    if used < 2 or not count:
+        return 0.0
+    error = NOISE_SIZE * difference * float(norm(gradient)) / math.sqrt(count)
+    return float(np.count_nonzero(largest[:used] <= error)) / used
+
+
+def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, accumulated: int) -> float:
+    """Floor of a parameter's gradient; those with one axis (biases, norms) are sums over all rows.
+
+    Args:
+        pair: The gradients.
+        terms: By path of the module.
+        floors: Of the step.
+        accumulated: Micro-batches of the run that has more of them.
+    """
+    baseline = pair.baseline
+    added = terms.get(baseline.key.path.rpartition(".")[0])
+    if len(baseline.shape) != 1 or added is None or not baseline.shape[0]:
+        return floors.gradient(1.0, dtype=baseline.dtype, accumulated=accumulated)
+    size = float(norm(baseline.summary))
+    return floors.gradient(
+        added.norm / size if size else 1.0,
+        dtype=baseline.dtype,
+        terms=max(1.0, added.count / baseline.shape[0]),
+        accumulated=accumulated,
+    )

@@ -1,0 +1,98 @@
+"""Tolerances that the user sets in place of floors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from traindiff.analyse.merge.distance import Pair
+from traindiff.core.summary import norm
+from traindiff.errors import ConfigError, Problem
+
+
+class Tolerances(Protocol):
+    """What the user set in place of floors."""
+
+    @property
+    def judges_parameters(self) -> bool:
+        """Whether parameters themselves are judged after a step, and not what the step did to them."""
+
+    @property
+    def non_finite_fails(self) -> bool:
+        """Whether NaN and infinities are a difference also where both runs have them at the same places."""
+
+    def floor(self, pair: Pair) -> float | None:
+        """The largest relative difference that is no finding; None where floors decide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TolerancesByPhase:
+    """Relative tolerances of some phases; where there is none, floors decide.
+
+    NaN and infinities are a difference, also where both runs have them. Of activations that is said of NaN alone: masks
+    are infinite on purpose.
+    """
+
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def judges_parameters(self) -> bool:
+        """See `Tolerances`."""
+        return "param" in self.phases
+
+    @property
+    def non_finite_fails(self) -> bool:
+        """See `Tolerances`."""
+        return True
+
+    def floor(self, pair: Pair) -> float | None:
+        """See `Tolerances`."""
+        return self.phases.get(pair.baseline.key.phase)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """Tolerances that the user set, in place of floors: `||c - b|| <= rtol ||b|| + atol sqrt(n)`."""
+
+    rtol: float
+    atol: float
+
+    @property
+    def judges_parameters(self) -> bool:
+        """See `Tolerances`: that follows from the parameters before, and from the update."""
+        return False
+
+    @property
+    def non_finite_fails(self) -> bool:
+        """See `Tolerances`."""
+        return False
+
+    def floor(self, pair: Pair) -> float:
+        """The same, relative to the baseline's norm."""
+        size = float(norm(pair.baseline.summary))
+        absolute = self.atol * math.sqrt(int(pair.baseline.summary["count"]))
+        if not absolute:
+            return self.rtol
+        return self.rtol + (absolute / size if size else math.inf)
+
+
+def parse_tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
+    """What the user set in place of floors; None where nothing was.
+
+    Raises:
+        ConfigError: A tolerance is negative or NaN.
+    """
+    problems = [
+        Problem(
+            where=f"compare({name}={value!r})",
+            what="must be a number from 0 up.",
+            fix=f"Write e.g. {name}=1e-5, or leave it out to judge by floors.",
+        )
+        for name, value in (("rtol", rtol), ("atol", atol))
+        if value is not None and not value >= 0
+    ]
+    if problems:
+        raise ConfigError("compare(...)", problems, consequence="nothing was compared")
+    return None if rtol is None and atol is None else Tolerance(rtol=rtol or 0.0, atol=atol or 0.0)

@@ -1,0 +1,251 @@
+"""Units behind a ReLU that return 0 for every input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.finding_at import finding_at
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.rules.rule import InARow, Limit, Rule
+from traindiff.core.shards import BUCKETS, OPEN, Shard
+from traindiff.core.summary import nonfinite_count
+
+EVALUATION = "evaluation"
+"""Stage of a forward pass without gradients; `record(evaluation=True)` records them."""
+
+FEWEST_ELEMENTS = 256
+"""Elements below which shares of zeros say little."""
+
+
+class EvaluationIsCertain(Rule):
+    """Dropout modules that leave out as large a share of their input in evaluation as in training.
+
+    Active dropout sets that share to 0; inactive dropout returns its input. So it is active where the share of zeros is
+    the same as in training, within 6 deviations of chance, and returns something with both signs (behind a ReLU or a
+    softmax zeros are usual) that no module before it returned. Needs `record(evaluation=True)`; without it, evaluation
+    is not recorded. Some draw from an active dropout on purpose (Gal and Ghahramani, 2016), so it is a warning.
+    """
+
+    name = "dropout-in-evaluation"
+    finds = "Dropout is active in forward passes without gradients."
+    kinds = ("dropout-in-evaluation",)
+    warns = True
+    tells_runs_apart = False
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "least_share": Limit(default=0.01, says="smallest share of zeros that is put down to dropout"),
+    }
+
+    def begin(self) -> None:
+        """See `Rule.begin`."""
+        self._in_training: dict[str, float] = {}
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
+        """See the class."""
+        before: dict[str, set[int]] = {}
+        found = []
+        for key, entry in table.items():
+            if key.phase != "forward" or key.stage not in ("", EVALUATION) or entry.unobserved:
+                continue
+            fingerprint = int(entry.summary["fingerprint"])
+            earlier = before.setdefault(key.stage, set())
+            if self.facts.modules.get(key.path, "").startswith("Dropout"):
+                changed = fingerprint not in earlier
+                if not key.stage and changed and _has_both_signs(entry):
+                    self._in_training[key.path] = _share(entry)
+                elif key.stage and changed and _has_both_signs(entry):
+                    found.append(entry)
+            earlier.add(fingerprint)
+        for entry in found:
+            share, usual = _share(entry), self._in_training.get(entry.key.path)
+            if usual is None or not self.limit("least_share") <= share <= 1.0 - self.limit("least_share"):
+                continue
+            chance = math.sqrt(usual * (1.0 - usual) / int(entry.summary["count"]))
+            if abs(share - usual) > 6.0 * math.sqrt(2.0) * chance:
+                continue
+            says = (
+                f"{entry.key.path} is active in a forward pass without gradients: {share:.1%} of what it returns is 0, "
+                f"as in training ({usual:.1%}). Call model.eval() before evaluating, and model.train() after it."
+            )
+            evidence = {"share": share, "share_in_training": usual}
+            yield finding_at(entry, step=step, kind="dropout-in-evaluation", says=says, evidence=evidence)
+
+
+def _share(entry: Entry) -> float:
+    return int(entry.summary["zero"]) / int(entry.summary["count"])
+
+
+def _has_both_signs(entry: Entry) -> bool:
+    """Whether there are enough numbers below and above 0 for zeros to stand out."""
+    count, negative, zero = (int(entry.summary[name]) for name in ("count", "negative", "zero"))
+    present = count - zero
+    return count >= FEWEST_ELEMENTS and present > 0 and 0.05 < negative / present < 0.95
+
+
+SQUASHING = frozenset({"Tanh", "Sigmoid"})
+"""Modules whose derivative follows from their output."""
+
+FEW = 16
+"""Outputs below which a mean says little."""
+
+
+class UnitsAreSensitive(Rule):
+    """`Tanh` and `Sigmoid` modules whose mean derivative is next to nothing, step after step.
+
+    The derivative follows from the output, and its mean from the output's sum and sum of squares: 1 - y^2 and
+    y (1 - y). At 1 % of the largest derivative, outputs of a Tanh are 0.995 on the average. What the model itself
+    returns is passed over: a classifier that is right is saturated. Gates inside it may rightly be, so it is a warning.
+    `torch.tanh` and `torch.sigmoid`, gates inside an LSTM, and other activations are not seen.
+    """
+
+    name = "saturated-units"
+    finds = "A layer of Tanh or Sigmoid is saturated: next to no gradient passes."
+    kinds = ("saturated-units",)
+    warns = True
+    tells_runs_apart = False
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "sensitivity": Limit(default=0.01, says="smallest mean derivative, as a share of the largest there can be"),
+        "least_steps": Limit(default=10, says="steps in a row in which it must be so"),
+    }
+
+    def begin(self) -> None:
+        """See `Rule.begin`."""
+        self._in_a_row: InARow[Key, tuple[Entry, float]] = InARow(self.limit("least_steps"))
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
+        """Takes note of the step."""
+        returned = {int(entry.summary["fingerprint"]) for key, entry in table.items() if key[:3] == ("forward", "", "")}
+        found = {}
+        for key, entry in table.items():
+            kind = self.facts.modules.get(key.path)
+            if key[:2] != ("forward", "") or not key.path or kind not in SQUASHING or entry.unobserved:
+                continue
+            count = int(entry.summary["count"])
+            if count < FEW or nonfinite_count(entry.summary) or int(entry.summary["fingerprint"]) in returned:
+                continue
+            mean, squares = float(entry.summary["sum"]) / count, float(entry.summary["sum_of_squares"]) / count
+            sensitivity = 1.0 - squares if kind == "Tanh" else 4.0 * (mean - squares)
+            if sensitivity < self.limit("sensitivity"):
+                found[key] = (entry.without_parts(), max(0.0, sensitivity))
+        self._in_a_row.see(found, step=step)
+        return ()
+
+    def end(self) -> Iterator[Finding]:
+        """See the class."""
+        for key, (entry, sensitivity), first, num_steps in self._in_a_row:
+            says = (
+                f"{key.path} ({self.facts.modules[key.path]}) is saturated: its mean derivative is {sensitivity:.2g} "
+                f"of the largest there can be, in {num_steps} steps in a row. Look at how large its inputs are: "
+                "initialisation, learning rate, or a normalisation before it."
+            )
+            evidence = {"sensitivity": sensitivity, "num_steps": num_steps}
+            yield finding_at(entry, step=first, kind="saturated-units", says=says, evidence=evidence)
+
+
+RECTIFIERS = frozenset({"ReLU", "ReLU6"})
+"""Modules that return exactly 0 for all negative inputs, and pass no gradient there."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Layer:
+    """What was seen of a layer's units, bucket by bucket of its profile.
+
+    Attributes:
+        entry: Its output.
+        units: Units in each bucket.
+        steps: Steps in a row in which a bucket was all 0.
+    """
+
+    entry: Entry
+    units: NDArray[np.int64]
+    steps: NDArray[np.int64]
+
+
+class UnitsLive(Rule):
+    """Layers behind a `ReLU` module most of whose units return 0 for every sample, in every one of the last steps.
+
+    A unit that is below 0 for all inputs gets no gradient, so it stays there (Lu et al., Dying ReLU, 2019). What is
+    kept of a tensor are the largest magnitudes of up to 16 groups of units (profiles, FORMAT.md), so a group counts as
+    dead when all of its units are: of a convolution a sixteenth of its channels, of a linear layer 16 units or a
+    sixteenth. That misses single dead units, of which a healthy layer has some, and never counts a live one. A ReLU
+    that is called as a function is no module, and not seen; nor are GELU, SiLU and others that return next to 0, and
+    not 0. Where a whole layer of those is dead, the weights before it get no gradient, which is `no-gradient`.
+    """
+
+    name = "dead-units"
+    finds = "Most units behind a ReLU return 0 for every sample."
+    kinds = ("dead-units",)
+    tells_runs_apart = False
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "share": Limit(default=0.5, says="largest share of a layer's units that may be dead"),
+        "least_steps": Limit(default=10, says="steps at the end of the run in which they return nothing but 0"),
+    }
+
+    def begin(self) -> None:
+        """See `Rule.begin`."""
+        self._layers: dict[Key, _Layer] = {}
+        self._last_step = 0
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
+        """Takes note of the step."""
+        self._last_step = step
+        for key, entry in table.items():
+            if key.phase != "forward" or key.stage or self.facts.modules.get(key.path) not in RECTIFIERS:
+                continue
+            if entry.unobserved or not entry.batched or len(entry.shape) < 2:
+                continue
+            layer = self._layers.get(key)
+            if layer is None:
+                zeros = np.zeros(BUCKETS, dtype=np.int64)
+                layer = self._layers[key] = _Layer(entry=entry.without_parts(), units=_units(entry.shape), steps=zeros)
+            layer.steps = np.where(_largest(entry) == 0.0, layer.steps + 1, 0)
+        return ()
+
+    def end(self) -> Iterator[Finding]:
+        """See the class."""
+        for layer in self._layers.values():
+            dead = int(layer.units[layer.steps >= self.limit("least_steps")].sum())
+            units = int(layer.units.sum())
+            if not dead or dead <= self.limit("share") * units:
+                continue
+            path = layer.entry.key.path
+            num_steps = int(layer.steps[layer.steps >= self.limit("least_steps")].min())
+            says = (
+                f"At least {dead} of {units} units of {path} are dead: they return 0 for every sample in the last "
+                f"{num_steps} steps, and get no gradient. Lower the learning rate, look at biases far below 0, or use "
+                "LeakyReLU, GELU or normalisation."
+            )
+            evidence = {"dead": dead, "units": units, "num_steps": num_steps}
+            yield finding_at(
+                layer.entry,
+                step=max(0, self._last_step - num_steps + 1),
+                kind="dead-units",
+                says=says,
+                evidence=evidence,
+            )
+
+
+def _by_rows(shape: tuple[int, ...]) -> bool:
+    """Whether the units are on axis 1 (channels of an image), or on the last one (features)."""
+    return len(shape) > 3
+
+
+def _units(shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Units in each bucket of the profile."""
+    grid = Shard(shape=shape, global_shape=(OPEN, *shape[1:]), offset=(0,) * len(shape)).grid
+    numbers: NDArray[Any]
+    if _by_rows(shape):
+        numbers = np.arange(shape[1]) // grid.row_block % BUCKETS
+    else:
+        numbers = np.arange(grid.columns) // grid.column_block
+    return np.bincount(numbers, minlength=BUCKETS)
+
+
+def _largest(entry: Entry) -> NDArray[np.float64]:
+    return np.asarray(entry.summary["row_largest" if _by_rows(entry.shape) else "column_largest"])

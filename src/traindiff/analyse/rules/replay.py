@@ -1,0 +1,254 @@
+"""Whether an optimizer does what its own settings say: judged from one run's replays, with no other run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.distance import best_fit
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, largest, norm
+
+LIMIT = 2.0
+"""Largest residual, in units of what rounding allows, that is no finding.
+
+A correct optimizer stays below 1 by construction (taps/replay/formulas.py); measured over SGD, Adam and AdamW,
+for-loop, foreach and fused, float32 and bfloat16: 0.98."""
+
+LOST_SHARE = 0.5
+"""Share of the elements that should move and do not, above which updates are called lost."""
+
+SHORT = UNIT_ROUNDOFF["float16"]
+"""Unit roundoff from which a dtype loses updates that matter. In longer ones only gradients that are mathematically
+zero are lost: those of a bias before batch normalisation."""
+
+PATIENCE = 2.0**-10
+"""Updates are lost, and not just nothing, where a thousand of them would move a parameter by one rounding."""
+
+FEW = 16
+"""Elements below which a share says little."""
+
+MEANINGS = {
+    "no-bias-correction": "without bias correction",
+    "eps-inside-root": "as if eps were inside the square root",
+    "eps-before-correction": "as if eps were added before the bias of the second moment is corrected",
+    "coupled-decay": "as if weight decay were added to the gradient (Adam's L2 penalty, not AdamW's decay)",
+    "decoupled-decay": "as if weight decay were decoupled (AdamW's decay, not Adam's L2 penalty)",
+    "no-decay": "without its weight decay",
+    "decay-without-lr": "as if weight decay were not multiplied by the learning rate",
+    "state-one-step-late": "from moments that are one step old, without this step's gradient",
+    "state-late": "from moments that are one step old, without this step's gradient",
+    "step-one-behind": "as if it had counted one step less than it has",
+    "step-one-ahead": "as if it had counted one step more than it has",
+    "other-sign": "in the opposite direction of what maximize asks for",
+    "no-amsgrad": "without amsgrad",
+    "other-nesterov": "as if nesterov were set the other way round",
+}
+"""What the mistakes of the recording's stages `variant[NAME]` are; `NAME=VALUE` speaks for itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What a recording has of one replayed parameter (a range of it, where it is large).
+
+    Attributes:
+        key: Of the residual.
+        order: Place in execution order: that of the update.
+        value: The update that the formula gives.
+        taken: The update that was made.
+        rounding: How far apart rounding may take the two, per element.
+        residual: How far they are, in units of that.
+        variants: The same for each known mistake that explains it better, likelier ones first.
+        dtype: The parameter's dtype; empty where it was not recorded.
+    """
+
+    key: Key
+    order: int
+    value: Entry
+    taken: Entry
+    rounding: Entry
+    residual: Entry
+    variants: Mapping[str, Entry]
+    dtype: str
+
+    @property
+    def worst(self) -> float:
+        """Largest residual of an element."""
+        return float(largest(self.residual.summary))
+
+    @property
+    def optimizer(self) -> str:
+        """The optimizer, as the subject of a sentence."""
+        name, _, rule = self.key.slot.removesuffix(")").partition("(")
+        return f"{name} (a subclass of {rule} with a step of its own)" if rule else name
+
+    @property
+    def is_of_its_own(self) -> bool:
+        """Whether the optimizer only derives from the one whose formula was replayed."""
+        return "(" in self.key.slot
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the elements that the formula moves and that did not move."""
+        still, resting = int(self.taken.summary["zero"]), int(self.value.summary["zero"])
+        moving = int(finite_count(self.value.summary)) - resting
+        return max(0, still - resting) / moving if moving >= FEW else 0.0
+
+    @property
+    def never_moved(self) -> bool:
+        """Whether no element has moved."""
+        return int(self.taken.summary["zero"]) == int(self.taken.summary["count"])
+
+    def fitting(self, limit: float) -> list[str]:
+        """Known mistakes that leave nothing to explain."""
+        return [name for name, entry in self.variants.items() if float(largest(entry.summary)) <= limit]
+
+
+class UpdatesFollowSettings(Rule):
+    """Parameters that their optimizer did not move as its formula and its settings say."""
+
+    name = "update-rule"
+    finds = "The optimizer does something else than its settings say, or its updates are lost to rounding."
+    kinds = ("update-rule", "never-updated", "lost-update")
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "residual": Limit(
+            default=LIMIT,
+            says="how many roundings an update may be away from its replay; right optimizers stay below 1",
+        ),
+        "lost_share": Limit(
+            default=LOST_SHARE,
+            says="share of the elements of a parameter that should move and do not, above which updates are lost",
+        ),
+    }
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> list[Finding]:
+        """See the class."""
+        limit = self.limit("residual") / self.strictness
+        share = self.limit("lost_share") / self.strictness
+        replays = list(replayed(table))
+        wrong = [one for one in replays if one.worst > limit]
+        votes = Counter(name for one in wrong for name in one.fitting(limit))
+        found = [_wrong(one, votes, step=step, limit=limit) for one in wrong]
+        found += [_lost(one, step=step) for one in replays if one.worst <= limit and _is_lost(one, share)]
+        return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
+
+    def unknown(self, table: Mapping[Key, Entry]) -> list[str]:
+        """Why optimizers as a whole were not replayed, as the recording says it."""
+        parameters = {key.path for key in table if key.phase in ("grad", "param")}
+        reasons = {
+            entry.unobserved
+            for key, entry in table.items()
+            if key.phase == "update" and key.stage == "replayed" and entry.unobserved and key.path not in parameters
+        }
+        return [f"An optimizer is {reason}" for reason in sorted(reasons)]
+
+
+def replayed(table: Mapping[Key, Entry]) -> Iterator[Replayed]:
+    """What was replayed in a step, in execution order."""
+    variants: dict[tuple[str, str], dict[str, Entry]] = {}
+    for key, entry in table.items():
+        if key.phase == "update" and key.stage.startswith("variant["):
+            variants.setdefault((key.path, key.slot), {})[key.stage[len("variant[") : -1]] = entry
+    for key, entry in table.items():
+        if key.phase != "update" or key.stage != "residual" or entry.unobserved:
+            continue
+        parts = [_beside(table, key, stage) for stage in ("replayed", "taken", "rounding")]
+        value, taken, rounding = parts
+        if value is None or taken is None or rounding is None:
+            continue
+        parameter = table.get(Key("param", "", key.path, "value", 0, 0))
+        yield Replayed(
+            key=key, order=parameter.order if parameter else entry.order, value=value, taken=taken,
+            rounding=rounding, residual=entry,
+            variants=variants.get((key.path, key.slot), {}), dtype=parameter.dtype if parameter else "",
+        )  # fmt: skip
+
+
+def _beside(table: Mapping[Key, Entry], key: Key, stage: str) -> Entry | None:
+    """Another stage of the same replay; ranks that agree on it have it once."""
+    key = key._replace(stage=stage)
+    return table.get(key) or table.get(key._replace(micro_step=0))
+
+
+def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Finding | None:
+    """What is said of an update that rounding does not explain."""
+    path, size = one.key.path, float(norm(one.value.summary))
+    evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
+    if one.never_moved or one.lost_share > LOST_SHARE:
+        what = f"never moves {path}" if one.never_moved else f"leaves {one.lost_share:.0%} of {path} as it was"
+        says = (
+            f"{one.optimizer} {what}: its settings ask for an update of norm {size:.3g}, and the largest "
+            f"element of it is {one.worst:.3g} x what rounding to {one.dtype or 'the parameter'} could lose."
+        )
+        evidence["share"] = 1.0 if one.never_moved else one.lost_share
+        return _finding(one, step=step, kind="never-updated", says=says, evidence=evidence, limit=limit)
+    off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
+    if fitting := one.fitting(limit):
+        name = max(fitting, key=lambda name: votes[name])  # the first of those that most parameters share
+        left = float(largest(one.variants[name].summary))
+        says = f"{one.optimizer} moves {path} {meaning(name)}. {off}, this {left:.2g}."
+        evidence |= {"variant": name, "residual_of_variant": left}
+    elif (factor := _factor(one, limit)) is not None:
+        says = f"{one.optimizer} moves {path} as if the learning rate were {factor:.4g} x what it is. {off}."
+        evidence |= {"variant": "lr", "factor": factor}
+    elif one.is_of_its_own:
+        return None  # it may be meant to do something else
+    else:
+        other = f"something else than its settings ask for, {_apart(one):.2g} of its size off"
+        says = f"{one.optimizer} moves {path} by {other}. {off}."
+    return _finding(one, step=step, kind="update-rule", says=says, evidence=evidence, limit=limit)
+
+
+def _is_lost(one: Replayed, share: float) -> bool:
+    """Whether most of a right update is rounded away that would have mattered."""
+    u, size = UNIT_ROUNDOFF.get(one.dtype, 0.0), float(norm(one.value.summary))
+    stored = float(norm(one.rounding.summary))  # at least u times the parameter
+    return u >= SHORT and one.lost_share > share and size > PATIENCE * stored
+
+
+def _lost(one: Replayed, *, step: int) -> Finding:
+    """What is said of an optimizer that is right and in vain."""
+    share = one.lost_share
+    says = (
+        f"{share:.0%} of the elements of {one.key.path} do not move, although {one.optimizer} computes an update for "
+        f"them: it is smaller than half the spacing of {one.dtype or 'its dtype'} at their size, and is rounded away."
+    )
+    return Finding(
+        step=step, phase="update", stage="replayed", path=one.key.path, slot="update", order=one.order,
+        kind="lost-update", difference=share, floor=LOST_SHARE, says=says,
+        evidence={"share": share, "dtype": one.dtype},
+    )  # fmt: skip
+
+
+def meaning(variant: str) -> str:
+    """What a known mistake does, in words that follow "moves it"."""
+    name, _, value = variant.partition("=")
+    return f"as if {name} were {value}" if value else MEANINGS.get(variant, f"as if by {variant}")
+
+
+def _factor(one: Replayed, limit: float) -> float | None:
+    """The factor between the update that was made and the right one, if that explains it."""
+    factor, left_over = best_fit(one.value, one.taken)
+    left = left_over * math.sqrt(float((one.taken.summary["sketch"] ** 2).sum()))
+    allowed = limit * float(norm(one.rounding.summary)) * max(1.0, abs(factor))
+    return factor if factor and left <= allowed and int(one.value.summary["count"]) >= FEW else None
+
+
+def _apart(one: Replayed) -> float:
+    size = float(norm(one.value.summary))
+    difference = one.taken.summary["sketch"] - one.value.summary["sketch"]
+    return math.sqrt(float((difference**2).sum())) / size if size else math.inf
+
+
+def _finding(one: Replayed, *, step: int, kind: str, says: str, evidence: Mapping[str, Any], limit: float) -> Finding:
+    apart = _apart(one)
+    floor = apart * limit / one.worst if math.isfinite(apart) else 0.0
+    return Finding(
+        step=step, phase="update", stage="replayed", path=one.key.path, slot="update", order=one.order,
+        kind=kind, difference=apart, floor=floor, says=says, evidence=evidence,
+    )  # fmt: skip

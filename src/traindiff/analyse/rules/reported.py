@@ -1,0 +1,244 @@
+"""Whether what a training reports of its gradients is what was recorded of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.finding_at import finding_at
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.rules.rule import Rule, RunFacts
+from traindiff.core.observation import NO_GRADIENT
+from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm, number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """The gradients with which an optimizer was called.
+
+    Attributes:
+        squares: Sum of squares by path.
+        copied: Those of which several ranks hold copies.
+        divided: Those of which several ranks hold a part each.
+        ranks: How many ranks hold any.
+        dimensions: Number of axes by path.
+        contributed: Norm of what backward gave before anything was done to it; None where it is not known.
+        tolerance: Relative error that a norm of them may have.
+    """
+
+    squares: Mapping[str, float]
+    copied: frozenset[str]
+    divided: frozenset[str]
+    ranks: int
+    dimensions: Mapping[str, int]
+    contributed: float | None
+    tolerance: float
+
+    @property
+    def norm(self) -> float:
+        """L2 norm of all of them."""
+        return math.sqrt(sum(self.squares.values()))
+
+    @classmethod
+    def of(cls, table: Mapping[Key, Entry], facts: RunFacts) -> Gradients | None:
+        """The gradients of a step; None where they are not all known, or not all finite."""
+        entries = {key.path: entry for key, entry in table.items() if key.phase == "grad" and not key.stage}
+        unknown = [e for e in entries.values() if e.unobserved and not e.unobserved.startswith(NO_GRADIENT)]
+        entries = {path: entry for path, entry in entries.items() if not entry.unobserved}
+        if not facts.complete or unknown or not entries:
+            return None
+        if any(nonfinite_count(entry.summary) or not entry.exact or entry.apart for entry in entries.values()):
+            return None
+        shards = {path: {part.shard for part in entry.parts} for path, entry in entries.items()}
+        u = max(UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in entries.values())
+        count = sum(int(entry.summary["count"]) for entry in entries.values())
+        micro = [table.get(Key("grad", "micro", path, "grad", 0, 0)) for path in entries]
+        known = all(one is not None and one.exact and not one.unobserved for one in micro)
+        return cls(
+            squares={path: float(entry.summary["sum_of_squares"]) for path, entry in entries.items()},
+            copied=frozenset(path for path, entry in entries.items() if len(shards[path]) == 1 < len(entry.parts)),
+            divided=frozenset(path for path, held in shards.items() if len(held) > 1),
+            ranks=len({part.rank for entry in entries.values() for part in entry.parts}),
+            dimensions={path: len(entry.shape) for path, entry in entries.items()},
+            contributed=math.sqrt(sum(float(norm(e.summary)) ** 2 for e in micro if e is not None)) if known else None,
+            # Short dtypes round the norm of each tensor, and of all of them; float32 may add up in any order.
+            tolerance=4.0 * u if u > UNIT_ROUNDOFF["float32"] else max(64.0, math.sqrt(count)) * u,
+        )
+
+
+def set_of(gradients: Gradients, share: float) -> str:
+    """The parameters whose gradients hold this share of all squares, in words; empty where none do, or several."""
+    whole = sum(gradients.squares.values())
+    near = 4.0 * gradients.tolerance
+    found: dict[frozenset[str], str] = {}
+    for words, paths in _sets(gradients):
+        part = sum(gradients.squares[path] for path in paths) / whole
+        if 10.0 * near < part and abs(part - share) <= near and len(paths) < len(gradients.squares):
+            found.setdefault(paths, words)
+    return next(iter(found.values())) if len(found) == 1 else ""
+
+
+def counted_often(gradients: Gradients, excess: float) -> tuple[str, str] | None:
+    """The parameters that account for so many more squares than there are, and how often they are counted."""
+    for times in sorted({2, gradients.ranks} - {1}):
+        if what := set_of(gradients, excess / (times - 1)):
+            return what, "twice" if times == 2 else f"{times} times"
+    return None
+
+
+def _sets(gradients: Gradients) -> Iterable[tuple[str, frozenset[str]]]:
+    """Sets of parameters that a training may treat apart, and what to call them."""
+    by_name: dict[str, set[str]] = {}
+    for path in gradients.squares:
+        parts = path.split(".")
+        yield path, frozenset({path})
+        for depth in range(1, len(parts)):
+            by_name.setdefault(f"{'.'.join(parts[:depth])}.*", set()).add(path)
+            by_name.setdefault(f"*.{'.'.join(parts[depth:])}", set()).add(path)
+    for least, words in (
+        (1, "all parameters with one axis (biases, norms)"),
+        (2, "all parameters with two axes or more"),
+    ):
+        alike = [path for path, axes in gradients.dimensions.items() if (axes > 1) == (least > 1)]
+        yield words, frozenset(alike)
+    yield "all parameters of which ranks hold copies", gradients.copied
+    yield "all parameters that are divided over ranks", gradients.divided
+    yield from ((f"all of {name}", frozenset(paths)) for name, paths in by_name.items() if len(paths) > 1)
+
+
+NORMS = re.compile(r"(.*[./_ -])?(grad(ient)?s?[._ -]?norm|total[._ -]?norm|gnorm)", re.IGNORECASE)
+"""Names under which trainings log the norm of all gradients."""
+
+COEFFICIENTS = re.compile(r"(.*[./ -])?(grad_)?clip(ping)?_?(coef|coeff|coefficient|factor)", re.IGNORECASE)
+"""Names under which trainings log the factor by which clipping multiplied the gradients."""
+
+SCALES = re.compile(r"(.*[./ -])?(loss_?|grad_?)?scale", re.IGNORECASE)
+"""Names under which trainings log the scale of the loss."""
+
+SHARP = 1e-4
+"""Largest tolerance at which an equality of norms says something: there are hundreds of sets of parameters."""
+
+
+class ReportedNumbersFit(Rule):
+    """What a training logs of its gradients fits the gradients that were recorded.
+
+    Only what can be derived is judged. A reported norm may be of the gradients before or after clipping, smoothed, or
+    of another order: it is found wrong only where what is left out, or counted twice, can be named. That rests on two
+    numbers being equal, which they may be by chance: it is told the second time that it is seen in a row.
+    """
+
+    name = "reported-numbers"
+    finds = "A logged gradient norm, clip coefficient or loss scale does not fit the recorded gradients."
+    kinds = ("reported-norm", "clip-coefficient", "loss-scale")
+
+    def begin(self) -> None:
+        """See `Rule.begin`."""
+        self._in_a_row: dict[str, int] = {}
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> list[Finding]:
+        """See the class."""
+        gradients = Gradients.of(table, self.facts)
+        if gradients is None:
+            self._in_a_row = {}
+            return []
+        suspected = {str(one.evidence["what"]): one for one in self._norms(table, gradients, step=step)}
+        self._in_a_row = {what: self._in_a_row.get(what, 0) + 1 for what in suspected}
+        found = [one for what, one in suspected.items() if self._in_a_row[what] >= 2]
+        return [*found, *_scalings(table, gradients, step=step)]
+
+    def _norms(self, table: Mapping[Key, Entry], gradients: Gradients, *, step: int) -> Iterable[Finding]:
+        """A reported gradient norm that leaves out some parameters, counts some twice, or is scaled."""
+        tolerance = gradients.tolerance / self.strictness
+        actual = gradients.norm
+        for entry, reported in _logged(table, NORMS):
+            if gradients.tolerance > SHARP or not actual or not reported > 0.0:
+                continue
+            missing = 1.0 - (reported / actual) ** 2
+            if abs(missing) <= 4.0 * tolerance or (missing < 0.0 and _is_round(actual)):
+                continue  # the same, or clipped to a round number
+            scale = math.log2(reported / actual)
+            if missing > 0.0 and (what := set_of(gradients, missing)):
+                says = (
+                    f"The reported gradient norm {reported:.6g} leaves out {what}: all gradients that the optimizer "
+                    f"saw have the norm {actual:.6g}, and without these {reported:.6g}."
+                )
+            elif missing < 0.0 and (found := counted_often(gradients, -missing)):
+                what, times = found
+                says = (
+                    f"The reported gradient norm {reported:.6g} counts {what} {times}: the gradients that the "
+                    f"optimizer saw have the norm {actual:.6g}."
+                )
+            elif round(scale) >= 1 and abs(scale - round(scale)) <= 4.0 * tolerance:
+                what = f"{2 ** round(scale)} x"
+                says = (
+                    f"The reported gradient norm {reported:.6g} is {what} that of the gradients that the optimizer "
+                    f"saw, {actual:.6g}: taken before the loss scale was divided out?"
+                )
+            else:
+                continue
+            apart = abs(reported / actual - 1.0)
+            evidence = {"what": what, "reported": reported, "recomputed": actual}
+            yield finding_at(
+                entry, step=step, kind="reported-norm", says=says, evidence=evidence, difference=apart, floor=tolerance
+            )
+
+
+def _scalings(table: Mapping[Key, Entry], gradients: Gradients, *, step: int) -> Iterable[Finding]:
+    """A clip coefficient, or a loss scale, that the gradients do not show, or show twice.
+
+    The norm before clipping is that of the micro-batches' contributions (`grad.micro`, one per step), or else the
+    reported one; that may itself be taken after clipping, so then only clipping twice can be told.
+    """
+    norms = [reported for _, reported in _logged(table, NORMS)]
+    before = gradients.contributed or (norms[0] if len(norms) == 1 else 0.0)
+    if not before:
+        return
+    factor = gradients.norm / before
+    near = 4.0 * gradients.tolerance + 1e-5
+    for entry, coefficient in _logged(table, COEFFICIENTS):
+        if not 0.0 < coefficient < 0.99:
+            continue
+        if gradients.contributed and abs(factor - 1.0) <= near:
+            how = "the gradients that the optimizer saw are not clipped"
+        elif abs(factor / coefficient**2 - 1.0) <= near:
+            how = "the gradients that the optimizer saw are clipped twice"
+        else:
+            continue
+        says = (
+            f"A clip coefficient of {coefficient:.4g} is reported, but {how}: their norm is {gradients.norm:.4g}, "
+            f"and {before:.4g} before clipping."
+        )
+        evidence = {"reported": coefficient, "factor": factor}
+        apart = abs(factor / coefficient - 1.0)
+        yield finding_at(
+            entry, step=step, kind="clip-coefficient", says=says, evidence=evidence, difference=apart, floor=near
+        )
+    for entry, scale in _logged(table, SCALES):
+        if scale >= 2.0 and gradients.contributed and abs(factor * scale**2 - 1.0) <= near:
+            says = (
+                f"The gradients are divided by the loss scale {scale:g} twice: backward gave a norm of {before:.4g}, "
+                f"and the optimizer saw {gradients.norm:.4g}."
+            )
+            evidence = {"reported": scale, "factor": factor}
+            yield finding_at(
+                entry, step=step, kind="loss-scale", says=says, evidence=evidence, difference=scale, floor=near
+            )
+
+
+def _logged(table: Mapping[Key, Entry], names: re.Pattern[str]) -> Iterable[tuple[Entry, float]]:
+    """Scalars that the training logged once in the step, and the same on all ranks, under one of these names."""
+    for key, entry in table.items():
+        if key.phase == "loss" and key.slot == "logged" and key.call == 0 and names.fullmatch(key.path):
+            value = number(entry.summary)
+            once = len({part.micro_step for part in entry.parts}) <= 1
+            alike = len({number(part.summary) for part in entry.parts}) <= 1  # on all ranks that reported it
+            if once and alike and not entry.unobserved and math.isfinite(value):
+                yield entry, value
+
+
+def _is_round(value: float) -> bool:
+    """Whether a norm is a number that somebody has chosen, to three digits: what gradients were clipped to."""
+    return abs(value / float(f"{value:.3g}") - 1.0) <= 2e-5

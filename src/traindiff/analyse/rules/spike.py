@@ -1,0 +1,250 @@
+"""Steps whose loss or gradient norm jumps far above what it was, and what moved first."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, ClassVar
+
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.finding_at import finding_at
+from traindiff.analyse.merge.recorded_calls import clips
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.rules.learning_rates import may_be_left_out
+from traindiff.analyse.rules.losses import loss_of
+from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.core.site import label
+from traindiff.core.summary import norm, number
+
+MEMORY = 0.1
+"""Weight of a new size in what is usual: about the last ten steps count."""
+
+LEAST_STEPS = 8
+"""Steps after which it is known what is usual."""
+
+FACTOR = 3.0
+"""What is this many times as large as usual, or as small, has moved..."""
+
+TIMES = 6.0
+"""...if it is also so many times as far from it as it usually is."""
+
+_WITHIN = frozenset({"batch", "forward", "backward", "grad"})
+
+
+@dataclass(slots=True, kw_only=True)
+class _Usual:
+    """Logarithm of the size of a tensor, its usual distance from that, and for how many steps it was seen."""
+
+    size: float
+    distance: float = 0.0
+    num_steps: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A tensor that is not as large as usual: of which step, which tensor, and how many times as large."""
+
+    step: int
+    entry: Entry
+    factor: float
+
+
+class UsualSizes:
+    """Follows the sizes of all tensors; keeps two numbers for each site."""
+
+    def __init__(self) -> None:
+        self._usual: dict[Key, _Usual] = {}
+
+    def see(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Moved | None, Moved | None]:
+        """Take note of a step.
+
+        Returns:
+            The first tensor that has moved of what a step computes (batch, activations, gradients), and of what
+            it does with that (learning rate, updates).
+        """
+        computed: Moved | None = None
+        done: Moved | None = None
+        for key, entry in table.items():
+            within = key.phase in _WITHIN
+            rate = bool(key.group) and key.slot == "lr"
+            if key.stage or entry.unobserved or not (within or rate or key.phase == "update"):
+                continue
+            size = abs(number(entry.summary)) if rate else _size(entry)
+            if not size or not math.isfinite(size):
+                continue
+            factor = self._factor(key, math.log(size))
+            if factor == 1.0:
+                continue
+            moved = Moved(step=step, entry=entry.without_parts(), factor=factor)
+            if within:
+                computed = computed or moved
+            else:
+                done = done or moved
+        return computed, done
+
+    def _factor(self, key: Key, size: float) -> float:
+        """How many times as large as usual something is; 1 where that is not unusual."""
+        usual = self._usual.get(key)
+        if usual is None:
+            self._usual[key] = _Usual(size=size)
+            return 1.0
+        away = size - usual.size
+        unusual = abs(away) > max(math.log(FACTOR), TIMES * usual.distance)
+        known = usual.num_steps >= LEAST_STEPS
+        usual.num_steps += 1
+        usual.size += MEMORY * away
+        usual.distance += MEMORY * (abs(away) - usual.distance)
+        return math.exp(min(away, 700.0)) if known and unusual else 1.0
+
+
+def _size(entry: Entry) -> float:
+    """Root mean square, so that a batch with fewer samples is no smaller."""
+    count = int(entry.summary["count"])
+    return float(norm(entry.summary)) / math.sqrt(count) if count else 0.0
+
+
+SPREAD = 1.4826
+"""Turns the median distance from the median into a standard deviation, where numbers are normally distributed."""
+
+
+class Trailing:
+    """The last numbers of a series.
+
+    Args:
+        window: How many.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._numbers: deque[float] = deque(maxlen=window)
+
+    def add(self, value: float) -> None:
+        """The next number."""
+        self._numbers.append(value)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @property
+    def median(self) -> float:
+        """Of the last numbers; there must be one."""
+        return median(self._numbers)
+
+    @property
+    def spread(self) -> float:
+        """Their deviation from the median, which no few outliers change."""
+        middle = self.median
+        return SPREAD * median(abs(value - middle) for value in self._numbers)
+
+
+WINDOW = 32
+"""Steps that say what is usual."""
+
+BEGINNING = 5
+"""Steps whose largest loss is the one with which a run began."""
+
+
+class NothingSpikes(Rule):
+    """Losses and gradient norms far above those of the steps before.
+
+    Both are held against median and median deviation of the last 32 steps, which the spike itself does not change. A
+    spike of the loss also undoes at least half of what the run had gained since it began, and doubles the loss; one of
+    the gradient norm is also 10 x the median, and twice as large as any norm before. So the one batch that a nearly
+    perfect model gets wrong is no spike. Trainings often recover (Chowdhery et al., PaLM, 2022, section 5.1: about
+    20 spikes, skipped over by hand), so it is a warning.
+
+    What moved first is the first tensor in execution order that is 3 x as large as usual, and 6 x as far from it as it
+    usually is: an update or a learning rate of the step before, or else something in this step.
+    """
+
+    name = "spike"
+    finds = "The loss or the gradient norm jumps, with what moved first."
+    kinds = ("loss-spike", "gradient-spike")
+    warns = True
+    tells_runs_apart = False
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "deviations": Limit(default=10.0, says="distance from the median, in deviations; noise stays below 5"),
+        "norm_factor": Limit(default=10.0, says="smallest multiple of the median gradient norm that is a spike"),
+        "least_steps": Limit(default=16, says="steps that must have passed before anything is called unusual"),
+    }
+
+    def begin(self) -> None:
+        """See `Rule.begin`."""
+        self._losses, self._norms = Trailing(WINDOW), Trailing(WINDOW)
+        self._first_losses: list[float] = []
+        self._largest_norm = 0.0
+        self._usual = UsualSizes()
+        self._done_before: Moved | None = None
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
+        """See the class."""
+        computed, done = self._usual.see(table, step=step)
+        cause, self._done_before = self._done_before or computed, done
+        if (loss := loss_of(table)) is not None:
+            yield from self._loss(*loss, cause, step=step)
+        if (gradients := _gradient_norm(table)) is not None:
+            yield from self._norm(*gradients, cause, step=step)
+
+    def _loss(self, entry: Entry, value: float, cause: Moved | None, *, step: int) -> Iterator[Finding]:
+        if len(self._losses) >= self.limit("least_steps"):
+            usual, spread = self._losses.median, self._losses.spread
+            gained = max(0.0, max(self._first_losses) - usual)
+            least = max(abs(usual), 0.5 * gained, self.limit("deviations") * spread)
+            if value - usual > least:
+                says = (
+                    f"The loss jumps to {value:.4g} from a median of {usual:.4g}{_deviations(value - usual, spread)}."
+                )
+                yield self._finding(
+                    entry, kind="loss-spike", says=says, value=value, usual=usual, cause=cause, step=step
+                )
+        if len(self._first_losses) < BEGINNING:
+            self._first_losses.append(value)
+        self._losses.add(value)
+
+    def _norm(self, entry: Entry, value: float, cause: Moved | None, *, step: int) -> Iterator[Finding]:
+        if len(self._norms) >= self.limit("least_steps"):
+            usual, spread = self._norms.median, self._norms.spread
+            least = max(
+                usual + self.limit("deviations") * spread, self.limit("norm_factor") * usual, 2.0 * self._largest_norm
+            )
+            if value > least:
+                away = _deviations(value - usual, spread)
+                says = f"The norm of all gradients jumps to {value:.4g} from a median of {usual:.4g}{away}."
+                yield self._finding(
+                    entry, kind="gradient-spike", says=says, value=value, usual=usual, cause=cause, step=step
+                )
+        self._largest_norm = max(self._largest_norm, value)
+        self._norms.add(value)
+
+    def _finding(
+        self, entry: Entry, *, kind: str, says: str, value: float, usual: float, cause: Moved | None, step: int
+    ) -> Finding:
+        evidence: dict[str, Any] = {"value": value, "median": usual}
+        if cause is None:
+            return finding_at(entry, step=step, kind=kind, says=f"{says} No tensor moved before it.", evidence=evidence)
+        key = cause.entry.key
+        where = f"the learning rate of {key.path}" if key.group else f"{key.phase} {label(key.path, key.slot)}"
+        when = "" if cause.step == step else f" in step {cause.step}"
+        says += f" What moved first is {where}{when}, {cause.factor:.3g} x as large as usual."
+        evidence |= {"moved_first": where, "moved_in_step": cause.step, "moved_factor": cause.factor}
+        return finding_at(entry, step=step, kind=kind, says=says, evidence=evidence)
+
+
+def _deviations(away: float, spread: float) -> str:
+    return f", {away / spread:.3g} deviations" if spread else ""
+
+
+def _gradient_norm(table: Mapping[Key, Entry]) -> tuple[Entry, float] | None:
+    """The norm of all gradients before clipping, and where it is; None in steps that a loss scaler leaves out."""
+    if may_be_left_out(table):
+        return None
+    clipped = [(clip.entry, clip.norm) for clip in clips(table) if clip.norm is not None]
+    if len(clipped) == 1:
+        return clipped[0]
+    gradients = [entry for key, entry in table.items() if key[:2] == ("grad", "") and not entry.unobserved]
+    if not gradients:
+        return None
+    whole = math.sqrt(sum(float(entry.summary["sum_of_squares"]) for entry in gradients))
+    return max(gradients, key=lambda entry: float(norm(entry.summary))), whole

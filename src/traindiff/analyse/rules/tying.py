@@ -1,0 +1,137 @@
+"""Whether the gradient of a tied parameter has what each of its uses contributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.finding_at import finding_at
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.rules.rule import Rule
+from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count
+
+EMBEDDINGS = frozenset({"Embedding"})
+HEADS = frozenset({"Linear"})
+
+
+class _Bits(NamedTuple):
+    """What a weight holds: equal for equal weights only."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    fingerprint: int
+
+
+class TyingStays(Rule):
+    """An embedding and a head that are two parameters with the same bits before the first step, and then are not.
+
+    Or the other way round. Two parameters that begin as one are what is left of a tie that loading, moving or wrapping
+    the model has cut; each of them then learns alone. They may also be copies on purpose, so it is a warning. Layers
+    that are copies of each other (as `nn.TransformerEncoder` makes them) begin with the same bits too, so only an
+    embedding and a linear layer are compared.
+    """
+
+    name = "tying-changed"
+    finds = "Embedding and head begin as one weight and part, or the other way round."
+    kinds = ("tying-changed",)
+    warns = True
+    tells_runs_apart = False
+
+    def begin(self) -> None:
+        """See `Rule.begin`."""
+        self._began: dict[tuple[str, str], bool] | None = None
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
+        """See the class."""
+        if self._began is None:
+            before = self._weights(table, stage="before")
+            if before:
+                self._began = _pairs(before)
+        if not self._began:
+            return
+        now = _pairs(self._weights(table, stage=""))
+        for pair in self._began.keys() & now.keys():
+            if self._began[pair] == now[pair]:
+                continue
+            was_one = self._began.pop(pair)
+            embedding, head = pair
+            entry = table[Key("param", "", head, "value", 0, 0)]
+            says = (
+                f"{head} and {embedding} hold the same numbers before the first step and part in step {step}: they are "
+                "two parameters, each of which learns alone. If they should be tied, tie them after loading and "
+                "wrapping."
+                if was_one
+                else f"{head} and {embedding} are different before the first step and hold the same numbers after step "
+                f"{step}: something has tied or copied them since."
+            )
+            evidence = {"embedding": embedding, "head": head}
+            yield finding_at(entry, step=step, kind="tying-changed", says=says, evidence=evidence)
+
+    def _weights(self, table: Mapping[Key, Entry], *, stage: str) -> dict[str, tuple[str, _Bits]]:
+        """By path, the class of the module of each weight of an embedding or a linear layer, and what it holds."""
+        found = {}
+        for key, entry in table.items():
+            kind = self.facts.modules.get(key.path.rpartition(".")[0], "")
+            if key != Key("param", stage, key.path, "value", 0, 0) or kind not in EMBEDDINGS | HEADS:
+                continue
+            if entry.unobserved or not entry.exact or len(entry.shape) != 2 or _is_constant(entry):
+                continue
+            found[key.path] = (kind, _Bits(entry.dtype, entry.shape, int(entry.summary["fingerprint"])))
+        return found
+
+
+def _is_constant(entry: Entry) -> bool:
+    return float(entry.summary["minimum"]) == float(entry.summary["maximum"])
+
+
+def _pairs(weights: Mapping[str, tuple[str, _Bits]]) -> dict[tuple[str, str], bool]:
+    """Embeddings and heads of one shape, and whether they hold the same."""
+    return {
+        (embedding, head): bits == other
+        for embedding, (kind, bits) in weights.items()
+        if kind in EMBEDDINGS
+        for head, (other_kind, other) in weights.items()
+        if other_kind in HEADS and bits[:2] == other[:2]
+    }
+
+
+class TiedGradientsAddUp(Rule):
+    """An embedding that is also the head, and whose gradient lacks what the head contributes.
+
+    A softmax over the vocabulary sends a gradient to every row of the head, an embedding to the rows of the tokens
+    in the batch only. So rows of zeros in the gradient, where no element of the gradient at the head's output is
+    zero, mean that the head's part is lost. The reverse, and weights that are tied otherwise, cannot be told from
+    summaries of one run.
+    """
+
+    name = "tied-gradient"
+    finds = "The gradient of an embedding that is also the head lacks the head's part."
+    kinds = ("tied-gradient",)
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterable[Finding]:
+        """See the class."""
+        for other, path in self.facts.tied.items():
+            names = [name.rpartition(".")[0] for name in (other, path)]
+            heads = [name for name in names if self.facts.modules.get(name) == "Linear"]
+            gradient = table.get(Key("grad", "", path, "grad", 0, 0))
+            if (
+                len(heads) != 1
+                or not {self.facts.modules.get(name) for name in names} & {"Embedding"}
+                or gradient is None
+            ):
+                continue
+            output = table.get(Key("backward", "", heads[0], "output[0]", 0, 0))
+            if output is None or output.unobserved or gradient.unobserved or len(gradient.shape) != 2:
+                continue
+            if not gradient.exact or int(output.summary["zero"]) or nonfinite_count(output.summary):
+                continue
+            zeros, width = int(gradient.summary["zero"]), gradient.shape[1]
+            if zeros < width or UNIT_ROUNDOFF.get(gradient.dtype, 1.0) > UNIT_ROUNDOFF["float32"]:
+                continue  # elements of short dtypes may underflow
+            says = (
+                f"The gradient of {path}, which is also {other}, lacks what {heads[0]} contributes: {zeros // width} "
+                f"of its {gradient.shape[0]} rows are zero, and the gradient at the output of {heads[0]} is so nowhere."
+            )
+            evidence = {"zero_rows": zeros // width}
+            yield finding_at(gradient, step=step, kind="tied-gradient", says=says, evidence=evidence)

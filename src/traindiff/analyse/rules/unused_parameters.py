@@ -1,0 +1,280 @@
+"""Parameters that get gradients and never change: frozen by mistake, or held by no optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.finding_at import finding_at
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.rules.learning_rates import learning_rates, may_be_left_out, moves_parameters
+from traindiff.analyse.rules.rule import InARow, Limit, Rule
+from traindiff.core.observation import MASTER, NO_GRADIENT
+from traindiff.core.summary import UNIT_ROUNDOFF, norm
+
+
+class OptimizersHaveGradients(Rule):
+    """Steps in a row in which none of the parameters that an optimizer holds has a gradient: nothing moves.
+
+    `zero_grad` between `backward` and `step` does that, or a loss that does not depend on what the optimizer holds. A
+    gradient of zeros is one: a loss may be satisfied with every sample.
+    """
+
+    name = "idle-optimizer"
+    finds = "An optimizer steps, and none of its parameters has a gradient, step after step."
+    kinds = ("idle-optimizer",)
+    tells_runs_apart = False
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "least_steps": Limit(default=10, says="steps in a row in which it must be so"),
+    }
+
+    def begin(self) -> None:
+        """See `Rule.begin`."""
+        self._in_a_row: dict[str, InARow[str, tuple[Entry, int]]] = {}
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
+        """Takes note of the step."""
+        gradients = [entry for key, entry in table.items() if key[:2] == ("grad", "")]
+        if gradients:
+            optimizer = min(learning_rates(table), default="optimizer").rpartition(".groups[")[0]
+            row = self._in_a_row.setdefault(optimizer, InARow(self.limit("least_steps")))
+            idle = all(entry.unobserved.startswith(NO_GRADIENT) for entry in gradients)
+            row.see({optimizer: (gradients[0].without_parts(), len(gradients))} if idle else {}, step=step)
+        return ()
+
+    def end(self) -> Iterator[Finding]:
+        """See the class."""
+        for row in self._in_a_row.values():
+            for optimizer, (entry, count), first, num_steps in row:
+                says = (
+                    f"{optimizer or 'The optimizer'} steps {num_steps} times in a row, from step {first} on, and none "
+                    f"of its {count} parameters has a gradient: nothing is learned. Look for zero_grad() between "
+                    "backward() and step(), and whether the loss depends on these parameters."
+                )
+                evidence = {"num_steps": num_steps, "num_parameters": count}
+                yield finding_at(entry, step=first, kind="idle-optimizer", says=says, evidence=evidence)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Without:
+    """A parameter without a gradient so far."""
+
+    entry: Entry
+    first: int
+    num_none: int = 0
+    num_zero: int = 0
+
+
+class GradientsArrive(Rule):
+    """Parameters whose gradient is None, or 0 in every element, in every step in which something could move.
+
+    Often it is meant (a pooler that a task does not use, an expert that is never chosen), so it is a warning; or
+    something was detached, computed under `no_grad`, or multiplied by 0.
+    """
+
+    name = "no-gradient"
+    finds = "A parameter that an optimizer holds gets no gradient in any step, or nothing but zeros."
+    kinds = ("no-gradient",)
+    warns = True
+    tells_runs_apart = False
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "least_steps": Limit(default=5, says="steps that must have passed; heads of zeros give gradients after one"),
+    }
+
+    def begin(self) -> None:
+        """See `Rule.begin`."""
+        self._without: dict[str, _Without] = {}
+        self._seen: set[str] = set()
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
+        """Takes note of the step."""
+        moves = moves_parameters(table)
+        for key, entry in table.items():
+            if key[:2] != ("grad", "") or key.path in self._seen:
+                continue
+            none = entry.unobserved.startswith(NO_GRADIENT)
+            count = 0 if entry.unobserved else int(entry.summary["count"])
+            zero = bool(count) and int(entry.summary["zero"]) == count
+            if not none and not zero:  # also what is not known, and what has no elements
+                self._seen.add(key.path)
+                self._without.pop(key.path, None)
+            elif moves:
+                one = self._without.setdefault(key.path, _Without(entry=entry.without_parts(), first=step))
+                one.num_none += none
+                one.num_zero += zero
+        return ()
+
+    def end(self) -> Iterator[Finding]:
+        """See the class."""
+        for path, one in self._without.items():
+            steps = one.num_none + one.num_zero
+            if steps < self.limit("least_steps"):
+                continue
+            what = (
+                f"is 0 in every element in {one.num_zero} of {steps} steps, and None in the others"
+                if one.num_zero
+                else f"is None in all of {steps} steps"
+            )
+            says = (
+                f"{path} gets no gradient: it {what}. Look for detach(), no_grad(), zero_grad() before the step, and "
+                "results that the loss does not use; if it is meant, requires_grad=False says so."
+            )
+            evidence = {"none": one.num_none, "zero": one.num_zero, "num_steps": steps}
+            yield finding_at(one.entry, step=one.first, kind="no-gradient", says=says, evidence=evidence)
+
+
+LEAST_STEPS = 2
+"""Steps that must have passed over a parameter before it is said that it never changes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Resting:
+    """A parameter that has not changed so far.
+
+    Attributes:
+        entry: As it was first seen.
+        steps: Steps that should have changed it, and after which it was seen unchanged.
+        unseen: Further such steps, after which it was not seen yet.
+        first: The first of all of them.
+    """
+
+    entry: Entry
+    steps: int = 0
+    unseen: int = 0
+    first: int = 0
+
+    def pass_over(self, step: int) -> None:
+        """A step should change it."""
+        self.first = self.first if self.steps + self.unseen else step
+        self.unseen += 1
+
+    def see(self) -> None:
+        """It is seen again, unchanged."""
+        self.steps, self.unseen = self.steps + self.unseen, 0
+
+
+class ParametersMove(Rule):
+    """Parameters whose bits never change, although steps pass that should change them.
+
+    A step should change a parameter that an optimizer holds, where all gradients are finite and one step of gradient
+    descent on it would be more than rounding, also if it took each element of the gradient for no more than 1, as
+    optimizers do that make its size one of their own: `lr * min(||gradient||, sqrt(n)) > 2 u ||parameter||`, with n
+    elements and the learning rate of its own group. So gradients that are mathematically zero, groups that rest at a
+    learning rate of 0, and steps that a loss scaler left out (a fused optimizer leaves them out itself, and does not
+    say so) do not count, and neither do short dtypes that round small updates away, of which `UpdatesFollowSettings`
+    knows more. A parameter that requires a gradient and that no optimizer holds should change in each step that is not
+    left out; where these are most of a model, as where its head is trained alone, that is a note.
+    """
+
+    name = "never-updated"
+    finds = "A parameter never changes, although steps pass that should move it, or no optimizer holds it."
+    kinds = ("never-updated",)
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "least_steps": Limit(default=LEAST_STEPS, says="steps that must have passed over it; one may be chance"),
+    }
+    tells_runs_apart = False  # a comparison sees the other run's update
+
+    def begin(self) -> None:
+        """See `Rule.begin`."""
+        self._resting: dict[str, _Resting] = {}
+        self._moved: set[str] = set()
+        self._unheld = self.facts.trainable - self.facts.held_in.keys() if self.facts.held_in else frozenset[str]()
+
+    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
+        """Takes note of the step; what never changes is known at the end."""
+        rates = learning_rates(table)
+        after = dict(_parameters(table, stage=""))
+        moving: set[str] = set()
+        if not may_be_left_out(table):
+            moving = {path for path, one in after.items() if _should_move(table, one, self._rate(path, rates))}
+            if any(rates.values()):
+                moving |= self._unheld
+        for path, entry in _parameters(table, stage="before"):
+            self._see(path, entry)
+        for path in moving & self._resting.keys():
+            self._resting[path].pass_over(step)
+        for path, entry in after.items():
+            self._see(path, entry)
+        return ()
+
+    def end(self) -> Iterator[Finding]:
+        """See the class."""
+        forgotten = set() if self._rest_is_meant else self._held_by_none
+        for path, resting in self._resting.items():
+            if resting.steps >= self.limit("least_steps") and path in self.facts.held_in:
+                says = f"{path} gets gradients that should move it in {resting.steps} steps, and never changes."
+                yield _finding(path, resting, stage="", says=says)
+            elif path in forgotten:
+                says = (
+                    f"No recorded optimizer holds {path}, although it requires a gradient: at least {resting.steps} "
+                    "steps leave it as it was. If that is meant, set requires_grad=False."
+                )
+                yield _finding(path, resting, stage="before", says=says)  # that is how it is observed
+
+    def notes(self) -> Iterator[str]:
+        """Where no optimizer holds the larger part of a model: that one part is trained alone, as it seems."""
+        if self._rest_is_meant:
+            count, first = len(self._held_by_none), min(self._held_by_none)
+            yield (
+                f"No recorded optimizer holds {count} parameters that require a gradient, among them {first}, and they "
+                "never change. If that is meant, requires_grad=False saves computing their gradients."
+            )
+
+    @property
+    def _held_by_none(self) -> set[str]:
+        """Parameters that no optimizer holds, although they require a gradient, and that were seen not to change."""
+        least = self.limit("least_steps")
+        return {path for path in self._unheld & self._resting.keys() if self._resting[path].steps >= least}
+
+    @property
+    def _rest_is_meant(self) -> bool:
+        """Whether so much of the model rests that this is no parameter that somebody forgot."""
+        held = self.facts.held_in.keys() & self.facts.trainable
+        return bool(held) and len(self._held_by_none) > len(held)
+
+    def _rate(self, path: str, rates: Mapping[str, float]) -> float:
+        """The learning rate of a parameter; 0 where none was recorded."""
+        return max((rates.get(group, 0.0) for group in self.facts.held_in.get(path, ())), default=0.0)
+
+    def _see(self, path: str, entry: Entry) -> None:
+        if path in self._moved:
+            return
+        first = self._resting.get(path)
+        if first is None:
+            self._resting[path] = _Resting(entry=entry.without_parts())
+        elif first.entry.summary["fingerprint"] != entry.summary["fingerprint"]:
+            self._moved.add(path)
+            del self._resting[path]
+        else:
+            first.see()
+
+
+def _finding(path: str, resting: _Resting, *, stage: str, says: str) -> Finding:
+    return Finding(
+        step=resting.first, phase="param", stage=stage, path=path, slot="value", order=resting.entry.order,
+        kind="never-updated", says=says, evidence={"num_steps": resting.steps},
+    )  # fmt: skip
+
+
+def _parameters(table: Mapping[Key, Entry], *, stage: str) -> Iterator[tuple[str, Entry]]:
+    """By path, what an optimizer steps on: the parameter, or the master weights that it has of it."""
+    for key, entry in table.items():
+        if key.phase != "param" or key.stage != stage or key.slot != "value" or key.call or key.micro_step:
+            continue
+        master = table.get(key._replace(slot=MASTER))
+        known = master or entry
+        if known.exact and not known.unobserved and not known.apart:
+            yield key.path, known
+
+
+def _should_move(table: Mapping[Key, Entry], parameter: Entry, rate: float) -> bool:
+    """Whether a step would change more of a parameter than rounding could."""
+    gradient = table.get(Key("grad", "", parameter.key.path, "grad", 0, 0))
+    if gradient is None or gradient.unobserved:
+        return False
+    u = UNIT_ROUNDOFF.get(parameter.dtype, math.inf)
+    size = min(float(norm(gradient.summary)), math.sqrt(int(gradient.summary["count"])))
+    return rate * size > 2.0 * u * float(norm(parameter.summary))

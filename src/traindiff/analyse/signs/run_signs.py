@@ -1,0 +1,199 @@
+"""The signs that a run has of its gradients, step by step, one gradient in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traindiff.analyse.merge.renames import Rename
+from traindiff.core.shards import Shard
+from traindiff.storage import Recording, StepObservations
+
+Mask = NDArray[np.bool_]
+Stored = Mapping[str, NDArray[np.generic]]
+"""What was kept of an observation in a file of its own, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signs:
+    """The signs of a tensor's elements, one axis, in row-major order.
+
+    Attributes:
+        positive: Where x > 0.
+        zero: Where x is zero; None where it is not known which of the elements that are not positive are.
+        nan: Where x is NaN; as far as that is known.
+    """
+
+    positive: Mask
+    zero: Mask | None
+    nan: Mask
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.positive.size
+
+
+def part_signs(stored: Stored, summary: Any, size: int) -> Signs | None:
+    """The signs of one observation.
+
+    Args:
+        stored: What was kept of it. Nothing is, of a scalar: its summary says it.
+        summary: Its summary.
+        size: Number of elements.
+
+    Returns:
+        None where no signs were kept.
+    """
+    if "positive" not in stored:
+        if size > 1 or not int(summary["count"]):
+            return None if size else Signs(positive=_none(0), zero=_none(0), nan=_none(0))
+        above = bool(summary["positive_infinity"]) or float(summary["sum"]) > 0
+        return Signs(
+            positive=np.array([above]), zero=np.array([bool(summary["zero"])]), nan=np.array([bool(summary["nan"])])
+        )
+    positive = _unpacked(stored["positive"], size)
+    if "signless" not in stored:  # another tool kept no more
+        return Signs(positive=positive, zero=None, nan=_none(size))
+    signless = _unpacked(stored["signless"], size)
+    nan = _unpacked(stored["nan"], size) if "nan" in stored else _none(size)
+    return Signs(positive=positive, zero=signless & ~nan, nan=nan)
+
+
+def merged(parts: Iterable[tuple[Shard, Signs]], shape: tuple[int, ...]) -> Signs | None:
+    """The signs of a tensor of this shape from those of its shards; None where elements are missing.
+
+    Args:
+        parts: Boxes and flat ranges; of elements that several hold, the last one's count.
+        shape: Of the whole tensor.
+    """
+    held = list(parts)
+    if len(held) == 1 and held[0][0].shape == shape:
+        return held[0][1]
+    size = prod(shape)
+    if sum(shard.size for shard, _ in held) < size:  # before anything of that size is made
+        return None
+    there, positive, zero, nan = (_none(size) for _ in range(4))
+    zeros_known = True
+    for shard, signs in held:
+        zeros_known &= signs.zero is not None
+        kinds = (
+            (there, np.ones(shard.size, np.bool_)),
+            (positive, signs.positive),
+            (nan, signs.nan),
+            (zero, signs.zero),
+        )
+        for whole, part in kinds:
+            if part is not None:
+                _place(whole, shape, shard, part)
+    return Signs(positive=positive, zero=zero if zeros_known else None, nan=nan) if there.all() else None
+
+
+def _place(whole: Mask, shape: tuple[int, ...], shard: Shard, part: Mask) -> None:
+    """Put the elements of a shard where they belong in the flat tensor."""
+    if len(shard.shape) != len(shape) or len(shape) == 1:  # a flat range
+        whole[shard.offset[0] : shard.offset[0] + shard.size] = part
+        return
+    box = tuple(slice(first, first + length) for first, length in zip(shard.offset, shard.shape, strict=True))
+    whole.reshape(shape)[box] = part.reshape(shard.shape)
+
+
+def _unpacked(bits: NDArray[Any], size: int) -> Mask:
+    if not bits.size:
+        return _none(size)
+    return np.unpackbits(np.ascontiguousarray(bits), count=size, bitorder="little").view(np.bool_)
+
+
+def _none(size: int) -> Mask:
+    return np.zeros(size, dtype=np.bool_)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    step: StepObservations
+    row: int
+
+    @property
+    def shard(self) -> Shard:
+        return self.step.observations[self.row].shard
+
+    @property
+    def summary(self) -> Any:
+        return self.step.summaries[self.row]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSigns:
+    """The gradients of one step of one optimizer.
+
+    Attributes:
+        optimizer: Name of the optimizer.
+        step: Number of the step.
+        shapes: Global shapes by canonical path, in execution order.
+    """
+
+    optimizer: str
+    step: int
+    shapes: Mapping[str, tuple[int, ...]]
+    _recording: Recording
+    _parts: Mapping[str, tuple[_Part, ...]]
+
+    def read(self, path: str) -> list[Signs]:
+        """The signs of a gradient: one for each rank that holds all of it, or one of all shards; none where unknown."""
+        parts = self._parts[path]
+        shape = self.shapes[path]
+        whole = [part for part in parts if part.shard.size and part.shard.shape == part.shard.global_shape]
+        if whole or not all(shape):
+            found = [self._signs(part) for part in whole or parts[:1]]
+            return [signs for signs in found if signs is not None]
+        shards = {part.shard: part for part in reversed(parts)}
+        read = {shard: self._signs(part) for shard, part in shards.items()}
+        known = [(shard, signs) for shard, signs in read.items() if signs is not None]
+        if (signs := merged(known, shape)) is None:
+            return []
+        return [signs]
+
+    def _signs(self, part: _Part) -> Signs | None:
+        return part_signs(self._recording.tensors(part.step, part.row), part.summary, part.shard.size)
+
+
+def run_signs(recording: Recording, rename: Rename = str) -> Iterator[StepSigns]:
+    """Steps of a recording with the gradients that optimizers were given, in the order in which they were taken.
+
+    Args:
+        recording: Was made with the detail `signs`, or imported from a tool that keeps directions.
+        rename: Turns paths into those of the other run.
+    """
+    for steps in rank_steps(recording):
+        parts: dict[str, list[_Part]] = {}
+        for step in steps:
+            for row, seen in enumerate(step.observations):
+                kept = not seen.unobserved or row in step.stored.files
+                if kept and (seen.phase, seen.stage, seen.slot) == ("grad", "", "grad"):
+                    parts.setdefault(rename(seen.path), []).append(_Part(step=step, row=row))
+        yield StepSigns(
+            optimizer=steps[0].optimizer,
+            step=steps[0].step,
+            shapes={path: same[0].shard.global_shape for path, same in parts.items()},
+            _recording=recording,
+            _parts={path: tuple(same) for path, same in parts.items()},
+        )
+
+
+def rank_steps(recording: Recording) -> Iterator[list[StepObservations]]:
+    """What the ranks that have it recorded of each step, in the order in which the lowest of them took them."""
+    streams = {rank: recording.steps(rank) for rank in recording.ranks}
+    heads = {rank: head for rank, stream in streams.items() if (head := next(stream, None)) is not None}
+    while heads:
+        optimizer = heads[min(heads)].optimizer
+        number = min(head.step for head in heads.values() if head.optimizer == optimizer)
+        here = [rank for rank, head in heads.items() if (head.optimizer, head.step) == (optimizer, number)]
+        yield [heads.pop(rank) for rank in sorted(here)]
+        for rank in here:
+            if (following := next(streams[rank], None)) is not None:
+                heads[rank] = following

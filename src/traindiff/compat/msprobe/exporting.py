@@ -1,0 +1,128 @@
+"""From a recording to the files of msprobe's gradient monitor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from traindiff.analyse.signs.run_signs import rank_steps
+from traindiff.compat.msprobe.gradients import (
+    Kept,
+    WholeGradient,
+    concerns_gradients,
+    is_gradient,
+    is_whole,
+    whole_gradients,
+)
+from traindiff.compat.msprobe.layout import make_room, rank_directory
+from traindiff.compat.msprobe.live_files import StepFiles
+from traindiff.compat.msprobe.tables import Columns
+from traindiff.core.observation import SKIPPED, Observation
+from traindiff.errors import ConfigError, Problem
+from traindiff.storage import Recording, StepObservations
+
+
+def export_gradients(recording: Recording, directory: str, *, overwrite: bool = False) -> int:
+    """Write the gradients of a recording as msprobe's gradient monitor does.
+
+    A rank that holds a whole gradient gets it in its directory. Where ranks hold shards, gradients are in the directory
+    of the lowest one, but for those that all hold whole. Steps that a loss scaler left out are none.
+
+    Which columns the tables have follows from the recording: interval shares where it was made with `bounds`, MD5 where
+    with `detail="md5"` and no signs, and fingerprints where with neither; directions where with `detail="signs"`.
+
+    Args:
+        recording: Observed gradients.
+        directory: Where to write.
+        overwrite: Replace such files that are there.
+
+    Returns:
+        How many gradients were written.
+
+    Raises:
+        ConfigError: The directory holds something, or the recording no gradients. Nothing was written then.
+    """
+    if "grad" not in recording.run["settings"].get("observe", ()):
+        raise _nothing(recording, what="holds no gradients: its training was not asked for them.")
+    root = Path(directory)
+    fix = "Give another directory, or --overwrite to replace them."
+    make_room(root, ranks=None, overwrite=overwrite, where=f"directory {directory}", fix=fix)
+    settings = recording.run["settings"]
+    columns = columns_of(settings)
+    bounds = tuple(settings.get("bounds", ()))
+    files = {rank: StepFiles(rank_directory(root, rank), columns, {}) for rank in recording.ranks}
+    skipped: Counter[str] = Counter()
+    written = 0
+    for steps in rank_steps(recording):
+        optimizer = steps[0].optimizer
+        if any(seen.slot == SKIPPED and seen.phase == "optimizer" for seen in steps[0].observations):
+            skipped[optimizer] += 1
+            continue
+        for rank, gradients in _by_rank(recording, steps, bounds):
+            written += files[rank].write(steps[0].step - skipped[optimizer], gradients)
+    if not written:
+        raise _nothing(recording, what="holds no gradient of which all elements were recorded.")
+    return written
+
+
+def columns_of(settings: Mapping[str, Any]) -> Columns:
+    """The columns that tables of a recording with these settings have."""
+    detail = settings.get("detail", ())
+    if bounds := settings.get("bounds"):
+        return Columns(bounds=tuple(_as_written(bound) for bound in bounds))
+    if "signs" in detail:
+        return Columns()
+    return Columns(digest="MD5" if "md5" in detail else "fingerprint")
+
+
+def _as_written(bound: float) -> float:
+    """A bound that was rounded to float32, in as few digits as say which float32 it is."""
+    short = float(str(np.float32(bound)))
+    return short if isinstance(bound, float) and float(np.float32(bound)) == bound else bound
+
+
+def _by_rank(
+    recording: Recording, steps: Sequence[StepObservations], bounds: tuple[float, ...]
+) -> Iterator[tuple[int, Iterator[WholeGradient]]]:
+    """Whole gradients of each rank.
+
+    Where ranks hold shards, the lowest rank has all gradients but those that every rank holds whole.
+    """
+    kept = {step.rank: list(_kept(recording, step)) for step in steps}
+    whole = {rank: {part.seen.path for part in parts if is_whole(part.seen)} for rank, parts in kept.items()}
+    paths = {part.seen.path for parts in kept.values() for part in parts if is_gradient(part.seen)}
+    if paths <= set().union(*whole.values()):
+        own = whole
+    else:
+        everywhere = set.intersection(*whole.values())
+        own = dict.fromkeys(kept, everywhere)
+    for rank, parts in kept.items():
+        yield rank, whole_gradients([one for one in parts if _concerns(one.seen, own[rank])], bounds)
+    shards = paths.difference(*own.values())
+    together = [one for parts in kept.values() for one in parts if _concerns(one.seen, shards)]
+    yield min(kept), whole_gradients(together, bounds)
+
+
+def _concerns(seen: Observation, paths: Collection[str]) -> bool:
+    """Whether this is the gradient of one of some parameters, or what it was multiplied by."""
+    return not is_gradient(seen) or seen.path in paths
+
+
+def _kept(recording: Recording, step: StepObservations) -> Iterator[Kept]:
+    for row, seen in enumerate(step.observations):
+        if concerns_gradients(seen):
+            read = partial(recording.tensors, step, row)
+            yield Kept(seen=seen, rank=step.rank, summary=step.summaries[row], read=read)
+
+
+def _nothing(recording: Recording, *, what: str) -> ConfigError:
+    problem = Problem(
+        where=f"recording {recording.path}", what=what,
+        fix='Record it with observe="grad" (or leave observe out) and detail="signs".',
+    )  # fmt: skip
+    return ConfigError("export msprobe", [problem], consequence="no gradient was written")

@@ -1,0 +1,151 @@
+"""Where msprobe's gradient monitor puts its files, and how whole files get there.
+
+{directory}/rank{r}/grad_summary_{step}.csv
+{directory}/rank{r}/step{step}/{parameter}.npy
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Collection
+from os.path import isdir, isfile  # which never raise
+from pathlib import Path
+
+from traindiff.core.untrusted import Folder
+from traindiff.errors import ConfigError, NotARecordingError, Problem
+from traindiff.storage.location import file_name
+
+_UNFINISHED = ".unfinished"
+_RANK = re.compile(r"rank(\d{1,18})", re.ASCII)
+_SUMMARY = re.compile(r"grad_summary_(\d{1,18})\.csv", re.ASCII)
+_STEP = re.compile(r"step(\d{1,18})", re.ASCII)
+
+MOST_TABLE_BYTES = 1 << 24
+"""Size of a table at most: 20,000 parameters take a quarter of it."""
+
+
+def rank_directory(directory: Path, rank: int) -> Path:
+    """The directory of a rank."""
+    return directory / f"rank{rank}"
+
+
+def summary_file(rank: Path, step: int) -> Path:
+    """The table of a step, in the directory of a rank."""
+    return rank / f"grad_summary_{step}.csv"
+
+
+def direction_file(rank: Path, step: int, name: str) -> Path:
+    """The directions of a parameter in a step.
+
+    It is called after the parameter, as msprobe has it, if that is a file name on every system; otherwise after an
+    injective encoding of it (`traindiff.storage.location`). The name itself stands in the table of the step.
+    """
+    return rank / f"step{step}" / f"{file_name(name)}.npy"
+
+
+def ranks_in(directory: Path) -> dict[int, Path]:
+    """Directories of ranks by number, ascending."""
+    return _numbered(directory, _RANK, isdir)
+
+
+def ranks_left(directory: Path) -> set[int]:
+    """Ranks that have a directory, where there may be none at all."""
+    return {*ranks_in(directory)} if directory.is_dir() else set()
+
+
+def summaries_in(rank: Path) -> dict[int, Path]:
+    """Tables in the directory of a rank, by step, ascending."""
+    return _numbered(rank, _SUMMARY, isfile)
+
+
+def direction_steps_in(rank: Path) -> dict[int, Path]:
+    """Directories with directions, by step, ascending."""
+    return _numbered(rank, _STEP, isdir)
+
+
+def content(rank: Path, path: Path, *, limit: int = MOST_TABLE_BYTES) -> bytes:
+    """The content of a file in the directory of a rank.
+
+    Args:
+        rank: The directory of the rank.
+        path: The file.
+        limit: How many bytes it may have.
+
+    Raises:
+        NotARecordingError: It is no regular file inside of the monitor's directory, or is larger.
+    """
+    folder = Folder.of(rank.parent, refuse=damaged)
+    return folder.read(path.relative_to(rank.parent).as_posix(), limit=limit)
+
+
+def damaged(path: Path | str, says: str) -> NotARecordingError:
+    """The error for a file of the monitor that cannot be used."""
+    return NotARecordingError(
+        f"{path} is not of msprobe's gradient monitor: {says}. Restore the file from where it was copied."
+    )
+
+
+def put(path: Path, content: bytes) -> None:
+    """Write a whole file at once: a reader sees the old one or the new one. Makes its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    unfinished.write_bytes(content)
+    unfinished.replace(path)
+
+
+def make_room(directory: Path, *, ranks: Collection[int] | None, overwrite: bool, where: str, fix: str) -> None:
+    """Remove the files of an earlier run, or refuse to mix them with those of this one.
+
+    Args:
+        directory: May not exist.
+        ranks: Whose files are looked for; None for those of all ranks.
+        overwrite: Remove them. Directories that hold anything else are refused all the same.
+        where: What the user wrote that names the directory.
+        fix: How to have them replaced.
+
+    Raises:
+        ConfigError: It is a file, or holds what must not be removed.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise _unusable(where, what="is a file, and files are written into a directory.", fix="Give another path.")
+    found = ranks_in(directory) if directory.exists() else {}
+    stale = {rank: path for rank, path in found.items() if ranks is None or rank in ranks}
+    other = sorted(str(one.relative_to(directory)) for path in stale.values() for one in _foreign(path))
+    if other:
+        named = ", ".join(other[:3])
+        what = f"holds other things than directions and tables of gradients ({named})."
+        raise _unusable(where, what=what, fix="Give the path of a directory that does not exist yet.")
+    if stale and not overwrite:
+        named = ", ".join(path.name for path in stale.values())
+        raise _unusable(where, what=f"already holds gradients of another run ({named}).", fix=fix)
+    for path in stale.values():
+        shutil.rmtree(path)
+
+
+def _foreign(rank: Path) -> list[Path]:
+    """What in the directory of a rank the monitor has not written."""
+    known = {*summaries_in(rank).values(), *direction_steps_in(rank).values()}
+    found = [one for one in rank.iterdir() if one not in known and not one.name.endswith(_UNFINISHED)]
+    for step in direction_steps_in(rank).values():
+        found += [one for one in step.iterdir() if one.suffix not in (".npy", _UNFINISHED)]
+    return found
+
+
+def _numbered(directory: Path, pattern: re.Pattern[str], kind: Callable[[Path], bool]) -> dict[int, Path]:
+    folder = Folder.of(directory, refuse=damaged)
+    found: dict[int, Path] = {}
+    for one in sorted(directory.iterdir()):
+        if match := pattern.fullmatch(one.name):
+            folder.within(one.name)
+            if kind(one):
+                if (number := int(match[1])) in found:
+                    raise damaged(one, f"{found[number].name} beside it has the same number")
+                found[number] = one
+    return dict(sorted(found.items()))
+
+
+def _unusable(where: str, *, what: str, fix: str) -> ConfigError:
+    return ConfigError(
+        "the gradient monitor", [Problem(where=where, what=what, fix=fix)], consequence="nothing was written"
+    )

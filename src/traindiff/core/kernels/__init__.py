@@ -1,0 +1,77 @@
+"""Tensors to summaries, by the first kernel in the registry that reads them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from traindiff.core.kernels import reference
+from traindiff.core.kernels.parts import parts_of
+from traindiff.core.kernels.registry import AT_ONCE
+from traindiff.core.summary import merge
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from traindiff.core.shards import Shard
+
+
+def summarise(tensor: Tensor, shard: Shard) -> np.void:
+    """The summary of a torch tensor.
+
+    Args:
+        tensor: Any dense tensor, any strides, in a graph or not; never changed. What cannot be read where it is (on
+            another device than the CPU, which is waited for; in short runs; in a dtype that NumPy does not have) is
+            copied in parts of `traindiff.core.kernels.parts.MOST` elements, so that memory does not grow with the tensor.
+        shard: Which elements of the global tensor `tensor` holds; `shard.shape` is its shape (with
+            a last axis of real and imaginary part for complex dtypes), or one flat range of as
+            many elements.
+
+    Returns:
+        One element of dtype `traindiff.core.summary.SUMMARY`. NaN and infinities are counted and
+        enter fingerprints; extremes, moments, sketch and profiles are of the finite elements.
+        An empty tensor gives `traindiff.core.summary.empty()`.
+
+    Raises:
+        UnsupportedTensorError: The tensor has no dense elements that could be read.
+    """
+    from traindiff.core.kernels import torch_arrays
+
+    torch_arrays.check_supported(tensor)
+    if (found := _read_in_place(tensor, shard)) is not None:
+        return found
+    real = torch_arrays.as_real(tensor)
+    made = [_of_part(view, held) for view, held in parts_of(real, shard)]
+    one: np.void = made[0] if len(made) == 1 else merge(made)
+    return one
+
+
+def _read_in_place(tensor: Tensor, shard: Shard) -> np.void | None:
+    """The summary by the first kernel that reads the tensor where it is; None where none does."""
+    for kernel in AT_ONCE:
+        if tensor.device.type in kernel.device_types and (fast := kernel.load()) is not None and fast.reads(tensor):
+            found: np.void = fast.summarise(tensor, shard)
+            return found
+    return None
+
+
+def _of_part(tensor: Tensor, shard: Shard) -> np.void:
+    """The summary of a part, which may be copied whole."""
+    from traindiff.core.kernels import torch_arrays
+
+    local = tensor if tensor.device.type == "cpu" else torch_arrays.on_cpu(tensor)
+    if (found := _read_in_place(local, shard)) is not None:
+        return found
+    array = torch_arrays.elements(local)
+    return reference.summarise_array(array.values, array.bits, shard, tiny=array.tiny)
+
+
+def cpu_kernel_in_use() -> tuple[str, str]:
+    """Which kernel summarises tensors on the CPU, and why it is not the fast one; empty if it is."""
+    if not any(kernel.load() for kernel in AT_ONCE):
+        return "NumPy reference", "the NumPy reference, far slower: llvmlite is not installed (pip install llvmlite)"
+    from traindiff.core.kernels.cpu.code import host
+    from traindiff.core.kernels.cpu.module import frame
+
+    frame()  # shows that code can be built
+    return f"SIMD code built through llvmlite for {host()}", ""

@@ -1,0 +1,194 @@
+"""The CPU kernel as a whole: one function per dtype, built for the host when the dtype is first met."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+
+from traindiff.core.kernels.cpu import floats, integers
+from traindiff.core.kernels.cpu.code import Code, machine_code
+from traindiff.core.kernels.cpu.layout import COUNTS, DTYPES, FIELDS, SIZE, Dtype, FloatDtype, IntegerDtype
+from traindiff.core.kernels.cpu.profiles import place_function, profiles_function
+from traindiff.core.kernels.cpu.values import F32, F64, I64, POINTER, Value, vector
+from traindiff.core.kernels.reference import BLOCK
+from traindiff.core.shards import BUCKETS
+from traindiff.core.summary import SKETCH_SIZE, SUMMARY
+
+CHUNK = 32 * BLOCK
+"""Elements that are read from memory once and then found in the first-level cache: 8 kB of float32."""
+
+Add = Callable[[int, int, int, int, int, int, int, int, int, int], None]
+"""`add(x, runs, length, x_step, index, index_step, columns, row_block, column_block, state)`: accumulate `runs` runs of
+`length` contiguous elements. Run r begins `r * x_step` elements after `x`, at global index `index + r * index_step`."""
+
+_WORD, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What is the same for all dtypes.
+
+    Attributes:
+        begin: `begin(state)`: an empty state.
+        finish: `finish(state, summary, count)`: write the state as a SUMMARY of `count` elements.
+    """
+
+    begin: Any
+    finish: Any
+
+
+@cache
+def frame() -> Frame:
+    """Build it: once per process."""
+    return Frame(
+        begin=_function("frame", "begin", _POINTER),
+        finish=_function("frame", "finish", _POINTER, _POINTER, _WORD),
+    )
+
+
+@cache
+def add(name: str) -> Add:
+    """Build what accumulates elements of a dtype: a tenth of a second or two, once per process."""
+    found: Add = _function(name, f"add_{name}", _POINTER, *[_WORD] * 8, _POINTER)
+    return found
+
+
+def build_module(name: str) -> ir.Module:
+    """The LLVM IR of a dtype's functions, or of the `frame`: the same for every machine."""
+    module = ir.Module(name)
+    if name == "frame":
+        _begin_function(module)
+        _finish_function(module)
+    elif isinstance(dtype := DTYPES[name], FloatDtype):
+        _add_floats_function(module, dtype)
+    else:
+        _add_integers_function(module, dtype)
+    return module
+
+
+def _function(module: str, name: str, *arguments: Any) -> Any:
+    return machine_code(module, lambda: build_module(module))(name, *arguments)
+
+
+def _add_floats_function(module: ir.Module, dtype: FloatDtype) -> None:
+    blocks, elements = floats.blocks_function(module, dtype), floats.elements_function(module, dtype)
+    place, profiles = place_function(module), profiles_function(module, dtype)
+    with _runs(module, dtype) as run:
+        code, x, state = run.code, run.x, run.state
+        code.call(place, run.start, state, *run.grid)
+        code.call(elements, x, run.zero, run.head, run.start, state)
+        code.call(profiles, x, run.zero, run.head, state, *run.grid)
+        with code.loop(run.head, run.body, CHUNK) as first:
+            end = first + CHUNK
+            stop = (end < run.body).choose(end, run.body)
+            code.call(blocks, x, first, stop, (run.start + first) >> 6, state)
+            code.call(profiles, x, first, stop, state, *run.grid)
+        code.call(elements, x, run.body, run.length, run.start + run.body, state)
+        code.call(profiles, x, run.body, run.length, state, *run.grid)
+
+
+def _add_integers_function(module: ir.Module, dtype: IntegerDtype) -> None:
+    blocks, elements = integers.blocks_function(module, dtype), integers.elements_function(module, dtype)
+    with _runs(module, dtype) as run:
+        code, x, state = run.code, run.x, run.state
+        code.call(elements, x, run.zero, run.head, run.start, state)
+        code.call(blocks, x, run.head, run.body, (run.start + run.head) >> 6, state)
+        code.call(elements, x, run.body, run.length, run.start + run.body, state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One run of elements.
+
+    Attributes:
+        x: Pointer to its first element.
+        start: Global index of that.
+        head: Elements up to the next block.
+        body: Elements up to the end of its last whole block.
+        length: All of its elements.
+        grid: Columns, row block and column block.
+    """
+
+    code: Code
+    x: Value
+    start: Value
+    zero: Value
+    head: Value
+    body: Value
+    length: Value
+    grid: tuple[Value, ...]
+    state: Value
+
+
+@contextmanager
+def _runs(module: ir.Module, dtype: Dtype) -> Iterator[_Run]:
+    """Define `add_...` (see `Add`), whose body is repeated for every run."""
+    signature = ir.FunctionType(ir.VoidType(), [POINTER, *[I64] * 8, POINTER])
+    code = Code(ir.Function(module, signature, f"add_{dtype.name}"))
+    base, runs, length, x_step, index, index_step, *grid, state = code.arguments
+    zero = code.constant(I64, 0)
+    with code.loop(zero, runs, 1) as run:
+        start = index + run * index_step
+        ahead = (zero - start) & (BLOCK - 1)
+        head = (ahead < length).choose(ahead, length)
+        yield _Run(
+            code=code, x=code.at(base, run * x_step, dtype.stored), start=start, zero=zero, head=head,
+            body=head + (((length - head) >> 6) << 6), length=length, grid=tuple(grid), state=state,
+        )  # fmt: skip
+    code.finish()
+
+
+def _begin_function(module: ir.Module) -> None:
+    code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "begin"))
+    (state,) = code.arguments
+    with code.loop(code.constant(I64, 0), code.constant(I64, SIZE // 8), 1) as word:
+        code.store(code.at(state, word, I64), code.constant(I64, 0))
+    for name, value in (("minimum", float("inf")), ("maximum", float("-inf")), ("smallest", float("inf"))):
+        code.store(FIELDS[name].pointer(code, state), code.constant(vector(F64), value))
+    code.finish()
+
+
+def _finish_function(module: ir.Module) -> None:
+    code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, POINTER, I64]), "finish"))
+    state, summary, count = code.arguments
+
+    def out(name: str, index: Value | int = 0) -> Value:
+        assert SUMMARY.fields is not None
+        start = code.at(summary, SUMMARY.fields[name][1], ir.IntType(8))
+        return code.at(start, index, I64)  # every number of a SUMMARY has 8 bytes
+
+    def lanes(name: str, bucket: Value | int = 0) -> Value:
+        field = FIELDS[name]
+        index = bucket if isinstance(bucket, Value) else code.constant(I64, bucket)
+        return code.load(field.vector_pointer(code, state, index), vector(field.element))
+
+    code.store(out("count"), count)
+    for name in COUNTS:
+        code.store(out(name), code.load(FIELDS[name].pointer(code, state), I64))
+    for name in ("sum", "fingerprint", "multiset", "nonfinite"):
+        code.store(out(name), lanes(name).total())
+    code.store(out("minimum"), lanes("minimum").least())
+    code.store(out("maximum"), lanes("maximum").greatest())
+    code.store(out("smallest"), lanes("smallest").least())
+    zero = code.constant(I64, 0)
+    with code.loop(zero, code.constant(I64, SKETCH_SIZE), 1) as bucket:
+        low = code.load(FIELDS["sketch"].pointer(code, state, bucket), F64)
+        high = code.load(FIELDS["sketch"].pointer(code, state, bucket + SKETCH_SIZE), F64)
+        code.store(out("sketch", bucket), low + high)
+    squares = code.variable(code.constant(F64, 0.0))
+    with code.loop(zero, code.constant(I64, BUCKETS), 1) as bucket:
+        row = lanes("row_squares", bucket).total()
+        squares.value = squares.value + row
+        code.store(out("row_squares", bucket), row)
+        code.store(out("column_squares", bucket), lanes("column_squares", bucket).total())
+        for axis in ("row", "column"):
+            short = lanes(f"{axis}_largest_{F32}", bucket).widened(F64)
+            code.store(out(f"{axis}_largest", bucket), lanes(f"{axis}_largest_{F64}", bucket).larger(short).greatest())
+    code.store(out("sum_of_squares"), squares.value)
+    code.finish()

@@ -1,0 +1,124 @@
+"""Row and column profiles: everything that walks the tensor in segments of one row and column bucket."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from traindiff.core.kernels.cpu.code import Code, Variable
+from traindiff.core.kernels.cpu.layout import FIELDS, VECTOR_F64, FloatDtype, magnitude
+from traindiff.core.kernels.cpu.values import F64, I64, LANES, POINTER, Value, element_of, vector
+from traindiff.core.shards import BUCKETS
+
+_SIGNATURE = ir.FunctionType(ir.VoidType(), [POINTER, I64, I64, POINTER, I64, I64, I64])
+_PLACE = ("row_in_bucket", "row_bucket", "column_bucket", "left")
+
+
+def place_function(module: ir.Module) -> ir.Function:
+    """Define `void (index, state, columns, row_block, column_block)`: begin at a global index."""
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64, POINTER, I64, I64, I64]), "place")
+    function.linkage = "internal"
+    code = Code(function)
+    index, state, columns, row_block, column_block = code.arguments
+    row, column = index // columns, index % columns
+    row_in_bucket, column_bucket = row % row_block, column // column_block
+    segment_end = _least((column_bucket + 1) * column_block, columns)
+    # With one column bucket a segment goes on until the rows change buckets.
+    left = (columns <= column_block).choose((row_block - row_in_bucket) * columns, segment_end) - column
+    for name, value in (
+        ("row_in_bucket", row_in_bucket),
+        ("row_bucket", (row // row_block) & (BUCKETS - 1)),
+        ("column_bucket", column_bucket),
+        ("left", left),
+    ):
+        code.store(FIELDS[name].pointer(code, state), value)
+    code.finish()
+    return function
+
+
+def profiles_function(module: ir.Module, dtype: FloatDtype) -> ir.Function:
+    """Define `void (x, first, stop, state, columns, row_block, column_block)`: accumulate the profiles.
+
+    Goes on from the place that the state holds.
+    """
+    function = ir.Function(module, _SIGNATURE, f"profiles_{dtype.name}")
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    code = Code(function)
+    x, first, stop, state, columns, row_block, column_block = code.arguments
+    place = {name: code.variable(code.load(FIELDS[name].pointer(code, state), I64)) for name in _PLACE}
+    zero = code.constant(VECTOR_F64, 0.0)
+    nothing = code.constant(vector(dtype.number), 0.0)
+    row_squares, row_largest = code.variable(zero), code.variable(nothing)
+    single = columns <= column_block
+    here = code.variable(first)
+    with code.repeat(here, stop):
+        length = _least(place["left"].value, stop - here.value)
+        squares, largest = _segment(code, dtype, code.at(x, here.value, dtype.stored), length)
+        row_squares.value = row_squares.value + squares
+        row_largest.value = row_largest.value.larger(largest)
+        _merge(code, state, "column", place["column_bucket"].value, squares, largest)
+        here.value = here.value + length
+        place["left"].value = place["left"].value - length
+        with code.when(place["left"].value.equals(0)):
+            _advance(code, place, single, columns, row_block, column_block)
+            with code.when(place["row_in_bucket"].value >= row_block):
+                _merge(code, state, "row", place["row_bucket"].value, row_squares.value, row_largest.value)
+                row_squares.value, row_largest.value = zero, nothing
+                place["row_in_bucket"].value = code.constant(I64, 0)
+                place["row_bucket"].value = (place["row_bucket"].value + 1) & (BUCKETS - 1)
+    _merge(code, state, "row", place["row_bucket"].value, row_squares.value, row_largest.value)
+    for name, variable in place.items():
+        code.store(FIELDS[name].pointer(code, state), variable.value)
+    code.finish()
+    return function
+
+
+def _advance(
+    code: Code, place: dict[str, Variable], single: Value, columns: Value, row_block: Value, column_block: Value
+) -> None:
+    """Go to the next segment: the next column bucket, or the next row, or the next row bucket."""
+    with code.either(single) as (one, several):
+        with one:
+            place["row_in_bucket"].value = row_block
+            place["left"].value = row_block * columns
+        with several:
+            bucket = place["column_bucket"].value + 1
+            ends = bucket * column_block >= columns
+            bucket = ends.choose(code.constant(I64, 0), bucket)
+            place["column_bucket"].value = bucket
+            place["row_in_bucket"].value = place["row_in_bucket"].value + ends.widened(I64)
+            place["left"].value = _least((bucket + 1) * column_block, columns) - bucket * column_block
+
+
+def _segment(code: Code, dtype: FloatDtype, x: Value, length: Value) -> tuple[Value, Value]:
+    """Sum of squares and largest magnitude per lane over `length` elements."""
+    squares = code.variable(code.constant(VECTOR_F64, 0.0))
+    largest = code.variable(code.constant(vector(dtype.number), 0.0))
+
+    def take(raw: Value) -> None:
+        value = dtype.value(raw)
+        size = magnitude(value)
+        size = (size < float("inf")).choose(size, 0.0)
+        long = size.widened(F64)
+        squares.value = squares.value.plus_square(long, exact=dtype.bits < 64)
+        largest.value = size.larger(largest.value)
+
+    kind = vector(dtype.stored)
+    whole = length & ~(LANES - 1) & (2**64 - 1)
+    with code.loop(code.constant(I64, 0), whole, LANES) as start:
+        take(code.load(code.at(x, start, dtype.stored), kind))
+    with code.when(whole < length):
+        take(code.load_first(code.at(x, whole, dtype.stored), kind, length - whole))
+    return squares.value, largest.value
+
+
+def _merge(code: Code, state: Value, axis: str, bucket: Value, squares: Value, largest: Value) -> None:
+    place = FIELDS[f"{axis}_squares"].vector_pointer(code, state, bucket)
+    code.store(place, code.load(place, VECTOR_F64) + squares)
+    number = element_of(largest.type)
+    place = FIELDS[f"{axis}_largest_{number}"].vector_pointer(code, state, bucket)
+    code.store(place, largest.larger(code.load(place, vector(number))))
+
+
+def _least(left: Value, right: Value) -> Value:
+    return (left < right).choose(left, right)

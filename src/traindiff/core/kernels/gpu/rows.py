@@ -1,0 +1,289 @@
+"""The summaries of a step on a device, from its tensors to the host, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from traindiff.core.kernels.gpu import launch
+from traindiff.core.kernels.gpu.layout import DTYPES, WORDS, merging
+from traindiff.core.kernels.gpu.plan import ELEMENTS_PER_PART
+from traindiff.core.kernels.gpu.table import Table, address, in_order, make_table, pieces, reads, to_device
+from traindiff.core.kernels.reference import BLOCK, LANE_WEIGHTS
+from traindiff.core.shards import Shard
+from traindiff.core.summary import SUMMARY, Summaries
+
+
+class StreamOrder:
+    """Makes a device current, and the current stream wait for the one that was used before.
+
+    A context around everything that touches buffers which are shared by all launches. Nothing waits on
+    the host, and with one stream nothing waits at all. Does nothing on the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._last: Any = None
+        self._outer: Any = None
+
+    def __enter__(self) -> None:
+        if self._device is None:
+            return
+        self._outer = torch.cuda.device(self._device)
+        self._outer.__enter__()
+        stream = torch.cuda.current_stream(self._device)
+        if self._last is not None and stream != self._last:
+            stream.wait_stream(self._last)
+        self._last = stream
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._outer is not None:
+            self._outer.__exit__(kind, error, where)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a tensor that is about to be dropped until the current stream has come so far."""
+        if self._device is not None:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+
+
+class Ticket:
+    """The summaries of a step: made when it begins, filled when it ends, read whenever.
+
+    Attributes:
+        ended: Whether `DeviceRows.end_step` has been called for it. Before, there is no `result`.
+    """
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._host: HostBuffer | None = None
+        self._rows = 0
+        self._found: Summaries | None = None
+
+    def result(self) -> Summaries:
+        """The summaries, dtype `SUMMARY`, shape (slots,), in the order of the slots.
+
+        Waits for the device, if the step's work has not come that far; after another step has
+        passed it has. Later calls give the same array.
+        """
+        assert self.ended, "a step's summaries are read after it has ended"
+        if self._found is None:
+            assert self._host is not None
+            self._found = self._host.read(self._rows)
+            self._host = None
+        return self._found
+
+    def end(self, rows: torch.Tensor, host: HostBuffer) -> None:
+        """Enqueue the copy of the step's rows. For `DeviceRows`."""
+        host.fill(rows, self)
+        self._host, self._rows = host, len(rows)
+        self.ended = True
+
+
+class HostBuffer:
+    """Memory on the host that a step's rows are copied into: pinned, for a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._event: Any = torch.cuda.Event() if self._on_gpu else None
+        self._memory = torch.empty((0, WORDS), dtype=torch.int64)
+        self._reader: Ticket | None = None
+
+    def fill(self, rows: torch.Tensor, reader: Ticket) -> None:
+        """Enqueue a copy of `rows`. The ticket that was here before is read first, so that nothing is lost."""
+        if self._reader is not None:
+            self._reader.result()
+        if len(self._memory) < len(rows):
+            self._memory = torch.empty((2 * len(rows), WORDS), dtype=torch.int64, pin_memory=self._on_gpu)
+        self._memory[: len(rows)].copy_(rows, non_blocking=True)
+        if self._on_gpu:
+            self._event.record(torch.cuda.current_stream(rows.device))
+        self._reader = reader
+
+    def read(self, rows: int) -> Summaries:
+        """The rows as summaries, once they have arrived. They are copied: the buffer is free again."""
+        if self._on_gpu:
+            self._event.synchronize()
+        self._reader = None
+        return np.array(self._memory[:rows].numpy()).view(SUMMARY).reshape(rows)
+
+
+__all__ = ["DeviceRows", "reads"]
+
+_TABLES_KEPT = 16
+
+
+class DeviceRows:
+    """The summaries of a step, one row each, on one device.
+
+    `add` and `add_many` enqueue kernels on the device's current stream and give back slots; `end_step`
+    enqueues one copy to the host and gives back a ticket, whose `result` has the row of every slot.
+    Nothing waits for the device but `Ticket.result`, and it only when it is asked for before the
+    device has come so far: read tickets one step late. When steps use several streams, each waits
+    for the work that was added on the one before it.
+
+    Buffers grow when they are full, on the device and in the order of its stream: nothing is lost
+    and nothing waits (but for the allocator, which may ask the driver for memory). They keep the size
+    of the largest step. Not to be used while a CUDA graph is being captured, nor by two threads at once.
+
+    Attributes:
+        device: Where its tensors are.
+        ticket: The ticket that the step in progress will fill; slots are indices into its result.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        rows: int = 1024,
+        partials: int = 16384,
+        elements_per_part: int = ELEMENTS_PER_PART,
+    ) -> None:
+        """Allocate the buffers, of 1,144 bytes a row.
+
+        Args:
+            device: A GPU with its index; the CPU, in Triton's interpreter.
+            rows: Rows to begin with.
+            partials: Rows for the parts of larger tensors. When they are full, they are merged.
+            elements_per_part: Elements per program of a launch, about.
+        """
+        self.device = device
+        self.ticket = Ticket()
+        self._elements_per_part = elements_per_part
+        self._order = StreamOrder(device)
+        with self._order:
+            self._rows = torch.empty((rows, WORDS), dtype=torch.int64, device=device)
+            self._partials = torch.empty((partials, WORDS), dtype=torch.int64, device=device)
+            constants = np.concatenate([LANE_WEIGHTS.view(np.int64), merging()])
+            self._constants = to_device(constants, device)
+        self._num_rows = 0
+        self._num_partials = 0
+        self._merges: list[tuple[int, int, int]] = []
+        self._tables: OrderedDict[object, Table] = OrderedDict()
+        self._host, self._next_host = HostBuffer(device), HostBuffer(device)
+
+    def add(self, tensor: torch.Tensor, shard: Shard) -> int:
+        """Enqueue the summary of a tensor; returns its slot. One launch.
+
+        Args:
+            tensor: One that `reading.reads` accepts, on this device. As for any kernel, work that
+                changes it later belongs on the current stream, or waits for it. A strided one is
+                copied.
+            shard: Which elements of the global tensor it holds; see `traindiff.core.kernels.summarise`.
+
+        Raises:
+            UnsupportedTensorError: Its elements cannot be read; no slot is taken.
+        """
+        tensor = tensor.detach()
+        with self._order:
+            tensor = in_order(tensor, shard)
+            address(tensor)
+            slot = self._reserve_rows(1)
+            self._add(tensor, shard, slot)
+        return slot
+
+    def add_many(self, tensors: Sequence[torch.Tensor], shards: Sequence[Shard]) -> range:
+        """Enqueue the summaries of tensors; returns their slots. One launch per dtype.
+
+        Pointers and shards travel to the device the first time only: tensors that stay where they
+        are, as parameters and their gradients do, cost one launch. Strided ones are copied, and cost
+        one each.
+
+        Raises:
+            UnsupportedTensorError: The elements of one cannot be read; no slot is taken.
+        """
+        tensors = [tensor.detach() for tensor in tensors]
+        for tensor in tensors:
+            address(tensor)
+        with self._order:
+            first = self._reserve_rows(len(tensors))
+            strided = [place for place, tensor in enumerate(tensors) if not tensor.is_contiguous()]
+            in_place = [place for place, tensor in enumerate(tensors) if tensor.is_contiguous()]
+            if in_place:
+                self._add_table([(tensors[place], shards[place], place) for place in in_place], first)
+            for place in strided:
+                self._add(in_order(tensors[place], shards[place]), shards[place], first + place)
+        return range(first, first + len(tensors))
+
+    def end_step(self) -> Ticket:
+        """Enqueue the merging and the copy of all rows of the step, and begin the next.
+
+        Waits only for a ticket of two steps ago that nobody has read.
+        """
+        with self._order:
+            self._merge()
+            ticket, self.ticket = self.ticket, Ticket()
+            ticket.end(self._rows[: self._num_rows], self._host)
+        self._host, self._next_host = self._next_host, self._host
+        self._num_rows = 0
+        return ticket
+
+    def _add(self, tensor: torch.Tensor, shard: Shard, slot: int) -> None:
+        planned = pieces(tensor, shard, self._elements_per_part)
+        parts = sum(piece.parts for piece in planned)
+        row = self._row_address(slot)
+        if parts > 1:
+            first = self._reserve_partials(parts)
+            self._merges.append((slot, first, parts))
+            row = self._partial_address(first)
+        for piece in planned:
+            start = address(tensor) + piece.offset * tensor.element_size()
+            launch.launch_one(DTYPES[tensor.dtype], start, row, self._constants.data_ptr(), piece)
+            row += 8 * WORDS * piece.parts
+
+    def _add_table(self, entries: Sequence[tuple[torch.Tensor, Shard, int]], first: int) -> None:
+        key = tuple((tensor.data_ptr(), tensor.dtype, shard, slot) for tensor, shard, slot in entries)
+        table = self._tables.pop(key, None)
+        if table is None:
+            table = make_table(entries, self.device, self._elements_per_part)
+            if len(self._tables) >= _TABLES_KEPT:
+                self._tables.popitem(last=False)
+        self._tables[key] = table
+        partial = self._reserve_partials(table.num_partials)
+        self._merges += [(first + slot, partial + start, number) for slot, start, number in table.merges]
+        rows, partials = self._row_address(first), self._partial_address(partial)
+        for group in table.groups:
+            launch.launch_many(
+                group.dtype, group.table, group.programs, rows, partials, self._constants.data_ptr(), box=group.box
+            )  # fmt: skip
+
+    def _reserve_rows(self, number: int) -> int:
+        first = self._num_rows
+        self._num_rows += number
+        if self._num_rows > len(self._rows):
+            larger = torch.empty((2 * self._num_rows, WORDS), dtype=torch.int64, device=self.device)
+            larger[:first] = self._rows[:first]
+            self._order.keep(self._rows)
+            self._rows = larger
+        return first
+
+    def _reserve_partials(self, number: int) -> int:
+        if self._num_partials + number > len(self._partials):
+            self._merge()
+        if number > len(self._partials):
+            self._order.keep(self._partials)
+            self._partials = torch.empty((number, WORDS), dtype=torch.int64, device=self.device)
+        first = self._num_partials
+        self._num_partials += number
+        return first
+
+    def _merge(self) -> None:
+        """Enqueue the merging of all partial summaries; their buffer is free again."""
+        if self._merges:
+            table = to_device(np.array(self._merges, dtype=np.int64), self.device)
+            ways = self._constants.data_ptr() + 8 * BLOCK
+            launch.launch_merge(table, ways, self._row_address(0), self._partial_address(0))
+            self._merges.clear()
+        self._num_partials = 0
+
+    def _row_address(self, slot: int) -> int:
+        return self._rows.data_ptr() + 8 * WORDS * slot
+
+    def _partial_address(self, place: int) -> int:
+        return self._partials.data_ptr() + 8 * WORDS * place

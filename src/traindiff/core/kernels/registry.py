@@ -1,0 +1,57 @@
+"""The kernels beside the NumPy reference, which summarises whatever none of them reads. One entry each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A kernel, which is imported when there is a tensor for it.
+
+    Attributes:
+        module: Has `reads(tensor)`, whether it can summarise it; and `summarise(tensor, shard)` where that is done at
+            once, or `DeviceRows(device)`, which collects the summaries of a step, where it is put off.
+        device_types: Types of the devices that its tensors are on.
+        needs: The package without which there is no such kernel.
+    """
+
+    module: str
+    device_types: frozenset[str]
+    needs: str
+
+    def load(self) -> ModuleType | None:
+        """The module; None where the package that it needs is not installed."""
+        return _loaded(self)
+
+
+AT_ONCE: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.cpu.summarise", device_types=frozenset({"cpu"}), needs="llvmlite"),
+)
+"""Kernels that give a summary when they are called; the first that reads a tensor has it."""
+
+EXTENTS: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.cpu.extent", device_types=frozenset({"cpu"}), needs="llvmlite"),
+)
+"""Kernels that give an extent when they are called, by `reads(tensor)` and `extent(tensor)`."""
+
+PUT_OFF: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.gpu.rows", device_types=frozenset({"cuda"}), needs="triton"),
+)
+"""Kernels whose summaries are on their way from a device until they are read; they are asked before the others."""
+
+
+@cache
+def _loaded(kernel: Kernel) -> ModuleType | None:
+    try:
+        return import_module(kernel.module)
+    except ModuleNotFoundError as error:
+        if error.name and error.name.partition(".")[0] == kernel.needs:
+            return None
+        raise

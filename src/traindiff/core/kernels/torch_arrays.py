@@ -1,0 +1,129 @@
+"""A torch tensor's elements as NumPy arrays: their values, and their raw bits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from traindiff.core.kernels.element_details import Elements, detail_of_elements, is_wanted
+from traindiff.core.summary import Detail
+from traindiff.errors import UnsupportedTensorError
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes. torch has no unsigned ones but the first before 2.3; NumPy reads the same bits as unsigned."""
+
+_ABSTRACT = frozenset({"FakeTensor", "FunctionalTensor"})
+
+
+def check_supported(tensor: torch.Tensor) -> None:
+    """Raise unless a summary can be made of this tensor.
+
+    Raises:
+        UnsupportedTensorError: Sparse, quantised, nested, meta, fake or lazy tensors.
+    """
+    if is_lazy(tensor):
+        raise UnsupportedTensorError("a lazy parameter has no elements before the first forward pass")
+    if tensor.is_nested:
+        raise UnsupportedTensorError("a nested tensor has no dense elements")
+    if tensor.layout != torch.strided:
+        raise UnsupportedTensorError(f"layout {str(tensor.layout).removeprefix('torch.')} has no dense elements")
+    if tensor.is_quantized:
+        raise UnsupportedTensorError(f"quantised dtype {dtype_name(tensor)} is not supported")
+    if tensor.device.type == "meta":
+        raise UnsupportedTensorError("a tensor on the meta device has no elements")
+    if type(tensor).__name__ in _ABSTRACT:
+        raise UnsupportedTensorError(f"a {type(tensor).__name__} has no elements")
+    if tensor.element_size() not in _INTEGERS and not tensor.is_complex():
+        raise UnsupportedTensorError(f"dtype {dtype_name(tensor)} is not supported")
+
+
+def is_abstract(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no elements to read: its operator is run to learn the shape of a result."""
+    return tensor.device.type == "meta" or type(tensor).__name__ in _ABSTRACT
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's shape; empty for nested and lazy tensors, which have none."""
+    return () if tensor.is_nested or is_lazy(tensor) else tuple(tensor.shape)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """`float32`, `bfloat16`, ...: torch's name without its prefix."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached tensor of real numbers: complex ones get a last axis of real and imaginary part."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg()
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor of another device; waits for that.
+
+    Raises:
+        UnsupportedTensorError: Its elements cannot be read.
+    """
+    try:
+        return tensor.cpu()
+    except (RuntimeError, TypeError) as error:
+        raise _unreadable(error) from error
+
+
+def elements(tensor: torch.Tensor) -> Elements:
+    """Values and bits of a real tensor that `check_supported` accepts. Copies only what is strided.
+
+    Raises:
+        UnsupportedTensorError: Its elements cannot be read: fake tensors, those inside a
+            transform of `torch.func`, dtypes that torch itself cannot convert.
+    """
+    try:
+        return _elements(tensor)
+    except (RuntimeError, TypeError) as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: Exception) -> UnsupportedTensorError:
+    reason = str(error).strip().partition("\n")[0]
+    return UnsupportedTensorError(f"its elements cannot be read: {reason}")
+
+
+def _elements(tensor: torch.Tensor) -> Elements:
+    flat = tensor.contiguous().reshape(-1).cpu()
+    dtype = flat.dtype
+    size = flat.element_size()
+    bits = flat.view(_INTEGERS[size]).numpy().view(f"u{size}")
+    if dtype.is_floating_point:
+        plain = dtype in (torch.float16, torch.float32, torch.float64)
+        values = flat if plain else flat.to(torch.float32)
+        return Elements(values=values.numpy(), bits=bits, tiny=torch.finfo(dtype).smallest_normal)
+    return Elements(values=flat.numpy(), bits=bits, tiny=0.0)
+
+
+def detail_of(
+    tensor: Tensor, wanted: Collection[str], *, bounds: Sequence[float] = (), summary: Any = None
+) -> Detail | None:
+    """The wanted parts of a tensor that a summary could be made of; see `detail_of_elements`.
+
+    Args:
+        tensor: Any tensor that `traindiff.core.kernels.summarise` takes.
+        wanted: Some of `traindiff.core.summary.DETAILS`.
+        bounds: Of the intervals in which elements are counted, ascending; none where they are not.
+        summary: Of the tensor, where it is known already.
+
+    Returns:
+        None where nothing was wanted.
+    """
+    if not (set(wanted) - {"summary"} or bounds):
+        return None
+    real = as_real(tensor)
+    if not is_wanted(real.shape, wanted, bounds):
+        return None
+    found, dtype = elements(real), dtype_name(real)
+    return detail_of_elements(found, tuple(real.shape), dtype, wanted, bounds=bounds, summary=summary)

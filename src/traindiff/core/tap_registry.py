@@ -1,0 +1,101 @@
+"""Every tap: what turns it on, and what is unknown where it fails. A new tap is its own file and one entry here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from traindiff.core.observation import OPERATOR, RECOMPUTED_OPERATOR, SAMPLE
+from traindiff.core.site import PHASES
+
+Losses = tuple[tuple[str, str | None], ...]
+"""Phases, each with one stage of it, or None for all of it; an empty phase is all of them."""
+
+EVERYTHING: Losses = (("", None),)
+
+_ACTIVATIONS: Losses = (("forward", None), ("backward", None))
+_BATCH: Losses = (("batch", None),)
+_LOSS: Losses = (("loss", None),)
+_PARAMETERS: Losses = (("param", None), ("update", None))
+_STEP: Losses = (("grad", ""), ("optimizer", None), *_PARAMETERS)
+_OPERATORS: Losses = tuple(
+    (phase, stage) for stage in (OPERATOR, RECOMPUTED_OPERATOR) for phase in ("forward", "backward")
+)
+_STAGES: Losses = (("grad", "reduced"), ("grad", "unscaled"), ("grad", "clipped"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tap:
+    """A tap, or a part of one that can fail alone.
+
+    Attributes:
+        name: What its faults are filed under. A tap that is no part is the module of this name in `traindiff.observe.torch.hooks`,
+            whose `attach(context)` returns what removes it again.
+        observe: Names in `record(observe=...)`, each of which turns it on; none where it is always on. Those that are
+            no phases are its own.
+        by_default: Whether its own names are observed where nothing is chosen.
+        loses: What is unknown where it fails. Stages of a phase that are listed here are recorded only where one of
+            its own names is asked for.
+        part_of: What attaches it, where the session does not do so by `attach`: a tap, or another part of the session.
+    """
+
+    name: str
+    observe: tuple[str, ...] = ()
+    by_default: bool = False
+    loses: Losses = EVERYTHING
+    part_of: str = ""
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """What there is to observe for its sake, beside the phases."""
+        return tuple(name for name in self.observe if name not in PHASES)
+
+    def is_wanted(self, observe: frozenset[str]) -> bool:
+        """Whether it is attached where these are observed."""
+        return not self.observe or not observe.isdisjoint(self.observe)
+
+
+TAPS: tuple[Tap, ...] = (
+    Tap(name="pipeline_calls"),
+    Tap(name="backward_calls", loses=_LOSS),
+    Tap(name="loss", part_of="backward_calls", loses=_LOSS),
+    Tap(name="loss_scale", observe=("loss", "backward", "grad")),
+    Tap(name="module_outputs", observe=("forward", "backward"), loses=_ACTIVATIONS),
+    Tap(name="inspect", observe=("forward", "backward"), loses=_ACTIVATIONS),
+    # Behind the modules' own hooks: the root's output still belongs to the forward pass that this one ends.
+    Tap(name="root_forward"),
+    Tap(name="batch", part_of="root_forward", loses=_BATCH),
+    # Behind the one that follows forward passes, which says what the batch is.
+    Tap(name="samples", observe=("samples",), by_default=True, loses=(("batch", SAMPLE),)),
+    Tap(name="dataloader", observe=("dataloader",), loses=(("batch", "loaded"),)),
+    # Innermost, so that what a module computes is seen and what other taps do with its output is not.
+    Tap(name="operators", observe=("operators",), loses=_OPERATORS),
+    Tap(name="model_state", observe=("param", "update"), loses=_PARAMETERS),
+    Tap(name="parameter_gradients", observe=("grad.micro",), loses=(("grad", "micro"),)),
+    Tap(name="gradient_stages", observe=("grad", "grad.stages"), loses=_STAGES),
+    Tap(name="optimizer_replay", part_of="optimizers", observe=("replay",), by_default=True, loses=(("update", None),)),
+    Tap(name="optimizer_step", part_of="optimizers", loses=_STEP),
+    Tap(name="optimizer_discovery", part_of="optimizers", loses=_STEP),
+    Tap(name="upkeep", part_of="session"),
+    Tap(name="batch_axis", part_of="session", loses=()),
+    Tap(name="log", part_of="session", loses=_LOSS),
+)
+"""In the order in which they are attached: hooks on one module or call run in this order."""
+
+OBSERVED_BY_DEFAULT = (*PHASES, *(name for tap in TAPS if tap.by_default for name in tap.own))
+"""What is observed where nothing is chosen."""
+
+NOT_BY_DEFAULT = tuple(name for tap in TAPS if not tap.by_default for name in tap.own)
+"""What is observed only where it is chosen."""
+
+OBSERVABLE = (*OBSERVED_BY_DEFAULT, *NOT_BY_DEFAULT)
+"""What `record(observe=...)` may list: phases, and what single taps have of their own."""
+
+LOSES = {tap.name: tap.loses for tap in TAPS}
+"""What is unknown where a tap fails, by its name."""
+
+_BY_STAGE = {loss: name for tap in TAPS for name in tap.own for loss in tap.loses if loss[1] is not None}
+
+
+def asked_for_as(phase: str, stage: str) -> str:
+    """What a run must be asked to observe, that it may hold observations of this stage of a phase."""
+    return _BY_STAGE.get((phase, stage), phase)

@@ -1,0 +1,256 @@
+"""Which keys and types a parsed text must have: one description per kind of file.
+
+    RUN = shaped({"version": whole(1), "settings": shaped({}, {"bounds": listed(NUMBER)})}, {"mesh": nullable(MESH)})
+    demanded(content, RUN, where="run.json")
+
+A demand is a function of a value and its place. It gives nothing back, and raises `Unmet` where the value is not as
+demanded. Keys that a description does not name are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from itertools import accumulate
+from typing import Any
+
+from traindiff.core.site import printable
+from traindiff.errors import CorruptRecordingError, TraindiffError, type_of
+
+Refuse = Callable[[str, str], TraindiffError]
+"""Makes the error for a file (its path, as people know it) and what is wrong with it (a clause without a full stop)."""
+
+_MOST_QUOTED = 80
+
+
+def damaged(where: str, what: str) -> CorruptRecordingError:
+    """The error for a file of a recording that is not as it was written.
+
+    Args:
+        where: The file.
+        what: What is wrong with it: a clause, without a full stop at its end.
+    """
+    return CorruptRecordingError(
+        f"{printable(where)} is damaged: {what}. Restore the file from where it was copied, or record again."
+    )
+
+
+def quoted(text: str) -> str:
+    """A text of a stranger as messages quote it: printable, and not long."""
+    shown = printable(text[: _MOST_QUOTED + 1])
+    return f'"{shown if len(shown) <= _MOST_QUOTED else shown[:_MOST_QUOTED] + "..."}"'
+
+
+MOST_JSON_BYTES = 1 << 26
+"""Size of a JSON file at most: twenty times what a model of 20,000 parameters needs."""
+
+MOST_DEPTH = 64
+"""Lists and objects inside each other at most. Python's parser gives up at its recursion limit."""
+
+MOST_VALUES = 1 << 21
+"""Values of a text at most: an empty list takes 2 bytes of it, and 64 in memory."""
+
+_MOST_DIGITS = 300
+_TEXTS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+"""Texts in JSON, also one that does not end; possessive, so that the time is linear in any input."""
+
+_OTHER = re.compile(r"[^\[\]{}]+")
+_STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+def parse(data: bytes, *, where: str, refuse: Refuse = damaged, most_bytes: int = MOST_JSON_BYTES) -> Any:
+    """The value of a JSON text. Of a key that an object has twice, the last one counts.
+
+    `NaN` and `Infinity`, which Python writes, come as floats.
+
+    Args:
+        data: UTF-8.
+        where: The file, for messages.
+        refuse: Makes the error.
+        most_bytes: Size at most.
+
+    Raises:
+        TraindiffError: It is not JSON, is too large, is nested too deep, or has too many values or digits.
+    """
+    if len(data) > most_bytes:
+        raise refuse(where, f"it has {len(data)} bytes, and may have {most_bytes}")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise refuse(where, str(error)) from None
+    outside = _TEXTS.sub("", text)
+    if outside.count(",") + outside.count("[") + outside.count("{") > MOST_VALUES:
+        raise refuse(where, f"it has more than {MOST_VALUES} values")
+    depth = max(accumulate(map(_STEPS.__getitem__, _OTHER.sub("", outside))), default=0)
+    if depth > MOST_DEPTH:
+        raise refuse(where, f"it has lists or objects nested {depth} deep, and may have {MOST_DEPTH}")
+    try:
+        return json.loads(text, parse_int=_integer)
+    except ValueError as error:
+        raise refuse(where, str(error)) from None
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"the integer {quoted(text[:24])} has {len(text)} digits, and may have {_MOST_DIGITS}")
+    return int(text)
+
+
+Demand = Callable[[Any, str], None]
+"""Looks at a value, which is at a place such as `settings.bounds[3]`; raises `Unmet`."""
+
+_NAMES: Mapping[type, str] = {
+    dict: "an object", list: "a list", str: "a text", bool: "a boolean", int: "an integer", float: "a number",
+    type(None): "null",
+}  # fmt: skip
+
+
+class Unmet(Exception):  # noqa: N818
+    """A value is not as demanded; the message is a clause that says which and how."""
+
+
+def demanded(value: Any, demand: Demand, *, where: str, refuse: Refuse = damaged) -> Any:
+    """The value, if it is as demanded.
+
+    Args:
+        value: What was parsed.
+        demand: What it must be.
+        where: The file, for messages.
+        refuse: Makes the error.
+
+    Raises:
+        TraindiffError: It is not.
+    """
+    try:
+        demand(value, "")
+    except Unmet as unmet:
+        raise refuse(where, str(unmet)) from None
+    return value
+
+
+def shaped(required: Mapping[str, Demand], optional: Mapping[str, Demand] | None = None) -> Demand:
+    """An object with these keys. Others are ignored."""
+    known = {**required, **(optional or {})}
+
+    def check(value: Any, place: str) -> None:
+        _is(dict, value, place)
+        for name in required:
+            if name not in value:
+                raise Unmet(f"{place or 'it'} has no {quoted(name)}")
+        for name, demand in known.items():
+            if name in value:
+                demand(value[name], f"{place}.{name}" if place else name)
+
+    return check
+
+
+def mapped(demand: Demand) -> Demand:
+    """An object with any keys, whose values are all as demanded."""
+
+    def check(value: Any, place: str) -> None:
+        _is(dict, value, place)
+        for name, one in value.items():
+            demand(one, f"{place}[{quoted(name)}]")
+
+    return check
+
+
+def listed(demand: Demand, *, least: int = 0, most: int | None = None) -> Demand:
+    """A list whose items are all as demanded."""
+
+    def check(value: Any, place: str) -> None:
+        _is(list, value, place)
+        if len(value) < least:
+            raise Unmet(f"{_named(place)} has {len(value)} items, and must have at least {least}")
+        if most is not None and len(value) > most:
+            raise Unmet(f"{_named(place)} has {len(value)} items, and may have {most}")
+        for number, one in enumerate(value):
+            demand(one, f"{place}[{number}]")
+
+    return check
+
+
+def nullable(demand: Demand) -> Demand:
+    """Null, or as demanded."""
+
+    def check(value: Any, place: str) -> None:
+        if value is not None:
+            demand(value, place)
+
+    return check
+
+
+def either(*demands: Demand) -> Demand:
+    """As one of several demands. The message is that of the last one."""
+
+    def check(value: Any, place: str) -> None:
+        for demand in demands[:-1]:
+            try:
+                return demand(value, place)
+            except Unmet:
+                continue
+        return demands[-1](value, place)
+
+    return check
+
+
+def one_of(values: Collection[str]) -> Demand:
+    """One of these texts."""
+
+    def check(value: Any, place: str) -> None:
+        _is(str, value, place)
+        if value not in values:
+            raise Unmet(f"{_named(place)} is {quoted(value)}, and must be one of: {', '.join(sorted(values))}")
+
+    return check
+
+
+def whole(least: int = -(2**63), most: int = 2**63 - 1) -> Demand:
+    """An integer in a range, both ends included."""
+
+    def check(value: Any, place: str) -> None:
+        _is(int, value, place)
+        if not least <= value <= most:
+            raise Unmet(f"{_named(place)} is {value}, and must be from {least} to {most}")
+
+    return check
+
+
+def _is(kind: type, value: Any, place: str) -> None:
+    if type(value) is not kind:
+        raise Unmet(f"{_named(place)} must be {_NAMES[kind]}, found {_NAMES.get(type(value), type_of(value))}")
+
+
+def _named(place: str) -> str:
+    return place or "it"
+
+
+def _number(value: Any, place: str) -> None:
+    if type(value) is not int:
+        _is(float, value, place)
+    if math.isnan(value):
+        raise Unmet(f"{_named(place)} is NaN, and must be a number")
+
+
+def _anything(value: Any, place: str) -> None:
+    del value, place
+
+
+def _text(value: Any, place: str) -> None:
+    _is(str, value, place)
+
+
+def _flag(value: Any, place: str) -> None:
+    _is(bool, value, place)
+
+
+ANYTHING: Demand = _anything
+"""Any value, of which nothing but its text is used."""
+
+TEXT: Demand = _text
+NUMBER: Demand = _number
+"""An integer or a float; infinities too, but not NaN."""
+
+FLAG: Demand = _flag

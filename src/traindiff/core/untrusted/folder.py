@@ -1,0 +1,190 @@
+"""The files of one directory: regular ones, inside it, and no larger than they may be."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import stat
+from pathlib import Path
+from typing import IO, Any
+
+from fsspec.implementations.local import LocalFileSystem
+
+from traindiff.core.untrusted.demands import Refuse, damaged
+
+_OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
+_OPEN |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+"""Neither waits for the other end of a FIFO nor follows a link that was put in the file's place meanwhile."""
+
+
+class Folder:
+    """Reads files of a directory that a stranger may have filled.
+
+    A name in it is relative, with `/` between its parts. What it names must be a regular file whose resolved path
+    (links are followed) lies inside the directory. FIFOs, sockets, devices and directories are refused, and reading
+    never waits for them. The directory itself may be reached through links.
+
+    Args:
+        file_system: The fsspec file system that the directory is in.
+        root: Its path there.
+        refuse: Makes the error for what is refused.
+    """
+
+    def __init__(self, file_system: Any, root: str, *, refuse: Refuse = damaged) -> None:
+        self._fs = file_system
+        self._local = isinstance(file_system, LocalFileSystem)
+        self._refuse = refuse
+        self.root = root
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], *, refuse: Refuse = damaged) -> Folder:
+        """The folder of a local directory."""
+        return cls(LocalFileSystem(), os.fspath(path), refuse=refuse)
+
+    def within(self, name: str) -> Folder:
+        """The folder of a directory below this one. Its files must lie in *its* directory.
+
+        Raises:
+            TraindiffError: The directory lies outside this one.
+        """
+        path = self.path(name)
+        if self._local:
+            self._resolved(name)
+        return Folder(self._fs, path, refuse=self._refuse)
+
+    def path(self, name: str) -> str:
+        """The path of a file, for messages.
+
+        Raises:
+            TraindiffError: The name leads outside, or cannot be one.
+        """
+        parts = name.split("/")
+        if name.startswith(("/", "\\")) or ".." in parts or os.path.isabs(name) or os.path.splitdrive(name)[0]:  # noqa: PTH117
+            raise self._refuse(self.root, f"it names the file {name[:80]!r}, which lies outside of it")
+        if "\0" in name or "\\" in name or not all(parts) or "." in parts:
+            raise self._refuse(self.root, f"it names the file {name[:80]!r}, which is not a relative path")
+        return posixpath.join(self.root, name)
+
+    def exists(self, name: str) -> bool:
+        """Whether anything has this name. What cannot be read counts: `read` says what is wrong with it."""
+        path = self.path(name)
+        return os.path.lexists(path) if self._local else bool(self._fs.exists(path))
+
+    def names(self) -> list[str]:
+        """Names of what is in the directory, sorted; nothing of directories below it."""
+        if self._local:
+            return sorted(os.listdir(self.root))  # noqa: PTH208  a Path for each of a million costs
+        entries = self._fs.ls(self.root, detail=False)
+        return sorted(posixpath.basename(entry.rstrip("/")) for entry in entries)
+
+    def size(self, name: str) -> int:
+        """Size of a file in bytes.
+
+        Raises:
+            TraindiffError: There is no regular file of this name inside the directory.
+        """
+        if self._local:
+            return self._status(self._resolved(name), name).st_size
+        self._about(self.path(name))
+        return int(self._fs.size(self.path(name)))
+
+    def open(self, name: str, *, limit: int | None = None) -> IO[bytes]:
+        """Open a file to read it piece by piece.
+
+        Args:
+            name: The file.
+            limit: How many bytes it may have; None for any number.
+
+        Raises:
+            TraindiffError: There is no regular file of this name inside the directory, or it is larger.
+            OSError: It may not be read.
+        """
+        file = self._opened(name)
+        if limit is not None and (size := file.seek(0, os.SEEK_END)) > limit:
+            file.close()
+            raise self._refuse(self.path(name), f"it has {size} bytes, and may have {limit}")
+        if limit is not None:
+            file.seek(0)
+        return file
+
+    def _opened(self, name: str) -> IO[bytes]:
+        path = self.path(name)
+        if not self._local:
+            self._about(path)
+            file: IO[bytes] = self._fs.open(path, "rb")
+            return file
+        resolved = self._resolved(name)
+        self._status(resolved, name)  # opening a device may do something
+        try:
+            descriptor = os.open(resolved, _OPEN)
+        except FileNotFoundError:
+            raise self._missing(path) from None
+        opened = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+        if opened is None:  # replaced since
+            os.close(descriptor)
+            raise self._refuse(path, "it is not a regular file")
+        return opened
+
+    def read(self, name: str, *, limit: int) -> bytes:
+        """The content of a file.
+
+        Args:
+            name: The file.
+            limit: How many bytes it may have. No more are read.
+
+        Raises:
+            TraindiffError: There is no regular file of this name inside the directory, or it is larger.
+            OSError: It may not be read.
+        """
+        with self.open(name, limit=limit) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            content = file.read(size + 1)  # not the limit: as many bytes are allocated at once
+        if len(content) > limit:
+            raise self._refuse(self.path(name), f"it has more than the {limit} bytes that it may have")
+        return content
+
+    def _about(self, path: str) -> None:
+        """Refuse what is no regular file on a file system that is not local."""
+        try:
+            about = self._fs.info(path)
+        except FileNotFoundError:
+            raise self._missing(path) from None
+        if about.get("type") != "file" or about.get("islink"):
+            raise self._refuse(path, "it is not a regular file")
+
+    def _resolved(self, name: str) -> str:
+        """The path of what has this name, without links."""
+        path = self.path(name)
+        try:
+            root, resolved = os.path.realpath(self.root), os.path.realpath(path)
+        except ValueError:  # not a path on this system
+            raise self._refuse(self.root, f"it names the file {name[:80]!r}, which cannot be a path") from None
+        if not Path(resolved).is_relative_to(root):
+            raise self._refuse(path, f"it is a link that leads outside of {self.root}")
+        return resolved
+
+    def _status(self, resolved: str, name: str) -> os.stat_result:
+        path = self.path(name)
+        try:
+            status = os.stat(resolved)  # noqa: PTH116
+        except FileNotFoundError:
+            raise self._missing(path) from None
+        except NotADirectoryError:
+            raise self._refuse(path, "a part of its path is a file") from None
+        except OSError as error:
+            if isinstance(error, PermissionError):
+                raise
+            raise self._refuse(path, f"it cannot be opened ({error.strerror})") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise self._refuse(path, f"it is {_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}, not a file")
+        return status
+
+    def _missing(self, path: str) -> Exception:
+        return self._refuse(path, "the file is missing")
+
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link that leads to itself",
+}  # fmt: skip

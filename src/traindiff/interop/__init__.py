@@ -1,1 +1,0 @@
-"""Other tools' files, read into recordings and written from them."""

@@ -1,0 +1,140 @@
+"""Which axis of an activation runs over the samples of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from typing import TYPE_CHECKING
+
+from traindiff.core.shards import Shard
+from traindiff.core.site import ROOT, matches
+from traindiff.observe.common.progress import Batch, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def batch_first(tensor: Tensor, axis: int) -> Tensor:
+    """A view of the tensor with the given axis in front."""
+    return tensor.movedim(axis, 0) if axis else tensor
+
+
+_UNDECLARED = 1 << 30
+"""An axis that no tensor has, where there is no declaration."""
+
+
+class BatchAxis:
+    """Recognises batch axes and turns tensors into shards of the global batch.
+
+    Without a declaration, axis 0 is the batch axis of a tensor whose length there is the batch
+    size of the root's inputs, or that size times the lengths of the axes that follow it in one of
+    them (a batch of sequences flattened to tokens; not where the batch size is 1, as one sample's
+    tokens are as many as the positions of a table). Declarations come first: the first pattern
+    that matches a site names the axis, or None for a tensor without one. Of torch's recurrent modules it is
+    known: axis 1 of their states, and of their output axis 0 or 1, as `batch_first` says.
+
+    Args:
+        declared: Axis by glob over canonical paths, or over path and slot (`lstm output[1][0]`);
+            `(root)` is also what the root's inputs obey.
+        modules: The model's modules by canonical path.
+    """
+
+    def __init__(self, declared: Mapping[str, int | None], modules: Mapping[str, nn.Module] | None = None) -> None:
+        self._declared = dict(declared)
+        self._recurrent = _of_recurrent(modules) if modules else {}
+        self._unused = dict.fromkeys(self._declared)
+        self._asked = False
+
+    def of_batch(self, inputs: Iterable[Sequence[int]], *, path: str = "", slot: str = "input") -> Batch | None:
+        """The batch that is in some tensors, as a rule the root's inputs; None when none of them has axes.
+
+        Args:
+            inputs: Their shapes.
+            path: Canonical path of what receives or yields them.
+            slot: Slot of all of them.
+        """
+        axis = self._declared_axis(path, slot, default=0)
+        if axis is None:
+            return None
+        axes = map(list, inputs)
+        shapes = [[shape.pop(axis), *shape] for shape in axes if -len(shape) <= axis < len(shape)]
+        if not shapes:
+            return None
+        size = shapes[0][0]
+        if size == 1:
+            return Batch(size=size, lengths=frozenset({1}))
+        products = (prod(shape[:end]) for shape in shapes if shape[0] == size for end in range(1, len(shape) + 1))
+        return Batch(size=size, lengths=frozenset(products))
+
+    def split(
+        self,
+        shape: tuple[int, ...],
+        *,
+        path: str,
+        slot: str,
+        site: tuple[str, ...],
+        progress: Progress,
+        batch: Batch | None = None,
+    ) -> tuple[int, Shard]:
+        """Which axis of the tensor comes first in its global index, and which rows it holds.
+
+        Args:
+            shape: Of an input of the root or an output of a module; where ranks hold parts of it, of all of it.
+            path: Canonical path.
+            slot: Which tensor there; declarations are matched to both.
+            site: What tells this tensor from all others of the micro-step.
+            progress: Counts the rows seen at `site` in this step.
+            batch: The batch that it is of, where that is not the one which the root works on.
+
+        Returns:
+            The batch axis (0 where there is none), and the shard of the tensor with it in front.
+        """
+        self._asked = True
+        batch = batch or progress.current_batch
+        declared = self._declared_axis(path, slot, default=_UNDECLARED)
+        axis = self._usual_axis(path, slot, len(shape)) if declared == _UNDECLARED else declared
+        if axis is None or batch is None or not -len(shape) <= axis < len(shape):
+            return 0, Shard.whole(shape)
+        if declared == _UNDECLARED and shape[axis] not in batch.lengths:
+            return 0, Shard.whole(shape)
+        lengths = list(shape)
+        shape = (lengths.pop(axis), *lengths)
+        first, spacing = progress.rows(site, shape[0], samples=max(1, batch.size))
+        return axis, Shard.of_batch(shape, first=first, spacing=spacing)
+
+    def axis_of_samples(self, tensor: Tensor, batch: Batch | None, *, path: str, slot: str) -> int | None:
+        """The axis of a tensor of the batch that runs over its samples; None where it has none."""
+        from traindiff.core.kernels.torch_arrays import shape_of
+
+        shape = shape_of(tensor)
+        axis = self._declared_axis(path, slot, default=0)
+        if axis is None or batch is None or not -len(shape) <= axis < len(shape):
+            return None
+        return axis if shape[axis] == batch.size else None
+
+    def _usual_axis(self, path: str, slot: str, dims: int) -> int:
+        """The batch axis where none is declared and there is one."""
+        if path not in self._recurrent or dims != 3:
+            return 0
+        return self._recurrent[path] if slot == "output[0]" else 1
+
+    def _declared_axis(self, path: str, slot: str, *, default: int) -> int | None:
+        site = f"{path or ROOT} {slot}"
+        for pattern, axis in self._declared.items():
+            if matches(pattern, path) or fnmatchcase(site, pattern.replace("[", "[[]")):
+                self._unused.pop(pattern, None)
+                return axis
+        return default
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Declarations that no site has obeyed so far; empty as long as there was none."""
+        return tuple(self._unused) if self._asked else ()
+
+
+def _of_recurrent(modules: Mapping[str, nn.Module]) -> dict[str, int]:
+    """The batch axis of what torch's recurrent modules return, by path."""
+    from torch import nn
+
+    return {path: 0 if module.batch_first else 1 for path, module in modules.items() if isinstance(module, nn.RNNBase)}

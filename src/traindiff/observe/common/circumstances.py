@@ -1,0 +1,180 @@
+"""What `run.json` says of the circumstances of a run whatever its framework is."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any, Protocol
+
+from traindiff._version import __version__
+from traindiff.observe.common.progress import Progress
+
+
+class Closable(Protocol):
+    """What has an end."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+def close_at_exit(session: Closable, *, first: Callable[[], None] | None = None) -> Callable[[], None]:
+    """Close the session when the interpreter exits, without keeping it alive until then.
+
+    Args:
+        session: What has an end.
+        first: Called before that, if the session is still there; must not refer to it.
+    """
+    reference = weakref.ref(session)
+
+    def close() -> None:
+        if (still_there := reference()) is not None:
+            if first is not None:
+                first()
+            still_there.close()
+
+    atexit.register(close)
+    return close
+
+
+MOST_CHARACTERS = 400
+"""Of the message of an error."""
+
+_HOW_LOOPS_END = (StopIteration, StopAsyncIteration, GeneratorExit)
+
+
+class Ending:
+    """Notices the error that ends a training.
+
+    An error that is being handled while the training goes on is not what ends it: a whole training may run in an
+    `except` block. So the error that is being handled is looked at when the recording begins and after each step.
+
+    Args:
+        progress: Where the training is.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._handled = id(sys.exc_info()[1])
+        self._micro_steps: int | None = None  # of the last finished step
+        self._known = False
+        self._error: dict[str, Any] | None = None
+
+    def step_ends(self) -> None:
+        """A step of the optimizer that counts is about to end."""
+        self._handled = id(sys.exc_info()[1])
+        self._micro_steps = self._progress.micro_step
+
+    def by(self, error: BaseException | None) -> None:
+        """The training has ended: by this error, or by none."""
+        self._known = True
+        self._error = self._described(error)
+
+    def at_exit(self) -> None:
+        """The program has ended, and nobody has said before that the training has."""
+        if self._known or _is_interactive():
+            return
+        self.by(getattr(sys, "last_value", None))
+        if self._error is None and self._is_within_step:
+            self._error = {"type": "", "message": "", "step": self._progress.step}
+
+    def to_json(self, optimizers: Iterable[str]) -> dict[str, Any]:
+        """What `rank.json` says of the end.
+
+        Args:
+            optimizers: Those that are followed, by name.
+        """
+        handled = sys.exc_info()[1]
+        if not self._known and handled is not None and id(handled) != self._handled:
+            self.by(handled)
+        return {"steps": {**dict.fromkeys(optimizers, 0), **self._progress.steps}, "error": self._error}
+
+    def _described(self, error: BaseException | None) -> dict[str, Any] | None:
+        succeeded = isinstance(error, SystemExit) and not error.code
+        if error is None or isinstance(error, _HOW_LOOPS_END) or (succeeded and not self._is_within_step):
+            return None
+        return {"type": type(error).__name__, "message": _message(error), "step": self._progress.step}
+
+    @property
+    def _is_within_step(self) -> bool:
+        """Whether a step has begun and lacks nothing but its optimizer, or has come less far than its forward pass.
+
+        The micro-steps that remain at the end of the data are fewer than those of a step.
+        """
+        progress = self._progress
+        whole = self._micro_steps is not None and progress.micro_step >= self._micro_steps
+        return progress.in_forward or (progress.backward_done and whole)
+
+
+def _is_interactive() -> bool:
+    """Whether an error ends one input of a session, and not the program."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  a class of the user's
+        return ""
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+
+
+def circumstances(*, packages: Collection[str], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Circumstances that can change a run's numbers, as JSON values.
+
+    Args:
+        packages: Of which versions matter, where they are installed.
+        environment: What the framework is set to.
+    """
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [_text(argument) for argument in sys.argv],
+        "versions": _versions(packages),
+        "environment": {"platform": platform.platform(), "machine": platform.machine(), **environment},
+        "source": _source(),
+    }
+
+
+def variables(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """Environment variables whose names begin with one of these."""
+    return {name: _text(value) for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+
+
+def _versions(packages: Collection[str]) -> dict[str, str]:
+    found = {"python": platform.python_version(), "traindiff": __version__}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _text(argument: str) -> str:
+    """The argument as UTF-8 can hold it: Python passes on bytes that are none as lone surrogates."""
+    return os.fsencode(argument).decode(errors="replace")
+
+
+def _source() -> dict[str, Any]:
+    """Revision of the git checkout that the run was started in; empty where there is none."""
+    git = shutil.which("git")
+    if git is None:
+        return {}
+
+    def ask(*arguments: str) -> str:
+        result = subprocess.run(
+            [git, *arguments], capture_output=True, text=True, timeout=5, check=True, stdin=subprocess.DEVNULL
+        )
+        return result.stdout.strip()
+
+    try:
+        return {"revision": ask("rev-parse", "HEAD"), "modified": bool(ask("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}

@@ -1,0 +1,301 @@
+"""Where in the training the run is: step, micro-step, calls of modules, rows of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from traindiff.core.observation import PLACE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The batch that the root module is working on.
+
+    Attributes:
+        size: Samples in it: the length of the root input's batch axis.
+        lengths: Lengths of axis 0 that mean "one entry (or several) per sample": `size`, and its
+            products with the axes that follow it in the root's inputs, e.g. batch x sequence.
+    """
+
+    size: int
+    lengths: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A micro-batch of a pipeline's schedule, on one stage.
+
+    Attributes:
+        stage: Number of the stage.
+        num_stages: How many stages the pipeline has, over all ranks.
+        number: The micro-batch's number in this call of the schedule.
+        count: How many micro-batches that has.
+        backward: Whether the stage works on its backward pass.
+        again: Whether that goes through nodes a second time, for the gradients of parameters alone.
+    """
+
+    stage: int
+    num_stages: int
+    number: int
+    count: int
+    backward: bool = False
+    again: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage receives what the whole model receives."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage returns what the whole model returns."""
+        return self.stage == self.num_stages - 1
+
+    @property
+    def place(self) -> int:
+        """Where this is in the dataflow of a step: forward passes stage by stage, then backward passes in reverse."""
+        return 2 * self.num_stages - self.stage if self.backward else 1 + self.stage
+
+
+@dataclass(slots=True, kw_only=True)
+class ChunkState:
+    """What is counted of one micro-batch on one stage, from its forward pass to its backward pass.
+
+    Attributes:
+        calls: Calls of modules so far.
+        batch: What the stage received; None before that.
+    """
+
+    calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    batch: Batch | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Counters that all taps of one session share. Only the training's own thread writes them.
+
+    Attributes:
+        optimizer: Name of the optimizer whose calls count the steps of everything that happens
+            between them (forward, loss, backward).
+        steps: Completed calls per optimizer.
+        micro_step: Forward-backward rounds completed in the current step.
+        batch: What the root module is working on, while it does; None outside of it.
+        latest_batch: What it worked on last in this step, with gradients.
+        evaluating: Inside a forward pass of the root without gradients.
+        in_forward: Inside a forward pass of the root.
+        observing: Whether the current step is recorded.
+        forward_done: A forward pass of the root that keeps gradients has ended in this step.
+        backward_done: A backward pass has ended since then.
+        order: Observations so far in this step; `late_order`, in the step before.
+        samples: Size of the latest batch; 1 where it is not known.
+        data_rank: This rank's number among the `data_size` ranks that share the batch.
+        interleaved: Whether these have its samples in turn, not one block each.
+        chunk: What a stage of a pipeline works on, while it does: then micro-steps are its micro-batches.
+        num_stages: Stages of the pipeline; 1 where there is none.
+        given: Slots of the latest inputs of the root that are part of the batch.
+        hidden: Inside calls of modules that are no part of the training.
+        unseen: The step of the optimizer that ends was called without the hooks on it.
+        loss_scaled: The loss of this step was multiplied by a loss scale.
+    """
+
+    optimizer: str = "optimizer"
+    steps: dict[str, int] = field(default_factory=dict)
+    micro_step: int = 0
+    batch: Batch | None = None
+    latest_batch: Batch | None = None
+    evaluating: bool = False
+    in_forward: bool = False
+    observing: bool = True
+    forward_done: bool = False
+    backward_done: bool = False
+    order: int = 0
+    late_order: int = 0
+    samples: int = 1
+    data_rank: int = 0
+    data_size: int = 1
+    interleaved: bool = False
+    chunk: Chunk | None = None
+    num_stages: int = 1
+    given: frozenset[str] = frozenset()
+    hidden: bool = False
+    loss_scaled: bool = False
+    unseen: bool = False
+    _chunks: tuple[int, int] = (0, 0)  # of this step: before the running call of the schedule, and with it
+    _chunk_states: dict[tuple[int, int], ChunkState] = field(default_factory=dict)
+    _calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    _rows: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Current step of the optimizer that counts."""
+        return self.steps.get(self.optimizer, 0)
+
+    @property
+    def current_batch(self) -> Batch | None:
+        """The batch that what happens now comes from.
+
+        After a forward pass, in the loss or when activation checkpointing repeats a part of it, that
+        is still the batch of that pass.
+        """
+        return self.batch or (None if self.evaluating else self.latest_batch)
+
+    def next_order(self, *, late: bool = False) -> int:
+        """Position in execution order for the next observation of the step, or of the step before.
+
+        Stages of a pipeline work at the same time; theirs are brought into the order of the whole model.
+        """
+        if late:
+            self.late_order += 1
+            return self.late_order - 1 + PLACE * self._last_place
+        self.order += 1
+        return self.order - 1 + PLACE * self._place
+
+    @property
+    def _place(self) -> int:
+        if self.chunk is not None:
+            return self.chunk.place
+        return self._last_place if self.forward_done else 0
+
+    @property
+    def _last_place(self) -> int:
+        return 2 * self.num_stages + 1 if self.num_stages > 1 else 0
+
+    def next_call(self, path: str, stage: str) -> int:
+        """How often `path` was called before in this micro-step."""
+        call = self._calls.get((path, stage), 0)
+        self._calls[path, stage] = call + 1
+        return call
+
+    def rows(self, site: tuple[str, ...], rows: int, *, samples: int) -> tuple[int, tuple[int, int] | None]:
+        """Where the next `rows` of `site`, which belong to so many samples, lie in the global batch; counts them.
+
+        Each micro-batch of the global batch has as many samples of each rank. With a pipeline, what each call of its
+        schedule is given is one micro-batch.
+
+        Returns:
+            The first row, and how the rows are spaced; see `Shard`.
+        """
+        counted = self._rows.get(site, 0)
+        self._rows[site] = counted + rows
+        if self.interleaved and self.data_size > 1 and rows % samples == 0:
+            together = rows // samples
+            return counted * self.data_size + self.data_rank * together, (together, together * self.data_size)
+        if self.chunk is not None and self.data_size > 1:
+            within = self.chunk.number * rows
+            return (counted - within) * self.data_size + self.data_rank * self.chunk.count * rows + within, None
+        return counted * self.data_size + self.data_rank * rows, None
+
+    @contextmanager
+    def forward(self, batch: Batch | None, *, evaluating: bool, continues: bool = False) -> Iterator[None]:
+        """Inside the root's forward pass. The first one after a backward begins the next micro-step.
+
+        Args:
+            batch: What it works on.
+            evaluating: Whether it keeps no gradients.
+            continues: Whether the micro-step goes on all the same; see `Rounds`.
+        """
+        outer = self.batch, self.evaluating, self.in_forward
+        if not evaluating and self.backward_done and self.chunk is None:
+            self.backward_done = False
+            if not continues:
+                self.micro_step += 1
+                self._calls.clear()
+        if not evaluating and not self.forward_done:
+            self.loss_scaled = False
+        self.batch, self.evaluating, self.in_forward = batch, evaluating, True
+        if batch and not evaluating:
+            self.latest_batch, self.samples = batch, batch.size
+            if self.chunk is not None:
+                self._chunk_states[self.chunk.stage, self.micro_step].batch = batch
+        try:
+            yield
+        finally:
+            self.batch, self.evaluating, self.in_forward = outer
+            self.forward_done = self.forward_done or not evaluating
+
+    def end_backward(self) -> None:
+        """A backward pass has ended."""
+        if self.chunk is None:
+            self.backward_done = self.forward_done
+
+    def begin_schedule(self, *, num_stages: int, num_chunks: int) -> None:
+        """A pipeline's schedule was called: its micro-batches are further micro-steps of the step."""
+        self.num_stages = num_stages
+        self._chunks = self._chunks[1], self._chunks[1] + num_chunks
+
+    @contextmanager
+    def working_on(self, chunk: Chunk) -> Iterator[None]:
+        """Inside the forward or the backward pass of a stage on one micro-batch of the schedule."""
+        outer = self.chunk, self.micro_step, self._calls, self.latest_batch
+        self.chunk, self.micro_step = chunk, self._chunks[0] + chunk.number
+        state = self._chunk_states.setdefault((chunk.stage, self.micro_step), ChunkState())
+        self._calls, self.latest_batch = state.calls, state.batch
+        try:
+            yield
+        finally:
+            self.chunk, self.micro_step, self._calls, self.latest_batch = outer
+
+    @contextmanager
+    def before_all_chunks(self) -> Iterator[None]:
+        """For what belongs before everything that a stage works on."""
+        chunk, self.chunk = self.chunk, None
+        try:
+            yield
+        finally:
+            self.chunk = chunk
+
+    @contextmanager
+    def hiding(self) -> Iterator[None]:
+        """Inside calls of the model's modules that are no part of the training."""
+        outer = self.hidden, self.observing
+        self.hidden, self.observing = True, False
+        try:
+            yield
+        finally:
+            self.hidden, self.observing = outer
+
+    def end_step(self, optimizer: str, *, observing: bool) -> None:
+        """A call of `optimizer` has ended; `observing` says whether the next step is recorded."""
+        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
+        self.unseen = False
+        if optimizer == self.optimizer:
+            self.observing = observing
+            self.micro_step = 0
+            self.latest_batch = None
+            self.late_order, self.order = self.order, 0
+            self.forward_done = self.backward_done = False
+            self._calls.clear()
+            self._rows.clear()
+            self._chunks = (0, 0)
+            self._chunk_states.clear()
+
+
+class Rounds:
+    """What begins a micro-step: the module with which the step began, called again after a backward pass.
+
+    That is how gradients are accumulated: each micro-batch goes the same way, and what is seen of it merges with the
+    others. In a GAN another module may come next, or another optimizer may have stepped in between: then it is a
+    further part of the same micro-step, and its calls are further calls.
+
+    Args:
+        progress: Where the training is.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._turn = -1
+        self._first = ""
+
+    def continues(self, path: str) -> bool:
+        """Whether the call of a module, which keeps gradients, begins no micro-step.
+
+        Args:
+            path: Canonical path of the module.
+        """
+        turn = sum(self._progress.steps.values())
+        if turn != self._turn:
+            self._turn, self._first = turn, path
+            return True
+        return path != self._first

@@ -1,0 +1,139 @@
+"""The numbers that a training hands to `log`, which takes whatever the training has at hand."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, SupportsFloat
+
+from traindiff.errors import TraindiffWarning, level_of_caller, type_of
+
+_EXAMPLES = 3
+
+
+def warn_of_other_models(
+    optimizers: Mapping[str, tuple[str, Iterable[Any]]],
+    paths: Collection[str],
+    *,
+    is_ours: Callable[[Any], bool],
+    is_frozen: bool,
+    caller: str,
+) -> None:
+    """Warn of each optimizer that holds parameters, and none of the model's.
+
+    One that holds some of them is right: the others may be frozen. One that holds no parameter at all belongs to a
+    rank that has none to update. A model that is frozen has no optimizer: this one may train what is beside it.
+
+    Args:
+        optimizers: Class and parameters of each, by its name.
+        paths: Canonical paths of the model's parameters.
+        is_ours: Whether a parameter is, or holds, some of the model's.
+        is_frozen: Whether none of the model's parameters is trained.
+        caller: The function to which the user gave these.
+    """
+    for name, (kind, parameters) in optimizers.items():
+        held = list(parameters)
+        if not held or not paths or is_frozen or any(map(is_ours, held)):
+            continue
+        examples = ", ".join([*sorted(paths)[:_EXAMPLES], *(["..."] if len(paths) > _EXAMPLES else [])])
+        warnings.warn(
+            f"{caller}(optimizer=...), {name}: this {kind} holds {len(held)} parameters, and none of the model's "
+            f"{len(paths)} ({examples}). Its steps are counted, and what it holds is observed; what changes the model "
+            "is not. Give the optimizer of this model; if this is the one, the model's parameters were replaced after "
+            "it was made: make it afterwards.",
+            TraindiffWarning,
+            stacklevel=level_of_caller(),
+        )
+
+
+_logger = logging.getLogger("traindiff")
+
+_MOST_NAMES = 20
+"""So many names are warned of; a training that makes up a new one in each step is not."""
+
+_LONGEST_NAME = 200
+
+
+class NotLoggedError(Exception):
+    """A value cannot be recorded; the message is a clause that says what it is."""
+
+
+def number_of(value: object) -> float:
+    """A number of Python, NumPy or another library as a float; of an array, that of its only element.
+
+    Raises:
+        NotLoggedError: It is no number, or no float is as large.
+    """
+    if isinstance(value, (str, bytes)) or not isinstance(value, SupportsFloat):
+        raise NotLoggedError(f"it is {type_of(value)}, not a number")
+    size = getattr(value, "size", 1)
+    if isinstance(size, int) and size != 1:
+        raise NotLoggedError(f"it has {size} elements, not one")
+    if isinstance(value, complex) or getattr(getattr(value, "dtype", None), "kind", "") == "c":
+        raise NotLoggedError("it is a complex number")
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except OverflowError:
+        raise NotLoggedError(f"it is {type_of(value)} that is larger than any float") from None
+    except Exception as error:  # noqa: BLE001  whatever the class of another library raises
+        raise NotLoggedError(f"it is {type_of(value)}, of which float() raises {type(error).__name__}") from None
+
+
+def weight_of(weight: object) -> float:
+    """The weight of a value in a mean.
+
+    Raises:
+        NotLoggedError: It is not a finite number.
+    """
+    try:
+        found = number_of(weight)
+    except NotLoggedError as error:
+        raise NotLoggedError(str(error).replace("it ", "its weight ", 1)) from None
+    if not math.isfinite(found):
+        raise NotLoggedError(f"its weight is {found}")
+    return found
+
+
+def logged_name(name: object) -> str:
+    """The path of a logged value; a recording holds no other text than UTF-8 has."""
+    return str(name).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+class RefusedLogs:
+    """Says once of each name why a value of it was not recorded."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def warn(self, name: str, why: str) -> None:
+        """Warn, unless that was done for this name; never raises."""
+        if name in self._names or len(self._names) == _MOST_NAMES:
+            return
+        self._names.add(name)
+        shown = ascii(name[:_LONGEST_NAME])
+        try:
+            warnings.warn(
+                f"log({shown}, ...) recorded nothing: {why}. Give it a number, or a tensor with one element. The "
+                "training is not affected, later calls are recorded, and the recording says what it lacks.",
+                TraindiffWarning,
+                stacklevel=level_of_caller(),
+            )
+        except TraindiffWarning as warning:  # the user turned warnings into errors
+            _logger.warning("%s", warning)
+
+
+def of_one_element(tensor: Any) -> Any:
+    """A tensor of torch, or an array, of one element: without axes.
+
+    Raises:
+        NotLoggedError: It has more elements, or none, or is laid out so that it has no view without axes.
+    """
+    try:
+        shape = tuple(tensor.shape)
+        if (num_elements := math.prod(shape)) == 1:
+            return tensor.reshape(())
+    except Exception as error:  # noqa: BLE001  sparse tensors, nested ones, and those of other libraries
+        raise NotLoggedError(f"it is a tensor that cannot be read ({type(error).__name__})") from None
+    raise NotLoggedError(f"it is a tensor of {num_elements} elements, of shape {shape}")

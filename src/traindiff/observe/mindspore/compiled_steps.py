@@ -1,0 +1,234 @@
+"""Observe steps of an optimizer that MindSpore compiles into a larger graph: operators in the graph call back.
+
+The optimizer's `construct` is replaced by one that, when it is compiled, has an operator beside each tensor that is
+to be seen. Nothing depends on what these operators return, so that the graph computes what it would without them;
+they are declared to have side effects, without which they would be left out of graphs whose result is not theirs, and
+which keeps them in order: parameters before the assignments of a step, gradients, parameters after them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from inspect import signature
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, nn, ops
+from numpy.typing import NDArray
+
+from traindiff.observe.common.faults import Faults
+from traindiff.observe.mindspore.sights import Followed, Sight
+from traindiff.observe.mindspore.step_tap import TAP, StepTap
+
+PATIENCE_SECONDS = 60.0
+"""How long a graph that runs is waited for."""
+
+_NOTHING = np.zeros(1, dtype=np.float32)
+
+See = Callable[[str, int, Any], None]
+
+
+class _Callbacks:
+    """The operators that are compiled into graphs with one optimizer; graphs outlive the sessions that see with them.
+
+    Attributes:
+        see: Called with what is seen, of which kind and at which place; None while nobody looks.
+    """
+
+    def __init__(self, followed: Followed) -> None:
+        self.see: See | None = None
+        self.before = self._operators("before", followed.before)
+        self.rates = self._operators("rates", followed.rates)
+        self.schedule = self._operator("schedule", 0)
+        self.gradients = tuple(self._operator("gradients", index) for index in range(len(followed.paths)))
+        self.after = self._operators("after", followed.after)
+
+    def _operators(self, kind: str, sights: Sequence[Sight]) -> tuple[ops.Custom, ...]:
+        return tuple(self._operator(kind, index) for index in range(len(sights)))
+
+    def _operator(self, kind: str, index: int) -> ops.Custom:
+        def call(array: Any) -> NDArray[np.float32]:
+            if self.see is not None:
+                self.see(kind, index, array)
+            return _NOTHING
+
+        operator = ops.Custom(call, out_shape=_shape_of_nothing, out_dtype=_dtype_of_nothing, func_type="pyfunc")
+        operator.add_prim_attr("side_effect_io", True)  # noqa: FBT003  as MindSpore's own Print has it
+        return operator
+
+
+_compiled_in: WeakKeyDictionary[nn.Cell, dict[tuple[int, ...], _Callbacks]] = WeakKeyDictionary()
+"""By optimizer and what is seen of it: operators that graphs may have been compiled with."""
+
+
+class CompiledSteps:
+    """Follows the steps of one optimizer inside compiled code.
+
+    Args:
+        tap: Files what is seen.
+        faults: Keeps errors out of the training.
+    """
+
+    def __init__(self, tap: StepTap, faults: Faults) -> None:
+        self._tap = tap
+        self._faults = faults
+        self._followed = tap.followed
+        self._callbacks = _callbacks(tap.followed)
+        self._construct: MethodType | None = None
+        self._state = threading.Condition()
+        self._waits_for = 0
+        self._wants_before = False
+        self._error: Exception | None = None
+        self._thread = threading.get_ident()
+
+    def attach(self) -> ExitStack:
+        """Have graphs that are compiled from now on call back. Close the result to end it."""
+        optimizer = self._followed.optimizer
+        with ExitStack() as undo:
+            if len(signature(optimizer.construct).parameters) != 1:
+                return undo.pop_all()  # it is not given gradients alone; its direct calls can be seen
+            self._construct = _observed(self._followed, self._callbacks)
+            undo.callback(self._let_go)
+            self._callbacks.see = self._see
+            object.__setattr__(optimizer, "construct", self._construct)
+            return undo.pop_all()
+
+    def pause(self, begun: bool) -> None:  # noqa: FBT001  called back
+        """While Python calls the optimizer itself, it is as it was."""
+        optimizer = self._followed.optimizer
+        if self._construct is None:
+            return
+        if begun:
+            optimizer.__dict__.pop("construct", None)
+        else:
+            object.__setattr__(optimizer, "construct", self._construct)
+
+    def settle(self) -> None:
+        """Wait until the graph that has been started has ended, if one has.
+
+        Raises:
+            Exception: What has failed in it, where errors are raised: in the graph it would end the process.
+        """
+        if self._construct is None or threading.get_ident() != self._thread:
+            return
+        for parameter in tuple(self._followed.optimizer.parameters)[-1:]:
+            parameter.asnumpy()  # waits for what computes it
+        with self._state:
+            self._state.wait_for(lambda: not self._waits_for, timeout=PATIENCE_SECONDS)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _let_go(self) -> None:
+        self._callbacks.see = None
+        self._followed.optimizer.__dict__.pop("construct", None)
+        for name in [name for name in vars(self._followed.optimizer) if name.startswith("_traindiff_")]:
+            object.__delattr__(self._followed.optimizer, name)
+        self._construct = None
+
+    def _see(self, kind: str, index: int, array: Any) -> None:
+        """Called in the thread that runs the graph, in the order of `_construct`."""
+        if not self._waits_for:
+            self._waits_for = len(self._followed.after)
+            self._contained(self._begin)
+        self._contained(lambda: self._file(kind, index, array))
+        if kind != "after":
+            return
+        if self._waits_for == 1:
+            self._contained(self._tap.complete)
+            self._contained(self._tap.end, always=True)
+        with self._state:
+            self._waits_for -= 1
+            self._state.notify_all()
+
+    def _contained(self, hook: Callable[[], None], *, always: bool = False) -> None:
+        try:
+            self._faults.run(TAP, hook, always=always)
+        except Exception as error:  # noqa: BLE001  raised where the training can be told
+            self._error = error
+
+    def _begin(self) -> None:
+        self._wants_before = self._tap.begin()
+        self._tap.settings()
+
+    def _file(self, kind: str, index: int, array: Any) -> None:
+        tap, followed = self._tap, self._followed
+        if kind == "gradients":
+            tap.gradient(index, _array(array, followed.optimizer.parameters[index]))
+        elif kind == "schedule":
+            tap.rate(np.asarray(array, dtype=np.float32))
+        elif kind != "before" or self._wants_before:
+            sight: Sight = getattr(followed, kind)[index]
+            tap.sight(sight, _array(array, sight.parameter))
+
+
+def _callbacks(followed: Followed) -> _Callbacks:
+    """The operators for an optimizer: the same as in an earlier session, which graphs have in them already."""
+    sights = (*followed.before, *followed.rates, *followed.after)
+    seen = tuple(id(sight.parameter) for sight in sights)
+    there = _compiled_in.setdefault(followed.optimizer, {})
+    if seen not in there:
+        there[seen] = _Callbacks(followed)
+    return there[seen]
+
+
+def _observed(followed: Followed, callbacks: _Callbacks) -> MethodType:
+    """The optimizer's `construct`, with operators beside it; what they are given are attributes of the optimizer."""
+    optimizer = followed.optimizer
+    attributes = {
+        "before": callbacks.before,
+        "rates": callbacks.rates,
+        "schedule": callbacks.schedule,
+        "gradients": callbacks.gradients,
+        "after": callbacks.after,
+        "found": tuple(sight.parameter for sight in followed.before),
+        "held_rates": tuple(sight.parameter for sight in followed.rates),
+        "left": tuple(sight.parameter for sight in followed.after),
+        "construct": optimizer.construct,
+    }
+    for name, value in attributes.items():
+        object.__setattr__(optimizer, f"_traindiff_{name}", value)
+    return MethodType(_construct if followed.schedule is None else _construct_with_schedule, optimizer)
+
+
+# MindSpore compiles these from their source: the receiver must be called `self`, and loops must be over known lengths.
+
+
+def _construct(self, gradients):  # type: ignore[no-untyped-def]
+    for index in range(len(self._traindiff_before)):
+        self._traindiff_before[index](self._traindiff_found[index])
+    for index in range(len(self._traindiff_rates)):
+        self._traindiff_rates[index](self._traindiff_held_rates[index])
+    for index in range(len(self._traindiff_gradients)):
+        if isinstance(gradients[index], Tensor):  # and no sparse one, which would end the training
+            self._traindiff_gradients[index](gradients[index])
+    result = self._traindiff_construct(gradients)
+    for index in range(len(self._traindiff_after)):
+        self._traindiff_after[index](ops.depend(self._traindiff_left[index], result))
+    return result
+
+
+def _construct_with_schedule(self, gradients):  # type: ignore[no-untyped-def]
+    self._traindiff_schedule(self.get_lr())
+    return _construct(self, gradients)  # type: ignore[no-untyped-call]
+
+
+def _shape_of_nothing(shape: Any) -> tuple[int]:  # noqa: ARG001  asked with the shape of what is seen
+    return (1,)
+
+
+def _dtype_of_nothing(dtype: Any) -> Any:  # noqa: ARG001  asked with the dtype of what is seen
+    return mindspore.float32
+
+
+def _array(found: Any, parameter: Any) -> NDArray[Any]:
+    """What an operator was given, as an array: MindSpore gives those without axes as Python's numbers."""
+    if isinstance(found, np.ndarray):
+        return found
+    name = str(parameter.dtype).lower()
+    return np.asarray(found, dtype=np.float32 if name == "bfloat16" else np.dtype(name))

@@ -1,0 +1,144 @@
+"""Observe the losses on which `backward` is called. Their sum over a step is what it minimises."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from traindiff.core._torch_compat import inside_backward, run_as_it_is
+from traindiff.observe.common.listeners import Listeners
+from traindiff.observe.torch.hooks.context import TapContext
+
+_IN_PYTHON: type[Any] = BackwardCFunction
+
+
+def may_reach(roots: Iterable[Tensor], parameter_ids: Collection[int]) -> bool:
+    """Whether a backward pass from `roots` may bring a gradient to one of the parameters.
+
+    Walks through the graph until it finds one, as a rule after a few nodes. A function written in Python
+    (reentrant checkpointing) may hide parameters, so it counts as one that reaches them.
+
+    Args:
+        roots: Tensors on which backward is called.
+        parameter_ids: Ids of parameters.
+
+    Returns:
+        False only if the graph ends in other tensors alone.
+    """
+    waiting = [root.grad_fn for root in roots]
+    seen = set(waiting)
+    reaches_others = False
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if isinstance(node, _IN_PYTHON):
+            return True
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            if id(variable) in parameter_ids:
+                return True
+            reaches_others = True
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return not reaches_others
+
+
+def attach(context: TapContext) -> ExitStack:
+    """Follow calls of `Tensor.backward` and `torch.autograd.backward` that can reach the model's parameters.
+
+    Each scalar root is recorded (phase `loss`), to be summed over the step: whatever the training divides its
+    micro-losses by, gradients are those of this sum. Where `loss` is not observed, only progress is kept.
+
+    There is no hook for them, so `torch.autograd.backward` (to which `Tensor.backward` leads) is
+    replaced while at least one tap is attached, and put back when the last one is removed.
+
+    Returns:
+        Close it to remove the tap.
+    """
+    return _listeners.attach(_Listener(context))
+
+
+class _Listener:
+    def __init__(self, context: TapContext) -> None:
+        sink = self._sink = context.sink
+        self._context = context
+        self._is_concerned = True
+        self._reach = sink.guarded("backward_calls", self._follow)
+        self._observe_loss = "loss" in context.observe
+        self.begin = sink.guarded("loss", self._begin)
+        self.end = sink.guarded("backward_calls", sink.progress.end_backward)
+
+    def look(self) -> None:
+        """A backward pass begins."""
+        for function in self._context.moments.at_backward:
+            function()
+
+    def before(self, roots: Sequence[Tensor]) -> None:
+        """The backward pass is about to run."""
+        for function in self._context.moments.before_backward:
+            function(roots)
+
+    def after(self) -> None:
+        """It has ended, also by an error."""
+        for function in self._context.moments.after_backward:
+            function()
+
+    def concerns(self, roots: Sequence[Tensor]) -> bool:
+        """Whether this is a backward pass of the model, and not of another one that is trained beside it."""
+        self._is_concerned = True
+        self._reach(roots)
+        return self._is_concerned
+
+    def _follow(self, roots: Sequence[Tensor]) -> None:
+        self._is_concerned = may_reach(roots, self._context.leaf_ids)
+
+    def _begin(self, roots: Sequence[Tensor]) -> None:
+        progress, chunk = self._sink.progress, self._sink.progress.chunk
+        if not (self._observe_loss and progress.observing and progress.forward_done):
+            return
+        if chunk is not None and not chunk.is_last:
+            return  # this stage of a pipeline goes on from the gradients of the next
+        for root in roots:
+            if root.numel() == 1:
+                call = progress.next_call("loss", "")
+                self._sink.emit(root.reshape(()), phase="loss", path="loss", slot="backward", call=call, merge="sum")
+
+
+def _install() -> None:
+    original = torch.autograd.backward
+
+    @wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if inside_backward():  # reentrant checkpointing: a part of the backward that is running
+            original(tensors, *args, **kwargs)
+            return
+        roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
+        listeners = [listener for listener in _listeners if listener.concerns(roots)]
+        for listener in listeners:
+            listener.look()
+            listener.begin(roots)
+        try:
+            for listener in listeners:
+                listener.before(roots)
+            original(tensors, *args, **kwargs)
+        finally:
+            for listener in listeners:
+                listener.after()
+        for listener in listeners:
+            listener.end()
+
+    run_as_it_is(backward, callees=False)
+    run_as_it_is(inside_backward, callees=True)
+    _listeners.replace(torch.autograd, "backward", backward)
+
+
+_listeners: Listeners[_Listener] = Listeners(_install)

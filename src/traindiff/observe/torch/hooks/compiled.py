@@ -1,0 +1,323 @@
+"""Observe inside `torch.compile`: opaque operators that call the taps when the compiled code runs.
+
+A hook on a module is traced into the compiled graph. What it does there must be traceable, cause no
+graph break, and be the same for all modules of a class, or each of a model's layers would be compiled
+anew. So a compiled hook only calls an operator with the tensor, the *number* of the module (a tensor
+that each observed module carries, and thus an input of the graph, not a constant in it) and a slot. The
+operators are registered as having ordered effects: compilers neither drop, repeat nor reorder them.
+When the compiled code runs, an operator looks up who observes the module with that number, and hands
+on the tensor; if nobody does any more, it does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from traindiff.core._torch_compat import (
+    forget_compiled_code,
+    is_exporting,
+    patch_hook_guards,
+    register_ordered_effect,
+    run_as_it_is,
+)
+from traindiff.observe.torch.hooks.followed_modules import HeldHooks
+from traindiff.observe.torch.hooks.left_behind import NUMBER, LeftBehind
+from traindiff.observe.torch.hooks.nested import tensors
+from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleObserver:
+    """Who observes a module in compiled code, or what that inspects.
+
+    Attributes:
+        output: Called with an output in the forward pass, which does not know whether it requires a gradient, and its
+            slot; of an inspected tensor, its name.
+        gradient: Called with the gradient of that output, and the slot.
+        no_gradient: Called with the slot where the output is a parameter or an input: a hook on it in compiled code
+            would never be removed.
+    """
+
+    output: Callable[[Tensor, str], None]
+    gradient: Callable[[Tensor, str], None] = lambda *_: None
+    no_gradient: Callable[[str], None] = lambda *_: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootObserver:
+    """Who observes the forward passes of the root in compiled code.
+
+    Attributes:
+        begin: Called with the inputs by slot, and `evaluating`, when one begins.
+        end: Called when it has ended.
+    """
+
+    begin: Callable[..., None]
+    end: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepObserver:
+    """Who observes the calls of an optimizer in compiled code.
+
+    Attributes:
+        begin: Called when one begins: nothing is written yet.
+        end: Called when it has ended; what it computed may be written when the compiled code returns, not before.
+    """
+
+    begin: Callable[[], None]
+    end: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Observed:
+    """Who observes a module, and the hooks on it."""
+
+    observers: list[Any] = field(default_factory=list)
+    hooks: HeldHooks = field(default_factory=HeldHooks)
+
+
+_modules: dict[int, _Observed] = {}
+_roots: dict[int, _Observed] = {}
+_optimizers: dict[int, _Observed] = {}
+_inspectors: list[ModuleObserver] = []
+_numbers = count()
+_tracing: list[Callable[[], None]] = []
+
+
+def tap_compiled_module(module: nn.Module, observer: ModuleObserver) -> ExitStack:
+    """Have `observer` called with the module's outputs in compiled code. Close the result to remove it."""
+    return _attach(module, observer, _modules, lambda hooks: hooks.after_forward(module, _Traced(_output_hook)))
+
+
+def tap_compiled_root(root: nn.Module, observer: RootObserver) -> ExitStack:
+    """Have `observer` called around the root's forward passes in compiled code."""
+
+    def hook(hooks: HeldHooks) -> None:
+        hooks.before_forward(root, _Traced(_begin_hook), with_kwargs=True, prepend=True)
+        hooks.after_forward(root, _Traced(_end_hook))
+
+    return _attach(root, observer, _roots, hook)
+
+
+def tap_compiled_optimizer(optimizer: Optimizer, observer: StepObserver) -> ExitStack:
+    """Have `observer` called around the optimizer's steps in compiled code."""
+
+    def hook(hooks: HeldHooks) -> None:
+        hooks.before_step(optimizer, _Traced(_before_step_hook))
+        hooks.after_step(optimizer, _Traced(_after_step_hook))
+
+    return _attach(optimizer, observer, _optimizers, hook)
+
+
+def tap_compiled_inspection(observer: ModuleObserver) -> ExitStack:
+    """Have `observer` called with tensors that compiled code inspects; the slot is their name."""
+    operators()
+    _inspectors.append(observer)
+    undo = ExitStack()
+    undo.callback(_inspectors.remove, observer)
+    return undo
+
+
+def inspect_compiled(name: str, tensor: Tensor) -> None:
+    """Observe an intermediate tensor; called while code is compiled."""
+    torch.ops.traindiff.inspect(tensor, name)
+    if tensor.requires_grad and tensor.is_leaf:
+        torch.ops.traindiff.inspect_no_gradient(name)
+    elif tensor.requires_grad:
+        tensor.register_hook(lambda gradient: torch.ops.traindiff.inspect_gradient(gradient, name))
+
+
+def trace_hooks() -> ExitStack:
+    """Have compiled code traced anew, with the hooks that are there, and guarded by them.
+
+    By default torch looks for new hooks neither when it reuses code for the module that it was
+    compiled for, nor for another one of its class, and the hooks would record nothing.
+
+    Returns:
+        Close it to leave guards as they were.
+    """
+    forget_compiled_code()
+    if not _tracing:
+        _tracing.append(patch_hook_guards())
+    _tracing.append(_do_nothing)  # one per recording: the last one puts things back
+    undo = ExitStack()
+    undo.callback(_trace_no_hooks)
+    return undo
+
+
+def _trace_no_hooks() -> None:
+    _tracing.pop()
+    if len(_tracing) == 1:
+        _tracing.pop()()
+
+
+def _attach(
+    module: nn.Module | Optimizer, observer: Any, registry: dict[int, _Observed], hook: Callable[[HeldHooks], None]
+) -> ExitStack:
+    operators()
+    number = module.__dict__.get(NUMBER)
+    if number is None:
+        # Not an attribute in torch's sense: it is in no state_dict and moves with no `.to()`.
+        number = module.__dict__[NUMBER] = torch.tensor(next(_numbers), device="cpu")
+    key = int(number)
+    with ExitStack() as undo:
+        undo.callback(_detach, module, key, observer, registry)
+        observed = registry.setdefault(key, _Observed())
+        if not (observed.observers and observed.hooks.are_there()):
+            observed.hooks.remove()
+            hook(observed.hooks)
+        observed.observers.append(observer)
+        return undo.pop_all()
+
+
+def _detach(module: nn.Module | Optimizer, key: int, observer: Any, registry: dict[int, _Observed]) -> None:
+    observed = registry[key]
+    if observer in observed.observers:
+        observed.observers.remove(observer)
+    if not observed.observers:  # the hooks serve all observers, so they go with the last
+        registry.pop(key).hooks.remove()
+    if not any(key in one for one in (_modules, _roots, _optimizers)):
+        module.__dict__.pop(NUMBER, None)  # compiled code is guarded by it, and compiled anew without us
+
+
+class _Traced(LeftBehind):
+    """A hook that does something while code is compiled, and nothing otherwise."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling() and not is_exporting():  # what is exported is used without traindiff
+            self._hook(*args)
+
+
+def _output_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
+    for slot, tensor in tensors(output, "output"):
+        _observe(tensor, module._traindiff_number, slot)  # type: ignore[arg-type]  # set by _attach
+
+
+def _observe(tensor: Tensor, number: Tensor, slot: str) -> None:
+    torch.ops.traindiff.observe(tensor, number, slot)
+    if tensor.requires_grad and tensor.is_leaf:
+        torch.ops.traindiff.observe_no_gradient(number, slot)
+    elif tensor.requires_grad:
+        tensor.register_hook(lambda gradient: torch.ops.traindiff.observe_gradient(gradient, number, slot))
+
+
+def _begin_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    found = [*tensors(args, "input"), *tensors(kwargs, "input")]
+    slots = "\n".join([slot for slot, _ in found])
+    inputs = [tensor for _, tensor in found]
+    torch.ops.traindiff.begin(module._traindiff_number, inputs, slots, not torch.is_grad_enabled())
+
+
+def _end_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
+    torch.ops.traindiff.end(module._traindiff_number)
+
+
+def _before_step_hook(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+    torch.ops.traindiff.before_step(optimizer._traindiff_number)
+
+
+def _after_step_hook(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+    torch.ops.traindiff.after_step(optimizer._traindiff_number)
+
+
+@cache
+def operators() -> torch.library.Library:
+    """Define the operators, once."""
+    library = torch.library.Library("traindiff", "DEF")  # kept alive by the cache
+    for schema, run in (
+        ("observe(Tensor x, Tensor module, str slot) -> ()", _run_observe),
+        ("observe_gradient(Tensor x, Tensor module, str slot) -> ()", _run_observe_gradient),
+        ("observe_no_gradient(Tensor module, str slot) -> ()", _run_observe_no_gradient),
+        ("begin(Tensor module, Tensor[] inputs, str slots, bool evaluating) -> ()", _run_begin),
+        ("end(Tensor module) -> ()", _run_end),
+        ("before_step(Tensor optimizer) -> ()", _run_before_step),
+        ("after_step(Tensor optimizer) -> ()", _run_after_step),
+        ("inspect(Tensor x, str name) -> ()", _run_inspect),
+        ("inspect_gradient(Tensor x, str name) -> ()", _run_inspect_gradient),
+        ("inspect_no_gradient(str name) -> ()", _run_inspect_no_gradient),
+    ):
+        library.define(schema)
+        name = schema.partition("(")[0]
+        library.impl(name, run, "CompositeExplicitAutograd")
+        library.impl(name, _do_nothing, "Meta")
+        register_ordered_effect(getattr(torch.ops.traindiff, name).default)
+    run_as_it_is(_Traced.__call__, callees=True)
+    return library
+
+
+def _do_nothing(*_: Any) -> None:
+    """What the operators do when shapes are inferred."""
+
+
+def _run_observe(x: Tensor, module: Tensor, slot: str) -> None:
+    for observer in _observers(_modules, module):
+        observer.output(x, slot)
+
+
+def _run_observe_gradient(x: Tensor | None, module: Tensor, slot: str) -> None:
+    if x is None:
+        return  # backward did not come this way
+    for observer in _observers(_modules, module):
+        observer.gradient(x, slot)
+
+
+def _run_observe_no_gradient(module: Tensor, slot: str) -> None:
+    for observer in _observers(_modules, module):
+        observer.no_gradient(slot)
+
+
+def _run_begin(module: Tensor, inputs: list[Tensor], slots: str, evaluating: bool) -> None:  # noqa: FBT001
+    names = slots.split("\n") if slots else []
+    for observer in _observers(_roots, module):
+        observer.begin(list(zip(names, inputs, strict=True)), evaluating=evaluating)
+
+
+def _run_end(module: Tensor) -> None:
+    for observer in _observers(_roots, module):
+        observer.end()
+
+
+def _run_before_step(optimizer: Tensor) -> None:
+    for observer in _observers(_optimizers, optimizer):
+        observer.begin()
+
+
+def _run_after_step(optimizer: Tensor) -> None:
+    for observer in _observers(_optimizers, optimizer):
+        observer.end()
+
+
+def _observers(registry: dict[int, _Observed], module: Tensor) -> list[Any]:
+    with out_of_sight():
+        observed = registry.get(int(module))
+    return list(observed.observers) if observed else []
+
+
+def _run_inspect(x: Tensor, name: str) -> None:
+    for observer in _inspectors:
+        observer.output(x, name)
+
+
+def _run_inspect_gradient(x: Tensor | None, name: str) -> None:
+    if x is None:
+        return
+    for observer in _inspectors:
+        observer.gradient(x, name)
+
+
+def _run_inspect_no_gradient(name: str) -> None:
+    for observer in _inspectors:
+        observer.no_gradient(name)

@@ -1,0 +1,149 @@
+"""Observe what data loaders yield, sample by sample: is it them, or what comes between them and the model?"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from traindiff.core._torch_compat import drawing_of, loader_iterators, run_as_it_is
+from traindiff.core.kernels.torch_arrays import shape_of
+from traindiff.observe.common.batch_axis import batch_first
+from traindiff.observe.common.listeners import Listeners
+from traindiff.observe.common.progress import Batch
+from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.nested import tensors
+from traindiff.observe.torch.hooks.samples import emit_samples
+
+PATH = "dataloader"
+"""Path of the loader that the training used first; of the following ones `dataloader[1]`, `dataloader[2]`, ..."""
+
+LOADED = "loaded"
+"""Stage of a whole batch as it was yielded."""
+
+NO_TENSOR = "no tensor was found in what it yields"
+ELSEWHERE = "it is iterated over by another thread: what it yields belongs to no step yet"
+
+
+def attach(context: TapContext) -> ExitStack:
+    """Record what every `torch.utils.data.DataLoader` of this process yields (phase `batch`, stage `loaded`).
+
+    A batch belongs to the step and micro-step in which the training *receives* it: that whose forward pass comes next.
+    What workers have ready before that is not seen; a training that asks for a batch before it needs it (to copy it to
+    the device meanwhile) has it one step earlier here than at the root. Batches that are received where gradients are
+    disabled are for evaluation, and not recorded. Axis 0 is the batch axis, or what `batch_axis` says of `dataloader`.
+
+    There is no hook for it, so the method that yields is replaced while at least one tap is attached, also for
+    iterators that are there already, and put back when the last one is removed. Nothing that is yielded is kept.
+
+    Returns:
+        Close it to remove the tap.
+    """
+    tap = _Loaders(context)
+    context.moments.after_step.append(context.sink.guarded("dataloader", tap.say_elsewhere))
+    return _listeners.attach(context.sink.guarded("dataloader", tap.yielded))
+
+
+class _Moment(NamedTuple):
+    """What a loader has yielded so far in a micro-step."""
+
+    step: int = 0
+    micro_step: int = 0
+    calls: int = 0
+
+
+class _Loaders:
+    def __init__(self, context: TapContext) -> None:
+        self._sink = context.sink
+        self._batch_axis = context.batch_axis
+        self._here = os.getpid(), threading.get_ident()
+        self._paths: dict[int, tuple[str, ReferenceType[Any] | None]] = {}
+        self._count = 0
+        self._moments: dict[str, _Moment] = {}
+        self._elsewhere: dict[str, bool] = {}  # whether that was said
+
+    def yielded(self, iterator: Any, batch: Any) -> None:
+        """Record what an iterator yields to the training."""
+        process, thread = self._here
+        if os.getpid() != process or not torch.is_grad_enabled():
+            return  # a worker whose data set has a loader of its own, or evaluation
+        path, progress = self._path(drawing_of(iterator)), self._sink.progress
+        if threading.get_ident() != thread:
+            self._elsewhere.setdefault(path, False)
+        elif progress.observing and not progress.hidden:
+            self._record(path, list(tensors(batch, "batch")))
+
+    def say_elsewhere(self) -> None:
+        """Record which loaders could not be followed; once, and on the thread of the training."""
+        for path, said in list(self._elsewhere.items()):
+            if not said and self._sink.progress.observing:
+                self._elsewhere[path] = True
+                self._sink.unobserved(ELSEWHERE, phase="batch", path=path, slot="batch", stage=LOADED)
+
+    def _record(self, path: str, found: list[tuple[str, Tensor]]) -> None:
+        progress, call = self._sink.progress, self._call(path)
+        micro_step = self._moments[path].micro_step
+        if not found and not call:
+            self._sink.unobserved(NO_TENSOR, phase="batch", path=path, slot="batch", stage=LOADED)
+        batch = self._batch_axis.of_batch((shape_of(tensor) for _, tensor in found), path=path, slot="batch")
+        for slot, tensor in found:
+            site = ("batch", LOADED, path, slot, str(call))
+            axis, shard = self._batch_axis.split(
+                shape_of(tensor), path=path, slot=slot, site=site, progress=progress, batch=batch or _NO_BATCH
+            )
+            rows = batch_first(tensor, axis)
+            self._sink.emit(
+                rows, phase="batch", path=path, slot=slot, stage=LOADED, call=call, micro_step=micro_step, shard=shard
+            )
+            of_samples = self._batch_axis.axis_of_samples(tensor, batch, path=path, slot=slot)
+            if of_samples is not None and not call and tensor.layout == torch.strided:
+                emit_samples(self._sink, batch_first(tensor, of_samples), path=path, slot=slot, micro_step=micro_step)
+
+    def _call(self, path: str) -> int:
+        """How often the loader has yielded before in the micro-step whose forward pass comes next."""
+        progress = self._sink.progress
+        step, micro_step = progress.step, progress.micro_step + progress.backward_done
+        before = self._moments.get(path, _Moment())
+        call = before.calls if before[:2] == (step, micro_step) else 0
+        self._moments[path] = _Moment(step, micro_step, call + 1)
+        return call
+
+    def _path(self, drawing: Any) -> str:
+        """The path of the loader that draws its indices from this."""
+        path, held = self._paths.get(id(drawing), ("", None))
+        if not path or (held is not None and held() is not drawing):
+            path = f"{PATH}[{self._count}]" if self._count else PATH
+            self._count += 1
+            try:
+                held = ref(drawing)
+            except TypeError:  # e.g. a list of batches
+                held = None
+            self._paths[id(drawing)] = path, held
+        return path
+
+
+_NO_BATCH = Batch(size=0, lengths=frozenset())
+
+
+def _install() -> None:
+    kind = loader_iterators()
+    original = kind.__next__
+
+    @wraps(original)
+    def following(iterator: Any) -> Any:
+        batch = original(iterator)
+        for listener in _listeners:
+            listener(iterator, batch)
+        return batch
+
+    run_as_it_is(following, callees=False)
+    _listeners.replace(kind, "__next__", following)
+
+
+_listeners: Listeners[Any] = Listeners(_install)

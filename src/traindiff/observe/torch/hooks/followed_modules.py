@@ -1,0 +1,254 @@
+"""The modules that taps follow by hooks: they are looked at again, since a training may remove hooks and modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
+
+from traindiff.core._torch_compat import script_compiler
+from traindiff.observe.common.listeners import Listeners
+from traindiff.observe.torch.hooks.left_behind import NUMBER, LeftBehind
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def hide_from_scripting() -> ExitStack:
+    """Have `torch.jit.script` see modules without our hooks. Close the result to leave it as it was."""
+    return _sessions.attach(None)
+
+
+def _replace_compiler() -> None:
+    compiler = script_compiler()
+    original = compiler.create_script_module
+
+    @wraps(original)
+    def create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as undo:
+            for module in nn_module.modules() if isinstance(nn_module, nn.Module) else ():
+                undo.enter_context(_as_it_was(module))
+            return original(nn_module, *args, **kwargs)
+
+    _sessions.replace(compiler, "create_script_module", create_script_module)
+
+
+@contextmanager
+def _as_it_was(module: nn.Module) -> Iterator[None]:
+    """Inside it, a module is without what a session has put on it."""
+    kept = {name: dict(getattr(module, name)) for name in _HOOKS}
+    number = vars(module).pop(NUMBER, None)
+    for name, hooks in kept.items():
+        for key, hook in hooks.items():
+            if isinstance(hook, LeftBehind):
+                del getattr(module, name)[key]
+    try:
+        yield
+    finally:
+        for name, hooks in kept.items():
+            getattr(module, name).clear()
+            getattr(module, name).update(hooks)
+        if number is not None:
+            vars(module)[NUMBER] = number
+
+
+_sessions: Listeners[None] = Listeners(_replace_compiler)
+
+
+FORWARD = "_forward_hooks"
+BEFORE_FORWARD = "_forward_pre_hooks"
+
+
+class HeldHooks:
+    """The hooks of one tap on one thing, and what else is undone with them.
+
+    `remove` leaves none of them behind, even if the training copied the dict that torch keeps them in.
+    """
+
+    def __init__(self) -> None:
+        self.undo = ExitStack()
+        self._held: list[tuple[Any, str, int, Any]] = []  # owner, attribute with the hooks, key there, hook
+
+    def before_forward(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
+        """Have `hook` called before each forward pass of a module; `options` are those of torch."""
+        self._hold(module, BEFORE_FORWARD, module.register_forward_pre_hook(hook, **options), hook)
+
+    def after_forward(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
+        """Have `hook` called after each forward pass of a module."""
+        self._hold(module, FORWARD, module.register_forward_hook(hook, **options), hook)
+
+    def before_step(self, optimizer: Optimizer, hook: Callable[..., Any]) -> None:
+        """Have `hook` called before each step of an optimizer."""
+        self._hold(optimizer, "_optimizer_step_pre_hooks", optimizer.register_step_pre_hook(hook), hook)
+
+    def after_step(self, optimizer: Optimizer, hook: Callable[..., Any]) -> None:
+        """Have `hook` called after each step of an optimizer."""
+        self._hold(optimizer, "_optimizer_step_post_hooks", optimizer.register_step_post_hook(hook), hook)
+
+    def before_every_step(self, hook: Callable[..., Any]) -> None:
+        """Have `hook` called before each step of every optimizer."""
+        handle = optimizers.register_optimizer_step_pre_hook(hook)
+        self._hold(optimizers, "_global_optimizer_pre_hooks", handle, hook)
+
+    def on_gradient(self, tensor: Tensor, hook: Callable[..., Any]) -> None:
+        """Have `hook` called with each gradient of a tensor."""
+        self._hold(tensor, "_backward_hooks", tensor.register_hook(hook), hook)
+
+    def are_there(self) -> bool:
+        """Whether torch still calls all of them."""
+        for owner, attribute, key, hook in self._held:
+            hooks = getattr(owner, attribute, None)
+            if hooks is None or hooks.get(key) is not hook:
+                return False
+        return True
+
+    @property
+    def places(self) -> list[tuple[dict[str, Any], str, int]]:
+        """Where each of them is: attributes of what has it, the one with its hooks, and its key among those."""
+        return [(vars(owner), attribute, key) for owner, attribute, key, _ in self._held]
+
+    def remove(self) -> None:
+        """Remove them."""
+        held, self._held = self._held, []
+        with self.undo:
+            for owner, attribute, key, hook in reversed(held):
+                hooks = getattr(owner, attribute, None)
+                if hooks is not None and hooks.get(key) is hook:
+                    del hooks[key]
+
+    def _hold(self, owner: Any, attribute: str, handle: Any, hook: Callable[..., Any]) -> None:
+        self.undo.callback(handle.remove)
+        self._held.append((owner, attribute, handle.id, hook))
+
+
+REMOVED = "the training removed hooks of traindiff, which attached them again"
+"""Why something was not observed whose hooks were gone."""
+
+TAKES_NO_HOOKS = "the training removed hooks of traindiff, and put a dict in place of torch's that takes none"
+"""Why something is not observed whose hooks cannot be attached again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Following:
+    """How a tap follows modules.
+
+    Attributes:
+        hook: Attaches hooks to a module, given its canonical path, and what holds them.
+        lost: Called with the path of a module whose hooks were gone, and with why calls of it were not seen; that is
+            empty where nothing can have called it since, but what is outside all forward passes.
+        calls_follow: Whether the loop calls these modules: their hooks tell where the training is.
+        grows: Whether modules that the model has got since are followed, too.
+    """
+
+    hook: Callable[[str, nn.Module, HeldHooks], None]
+    lost: Callable[[str, str], None]
+    calls_follow: bool = False
+    grows: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Place:
+    path: str
+    module: nn.Module
+    how: Following
+    hooks: HeldHooks = field(default_factory=HeldHooks)
+    takes_hooks: bool = True
+
+    def attach(self, module: nn.Module) -> None:
+        self.hooks.remove()
+        self.module = module
+        try:
+            self.how.hook(self.path, module, self.hooks)
+        except TypeError:  # torch cannot keep hooks in what the training has put in the place of its dict of them
+            self.takes_hooks = False
+            self.hooks.remove()
+        else:
+            self.takes_hooks = True
+
+    @property
+    def is_attached(self) -> bool:
+        return self.takes_hooks and self.hooks.are_there()
+
+
+@dataclass(slots=True)
+class FollowedModules:
+    """Every module that a tap follows by hooks."""
+
+    _places: list[_Place] = field(default_factory=list)
+    _growing: list[Following] = field(default_factory=list)
+    _looked_at: dict[bool, list[tuple[dict[str, Any], str, int]]] = field(default_factory=dict)
+
+    def follow(self, modules: Mapping[str, nn.Module] | Iterable[tuple[str, nn.Module]], how: Following) -> ExitStack:
+        """Follow some modules. Close the result to end it."""
+        with ExitStack() as undo:
+            undo.callback(self._end, how)
+            if how.grows:
+                self._growing.append(how)
+            for path, module in modules.items() if isinstance(modules, Mapping) else modules:
+                self._add(path, module, how)
+            return undo.pop_all()
+
+    def look(self, *, called: bool, everywhere: bool) -> bool:
+        """Attach hooks again that are gone; gives whether any was.
+
+        Args:
+            called: Whether modules may have been called since they were looked at.
+            everywhere: Whether all modules are looked at, or only those that the loop calls.
+        """
+        if self._are_there(everywhere=everywhere):
+            return False
+        gone = [one for one in self._places if (everywhere or one.how.calls_follow) and not one.is_attached]
+        for place in gone:
+            place.attach(place.module)
+            place.how.lost(place.path, (REMOVED if called else "") if place.takes_hooks else TAKES_NO_HOOKS)
+        self._looked_at.clear()
+        return bool(gone)
+
+    def _are_there(self, *, everywhere: bool) -> bool:
+        """Whether all keys of hooks are where they were: quick, for thousands of modules in each step."""
+        looked_at = self._looked_at.get(everywhere)
+        if looked_at is None:
+            places = [one for one in self._places if everywhere or one.how.calls_follow]
+            if not all(one.is_attached for one in places):
+                return False
+            looked_at = self._looked_at[everywhere] = [where for one in places for where in one.hooks.places]
+        try:
+            return all(key in attributes[name] for attributes, name, key in looked_at)
+        except (KeyError, TypeError):  # what torch keeps hooks in is gone
+            return False
+
+    def is_intact(self, module: nn.Module) -> bool:
+        """Whether the hooks on a module are all there."""
+        return all(one.is_attached for one in self._places if one.module is module)
+
+    def replace(self, path: str, module: nn.Module) -> None:
+        """Another module has taken the place of the one with this path."""
+        for place in self._places:
+            if place.path == path:
+                place.attach(module)
+        self._looked_at.clear()
+
+    def grow(self, path: str, module: nn.Module) -> None:
+        """The model has got a module with a path that it did not have."""
+        for how in self._growing:
+            self._add(path, module, how)
+
+    def _add(self, path: str, module: nn.Module, how: Following) -> None:
+        place = _Place(path=path, module=module, how=how)
+        self._looked_at.clear()
+        self._places.append(place)  # so that what is attached is removed, also where attaching fails
+        how.hook(path, module, place.hooks)
+
+    def _end(self, how: Following) -> None:
+        with ExitStack() as undo:
+            for place in self._places:
+                if place.how is how:
+                    undo.callback(place.hooks.remove)
+        self._places = [one for one in self._places if one.how is not how]
+        self._looked_at.clear()
+        self._growing = [one for one in self._growing if one is not how]

@@ -1,0 +1,259 @@
+"""Observe what is done to gradients between the backward pass and the optimizer: unscaling and clipping."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from traindiff.core._torch_compat import run_as_it_is
+from traindiff.core.observation import ALL_GRADIENTS
+from traindiff.observe.common.listeners import Listeners
+from traindiff.observe.common.sink import Sink
+from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
+from traindiff.observe.torch.hooks.nested import as_tensor
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clipping:
+    """One call that clips gradients.
+
+    Attributes:
+        parameters: Whose gradients.
+        limit: The largest norm of all of them together, or the largest magnitude of an element.
+    """
+
+    parameters: Sequence[Tensor]
+    limit: float | Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClippingListener:
+    """What is called when gradients are clipped.
+
+    Attributes:
+        before: Before the gradients change.
+        after: After it, with the norm that they had; None where elements are clipped.
+    """
+
+    before: Callable[[Clipping], None]
+    after: Callable[[Clipping, Tensor | None], None]
+
+
+_depth = [0]
+
+
+def tap_clipping(listener: ClippingListener) -> ExitStack:
+    """Have a listener called when gradients are clipped.
+
+    There are no hooks for it, so the functions are replaced while at least one tap is attached, and put back when the
+    last one is removed. `clip_grad_norm_` is followed where it multiplies the gradients, so that it makes no difference
+    from where a training has imported it (since torch 2.6); `clip_grad_value_` only if it is called as an attribute of
+    `torch.nn.utils`.
+
+    Returns:
+        Close it to remove the tap.
+    """
+    return _listeners.attach(listener)
+
+
+def _install() -> None:
+    utils: Any = torch.nn.utils
+    if hasattr(utils.clip_grad, "_clip_grads_with_norm_"):
+        # What `clip_grad_norm_` calls by its module's name for it, and the public name of the same function.
+        _replace(utils.clip_grad, "_clip_grads_with_norm_", _with_norm)
+        _replace(utils, "clip_grads_with_norm_", _with_norm)
+    else:
+        _replace(utils.clip_grad, "clip_grad_norm_", _norm)
+        _replace(utils, "clip_grad_norm_", _norm)
+    _replace(utils.clip_grad, "clip_grad_value_", _value)
+    _replace(utils, "clip_grad_value_", _value)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        _replace(fsdp.FullyShardedDataParallel, "clip_grad_norm_", _of_fsdp)
+    deepspeed = sys.modules.get("deepspeed.runtime.engine")
+    if deepspeed is not None:
+        _replace(deepspeed, "clip_grad_norm_", _norm)  # its own, without ZeRO in float32
+
+
+def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    original = vars(owner)[name]
+
+    @wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if _depth[0]:  # a part of the call that is running
+            return original(*args, **kwargs)
+        _depth[0] += 1
+        try:
+            return replacement(original, *args, **kwargs)
+        finally:
+            _depth[0] -= 1
+
+    run_as_it_is(function, callees=False)
+    run_as_it_is(replacement, callees=False)
+    _listeners.replace(owner, name, function)
+
+
+_listeners: Listeners[ClippingListener] = Listeners(_install)
+
+
+def _with_norm(
+    original: Callable[..., Any], parameters: Any, max_norm: Any, total_norm: Tensor, *rest: Any, **named: Any
+) -> Any:
+    clipping = Clipping(parameters=_listed(parameters), limit=max_norm)
+    call = partial(original, clipping.parameters, max_norm, total_norm, *rest, **named)
+    return _followed(clipping, call, norm_of=lambda _: total_norm)
+
+
+def _norm(original: Callable[..., Any], parameters: Any, max_norm: Any, *rest: Any, **named: Any) -> Any:
+    clipping = Clipping(parameters=_listed(parameters), limit=max_norm)
+    return _followed(clipping, partial(original, clipping.parameters, max_norm, *rest, **named))
+
+
+def _of_fsdp(original: Callable[..., Any], module: Any, max_norm: Any, *rest: Any, **named: Any) -> Any:
+    clipping = Clipping(parameters=list(module.parameters()), limit=max_norm)
+    return _followed(clipping, partial(original, module, max_norm, *rest, **named))
+
+
+def _value(original: Callable[..., Any], parameters: Any, clip_value: float, *rest: Any, **named: Any) -> Any:
+    clipping = Clipping(parameters=_listed(parameters), limit=clip_value)
+    call = partial(original, clipping.parameters, clip_value, *rest, **named)
+    return _followed(clipping, call, norm_of=lambda _: None)
+
+
+def _listed(parameters: Any) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may be a generator
+
+
+def _followed(
+    clipping: Clipping, call: Callable[[], Any], *, norm_of: Callable[[Any], Tensor | None] = lambda result: result
+) -> Any:
+    """What a call that clips returns; `norm_of` gives the norm that it found, of its result."""
+    for listener in _listeners:
+        listener.before(clipping)
+    result = call()
+    for listener in _listeners:
+        listener.after(clipping, norm_of(result))
+    return result
+
+
+def attach(context: TapContext) -> ExitStack:
+    """Record each call that clips gradients, and where asked for, the gradients before. Close the result to end it."""
+    return _GradientStages(context).attach()
+
+
+class _GradientStages:
+    """Records each call that clips gradients, and if asked for, gradients before they are unscaled and clipped.
+
+    Of a call that clips, the limit and the norm that it found are recorded (phase `grad`, stage `clipped`). Gradients
+    are recorded at stage `reduced`, before anything is done to them, and at stage `unscaled`, when a loss scale was
+    divided out; each only before a call that changes them: without one, they are what the optimizer sees.
+
+    """
+
+    def __init__(self, context: TapContext) -> None:
+        self._optimizers = context.optimizers
+        self._names = context.names
+        self._sink = context.sink
+        self._observe_gradients = "grad.stages" in context.observe
+        self._stages: dict[str, tuple[int, str]] = {}  # by optimizer: the step, and the next stage to be recorded
+
+    def attach(self) -> ExitStack:
+        guarded = partial(self._sink.guarded, "gradient_stages")
+        with ExitStack() as undo:
+            undo.enter_context(
+                tap_loss_scaler(
+                    ScalerListener(
+                        before_unscaling=guarded(self._before_unscaling),
+                        after_unscaling=guarded(self._after_unscaling),
+                    )
+                )
+            )
+            undo.enter_context(
+                tap_clipping(
+                    ClippingListener(before=guarded(self._before_clipping), after=guarded(self._after_clipping))
+                )
+            )
+            return undo.pop_all()
+
+    def _before_unscaling(self, optimizer: Optimizer) -> None:
+        for tap in self._optimizers.values():
+            if tap.optimizer is optimizer:
+                self._record(tap)
+
+    def _after_unscaling(self, optimizer: Optimizer) -> None:
+        for tap in self._optimizers.values():
+            if tap.optimizer is optimizer:
+                self._next(tap, "unscaled")
+
+    def _before_clipping(self, clipping: Clipping) -> None:
+        for tap in self._concerned(clipping):
+            self._record(tap)
+
+    def _after_clipping(self, clipping: Clipping, norm: Tensor | None) -> None:
+        concerned = self._concerned(clipping)
+        for tap in concerned:
+            self._next(tap, "")
+        if (
+            not any(id(parameter) in self._names for parameter in clipping.parameters)
+            or not self._sink.progress.observing
+        ):
+            return
+        optimizer = concerned[0].name if concerned else None
+        emit_clipping(self._sink, norm=norm, limit=clipping.limit, optimizer=optimizer)
+
+    def _concerned(self, clipping: Clipping) -> list[OptimizerTap]:
+        held = {id(parameter) for parameter in clipping.parameters}
+        return [tap for tap in self._optimizers.values() if any(id(one) in held for _, one, _ in tap.held())]
+
+    def _record(self, tap: OptimizerTap) -> None:
+        """Record gradients that a call is about to change, unless this stage of them was recorded."""
+        stage = self._stage(tap)
+        if stage and self._observe_gradients and self._sink.progress.observing:
+            tap.gradients(stage)
+
+    def _stage(self, tap: OptimizerTap) -> str:
+        step = self._sink.progress.steps.get(tap.name, 0)
+        begun, stage = self._stages.get(tap.name, (-1, ""))
+        return stage if begun == step else "reduced"
+
+    def _next(self, tap: OptimizerTap, stage: str) -> None:
+        self._stages[tap.name] = self._sink.progress.steps.get(tap.name, 0), stage
+
+
+def emit_clipping(sink: Sink, *, norm: float | Tensor | None, limit: float | Tensor, optimizer: str | None) -> None:
+    """Record a call that clips gradients (phase `grad`, stage `clipped`).
+
+    Args:
+        sink: Receives the numbers.
+        norm: Of all gradients, before; None where elements are clipped.
+        limit: To which norm, or to which magnitude of an element.
+        optimizer: Whose gradients; None for the one that counts the steps.
+    """
+    call = sink.progress.next_call(ALL_GRADIENTS, "clipped")
+    emit = partial(sink.emit, phase="grad", stage="clipped", path=ALL_GRADIENTS, call=call, optimizer=optimizer)
+    if norm is not None:
+        _emit_norm(emit, norm)
+    emit(as_tensor(limit), slot="max_value" if norm is None else "max_norm", merge="mean")
+
+
+def _emit_norm(emit: Callable[..., None], norm: Any) -> None:
+    """Hand on a norm; squared where each rank has that of its own part, so that they can be added up."""
+    placements = getattr(norm, "placements", ())
+    if not any(placement.is_partial() for placement in placements):
+        emit(as_tensor(norm.to_local() if placements else norm), slot="norm", merge="mean")
+        return
+    from torch.distributed.tensor import DTensor, Partial
+
+    summed = [Partial() if placement.is_partial() else placement for placement in placements]
+    squares = norm.to_local().square()
+    emit(DTensor.from_local(squares, norm.device_mesh, summed, run_check=False), slot="squared_norm", merge="sum")

@@ -1,0 +1,151 @@
+"""Observe the scale by which a loss is multiplied before `backward`, so that gradients can be divided by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from traindiff.core._torch_compat import run_as_it_is, scale_of
+from traindiff.core.observation import LOSS_SCALE
+from traindiff.observe.common.listeners import Listeners
+from traindiff.observe.common.sink import Sink
+from traindiff.observe.torch.hooks.backward_calls import may_reach
+from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.nested import as_tensor, tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalerListener:
+    """What is called when a scaler does something.
+
+    Attributes:
+        before: Before `step`, with the optimizer.
+        after: After it, also by taps that were attached in between. Not called if it raised.
+        before_unscaling: Before `unscale_`, with the optimizer; also where `step` calls it.
+        after_unscaling: After it.
+        scaled: After `scale`, with what it returned and the scale, on its device. Not called by a disabled scaler.
+    """
+
+    before: Callable[[Optimizer], None] | None = None
+    after: Callable[[Optimizer], None] | None = None
+    before_unscaling: Callable[[Optimizer], None] | None = None
+    after_unscaling: Callable[[Optimizer], None] | None = None
+    scaled: Callable[[Any, Tensor], None] | None = None
+
+
+_running: set[tuple[int, str]] = set()
+
+
+def tap_loss_scaler(listener: ScalerListener) -> ExitStack:
+    """Have a listener called by every `GradScaler`, those of FSDP and of other subclasses included.
+
+    There are no hooks for it, so the methods are replaced while at least one tap is attached, and put back
+    when the last one is removed. What a scaler decides on the device, inside a fused optimizer's own
+    step, is not seen.
+
+    Returns:
+        Close it to remove the tap.
+    """
+    return _listeners.attach(listener)
+
+
+def _install() -> None:
+    for kind in _kinds(GradScaler):
+        for name, replacement in (("scale", _scale), ("unscale_", _unscale), ("step", _step)):
+            if name in vars(kind):
+                _listeners.replace(kind, name, _once(name, vars(kind)[name], replacement))
+
+
+_listeners: Listeners[ScalerListener] = Listeners(_install)
+
+
+def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    for subclass in kind.__subclasses__():
+        yield from _kinds(subclass)
+
+
+def _once(name: str, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """A method in place of `original`; as it was where a subclass's method of the same name calls it."""
+
+    @wraps(original)
+    def method(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        running = (id(self), name)
+        if running in _running:
+            return original(self, *args, **kwargs)
+        _running.add(running)
+        try:
+            return replacement(original, self, *args, **kwargs)
+        finally:
+            _running.discard(running)
+
+    run_as_it_is(method, callees=False)
+    run_as_it_is(replacement, callees=False)
+    return method
+
+
+def _scale(original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
+    scaled = original(scaler, outputs)
+    if scaler.is_enabled() and (scale := scale_of(scaler)) is not None:
+        for listener in _listeners:
+            if listener.scaled is not None:
+                listener.scaled(scaled, scale)
+    return scaled
+
+
+def _unscale(original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer) -> None:
+    for listener in _listeners:
+        if listener.before_unscaling is not None and scaler.is_enabled():
+            listener.before_unscaling(optimizer)
+    original(scaler, optimizer)
+    for listener in _listeners:
+        if listener.after_unscaling is not None and scaler.is_enabled():
+            listener.after_unscaling(optimizer)
+
+
+def _step(
+    original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
+) -> float | None:
+    for listener in _listeners:
+        if listener.before is not None:
+            listener.before(optimizer)
+    result: float | None = original(scaler, optimizer, *args, **kwargs)
+    for listener in _listeners:
+        if listener.after is not None:
+            listener.after(optimizer)
+    return result
+
+
+def attach(context: TapContext) -> ExitStack:
+    """Record the scale (phase `loss`, path `loss_scale`) when a scaler multiplies a loss of the model by it.
+
+    From then on until the next step, what comes of that loss is scaled: `Progress.loss_scaled`. The scale is read
+    on its device.
+
+    Returns:
+        Close it to remove the tap.
+    """
+    scaled = partial(_scaled, context)
+    return tap_loss_scaler(ScalerListener(scaled=context.sink.guarded("loss_scale", scaled)))
+
+
+def _scaled(context: TapContext, outputs: Any, scale: Tensor) -> None:
+    if not may_reach([tensor for _, tensor in tensors(outputs, "")], context.leaf_ids):
+        return
+    emit_loss_scale(context.sink, scale)
+
+
+def emit_loss_scale(sink: Sink, scale: float | Tensor) -> None:
+    """Record the scale by which a loss was multiplied, and that what comes of it is scaled until the next step."""
+    progress = sink.progress
+    progress.loss_scaled = True
+    if progress.observing:
+        call = progress.next_call(LOSS_SCALE, "")
+        sink.emit(as_tensor(scale), phase="loss", path=LOSS_SCALE, slot="value", call=call, merge="mean")

@@ -1,0 +1,269 @@
+"""Observe every operator inside chosen modules, forward and backward: what it is given and what it returns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from traindiff.core._torch_compat import inside_backward, running_node
+from traindiff.core.kernels.torch_arrays import is_abstract
+from traindiff.core.observation import OPERATOR, RECOMPUTED_OPERATOR, UNSEEN
+from traindiff.core.site import ROOT, path_in_whole
+from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks
+from traindiff.observe.torch.hooks.operator_calls import GraphNodes, Made, ModuleCall, SourceLine, called_from
+from traindiff.observe.torch.hooks.operator_tensors import (
+    WITHOUT_MODE,
+    Schema,
+    UndefinedMemory,
+    WithoutMode,
+    inputs_of,
+    outputs_of,
+    schema_of,
+    settings_of,
+)
+from traindiff.observe.torch.hooks.out_of_sight import enter_mode, leave_mode
+from traindiff.observe.torch.hooks.silent_modules import takes_hooks
+
+MOST_DESCRIBED_BYTES = 40_000_000
+"""Size of what is kept of the places and settings of operators, as JSON: readers take no larger `rank.json`."""
+
+_FRAME_BYTES = 250
+"""What an operator takes of that beside its texts: keys, indentation."""
+
+UNDEFINED = "it holds whatever was in memory: nothing was written to it yet"
+
+
+def attach(context: TapContext) -> ExitStack:
+    """Observe operators in the modules that were chosen for it (phases `forward` and `backward`, stage `operator`).
+
+    A `TorchDispatchMode` sees each operator below autograd. It is on only inside these modules, and during the
+    backward pass of a step in which one of them was called: there it asks autograd for the node that runs, and the
+    number of the node tells which module's forward pass made it. So nothing is hooked to the graph, a
+    `torch.autograd.Function` is seen like any other node, and so is what activation checkpointing computes again.
+
+    Close the result to remove the tap.
+    """
+    return _Operators(context).attach()
+
+
+class _Running(NamedTuple):
+    schema: Schema
+    phase: str
+    path: str
+    inside: ModuleCall
+
+
+class _Operators:
+    def __init__(self, context: TapContext) -> None:
+        self._context = context
+        self._sink = context.sink
+        self._mode = _Mode(self)
+        self._is_on = False
+        self._in_backward = False
+        self._calls: list[tuple[nn.Module, ModuleCall]] = []
+        self._thread = 0  # that of the outermost of these calls
+        self._without_mode = WithoutMode(self._mode)
+        self._nodes = GraphNodes()
+        self._memory = UndefinedMemory()
+        self._described: dict[str, dict[str, Any]] = {}
+        self._described_bytes = 0
+        self._is_written = True
+        self.begin = context.sink.altering("operators", self._begin)
+        self.end = context.sink.guarded("operators", self._end)
+
+    def attach(self) -> ExitStack:
+        guarded, moments = partial(self._sink.guarded, "operators"), self._context.moments
+        moments.before_forward.append(guarded(self._begin_forward))
+        for moment in (moments.after_step, moments.at_end):
+            moment.append(guarded(self._end_step))
+        moments.before_backward.append(guarded(self._begin_backward))
+        moments.after_backward.append(self._context.cleaning_up("operators", self._end_backward))
+        with ExitStack() as undo:
+            undo.callback(self._let_go)
+            taking = {path: module for path, module in self._context.zoomed.items() if takes_hooks(module)}
+            for path in self._context.zoomed.keys() - taking.keys():
+                why = "TorchScript takes no hooks on modules"
+                self._sink.unobserved(why, phase="forward", path=path, slot="output[0]", stage=OPERATOR)
+            undo.enter_context(self._context.followed.follow(taking, Following(hook=self._hook, lost=self._lost)))
+            return undo.pop_all()
+
+    def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
+        hooks.before_forward(module, self._sink.guarded("operators", partial(self._enter, path_in_whole(path))))
+        # First, so that what other hooks do with the output is not taken for the module's.
+        leave = self._context.cleaning_up("operators", self._leave)
+        hooks.after_forward(module, leave, prepend=True, always_call=True)
+
+    def _lost(self, path: str, why: str) -> None:
+        if why and self._sink.progress.observing:
+            says = f"{UNSEEN}: {why}"
+            self._sink.unobserved(says, phase="forward", path=path_in_whole(path), slot="output[0]", stage=OPERATOR)
+
+    def is_at_work(self) -> bool:
+        """Whether an operator that is called now may be one of those that are recorded."""
+        return bool(self._calls or self._in_backward) and not self._context.is_own_hook()
+
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
+        progress = self._sink.progress
+        if not progress.observing or progress.evaluating or progress.hidden:
+            return
+        if not self._calls:
+            self._thread = threading.get_ident()
+        elif self._thread != threading.get_ident():  # beside the call that is looked into, in no certain order
+            return
+        stage = RECOMPUTED_OPERATOR if inside_backward() else OPERATOR
+        inside = ModuleCall(path=path, stage=stage, call=progress.next_call(path, stage))
+        self._calls.append((module, inside))
+        self._switch()
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
+        if self._calls and self._calls[-1][0] is module and self._thread == threading.get_ident():
+            self._calls.pop()
+            if not self._calls:
+                self._nodes.outside()
+                self._switch()
+
+    def _begin_forward(self) -> None:
+        """Forget calls that an interrupt has ended: torch runs no hooks of theirs."""
+        if self._calls and self._thread == threading.get_ident() and not inside_backward():
+            self._calls.clear()
+            self._nodes.outside()
+            self._switch()
+
+    def _begin_backward(self, roots: Sequence[Tensor]) -> None:
+        if self._sink.progress.observing and self._nodes:
+            for node in self._without_mode.hook(roots):
+                if (made := self._nodes.find(node)) is not None and (inside := made.inside) is not None:
+                    path = f"{inside.path or ROOT}/{node.name()}[{inside.next_number('backward', node.name())}]"
+                    self._sink.unobserved(
+                        WITHOUT_MODE, phase="backward", path=path, slot="output[0]", stage=inside.stage
+                    )
+            self._in_backward = True
+            self._switch()
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._without_mode.unhook()
+        self._switch()
+
+    def _end_step(self) -> None:
+        self._calls.clear()
+        self._nodes.clear()
+        self._memory.clear()
+        self._in_backward = False
+        self._switch()
+        if not self._is_written:
+            self._is_written = True
+            self._context.described["operators"] = self._described
+            self._context.write_described()
+
+    def _let_go(self) -> None:
+        self._calls.clear()
+        self._in_backward = False
+        self._without_mode.unhook()
+        self._switch()
+
+    def _switch(self) -> None:
+        """Turn the mode on or off, whatever other modes are on."""
+        wanted = bool(self._calls) or self._in_backward
+        if wanted and not self._is_on:
+            enter_mode(self._mode)
+        elif not wanted:  # also where it was left already: autograd puts back what a hook in a backward pass has left
+            leave_mode(self._mode)
+        self._is_on = wanted
+
+    def _begin(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Running | None:
+        """Record what an operator is given; None where it is not one of those that are recorded."""
+        node = None
+        if self._calls:
+            phase, inside, made = "forward", self._calls[-1][1], None
+        else:
+            node = running_node()
+            made = None if node is None else self._nodes.find(node)
+            if made is None or made.inside is None:
+                return None
+            phase, inside = "backward", made.inside
+        schema = schema_of(operator)
+        given = inputs_of(schema, args, kwargs)
+        if any(is_abstract(tensor) for _, tensor in given):
+            return None
+        path = f"{inside.path or ROOT}/{schema.name}[{inside.next_number(phase, schema.name)}]"
+        source = called_from(in_backward=node is not None)
+        if made is None:
+            self._nodes.note(Made(inside=inside, operator=path, source=source))
+        self._describe(phase, path, partial(settings_of, schema, args, kwargs), source, node=node, made=made)
+        running = _Running(schema, phase, path, inside)
+        for slot, tensor in given:
+            self._emit(running, slot, tensor)
+        return running
+
+    def _end(self, running: _Running, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Record what it made of it."""
+        schema, found = running.schema, outputs_of(running.schema, args, kwargs, output)
+        if schema.undefined or schema.workspaces or self._memory:
+            self._memory.note(schema, args, kwargs, output)
+        for slot, tensor in found:
+            self._emit(running, slot, tensor)
+
+    def _emit(self, running: _Running, slot: str, tensor: Tensor) -> None:
+        inside = running.inside
+        if self._memory.is_undefined(tensor):
+            self._sink.unobserved(UNDEFINED, phase=running.phase, path=running.path, slot=slot, stage=inside.stage)
+            return
+        self._sink.emit(
+            tensor, phase=running.phase, path=running.path, slot=slot, stage=inside.stage, call=inside.call,
+            scaled=False,
+        )  # fmt: skip
+
+    def _describe(
+        self,
+        phase: str,
+        path: str,
+        settings: Callable[[], dict[str, str]],
+        source: SourceLine | None,
+        *,
+        node: Any,
+        made: Made | None,
+    ) -> None:
+        """Note, once for all calls and steps, where an operator was called from and with which settings."""
+        of_phase = self._described.setdefault(phase, {})
+        if path in of_phase or self._described_bytes > MOST_DESCRIBED_BYTES:
+            return
+        self._is_written = False
+        about: dict[str, Any] = {"settings": settings()}
+        if made is not None:
+            about |= {"node": node.name(), "of": made.operator}
+            source = source or made.source
+        of_phase[path] = about = about if source is None else {**about, "source": source.to_json()}
+        self._described_bytes += len(str(about)) + len(path) + _FRAME_BYTES
+
+
+class _Mode(TorchDispatchMode):
+    """Shows each operator to the tap, before and after it has run."""
+
+    supports_higher_order_operators = True  # such as `torch.cond`; else torch refuses to run them
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled stays so; else torch runs it without its compiled code, or refuses to."""
+        return True
+
+    def __init__(self, tap: _Operators) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tap = tap
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        running = self._tap.begin(func, args, kwargs) if self._tap.is_at_work() else None
+        output = func(*args, **kwargs)
+        if running is not None:
+            self._tap.end(running, args, kwargs, output)
+        return output

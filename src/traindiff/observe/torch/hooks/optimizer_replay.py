@@ -1,0 +1,253 @@
+"""Replay what an optimizer does, in float64, from what it finds: no other run is needed to judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from traindiff.core.shards import Piece
+from traindiff.observe.common.sink import Sink
+from traindiff.observe.torch.hooks.compiled import StepObserver, tap_compiled_optimizer
+from traindiff.observe.torch.hooks.optimizer_step import has_closure
+from traindiff.observe.torch.hooks.optimizers import hook_after_step, hook_before_step
+from traindiff.observe.torch.hooks.replay_formulas import Rule, variants
+from traindiff.observe.torch.hooks.replay_range import CopiedRange, copy_range, moments_of, obstacle, rule_name, rule_of
+
+FIRST = 3
+"""Recorded steps that are replayed at the beginning of a run."""
+
+EVERY = 100
+"""After these, one step in so many."""
+
+RANGE = 2**16
+"""Elements of a parameter that are replayed at a time; the next step takes its next ones."""
+
+CAPACITY_BYTES = 64 * 2**20
+"""What may be copied of parameters, gradients and moments during a step."""
+
+MOST_VARIANTS = 8
+"""Parameters of a step for which all known mistakes are tried, where the replay does not fit; for others, those
+that explain one of these."""
+
+BETTER = 0.5
+"""A mistake is recorded where it leaves less than this share of what the right formula leaves (RMS)."""
+
+
+class OptimizerReplayTap:
+    """Hold what an optimizer does against its own formula and settings, in some steps.
+
+    The first three recorded steps are replayed, then one in a hundred. Before such a step parameters,
+    gradients and moments are copied: of each parameter at most 65,536 elements, and at most 64 MiB in
+    all. Parameters and ranges that have no room take their turn in the next replayed step. After
+    it, recorded per parameter (phase `update`):
+
+    * stage `replayed`: the update that the formula gives;
+    * stage `taken`: the update that was made, new minus old parameter;
+    * stage `rounding`: how far a correct optimizer may be from `replayed`, per element;
+    * stage `residual`: (taken - replayed) / rounding, so between -1 and 1;
+    * stage `variant[NAME]`: the same with a known mistake, where that explains what the formula does not.
+
+    The slot is the optimizer whose formula it is.
+
+    Args:
+        optimizer: The optimizer.
+        name: What its steps are filed under.
+        held: Gives, for each parameter of each group, the group's number and what it holds of the model's.
+        selects: Whether the parameter with this path is observed.
+        sink: Receives the observations.
+        capacity_bytes: What may be copied during a step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        name: str,
+        held: Callable[[], Iterable[tuple[int, Tensor, Sequence[Piece]]]],
+        selects: Callable[[str], bool],
+        sink: Sink,
+        capacity_bytes: int = CAPACITY_BYTES,
+    ) -> None:
+        self._optimizer = optimizer
+        self._name = name
+        self._parameters_held = held
+        self._selects = selects
+        self._sink = sink
+        self._capacity = capacity_bytes
+        self._rule = rule_name(optimizer)
+        self._replayed = 0
+        self._latest = 0
+        self._turn = 0  # the parameter that is the first to be copied
+        self._reached: dict[str, int] = {}  # by path: the element at which the next range begins
+        self._copied: list[CopiedRange] = []
+        self._said: set[tuple[str, str]] = set()
+
+    def attach(self, *, around: Callable[[], ExitStack] = ExitStack) -> ExitStack:
+        """Follow the optimizer's calls. Close the result to remove the tap and let go of all copies.
+
+        Args:
+            around: Attaches another tap of the optimizer. This one is closer to the step itself: what the
+                other writes to gradients before it is replayed, and what it writes after it is not.
+        """
+        guarded = partial(self._sink.guarded, "optimizer_replay")
+        with ExitStack() as undo:
+            undo.callback(self._copied.clear)
+            undo.callback(hook_after_step(self._optimizer, guarded(self.after_step)).remove)
+            undo.enter_context(around())
+            undo.callback(hook_before_step(self._optimizer, guarded(self.before_step)).remove)
+            observer = StepObserver(begin=guarded(self._say_compiled))
+            undo.enter_context(tap_compiled_optimizer(self._optimizer, observer))
+            return undo.pop_all()
+
+    def before_step(self, *call: Any) -> None:
+        """Copy what the step starts from, if it is one to replay."""
+        self._copied.clear()  # of a step that raised
+        if not self._is_due():
+            return
+        if not self._rule:
+            self._not_replayed(f"not replayed: no formula is known for {type(self._optimizer).__name__}")
+            return
+        # Reading a result would break the capture.
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._not_replayed("not replayed: the step is captured in a CUDA graph")
+            return
+        parameters = list(self._parameters(has_closure=has_closure(*call)))
+        if not parameters:
+            return
+        self._replayed += 1
+        self._latest = self._step
+        try:
+            self._copy_ranges(parameters, has_closure=has_closure(*call))
+        except BaseException:
+            self._copied.clear()
+            raise
+
+    def after_step(self, *_: Any) -> None:
+        """Replay the step and record how it compares."""
+        try:
+            unexplained = [copied for copied, size in zip(self._copied, self._replay_all(), strict=True) if size > 1.0]
+            helpful: set[str] = set()
+            for number, copied in enumerate(unexplained):
+                self._try_variants(copied, helpful, everything=number < MOST_VARIANTS)
+        finally:
+            self._copied.clear()
+
+    @property
+    def _step(self) -> int:
+        return self._sink.progress.steps.get(self._name, 0)
+
+    def _is_due(self) -> bool:
+        return self._sink.progress.observing and (self._replayed < FIRST or self._step >= self._latest + EVERY)
+
+    def _copy_ranges(self, parameters: Sequence[tuple[Piece, Tensor, Rule]], *, has_closure: bool) -> None:
+        first, room, full = self._turn % len(parameters), self._capacity, False
+        for place in [*range(first, len(parameters)), *range(first)]:
+            piece, parameter, rule = parameters[place]
+            path, size = piece.path, parameter.numel() if piece.shard is None else piece.shard.size
+            state = moments_of(self._optimizer, self._optimizer.state.get(parameter, {}))
+            sources = [parameter, *state.values(), *([] if parameter.grad is None else [parameter.grad])]
+            size_bytes = sum(one.element_size() for one in sources)
+            start = self._reached.get(path, 0)
+            count = min(RANGE, size - start, max(1, self._capacity // size_bytes))
+            if full or count * size_bytes > room:
+                if not full:
+                    self._turn, full = place, True
+                self._sink.unobserved(
+                    "not replayed in this step: it comes in a later one", phase="update", path=path,
+                    slot=self._rule, stage="replayed", optimizer=self._name,
+                )  # fmt: skip
+                continue
+            room -= count * size_bytes
+            self._reached[path] = (start + count) % size
+            part = range(start, start + count)
+            self._copied.append(copy_range(self._optimizer, parameter, piece, rule, part, has_closure=has_closure))
+
+    def _parameters(self, *, has_closure: bool) -> Iterator[tuple[Piece, Tensor, Rule]]:
+        """Those that this step will move and that can be replayed."""
+        rules = [rule_of(self._optimizer, group) for group in self._optimizer.param_groups]
+        for number, parameter, pieces in self._parameters_held():
+            if not parameter.numel() or not (has_closure or parameter.grad is not None):
+                continue
+            for piece in pieces:
+                if not self._selects(piece.path):
+                    continue
+                if reason := obstacle(parameter, piece):
+                    self._not_replayed(f"not replayed: {reason}", piece.path)
+                else:
+                    yield piece, parameter, rules[number]
+
+    def _replay_all(self) -> list[float]:
+        """Largest residual of each copied parameter. One synchronisation per device for all of them."""
+        worst = [self._replay(copied) for copied in self._copied]
+        sizes = [0.0] * len(worst)
+        for device in {one.device for one in worst}:
+            places = [place for place, one in enumerate(worst) if one.device == device]
+            for place, size in zip(places, torch.stack([worst[place] for place in places]).tolist(), strict=True):
+                sizes[place] = size
+        return sizes
+
+    def _replay(self, copied: CopiedRange) -> Tensor:
+        before = copied.before()
+        if before is None:
+            return torch.zeros((), dtype=torch.float64, device=copied.elements.device)
+        update = copied.rule.replay(before, copied.units)
+        taken = copied.taken()
+        value = copied.unless_overflowed(update.value)
+        residual = _in_roundings(taken - value, update.rounding)
+        for stage, tensor in (
+            ("replayed", value), ("taken", taken), ("rounding", update.rounding), ("residual", residual)
+        ):  # fmt: skip
+            self._emit(copied, tensor, stage)
+        return residual.abs().amax()
+
+    def _try_variants(self, copied: CopiedRange, helpful: set[str], *, everything: bool) -> None:
+        """Record the mistakes that explain a residual. Synchronises: the training has something wrong.
+
+        Args:
+            copied: The parameter.
+            helpful: Names of the mistakes that have explained another one; extended.
+            everything: Try all mistakes that are known, not only these.
+        """
+        before = copied.before()
+        if before is None:
+            return
+        taken = copied.taken()
+        plain = copied.rule.replay(before, copied.units)
+        limit = BETTER * float(_in_roundings(taken - plain.value, plain.rounding).square().mean().sqrt())
+        for name, rule in variants(copied.rule):
+            if not everything and name not in helpful:
+                continue
+            residual = _in_roundings(taken - rule.replay(before, copied.units).value, plain.rounding)
+            if float(residual.square().mean().sqrt()) < limit:
+                self._emit(copied, residual, f"variant[{name}]")
+                helpful.add(name)
+
+    def _emit(self, copied: CopiedRange, tensor: Tensor, stage: str) -> None:
+        self._sink.emit(
+            tensor.reshape(copied.shard.shape), phase="update", path=copied.path, slot=self._rule, stage=stage,
+            optimizer=self._name, shard=copied.shard,
+        )  # fmt: skip
+
+    def _not_replayed(self, reason: str, path: str = "") -> None:
+        """Record once why something is not replayed: the whole optimizer, or a parameter."""
+        if (path, reason) not in self._said:
+            self._said.add((path, reason))
+            slot = self._rule or type(self._optimizer).__name__
+            self._sink.unobserved(
+                reason, phase="update", path=path or self._name, slot=slot, stage="replayed", optimizer=self._name
+            )
+
+    def _say_compiled(self) -> None:
+        if self._is_due():
+            self._not_replayed("not replayed: the optimizer's step is compiled")
+
+
+def _in_roundings(residual: Tensor, rounding: Tensor) -> Tensor:
+    """A residual in units of what rounding allows; NaN where it has no size, which is for others to judge."""
+    return torch.where(residual.isfinite(), residual / rounding, torch.nan)

@@ -1,0 +1,330 @@
+"""Observe each call of an optimizer: gradients and settings before it, state and parameters after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.optim import Optimizer
+
+from traindiff.core.observation import ITSELF, MAYBE_UNSEEN, SKIPPED, UNSEEN
+from traindiff.core.shards import Piece
+from traindiff.observe.torch.hooks.compiled import StepObserver, tap_compiled_optimizer
+from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
+from traindiff.observe.torch.hooks.followed_modules import HeldHooks
+from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
+from traindiff.observe.torch.hooks.nested import as_tensor, tensors
+from traindiff.observe.torch.hooks.optimizers import hook_after_step, hook_before_step, inner_optimizer
+
+MOST_BYTES = 2**30
+"""Memory that the dense form may take while it is summarised; a larger gradient is not observed."""
+
+
+def as_dense(gradient: Tensor) -> Tensor:
+    """The dense tensor that a sparse gradient stands for; any other tensor itself.
+
+    Rows that appear several times are added up. Copies; the gradient itself is not changed.
+
+    Args:
+        gradient: Of a parameter. One whose dense form is larger than `MOST_BYTES` comes back as it is.
+    """
+    if gradient.is_nested or gradient.layout == torch.strided or gradient.numel() * gradient.itemsize > MOST_BYTES:
+        return gradient
+    return gradient.detach().to_dense()
+
+
+UNSEEN_STEP = "parameters were written, but the step of the optimizer was called without the hooks of traindiff"
+
+NOT_HELD = f"{MAYBE_UNSEEN}: the optimizer that is followed no longer holds it"
+
+IMPLEMENTATION_CHOICES = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+"""Entries of a parameter group that choose how the same update is computed, not which."""
+
+
+class OptimizerTap:
+    """Summarise what one optimizer reads and writes.
+
+    A call that a loss scaler leaves out because of infinite gradients is a step like any other, with
+    the gradients that it would have been given, marked as skipped.
+
+    Parameters that are none of the model's are named by group and position. Recorded here are the phases `grad`,
+    `optimizer` and `param`, as far as they are observed.
+
+    Args:
+        optimizer: The optimizer.
+        name: What its steps and hyper-parameters are filed under.
+        context: The training.
+        on_end: Called with `name` when a step has ended.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        name: str,
+        context: TapContext,
+        on_end: Callable[[str], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.name = name
+        self._pieces_of = context.pieces_of
+        self._selects = context.selects
+        self._observe = context.observe
+        self._sink = context.sink
+        self._on_end = on_end
+        self._unsettled = False
+        self._has_closure = False
+        self._counts_skipped = context.counts_skipped
+        self._left_out = False
+        self._calls = 0
+        self._calls_before_scaler = 0
+        self._hooks: tuple[HeldHooks, ...] = ()
+        self._was_held: set[str] = set()
+        self._backward: tuple[Tensor, int, int] | None = None  # a parameter, its version, and the calls until then
+
+    def attach(self) -> ExitStack:
+        """Follow the optimizer's calls. Close the result to remove the tap."""
+        guarded = partial(self._sink.guarded, "optimizer_step")
+        with ExitStack() as undo:
+            for hook, function in (
+                (hook_before_step, guarded(self.before_step)),
+                (hook_after_step, guarded(self.after_step)),
+                (hook_after_step, self._end_step),
+            ):
+                hooks = hook(self.optimizer, function)
+                undo.callback(hooks.remove)
+                self._hooks = (*self._hooks, hooks)
+            compiled = StepObserver(begin=guarded(self._begin_compiled), end=guarded(self._end_compiled))
+            undo.enter_context(tap_compiled_optimizer(self.optimizer, compiled))
+            scaler = ScalerListener(before=self._before_scaler, after=partial(self._after_scaler, guarded(self._skip)))
+            undo.enter_context(tap_loss_scaler(scaler))
+            return undo.pop_all()
+
+    def is_attached(self) -> bool:
+        """Whether the hooks on the optimizer are all there."""
+        return all(hooks.are_there() for hooks in self._hooks)
+
+    def takes_over(self, before: OptimizerTap) -> None:
+        """The optimizer steps in place of that of another tap: what is not held by it any more may be stepped on."""
+        self._was_held |= before.was_held
+
+    @property
+    def was_held(self) -> set[str]:
+        """Paths of the observed parameters that the optimizer, or the one before it, has held in recorded steps."""
+        return self._was_held
+
+    def note_backward(self) -> None:
+        """A backward pass has ended: the next change of a parameter is a step."""
+        for _, parameter, _ in self.held():
+            if parameter.grad is not None:
+                self._backward = parameter, parameter._version, self._calls
+                return
+
+    def end_unseen_step(self) -> None:
+        """End a step that no hook has seen, if there was one since the last backward pass: parameters were written.
+
+        Only where the hooks are gone, or `step` is not the method that calls them: parameters may be written in other
+        ways, too.
+        """
+        before, self._backward = self._backward, None
+        if before is None or (self.is_attached() and "step" not in vars(self.optimizer)):
+            return
+        parameter, version, calls = before
+        if calls != self._calls or parameter._version == version:
+            return
+        if self._sink.progress.observing:
+            for phase in ("grad", "optimizer", "param"):
+                if phase in self._observe:
+                    self._sink.unobserved(
+                        f"{UNSEEN}: {UNSEEN_STEP}", phase=phase, path=ITSELF, slot=self.name, optimizer=self.name
+                    )
+        self._left_out = False
+        self._sink.progress.unseen = True
+        self._end_step()
+
+    def settle(self) -> None:
+        """End a step that ran in compiled code, once what it wrote can be read: after that code."""
+        if self._unsettled:
+            self._unsettled = False
+            self._sink.guarded("optimizer_step", self.after_step)()
+            self._on_end(self.name)
+
+    def groups(self) -> list[list[str]]:
+        """Canonical paths of the parameters in each group."""
+        by_group: dict[int, list[str]] = {number: [] for number in range(len(self.optimizer.param_groups))}
+        for number, _, pieces in self.held():
+            by_group[number] += [piece.path for piece in pieces]
+        return list(by_group.values())
+
+    def before_step(self, *call: Any) -> None:
+        """Record hyper-parameters, and gradients as the optimizer sees them.
+
+        Where `step` is given a closure, that computes them: they are recorded after the step.
+        """
+        self._has_closure = has_closure(*call)
+        self._left_out = not self._counts_skipped and leaves_out(self.optimizer)
+        if self._left_out or not self._sink.progress.observing:
+            return
+        if "optimizer" in self._observe:
+            self._hyper_parameters()
+        if not self._has_closure:
+            self.gradients()
+
+    def gradients(self, stage: str = "") -> None:
+        """Record gradients as they are now: as the optimizer sees them, or at a stage before that."""
+        if ("grad.stages" if stage else "grad") not in self._observe:
+            return
+        # A fused optimizer is left the loss scale, and divides by it itself.
+        scaled = None if stage else isinstance(getattr(self.optimizer, "grad_scale", None), Tensor)
+        with self._sink.together():
+            for parameter, pieces in self._selected():
+                self._gradient(parameter, pieces, stage=stage, scaled=scaled)
+
+    def after_step(self, *_: Any) -> None:
+        """Record state and parameters."""
+        if self._left_out or not self._sink.progress.observing:
+            return
+        if self._has_closure:
+            self.gradients()
+        held: set[str] = set()
+        with self._sink.together():
+            for parameter, pieces in self._selected():
+                held.update(piece.path for piece in pieces)
+                if "optimizer" in self._observe:
+                    self._state(parameter, pieces)
+                if "param" in self._observe:
+                    self._emit_pieces(parameter, pieces, phase="param", slot="value")
+        self._let_go(self._was_held - held)
+        self._was_held |= held
+
+    def _let_go(self, paths: Collection[str]) -> None:
+        """Record that what becomes of parameters is not known which the optimizer no longer holds."""
+        for path in sorted(paths):
+            for phase, slot in (("grad", "grad"), ("optimizer", "state"), ("param", "value")):
+                if phase in self._observe:
+                    self._sink.unobserved(NOT_HELD, phase=phase, path=path, slot=slot, optimizer=self.name)
+
+    def _end_step(self, *_: Any) -> None:
+        if is_compiling():
+            return
+        self._calls += 1
+        if not self._left_out:
+            self._on_end(self.name)
+
+    def _before_scaler(self, optimizer: Optimizer) -> None:
+        if optimizer is self.optimizer:
+            self._calls_before_scaler = self._calls
+
+    def _after_scaler(self, skip: Callable[[], None], optimizer: Optimizer) -> None:
+        if not self._counts_skipped:
+            return
+        if optimizer is self.optimizer and self._calls == self._calls_before_scaler and not self._unsettled:
+            skip()
+            self._end_step()
+
+    def _skip(self) -> None:
+        """Record a step that a loss scaler has left out."""
+        self.before_step()
+        if self._sink.progress.observing and "optimizer" in self._observe:
+            self._numbers(1, path=self.name, slot=SKIPPED)
+        self.after_step()
+
+    def _begin_compiled(self) -> None:
+        self.settle()
+        self.before_step()
+
+    def _end_compiled(self) -> None:
+        self._unsettled = True
+
+    def updated(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
+        """What this rank updates itself, of what is held."""
+        inner = inner_optimizer(self.optimizer)
+        here = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+        return (held for held in self.held() if id(held[1]) in here)
+
+    def held(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
+        """Number of the group, parameter, and what it holds of which of the model's parameters."""
+        for number, entry in enumerate(self.optimizer.param_groups):
+            for position, parameter in enumerate(entry["params"]):
+                pieces = self._pieces_of(parameter)
+                if pieces is None:
+                    pieces = (Piece(path=f"{self.name}.groups[{number}].params[{position}]"),)
+                yield number, parameter, pieces
+
+    def _selected(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
+        for _, parameter, pieces in self.held():
+            if chosen := [piece for piece in pieces if self._selects(piece.path)]:
+                yield parameter, chosen
+
+    def _gradient(
+        self, parameter: Tensor, pieces: Sequence[Piece], *, stage: str = "", scaled: bool | None = None
+    ) -> None:
+        if parameter.grad is not None:
+            gradient = as_dense(parameter.grad)
+            self._emit_pieces(gradient, pieces, phase="grad", slot="grad", stage=stage, scaled=scaled)
+        elif parameter.requires_grad and not stage:
+            reason = "no gradient: parameter.grad is None when the optimizer steps"
+            for piece in pieces:
+                self._sink.unobserved(reason, phase="grad", path=piece.path, slot="grad", optimizer=self.name)
+
+    def _hyper_parameters(self) -> None:
+        for number, entry in enumerate(self.optimizer.param_groups):
+            for key, value in entry.items():
+                if key not in IMPLEMENTATION_CHOICES:
+                    self._numbers(value, path=f"{self.name}.groups[{number}]", slot=key)
+
+    def _state(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
+        for key, value in self.state_of(parameter).items():
+            if isinstance(value, (int, float)):
+                for piece in pieces:
+                    self._numbers(value, path=piece.path, slot=key)
+                continue
+            for slot, tensor in [(key, value)] if isinstance(value, Tensor) else tensors(value, key):
+                is_number = not tensor.dim() and parameter.dim()  # e.g. a count of steps, beside a piece of one element
+                if tensor.numel() == parameter.numel() and not is_number:
+                    self._emit_pieces(tensor, pieces, phase="optimizer", slot=slot)
+                    continue
+                for piece in pieces:
+                    self._emit(tensor, phase="optimizer", path=piece.path, slot=slot)
+
+    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        """What the optimizer keeps of something that it steps on; empty where it keeps nothing."""
+        state: Mapping[str, Any] = inner_optimizer(self.optimizer).state.get(parameter, {})
+        return state
+
+    def _numbers(self, value: Any, *, path: str, slot: str) -> None:
+        if isinstance(value, Tensor):
+            self._emit(value, phase="optimizer", path=path, slot=slot)
+        elif isinstance(value, (int, float)):
+            self._emit(as_tensor(value), phase="optimizer", path=path, slot=slot)
+        elif isinstance(value, (tuple, list)):
+            for index, one in enumerate(value):
+                self._numbers(one, path=path, slot=f"{slot}[{index}]")
+
+    def _emit_pieces(self, tensor: Tensor, pieces: Sequence[Piece], *, phase: str, slot: str, **about: Any) -> None:
+        emit_pieces(self._sink, tensor, pieces, phase=phase, slot=slot, optimizer=self.name, **about)
+
+    def _emit(self, tensor: Tensor, *, phase: str, path: str, slot: str) -> None:
+        self._sink.emit(tensor, phase=phase, path=path, slot=slot, optimizer=self.name)
+
+
+def has_closure(*call: Any) -> bool:
+    """Whether a hook on `step`, called with the optimizer, `args` and `kwargs`, was called for `step(closure)`."""
+    if len(call) < 3:
+        return False
+    _, args, kwargs = call  # `args` begins with the optimizer itself
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+
+
+def leaves_out(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer is about to leave its step out: a loss scaler has told it of infinite gradients.
+
+    Waits for the device.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and bool(found.item())

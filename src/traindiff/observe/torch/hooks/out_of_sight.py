@@ -1,0 +1,96 @@
+"""What traindiff computes itself is not seen by the modes of the training.
+
+A training may be inside a `TorchDispatchMode` or a `TorchFunctionMode`, which counts operators, keeps their results, or
+changes what they do: selective checkpointing, `FlopCounterMode`, `FakeTensorMode`, `torch.set_default_device`. An
+operator of a tap would be counted or kept with the others; in selective checkpointing that ends the training. So all
+modes of the thread are off while a tap is at work. Taps that put modes of their own among them do it `in_sight`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from traindiff.core._torch_compat import (
+    leave_dispatch_mode,
+    put_dispatch_modes,
+    take_dispatch_modes,
+    with_torch_function,
+    without_torch_function,
+)
+
+
+class _Hidden(threading.local):
+    """The modes that are off just now, the outermost first; None where none were taken off."""
+
+    modes: list[Any] | None = None
+
+
+_hidden = _Hidden()
+
+
+class out_of_sight:  # noqa: N801  a context like those of the standard library; a generator costs a microsecond more
+    """Inside it, on this thread, no mode sees which operators are called.
+
+    Args:
+        functions: Nor which functions of torch. A subclass of tensors that overrides these is not asked then, so what
+            they return is no tensor of this class: not for what the training goes on with.
+    """
+
+    __slots__ = ("_functions", "_is_outermost", "_without")
+
+    def __init__(self, *, functions: bool = True) -> None:
+        self._functions = functions
+
+    def __enter__(self) -> None:
+        self._is_outermost = _hidden.modes is None
+        self._without = None
+        if self._is_outermost:
+            if self._functions:
+                self._without = without_torch_function()
+                self._without.__enter__()
+            _hidden.modes = take_dispatch_modes()
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_outermost:
+            modes, _hidden.modes = _hidden.modes, None
+            put_dispatch_modes(modes or ())
+            if self._without is not None:
+                self._without.__exit__(None, None, None)
+
+
+@contextmanager
+def in_sight() -> Iterator[None]:
+    """Inside it, the modes of the training are on again: to change them, or to call what is the training's own."""
+    if _hidden.modes is None:
+        yield
+        return
+    modes, _hidden.modes = _hidden.modes, None
+    put_dispatch_modes(modes)
+    try:
+        with with_torch_function():
+            yield
+    finally:
+        _hidden.modes = take_dispatch_modes()
+
+
+def with_functions() -> AbstractContextManager[Any]:
+    """Inside it, functions of torch do again what the training has made of them, e.g. on its default device.
+
+    For code of the training's that a tap calls: dispatch modes, which count operators, still do not see it.
+    """
+    return nullcontext() if _hidden.modes is None else with_torch_function()
+
+
+def enter_mode(mode: Any) -> None:
+    """Put a `TorchDispatchMode` of a tap above those of the training."""
+    with in_sight():
+        mode.__enter__()
+
+
+def leave_mode(mode: Any) -> None:
+    """Take it off again, wherever it is among them."""
+    with in_sight():
+        leave_dispatch_mode(mode)

@@ -1,0 +1,109 @@
+"""Observe what each micro-batch contributes to the gradients of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from traindiff.core.shards import Piece
+from traindiff.core.site import canonical_path
+from traindiff.observe.torch.hooks.context import PiecesOf, TapContext, emit_pieces
+from traindiff.observe.torch.hooks.followed_modules import HeldHooks
+from traindiff.observe.torch.hooks.optimizer_step import as_dense
+
+
+def attach(context: TapContext) -> ExitStack:
+    """Summarise each contribution before it is added to `.grad` (phase `grad`, stage `micro`).
+
+    Contributions are terms of a sum. What the optimizer later sees can be held against that sum,
+    which shows a contribution that was lost, doubled or scaled on the way.
+
+    Returns:
+        Close it to remove the tap.
+    """
+    with ExitStack() as undo:
+        undo.enter_context(_Leaves(context).attach())
+        undo.enter_context(_gathered(context))
+        return undo.pop_all()
+
+
+class _Leaves:
+    """The hooks on what autograd differentiates by, which a training may remove, and replace with what it is on."""
+
+    def __init__(self, context: TapContext) -> None:
+        self._context = context
+        self._hooks: dict[int, tuple[Tensor, HeldHooks]] = {}
+
+    def attach(self) -> ExitStack:
+        look = self._context.sink.guarded("parameter_gradients", self._look)
+        self._context.moments.before_forward.append(look)
+        self._context.moments.before_backward.append(look)
+        self._context.moments.after_step.append(look)
+        with ExitStack() as undo:
+            undo.callback(self._remove)
+            self._follow()
+            return undo.pop_all()
+
+    def _follow(self) -> None:
+        for leaf in self._context.leaves:
+            if leaf.requires_grad and id(leaf) not in self._hooks:
+                hooks = HeldHooks()
+                hooks.on_gradient(leaf, _hook(self._context, leaf, self._context.pieces_of))
+                self._hooks[id(leaf)] = leaf, hooks
+
+    def _look(self, *roots: Any) -> None:  # noqa: ARG002
+        """Before the backward pass nothing of it is lost."""
+        leaves = {id(leaf) for leaf in self._context.leaves}
+        for key, (_, hooks) in [*self._hooks.items()]:
+            if key not in leaves or not hooks.are_there():
+                hooks.remove()
+                del self._hooks[key]
+        self._follow()
+
+    def _remove(self) -> None:
+        for _, hooks in self._hooks.values():
+            hooks.remove()
+        self._hooks.clear()
+
+
+def _gathered(context: TapContext) -> ExitStack:
+    """The same for modules of FSDP2, which puts gathered parameters in the places of its own while they compute."""
+    hooked: dict[int, Tensor] = {}  # the tensors themselves, so that no other gets the id of one
+    undo = ExitStack()
+
+    def before_forward(prefix: str, module: nn.Module, *_: Any) -> None:
+        for name, parameter in module.named_parameters():
+            path = context.first_name(canonical_path(f"{prefix}.{name}" if prefix else name))
+            if id(parameter) in hooked or not parameter.requires_grad or not context.selects(path):
+                continue
+            hooked[id(parameter)] = parameter
+            undo.callback(parameter.register_hook(_hook(context, parameter, _whole(path))).remove)
+
+    undo.callback(hooked.clear)
+    for prefix, module in context.gathering.items():
+        hook = context.sink.guarded("parameter_gradients", partial(before_forward, prefix))
+        undo.callback(module.register_forward_pre_hook(hook).remove)  # behind the one that gathers
+    return undo
+
+
+def _whole(path: str) -> PiecesOf:
+    return lambda parameter, size=None: (Piece(path=path),)  # noqa: ARG005
+
+
+def _hook(context: TapContext, leaf: Tensor, pieces_of: PiecesOf) -> Callable[..., Any]:
+    return context.sink.guarded("parameter_gradients", partial(_contribution, context, leaf, pieces_of))
+
+
+def _contribution(context: TapContext, leaf: Tensor, pieces_of: PiecesOf, gradient: Tensor | None) -> None:
+    sink = context.sink
+    if gradient is None or not sink.progress.observing:
+        return  # a function of the user's may give None
+    gradient = as_dense(gradient)
+    for piece in pieces_of(leaf, gradient.numel()) or ():
+        if context.selects(piece.path):
+            call = sink.progress.next_call(piece.path, "micro")
+            emit_pieces(sink, gradient, [piece], phase="grad", slot="grad", stage="micro", call=call, merge="sum")

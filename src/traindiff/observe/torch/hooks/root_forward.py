@@ -1,0 +1,257 @@
+"""Observe what the root module receives, and random state around its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from traindiff.core._torch_compat import inside_backward
+from traindiff.core.kernels.torch_arrays import shape_of
+from traindiff.core.observation import ITSELF, UNSEEN
+from traindiff.observe.common.batch_axis import batch_first
+from traindiff.observe.common.progress import Progress, Rounds
+from traindiff.observe.torch.hooks.compiled import RootObserver, tap_compiled_root
+from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks
+from traindiff.observe.torch.hooks.nested import tensors
+from traindiff.observe.torch.hooks.silent_modules import takes_hooks
+
+
+def given_to_training(inputs: Sequence[tuple[str, Tensor]], progress: Progress, *, several: bool) -> list[str]:
+    """Slots of the inputs of a module that are part of the batch.
+
+    Where the loop calls one module only, every input of it is. Otherwise what has a graph was computed, and so may
+    any floating-point tensor be that comes after another module was called, since the last backward pass: the images
+    of a generator that its discriminator is given. The batch must be the same in two runs to the bit; what was
+    computed need not.
+
+    Args:
+        inputs: By slot.
+        progress: Where the training is, before the call that takes them is counted.
+        several: Whether its loop calls several modules.
+    """
+    if not several:
+        return [slot for slot, _ in inputs]
+    follows_another = progress.forward_done and not progress.backward_done
+    return [
+        slot
+        for slot, tensor in inputs
+        if tensor.grad_fn is None and not (follows_another and tensor.is_floating_point())
+    ]
+
+
+_UNSEEN_PHASES = (("batch", ""), ("forward", ""), ("loss", ""), ("backward", ""), ("grad", "micro"))
+"""What is not known, or filed in the wrong place, of a step whose forward pass was not seen."""
+
+
+def attach(context: TapContext) -> ExitStack:
+    """Follow the root's forward passes. Close the result to remove the tap."""
+    return RootForwardTap(context).attach()
+
+
+class RootForwardTap:
+    """Follow the root's forward passes: they delimit micro-steps and carry the batch.
+
+    The root's tensor inputs (phase `batch`) and the state of torch's random number generators before and after
+    every forward pass are recorded where `batch` is observed; if not, only progress is kept. Where the training loop
+    calls several modules, a call inside another is part of that one's pass, and what they seem to hand to each other
+    is no input of the training: it is an activation (phase `forward`). That it does so may show only when a step
+    begins with a part of the model: from then on the parts are followed, too.
+
+    Args:
+        context: The training.
+    """
+
+    def __init__(self, context: TapContext) -> None:
+        self._context = context
+        self._sink = context.sink
+        self._batch_axis = context.batch_axis
+        self._observe_batch = "batch" in context.observe
+        self._running: list[AbstractContextManager[None]] = []
+        self._num_nested = 0
+        self._num_passes = 0  # since the latest backward pass, or the beginning of the step
+        self._most_passes = 0  # that there ever were before one
+        self._rounds = Rounds(context.sink.progress)
+        self._calls_several = context.several_roots
+        self._paths = {**context.root_paths, **{id(part): path for path, part in context.parts.items()}}
+        # What fails while it looks at the batch must not stop the counting of micro-steps.
+        self._observe_inputs = self._sink.guarded("batch", self._inputs)
+        self._observe_end = self._sink.guarded("batch", self._random_state_after)
+
+    def attach(self) -> ExitStack:
+        """See `attach`."""
+        followed = self._context.followed
+        with ExitStack() as undo:
+            roots = [(self._paths[id(root)], root) for root in self._context.roots]
+            undo.enter_context(followed.follow(roots, Following(hook=self._hook, lost=self._lost, calls_follow=True)))
+            parts = {path: part for path, part in self._context.parts.items() if takes_hooks(part)}
+            how = Following(hook=self._hook_part, lost=self._lost_part, calls_follow=True)
+            undo.enter_context(followed.follow(parts, how))
+            return undo.pop_all()
+
+    def _hook(self, path: str, root: nn.Module, hooks: HeldHooks) -> None:
+        guarded = partial(self._sink.guarded, "root_forward")
+        self._paths[id(root)] = self._context.root_paths[id(root)] = path
+        hooks.before_forward(root, guarded(self._begin), with_kwargs=True, prepend=True)
+        hooks.after_forward(root, guarded(self._end), with_kwargs=True, always_call=True)
+        compiled = RootObserver(begin=guarded(partial(self._begin_with, path)), end=guarded(self._end))
+        hooks.undo.enter_context(tap_compiled_root(root, compiled))
+
+    def _hook_part(self, path: str, part: nn.Module, hooks: HeldHooks) -> None:
+        guarded = partial(self._sink.guarded, "root_forward")
+        self._paths[id(part)] = path
+        hooks.before_forward(part, guarded(self._begin_part), with_kwargs=True, prepend=True)
+        hooks.after_forward(part, guarded(self._end_part), with_kwargs=True, always_call=True)
+
+    def _lost(self, path: str, why: str) -> None:  # noqa: ARG002
+        progress = self._sink.progress
+        if not why or self._has_seen_all():
+            return
+        progress.forward_done |= torch.is_grad_enabled()
+        for phase, stage in _UNSEEN_PHASES if progress.observing else ():
+            self._sink.unobserved(f"{UNSEEN}: {why}", phase=phase, path=ITSELF, slot="root_forward", stage=stage)
+
+    def _has_seen_all(self) -> bool:
+        """Whether as many passes were seen since the last backward pass as there ever were before one."""
+        begins = self._sink.progress.backward_done or not self._sink.progress.forward_done
+        return not begins and 0 < self._most_passes <= self._num_passes
+
+    def _lost_part(self, path: str, why: str) -> None:
+        if self._calls_several:
+            self._lost(path, why)
+
+    def _begin_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        progress = self._sink.progress
+        if not self._calls_several:
+            if not all(self._context.followed.is_intact(root) for root in self._context.roots):
+                return  # the part was called by a root, without the hooks of that
+            has_begun = progress.in_forward or progress.forward_done or inside_backward()
+            if has_begun or progress.hidden or progress.chunk is not None or not torch.is_grad_enabled():
+                return
+            self._calls_several = True
+        self._begin(part, args, kwargs)
+
+    def _end_part(self, *_: Any) -> None:
+        if self._calls_several:
+            self._end()
+
+    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        positional, named = list(tensors(args, "input")), list(tensors(kwargs, "input"))
+        self._begin_with(
+            self._paths[id(root)],
+            [*positional, *named],
+            evaluating=not torch.is_grad_enabled(),
+            handed_on=len(positional),
+        )
+
+    def _begin_with(
+        self, path: str, inputs: Sequence[tuple[str, Tensor]], *, evaluating: bool, handed_on: int = 0
+    ) -> None:
+        progress, chunk = self._sink.progress, self._sink.progress.chunk
+        if progress.hidden:
+            return
+        if self._is_nested():
+            self._num_nested += 1
+            self._running.append(nullcontext())
+            progress.given = frozenset()
+            return
+        for before_forward in self._context.moments.before_forward:
+            before_forward()
+        if not evaluating and not progress.forward_done and progress.batch is None:
+            with progress.before_all_chunks():
+                for before_step in self._context.moments.before_step:
+                    before_step()
+        if not evaluating:
+            self._count_pass()
+        given = given_to_training(inputs, progress, several=self._calls_several)
+        progress.given = frozenset(given)
+        forward = progress.forward(
+            self._batch_axis.of_batch(self._shape(*one) for one in inputs),
+            evaluating=evaluating,
+            continues=self._calls_several and not evaluating and self._rounds.continues(path),
+        )
+        forward.__enter__()
+        self._running.append(forward)
+        if self._observes:
+            # What a stage of a pipeline hands to the next is no input of the whole model.
+            self._observe_inputs(path, inputs if chunk is None or chunk.is_first else inputs[handed_on:])
+
+    def _count_pass(self) -> None:
+        if self._sink.progress.backward_done or not self._sink.progress.forward_done:
+            self._most_passes = max(self._most_passes, self._num_passes)
+            self._num_passes = 0
+        self._num_passes += 1
+
+    def _end(self, *_: Any) -> None:
+        if self._sink.progress.hidden:
+            return
+        if not self._running:  # the hooks were attached in the middle of a forward pass, or the one before it is gone
+            self._ended()
+            return
+        if self._num_nested:
+            self._num_nested -= 1
+            self._running.pop()
+            return
+        observes = self._observes and not self._sink.progress.evaluating
+        self._running.pop().__exit__(None, None, None)
+        if observes:
+            self._observe_end()
+        self._ended()
+
+    def _ended(self) -> None:
+        for after_forward in self._context.moments.after_forward:
+            after_forward()
+
+    @property
+    def _observes(self) -> bool:
+        progress = self._sink.progress
+        return progress.observing and self._observe_batch and (self._context.evaluation or not progress.evaluating)
+
+    def _is_nested(self) -> bool:
+        """Whether a call of a root is a part of another's: made by it, or made again in the backward pass."""
+        return self._calls_several and (bool(self._running) or inside_backward())
+
+    def _inputs(self, path: str, inputs: Sequence[tuple[str, Tensor]]) -> None:
+        progress = self._sink.progress
+        stage = "evaluation" if progress.evaluating else ""
+        call = progress.next_call(path, f"inputs {stage}")
+        for slot, tensor in inputs:
+            phase = "batch" if slot in progress.given else "forward"
+            if phase not in self._context.observe:
+                continue
+            site = (phase, stage, path, slot, str(call))
+            regions = self._context.regions_of(tensor, path, slot)
+            shape = self._shape(slot, tensor)
+            axis, shard = self._batch_axis.split(shape, path=path, slot=slot, site=site, progress=progress)
+            region = regions.value.batch_first(axis) if regions else None
+            rows = batch_first(tensor, axis)
+            self._sink.emit(rows, phase=phase, path=path, slot=slot, stage=stage, call=call, shard=shard, region=region)
+        if not progress.evaluating:
+            self._random_state(call=progress.next_call("", "rng before"), stage="before")
+
+    def _shape(self, slot: str, tensor: Tensor) -> tuple[int, ...]:
+        """Shape of an input; where ranks hold parts of it, of all of it."""
+        regions = self._context.regions_of(tensor, "", slot)
+        return regions.value.shape if regions else shape_of(tensor)
+
+    def _random_state_after(self) -> None:
+        self._random_state(call=self._sink.progress.next_call("", "rng after"), stage="after")
+
+    def _random_state(self, *, call: int, stage: str) -> None:
+        chunk = self._sink.progress.chunk
+        call = call if chunk is None else chunk.stage  # each rank has generators of its own
+        for device, read in _generators():
+            self._sink.emit(read(), phase="batch", path="rng", slot=device, stage=stage, call=call)
+
+
+def _generators() -> list[tuple[str, Callable[[], Tensor]]]:
+    """The global generators of torch: reading their state draws nothing and waits for no device."""
+    found: list[tuple[str, Callable[[], Tensor]]] = [("cpu", torch.get_rng_state)]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found.append(("cuda", torch.cuda.get_rng_state))
+    return found

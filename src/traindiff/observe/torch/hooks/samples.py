@@ -1,0 +1,70 @@
+"""Observe the samples of each batch one by one, so that another order of them, or another sample, can be told."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from traindiff.core.observation import SAMPLE
+from traindiff.observe.common.batch_axis import batch_first
+from traindiff.observe.common.sink import Sink
+from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks
+from traindiff.observe.torch.hooks.nested import tensors
+
+MOST = 512
+"""Samples of one input and micro-batch that are observed; of a larger batch none is."""
+
+
+def attach(context: TapContext) -> ExitStack:
+    """Summarise each sample of the inputs of the roots (phase `batch`, stage `sample`). Close the result to end it."""
+    hook = context.sink.guarded("samples", _Samples(context).inputs)
+
+    def hook_root(_: str, root: nn.Module, hooks: HeldHooks) -> None:
+        hooks.before_forward(root, hook, with_kwargs=True)
+
+    # What is lost with them, `root_forward` says.
+    how = Following(hook=hook_root, lost=lambda *_: None, calls_follow=True)
+    return context.followed.follow([(context.root_paths[id(root)], root) for root in context.roots], how)
+
+
+class _Samples:
+    def __init__(self, context: TapContext) -> None:
+        self._sink = context.sink
+        self._batch_axis = context.batch_axis
+        self._root_paths = context.root_paths
+
+    def inputs(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        progress = self._sink.progress
+        path = self._root_paths[id(root)]
+        chunk = progress.chunk
+        if not progress.observing or progress.evaluating or not torch.is_grad_enabled():
+            return
+        inputs = [] if chunk is not None and not chunk.is_first else list(tensors(args, "input"))
+        call = progress.next_call(path, "samples")
+        for slot, tensor in [*inputs, *tensors(kwargs, "input")]:
+            if slot not in progress.given:
+                continue
+            axis = self._batch_axis.axis_of_samples(tensor, progress.current_batch, path=path, slot=slot)
+            if axis is not None and not call:
+                emit_samples(self._sink, batch_first(tensor, axis), path=path, slot=slot)
+
+
+def emit_samples(sink: Sink, batch: Tensor, *, path: str, slot: str, micro_step: int | None = None) -> None:
+    """Record the samples of a batch one by one, unless they are more than `MOST`.
+
+    Args:
+        sink: Receives the observations.
+        batch: With one entry of axis 0 per sample; any device, never changed.
+        path: Where the batch is seen.
+        slot: Which tensor there.
+        micro_step: That it belongs to, where that is not the current one.
+    """
+    if len(batch) > MOST:
+        return
+    with sink.together():
+        for number, sample in enumerate(batch.detach()):
+            sink.emit(sample, phase="batch", path=path, slot=slot, stage=SAMPLE, call=number, micro_step=micro_step)

@@ -1,0 +1,225 @@
+"""Write down what a module computes: its operators, their arguments, and every tensor that comes from outside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from traindiff.core._torch_compat import without_onednn
+from traindiff.observe.torch.hooks.nested import replaced, tensors
+from traindiff.observe.torch.hooks.out_of_sight import with_functions
+from traindiff.observe.torch.nonfinite.allowed_operators import RefusedOperatorError, check
+from traindiff.observe.torch.nonfinite.calls import slots, within
+from traindiff.observe.torch.nonfinite.operations import NotWritableError, Operation, to_json
+from traindiff.observe.torch.nonfinite.trail import is_inexact
+
+
+@dataclass(slots=True, kw_only=True)
+class CapturedCall:
+    """One call of a module, as its operators.
+
+    Attributes:
+        inputs: Numbers of its tensors, by slot: `input[0]`, `input.mask`.
+        weights: Numbers of parameters and buffers, by name.
+        outputs: Numbers of what it returned, by slot.
+        gradients: Numbers of the gradients that came back to its outputs, by slot; empty where only the forward pass
+            counts.
+        trained: Numbers of the inputs and parameters by which the backward pass differentiates.
+        operations: In the order in which they were run.
+        tensors: Values of what came from outside, of random draws too, by number.
+    """
+
+    inputs: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, int] = field(default_factory=dict)
+    gradients: dict[str, int] = field(default_factory=dict)
+    trained: list[int] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+
+
+@torch.inference_mode(mode=False)  # in inference mode composite operators are not taken apart
+def capture(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    gradients: Mapping[str, Tensor] | None = None,
+    random_state: Tensor | None = None,
+) -> CapturedCall:
+    """Call a copy of a module and write down what it does.
+
+     The module itself is not called, so that its buffers, counters and hooks stay as they are. Random generators are
+    given back as they were.
+
+    Args:
+        module: Any. Its parameters and buffers must be whole here.
+        args: Positional arguments; tensors in them are copied.
+        kwargs: The others.
+        gradients: What came back to its outputs, by slot.
+        random_state: Of the CPU's generator when the call began, so that masks of dropout are those of the call. Left
+            out, as on a GPU, they are others.
+
+    Returns:
+        The call.
+
+    Raises:
+        NotWritableError: The module cannot be copied, fails, or calls an operator that `traindiff replay` does not
+            call, or whose arguments cannot be written down.
+    """
+    copied = _copy(module)
+    given = [one for _, one in tensors((list(args), dict(kwargs)), "input")]
+    by_id = {id(one): _copied(one) for one in given}
+    writer = _Writer()
+    call = writer.call
+    for slot, one in slots(args, kwargs):
+        if isinstance(one, Tensor):
+            call.inputs[slot] = writer.keep(by_id[id(one)])
+    trained = dict(copied.named_parameters(remove_duplicate=False))
+    named = (*trained.items(), *copied.named_buffers(remove_duplicate=False))
+    call.weights.update((name, writer.keep(one)) for name, one in named)
+    if gradients:
+        differentiated = (*call.inputs.values(), *(call.weights[name] for name in trained))
+        call.trained += [number for number in differentiated if is_inexact(call.tensors[number])]
+    devices = {one.device.index or 0 for one in (*given, *copied.parameters()) if one.device.type == "cuda"}
+    try:
+        drawing = torch.random.fork_rng(devices=sorted(devices))
+        with torch.no_grad(), drawing, without_onednn(), with_functions(), writer:
+            if random_state is not None:
+                torch.set_rng_state(random_state)
+            output = copied.forward(*replaced(list(args), by_id), **replaced(dict(kwargs), by_id))
+    except NotWritableError:
+        raise
+    except Exception as error:
+        raise NotWritableError(f"calling it again raised {type(error).__name__}: {error}") from error
+    call.outputs.update((slot, writer.number(one)) for slot, one in within(output, "output") if isinstance(one, Tensor))
+    call.gradients.update((slot, writer.keep(one)) for slot, one in (gradients or {}).items())
+    return call
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """A copy without hooks. Parameters are plain copies: what an engine has attached to them is not copied."""
+    memo: dict[int, Any] = {}
+    for one in (*module.parameters(), *module.buffers()):
+        if type(one) not in (nn.Parameter, Tensor):
+            raise NotWritableError(f"a parameter is a {type(one).__name__}, which holds only a part of it here")
+        if hasattr(one, "ds_shape"):
+            raise NotWritableError("DeepSpeed holds only a part of a parameter here")
+        value = _copied(one)
+        memo[id(one)] = nn.Parameter(value, requires_grad=False) if isinstance(one, nn.Parameter) else value
+    hooks = [(inner, name, value) for inner in module.modules() for name, value in _hooks_of(inner)]
+    for inner, name, _ in hooks:
+        inner.__dict__[name] = type(inner.__dict__[name])()
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise NotWritableError(f"copying it raised {type(error).__name__}: {error}") from error
+    finally:
+        for inner, name, value in hooks:
+            inner.__dict__[name] = value
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    try:
+        return tensor.detach().clone()
+    except RuntimeError as error:  # no memory, as a rule
+        raise NotWritableError(f"copying a parameter raised {type(error).__name__}: {error}") from error
+
+
+def _hooks_of(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(module).items() if name.endswith("_hooks") and value]
+
+
+_DRAWS = frozenset(
+    {
+        "bernoulli", "bernoulli_", "exponential_", "normal", "normal_", "rand", "rand_like", "randint", "randint_like",
+        "randn", "randn_like", "random_", "randperm", "uniform", "uniform_",
+    }
+)  # fmt: skip
+"""Operators whose output is nothing but random numbers: these are kept, so that every run again has the same ones."""
+
+
+def _takes_its_dtype_from_a_default(func: Any, kwargs: Mapping[str, Any], output: Any) -> bool:
+    """Whether an operator makes a tensor of nothing but sizes and numbers, in a dtype that nobody has named.
+
+    It would be another one where torch has another default dtype, and stay the same one in a longer dtype.
+    """
+    arguments = {one.name: str(one.real_type) for one in func._schema.arguments}
+    return (
+        isinstance(output, Tensor)
+        and "dtype" in arguments
+        and kwargs.get("dtype") is None
+        and not any("Tensor" in kind for kind in arguments.values())
+    )
+
+
+class _Writer(TorchDispatchMode):
+    """Writes down every operator that is called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.call = CapturedCall()
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # ids are those of objects that live
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of a tensor; what no operator has made comes from outside, and its value is kept."""
+        found = self._numbers.get(id(tensor))
+        return self.keep(tensor) if found is None else found
+
+    def keep(self, tensor: Tensor) -> int:
+        """Number a tensor that comes from outside, and keep its value as it is now."""
+        known = self._numbers.get(id(tensor))
+        if known is not None:
+            return known
+        number = self._new(tensor)
+        self.call.tensors[number] = tensor.detach().clone()
+        return number
+
+    def _new(self, tensor: Tensor) -> int:
+        number = self._numbers[id(tensor)] = len(self._alive)
+        self._alive.append(tensor)
+        return number
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = str(func)
+        try:
+            written = to_json(args, self.number), {key: to_json(one, self.number) for key, one in kwargs.items()}
+        except NotWritableError as error:
+            raise NotWritableError(f"{name}: {error}") from None
+        output = func(*args, **kwargs)
+        if _takes_its_dtype_from_a_default(func, kwargs, output):
+            written[1]["dtype"] = to_json(output.dtype, self.number)
+        drawn: list[int] = []
+        if name.split(".")[1] in _DRAWS:
+            drawn = [self._keep_value(one) for _, one in tensors(output, "")]
+        made = to_json(output, self._output_number)
+        operation = Operation(name=name, args=written[0], kwargs=written[1], output=made, drawn=tuple(drawn))
+        try:
+            check(operation)
+        except RefusedOperatorError as error:
+            raise NotWritableError(str(error)) from None
+        self.call.operations.append(operation)
+        return output
+
+    def _output_number(self, tensor: Tensor) -> int:
+        """The number of what an operator returned: its own, or that of the tensor that it wrote into."""
+        found = self._numbers.get(id(tensor))
+        return self._new(tensor) if found is None else found
+
+    def _keep_value(self, tensor: Tensor) -> int:
+        """Keep the value that a tensor has now under a number of its own."""
+        value = tensor.detach().clone()
+        number = len(self._alive)
+        self._alive.append(value)
+        self.call.tensors[number] = value
+        return number

@@ -1,0 +1,269 @@
+"""The origin: the first tensor that is not finite although everything that it was computed from is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from traindiff.core.kernels.extent import extent
+from traindiff.core.site import ROOT, printable
+from traindiff.errors import UnsupportedTensorError
+from traindiff.observe.torch.nonfinite.calls import Call
+from traindiff.observe.torch.nonfinite.frames import Frame
+from traindiff.observe.torch.nonfinite.reading import Reading, only_masks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a training's numbers first became NaN or infinite.
+
+    Attributes:
+        step: The step, counted from 0.
+        micro_step: The micro-step in it, counted from 0.
+        rank: The rank that has found it.
+        phase: `batch`, `forward`, `loss`, `backward`, `grad`, `optimizer` or `param`.
+        path: Canonical path of the module or parameter.
+        slot: Which tensor of it: `output`, `input[0]`, `grad`, `exp_avg_sq`.
+        says: One sentence.
+        saved: Directory with its tensors, for `traindiff replay`; None where nothing was saved.
+    """
+
+    step: int
+    micro_step: int
+    rank: int
+    phase: str
+    path: str
+    slot: str
+    says: str
+    saved: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """An origin while the training is still at it.
+
+    Attributes:
+        phase: See `Origin`.
+        path: See `Origin`.
+        slot: See `Origin`.
+        says: See `Origin`.
+        call: The call of a module that computed it, where one is known.
+        arguments: What the call was given, where that still lives.
+        random_state: Of the CPU's generator when the call began, where it is known.
+        gradients: Gradients of the call's outputs by slot, where its backward pass is what failed.
+        tensors: Further tensors to save, by name.
+        frame: What is printed of the call in which it was seen, which has not ended.
+    """
+
+    phase: str
+    path: str
+    slot: str
+    says: str
+    call: Call | None = None
+    arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+    random_state: Tensor | None = None
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    frame: Frame | None = None
+
+
+def of_input(call: Call, slot: str, reading: Reading, tensor: Tensor | None) -> Found:
+    """An input is not finite, and nothing before it was: the batch, or code between modules."""
+    kept = {} if tensor is None else {slot: tensor}
+    if call.parent is None:
+        says = f"The batch: {_site(call.path, slot)} {_is(reading)} when the forward pass begins."
+        return Found(phase="batch", path=call.path, slot=slot, says=says, tensors=kept, frame=call.frame)
+    parent = call.parent
+    since = f"between {_named(call.behind)} and {_named(call.path)}" if call.behind else f"before {_named(call.path)}"
+    names = _bad_weights(parent)
+    but = f", but {_and(names)} of {_named(parent.path)} is not" if names else ""
+    says = (
+        f"{_site(call.path, slot)} {_is(reading)}, made by the code of {_named(parent.path)} ({parent.kind}) itself, "
+        f"{since}: what that was given, and every output before it, is finite{but}."
+    )
+    return Found(
+        phase="forward", path=call.path, slot=slot, says=says, call=parent, arguments=parent.arguments,
+        random_state=parent.random_state, tensors=kept, frame=call.frame,
+    )  # fmt: skip
+
+
+def of_output(call: Call, slot: str, reading: Reading) -> Found:
+    """An output is not finite; the inputs are."""
+    given = [line for line in call.frame.lines if line.reading is not None and not line.name.startswith("output")]
+    whole = f"{_site(call.path, slot)} {_is(reading)}"
+    if names := _bad_weights(call):
+        by_code = all(name in dict(call.module.named_parameters(recurse=False)) for name in names)
+        changed = ", changed outside of the optimizer" if by_code else ""
+        says = f"{whole}, as does {_and(names)} of {_named(call.path)}{changed}."
+    else:
+        largest = ", ".join(
+            f"{line.name} up to {line.reading.extent.largest:.3g}"
+            for line in given
+            if line.reading is not None and line.reading.extent is not None and line.reading.dtype.is_floating_point
+        )
+        sizes = f" ({largest})" if largest else ""
+        hint = f' If its -inf masks something on purpose, say so: masks="{_as_mask(call.path, slot)}".'
+        says = f"{whole}; what {call.kind} was given is finite{sizes}{_limit(reading)}.{hint if reading.masks else ''}"
+    return Found(
+        phase="forward", path=call.path, slot=slot, says=says, call=call, arguments=call.arguments,
+        random_state=call.random_state,
+    )  # fmt: skip
+
+
+def _bad_weights(call: Call) -> list[str]:
+    """Own parameters and buffers that are not finite now, whatever was read of them before; no masks."""
+    parameters = [name for name, one in call.module.named_parameters(recurse=False) if not _is_finite(one)]
+    buffers = call.module.named_buffers(recurse=False)
+    return parameters + [name for name, one in buffers if not _is_finite(one) and not only_masks(one)]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all is finite that a tensor holds here; what cannot be read is not held against it."""
+    try:
+        return extent(tensor).is_finite
+    except UnsupportedTensorError:
+        return True
+
+
+def of_seen_output(path: str, slot: str, reading: Reading) -> Found:
+    """An output in compiled code is not finite; every one before it is."""
+    says = (
+        f"{_site(path, slot)} {_is(reading)}; every output that was seen before it is finite. "
+        "It was computed in compiled code, where inputs are not seen."
+    )
+    return Found(phase="forward", path=path, slot=slot, says=says)
+
+
+def of_seen_gradient(path: str, slot: str, reading: Reading) -> Found:
+    """A gradient in compiled code is not finite; every one before it is."""
+    says = (
+        f"The gradient that comes back to {_site(path, slot)} in compiled code {_is(reading)}; those before it do not."
+    )
+    return Found(phase="backward", path=path, slot=f"grad {slot}", says=says)
+
+
+def of_loss(reading: Reading, outputs: bool) -> Found:  # noqa: FBT001
+    """The loss is not finite; every output of a module is."""
+    seen = ": every output of a module is finite, so the loss function made it" if outputs else ""
+    return Found(phase="loss", path="loss", slot="backward", says=f"The loss {_is(reading)}{seen}.")
+
+
+def of_gradient(call: Call, slot: str, reading: Reading) -> Found:
+    """A gradient that comes back to an output is not finite; those before it in the backward pass are."""
+    takers = {taker.path: taker for taker, _ in call.takers.get(slot, ())}
+    parent = call.passed_on.get(slot, call).parent
+    begins = f"The gradient that comes back to {_site(call.path, slot)} {_is(reading)}"
+    blamed: Call | None = None
+    if len(takers) == 1:
+        blamed = next(iter(takers.values()))
+        what = f"made by the backward pass of {_named(blamed.path)} ({blamed.kind})"
+    elif takers:
+        what = f"the sum of what the backward passes of {_and([_named(path) for path in takers])} made"
+    elif parent is None:
+        what = "made by the backward pass of the loss"
+    else:
+        blamed = parent
+        what = (
+            f"made by the backward pass of the code of {_named(blamed.path)} ({blamed.kind}) behind {_named(call.path)}"
+        )
+    says = f"{begins}: {what}{_grown(blamed)}; every gradient before it is finite."
+    return Found(phase="backward", path=call.path, slot=f"grad {slot}", says=says, call=blamed)
+
+
+def of_input_gradient(call: Call, slot: str, reading: Reading) -> Found:
+    """The gradient of what a module was given is not finite; those before it in the backward pass are."""
+    says = (
+        f"The gradient of {_site(call.path, slot)} {_is(reading)}: made by the backward pass of {_named(call.path)} "
+        f"({call.kind}){_grown(call)}; every gradient before it is finite."
+    )
+    return Found(phase="backward", path=call.path, slot=f"grad {slot}", says=says, call=call)
+
+
+def of_parameter_gradient(path: str, reading: Reading, others: int, tensor: Tensor | None) -> Found:
+    """The gradient of a parameter is not finite when the optimizer steps; the gradients of all activations are."""
+    more = f" (of {others + 1} such, that of the module which was called last)" if others else ""
+    says = (
+        f"The gradient of {path} {_is(reading)} when the optimizer steps{more}; "
+        "no gradient of an activation was seen that is not finite."
+    )
+    kept = {} if tensor is None else {f"{path} grad": tensor}
+    return Found(phase="grad", path=path, slot="grad", says=says, tensors=kept)
+
+
+def of_step(path: str, slot: str, reading: Reading, gradient: Reading | None, tensors: Mapping[str, Tensor]) -> Found:
+    """The optimizer has made a state or a parameter that is not finite, of gradients that are."""
+    what = f"{path} {slot}" if slot != "value" else f"The parameter {path}"
+    given = ""
+    if gradient is not None and gradient.extent is not None:
+        largest = gradient.extent.largest
+        square = f", its square {largest * largest:.3g}" if slot.endswith("_sq") else ""
+        given = f": its gradient is finite (up to {largest:.3g}{square})"
+    says = f"{what} {_is(reading)} after the step{given}{_limit(reading)}."
+    return Found(phase="param" if slot == "value" else "optimizer", path=path, slot=slot, says=says, tensors=tensors)
+
+
+def of_buffer(path: str, reading: Reading, *, first: bool) -> Found:
+    """A buffer has become NaN or infinite, and nothing else; or was so before the first step."""
+    when = (
+        "before it is first used" if first else "after the step, and did not before; what was computed in it is finite"
+    )
+    says = f"The buffer {path} {_is(reading)} {when}."
+    return Found(phase="param", path=path, slot="buffer", says=says)
+
+
+def of_setting(path: str, slot: str, reading: Reading) -> Found:
+    """A setting of the optimizer is not finite."""
+    return Found(phase="optimizer", path=path, slot=slot, says=f"The setting {slot} of {path} {_is(reading)}.")
+
+
+def of_first_parameter(path: str, reading: Reading, tensor: Tensor | None) -> Found:
+    """A parameter is not finite before the first step."""
+    says = f"The parameter {path} {_is(reading)} before it is first used: initialisation, or what was loaded."
+    return Found(
+        phase="param", path=path, slot="value", says=says, tensors={} if tensor is None else {f"{path} value": tensor}
+    )
+
+
+def _is(reading: Reading) -> str:
+    if reading.extent is not None and reading.extent.count == 1:
+        return "is NaN" if reading.is_nan else "is infinite"
+    return "holds NaN" if reading.is_nan else "holds infinity"
+
+
+def _as_mask(path: str, slot: str) -> str:
+    """What to write into `watch(masks=...)`."""
+    return f"{path or ROOT} {slot}"
+
+
+def _site(path: str, slot: str) -> str:
+    return f"{_named(path)} {slot}"
+
+
+def _named(path: str | None) -> str:
+    return printable(path or ROOT)
+
+
+def _and(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _limit(reading: Reading) -> str:
+    if reading.is_nan or not reading.dtype.is_floating_point:
+        return ""
+    return f"; the largest {str(reading.dtype).removeprefix('torch.')} is {torch.finfo(reading.dtype).max:.3g}"
+
+
+def _grown(call: Call | None) -> str:
+    """How large the gradients are that a module's backward pass was given."""
+    if call is None or call.backward is None:
+        return ""
+    found = [
+        line.reading.extent.largest
+        for line in call.backward.lines
+        if line.name.startswith("grad output") and line.reading is not None and line.reading.extent is not None
+    ]
+    return f" from gradients up to {max(found):.3g}" if found else ""

@@ -1,0 +1,168 @@
+"""Convert what a training holds (parameters, buffers, gradients, state of optimizers) to a longer dtype, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+_BITS = {torch.float64: 64, torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
+
+
+def is_shorter(dtype: torch.dtype, than: torch.dtype) -> bool:
+    """Whether `dtype` is a floating-point dtype that is to be computed in the longer one; float8 never is."""
+    return _BITS.get(dtype, 64) < _BITS[than]
+
+
+@dataclass(slots=True)
+class Cast:
+    """A call of an operator, with tensors cast, that writes back to the tensors that were given.
+
+    Attributes:
+        operator: The operator.
+        dtype_of: The dtype in which it is to see a tensor; is asked for floating-point tensors only.
+        written: Copies of arguments that the operator writes to, with the arguments.
+    """
+
+    operator: Any
+    dtype_of: Callable[[Tensor, bool], torch.dtype]
+    written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Its result; where that is an argument, the argument that was given."""
+        schema = self.operator._schema.arguments
+        positional = [self._cast(arg, writes_to(one)) for arg, one in zip(args, schema, strict=False)]
+        writes = {one.name: writes_to(one) for one in schema}
+        named = {name: self._cast(arg, writes.get(name, False)) for name, arg in kwargs.items()}
+        result = self.operator(*positional, **named)
+        for copy, given in self.written:
+            given.copy_(copy)
+        return tree_map(self._given, result)
+
+    def _cast(self, argument: Any, written: bool) -> Any:  # noqa: FBT001
+        return tree_map(lambda one: self._cast_one(one, written), argument)
+
+    def _cast_one(self, argument: Any, written: bool) -> Any:  # noqa: FBT001
+        if not isinstance(argument, Tensor) or not argument.is_floating_point():
+            return argument
+        dtype = self.dtype_of(argument, written)
+        if dtype == argument.dtype:
+            return argument
+        copy = argument.to(dtype)
+        if written:
+            self.written.append((copy, argument))
+        return copy
+
+    def _given(self, result: Any) -> Any:
+        return next((given for copy, given in self.written if copy is result), result)
+
+
+def writes_to(argument: Any) -> bool:
+    """Whether an operator writes to this argument of its schema."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def is_view(operator: Any) -> bool:
+    """Whether what the operator returns shares memory with an argument that it does not write to."""
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in operator._schema.arguments)
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of an operator."""
+    return [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+
+
+class Conversion:
+    """Converts tensors in place, and everything back at the end, rounded.
+
+    Args:
+        root: The model.
+        dtype: What parameters, buffers and gradients become.
+        converted: Called with each tensor that was converted, and the dtype that it had.
+    """
+
+    def __init__(self, root: nn.Module, dtype: torch.dtype, converted: Callable[[Tensor, torch.dtype], None]) -> None:
+        self._root = root
+        self._dtype = dtype
+        self._converted = converted
+        self._parameters: dict[nn.Parameter, torch.dtype] = {}
+        self._buffers: list[tuple[nn.Module, str, torch.dtype]] = []
+        self._optimizers: dict[Optimizer, dict[tuple[int, str], torch.dtype]] = {}
+
+    def convert_model(self) -> None:
+        """Convert parameters, their gradients, and buffers."""
+        for parameter in self._root.parameters():
+            if is_shorter(parameter.dtype, self._dtype):
+                self._parameters[parameter] = parameter.dtype
+                _set(parameter, self._dtype)
+                self._converted(parameter, self._parameters[parameter])
+        for module in self._root.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if is_shorter(buffer.dtype, self._dtype):
+                    self._buffers.append((module, name, buffer.dtype))
+                    before, buffer.data = buffer.dtype, buffer.data.to(self._dtype)
+                    self._converted(buffer, before)
+
+        self._flatten()
+
+    def convert_optimizer(self, optimizer: Optimizer) -> None:
+        """Convert the state that an optimizer keeps of converted parameters; once."""
+        if optimizer in self._optimizers:
+            return
+        kept = self._optimizers[optimizer] = {}
+        for parameter, key, value in self._state(optimizer):
+            kept[id(parameter), key] = value.dtype
+            if is_shorter(value.dtype, self._dtype) and value.dim():
+                before, value.data = value.dtype, value.data.to(self._dtype)
+                self._converted(value, before)
+
+    def restore(self) -> None:
+        """Convert everything back, and state that is new since as the parameter that it is of."""
+        for optimizer, kept in self._optimizers.items():
+            for parameter, key, value in self._state(optimizer):
+                before = kept.get((id(parameter), key), self._parameters[parameter] if value.dim() else torch.float32)
+                if value.dtype == self._dtype != before:
+                    value.data = value.data.to(before)
+        for module, name, dtype in self._buffers:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.dtype == self._dtype:
+                buffer.data = buffer.data.to(dtype)
+        for parameter, dtype in self._parameters.items():
+            if parameter.dtype == self._dtype:
+                _set(parameter, dtype)
+        self._flatten()
+        self._optimizers.clear()
+        self._buffers.clear()
+        self._parameters.clear()
+
+    def _flatten(self) -> None:
+        """Put the weights of recurrent layers back into one piece of memory, as cuDNN wants them."""
+        for module in self._root.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+
+    def _state(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
+        """Tensors that the optimizer keeps of converted parameters."""
+        for parameter in _held(optimizer):
+            if parameter in self._parameters:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor) and value.is_floating_point():
+                        yield parameter, key, value
+
+
+def _set(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Give the parameter, and its gradient, another dtype, and leave both the objects that they are."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = parameter.data.to(dtype)
+    if gradient is not None:
+        gradient.data = gradient.data.to(dtype)
+        parameter.grad = gradient
+
+
+def _held(optimizer: Any) -> Iterable[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

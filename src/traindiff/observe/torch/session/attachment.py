@@ -1,0 +1,172 @@
+"""All taps of a session, attached to one training."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from traindiff.core.settings import RecordSettings
+from traindiff.core.tap_registry import TAPS
+from traindiff.errors import TraindiffWarning, level_of_caller
+from traindiff.observe.common.batch_axis import BatchAxis
+from traindiff.observe.common.sink import Sink
+from traindiff.observe.torch.hooks.compiled import trace_hooks
+from traindiff.observe.torch.hooks.context import Moments, TapContext
+from traindiff.observe.torch.hooks.followed_modules import FollowedModules, hide_from_scripting
+from traindiff.observe.torch.hooks.left_behind import leave_hooks_behind
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
+from traindiff.observe.torch.perturb.replica import Replica, notice_compiled
+from traindiff.observe.torch.session.followed_optimizers import FollowedOptimizers
+from traindiff.observe.torch.session.observations import Containment
+from traindiff.observe.torch.session.targets import Targets
+from traindiff.observe.torch.session.upkeep import Upkeep
+from traindiff.observe.torch.sharding.layout import Layout
+
+_LISTED = "traindiff show RECORDING lists the sites that there are."
+
+
+class Attachment:
+    """The taps that the settings ask for, from construction until `close`.
+
+    Args:
+        targets: What is observed.
+        settings: Which phases of it, and how.
+        sink: Receives the observations.
+        replica: Perturbs the training, where that is wanted.
+        before_every_step: Whether parameters are recorded before each step, not only where the step
+            before was not recorded.
+        on_step: Called with an optimizer's name when a step of it has ended and was observed.
+        on_discovery: Called when more is known of this rank, e.g. an optimizer that was not given.
+        containment: What guards hooks.
+        on_schedule: Called with the root, a pipeline's schedule, and its stages on this rank, before it runs a batch.
+    """
+
+    def __init__(
+        self,
+        targets: Targets,
+        settings: RecordSettings,
+        sink: Sink,
+        *,
+        replica: Replica | None,
+        before_every_step: bool,
+        on_step: Callable[[str], None],
+        on_discovery: Callable[[], None],
+        on_schedule: Callable[[nn.Module, Any, list[Any]], None],
+        containment: Containment,
+    ) -> None:
+        self._targets = targets
+        self._described: dict[str, Any] = {}
+        optimizers: dict[str, OptimizerTap] = {}
+        context = TapContext(
+            sink=sink,
+            # An update is the difference of two observations of a parameter.
+            observe=settings.observe | ({"param"} if "update" in settings.observe else frozenset()),
+            evaluation=settings.evaluation,
+            batch_axis=BatchAxis(settings.batch_axis, targets.modules),
+            moments=Moments(),
+            root=targets.root,
+            roots=targets.roots,
+            root_paths=targets.root_paths,
+            parts=targets.parts,
+            modules=targets.modules,
+            followed=FollowedModules(),
+            parameters=targets.parameters,
+            buffers=targets.buffers,
+            names=targets.names,
+            find_leaves=lambda: targets.leaves,
+            gathering=targets.gathering,
+            first_name=targets.first_name,
+            selects=targets.selects,
+            pieces_of=targets.pieces_of,
+            regions_of=targets.layout.regions_of,
+            optimizers=optimizers,
+            before_every_step=before_every_step,
+            counts_skipped=settings.counts_skipped,
+            zoomed=targets.zoomed,
+            is_own_hook=containment.is_running,
+            cleaning_up=partial(containment.guarded, always=True),
+            described=self._described,
+            write_described=on_discovery,
+        )
+        self._moments = context.moments
+        self._write_described = on_discovery
+        upkeep = Upkeep(context, targets, on_change=on_discovery)
+        self._optimizers = FollowedOptimizers(
+            context,
+            targets,
+            optimizers,
+            on_step=on_step,
+            on_discovery=on_discovery,
+            before_step=upkeep.before_optimizer,
+        )
+        self._moments.before_forward.append(self.settle)
+        self._moments.on_schedule.append(partial(on_schedule, targets.root))
+        with ExitStack() as undo:
+            if replica:  # before the taps, which see what it did
+                undo.enter_context(replica.attach(sink))
+                undo.enter_context(notice_compiled(targets.root, sink))
+            for tap in TAPS:
+                if not tap.part_of and tap.is_wanted(context.observe):
+                    undo.enter_context(_attached(tap.name, context))
+            upkeep.attach()
+            undo.enter_context(self._optimizers.attach())  # whose steps are to be known before the rest is looked at
+            undo.enter_context(trace_hooks())
+            undo.enter_context(hide_from_scripting())
+            undo.enter_context(leave_hooks_behind([*targets.root.modules(), *targets.optimizers.values()]))
+            self._undo = undo.pop_all()
+        report = partial(_report_unused, context.batch_axis, targets.layout)
+        self._moments.at_end.append(sink.guarded("batch_axis", report))
+
+    def close(self) -> None:
+        """Remove all taps."""
+        self._undo.close()
+
+    def finish(self) -> None:
+        """Record what can be told only at the end; call it before the last observations are written."""
+        self.settle()
+        self._optimizers.end_unseen_steps()
+        if elsewhere := self._optimizers.goes_on_elsewhere():
+            self._described["goes_on_elsewhere"] = elsewhere
+            self._write_described()
+        for at_end in self._moments.at_end:
+            at_end()
+
+    def settle(self) -> None:
+        """End the steps of optimizers that ran in compiled code, which has returned by now."""
+        self._optimizers.settle()
+
+    def follow(self, optimizer: Optimizer, *call: Any) -> None:
+        """See `FollowedOptimizers.follow`."""
+        self._optimizers.follow(optimizer, *call)
+
+    @property
+    def followed(self) -> Mapping[str, OptimizerTap]:
+        """The taps of the optimizers that are followed, by name."""
+        return self._optimizers.taps
+
+    def describe(self) -> dict[str, Any]:
+        """Names, shapes and dtypes of what is observed, for `rank.json`."""
+        return {**self._targets.describe(), "optimizers": self._optimizers.describe(), **self._described}
+
+
+def _attached(tap: str, context: TapContext) -> AbstractContextManager[object]:
+    """A tap by its name in the registry: only those that are wanted are imported."""
+    attached: AbstractContextManager[object] = import_module(f"traindiff.observe.torch.hooks.{tap}").attach(context)
+    return attached
+
+
+def _report_unused(batch_axis: BatchAxis, layout: Layout) -> None:
+    if patterns := batch_axis.unused:
+        says = (
+            f"record(batch_axis=...): nothing that was observed matches {' or '.join(map(repr, patterns))}. {_LISTED}"
+        )
+        warnings.warn(says, TraindiffWarning, stacklevel=level_of_caller())
+    for says in layout.declarations.unused:
+        warnings.warn(f"record(shards=...): {says} {_LISTED}", TraindiffWarning, stacklevel=level_of_caller())

@@ -1,0 +1,280 @@
+"""The optimizers that a session follows.
+
+No entry of the tap registry attaches them: there are as many as the training has, some appear only when they first
+step, and an engine's optimizer is followed by a tap of the engine.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from traindiff.core._torch_compat import is_nested_step, is_stepping
+from traindiff.core.shards import Piece
+from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.followed_modules import HeldHooks
+from traindiff.observe.torch.hooks.optimizer_replay import OptimizerReplayTap
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap, has_closure
+from traindiff.observe.torch.hooks.optimizers import inner_optimizer, tap_optimizer_discovery
+from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
+from traindiff.observe.torch.session.targets import Targets
+from traindiff.observe.torch.sharding.deepspeed_optimizer import EngineOptimizer
+from traindiff.observe.torch.sharding.deepspeed_step import EngineOptimizerTap
+
+
+class FollowedOptimizers:
+    """Follows the optimizers that were given, or where none was, those that are found.
+
+    An optimizer that is found, and was made after another had stepped that holds some of the same parameters, takes
+    its place: a training that goes on with a new optimizer counts its steps on, under one name. What it replaces is
+    let go of. The same holds for an optimizer that steps in place of one that was given: holding some of its
+    parameters, after a backward pass since which that one has not stepped.
+
+    Args:
+        context: The training, as taps see it.
+        targets: What is observed.
+        taps: Filled with the tap of each optimizer that is followed, by its name.
+        on_step: Called with an optimizer's name when a step of it has ended and was observed.
+        on_discovery: Called when an optimizer was found.
+        before_step: Called before each step of an optimizer that is followed.
+
+    Attributes:
+        taps: The tap of each optimizer that is followed, by its name.
+    """
+
+    def __init__(
+        self,
+        context: TapContext,
+        targets: Targets,
+        taps: dict[str, OptimizerTap],
+        *,
+        on_step: Callable[[str], None],
+        on_discovery: Callable[[], None],
+        before_step: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._targets = targets
+        self.taps = taps
+        self._on_step = on_step
+        self._on_discovery = on_discovery
+        self._before_step = before_step
+        self._hooks = HeldHooks()
+        self._num_backward = 0
+        self._paths: dict[str, set[str]] = {}  # by name: what its optimizers have held of the model
+        self._stepped_after: dict[str, int] = {}  # by name: how many backward passes had ended at the latest step
+        self._following: dict[str, ExitStack] = {}
+        self._known: WeakSet[Optimizer] = WeakSet()
+        self._names: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+        self._elsewhere: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._made_before: WeakSet[Optimizer] | None = None
+
+    def attach(self) -> ExitStack:
+        """Follow them. Close the result to end that."""
+        with ExitStack() as undo:
+            undo.callback(self._follow_no_more)
+            self._listen()
+            for name, optimizer in self._targets.optimizers.items():
+                self._following[name] = self._follow(name, optimizer)
+            moments, guarded = self._context.moments, self._context.sink.guarded
+            moments.after_backward.append(guarded("optimizer_step", self._after_backward))
+            for moment in (moments.before_forward, moments.at_backward):
+                moment.insert(0, guarded("optimizer_step", self.look))
+            moments.after_step.append(guarded("optimizer_step", self.look))
+            given = [one for one in self._targets.optimizers.values() if isinstance(one, Optimizer)]
+            self._known.update([*given, *map(inner_optimizer, given)])
+            self._made_before = WeakSet(given) if given else None
+            if not self._targets.optimizers:
+                found = self._context.sink.guarded("optimizer_discovery", self._discover)
+                undo.enter_context(tap_optimizer_discovery(self._context.names, found, known=self._known))
+            return undo.pop_all()
+
+    def follow(self, optimizer: Optimizer, *call: Any) -> None:
+        """Follow one that is about to step, and was made after all those that were given, if it is of this training."""
+        if optimizer in self._known:
+            return
+        self._known.update((optimizer, inner_optimizer(optimizer)))
+        if not _held_by(optimizer).isdisjoint(self._context.names):
+            self._context.sink.guarded("optimizer_discovery", self._discover)(optimizer, *call)
+
+    def look(self) -> None:
+        """End steps that were not seen, and attach hooks again that are gone."""
+        self.end_unseen_steps()
+        if not self._hooks.are_there():
+            self._hooks.remove()
+            self._listen()
+        for name, tap in [*self.taps.items()]:
+            if not tap.is_attached():
+                self._attach_again(name)
+
+    def end_unseen_steps(self) -> None:
+        """End steps that no hook has seen, if there were any."""
+        for tap in [*self.taps.values()]:
+            tap.end_unseen_step()
+
+    def _listen(self) -> None:
+        self._hooks.before_every_step(self._context.sink.guarded("optimizer_step", self._stepping))
+
+    def _stepping(self, optimizer: Optimizer, *call: Any) -> None:
+        """Some optimizer is about to step, by its own hooks as they are now: those that are added are still called."""
+        if is_nested_step(optimizer):
+            return
+        for name, tap in self.taps.items():
+            if tap.optimizer is optimizer:
+                self._before_step()
+                if not tap.is_attached():
+                    self._attach_again(name)
+                return
+        if self._targets.optimizers and optimizer not in self._known and self._steps_in_place(optimizer, *call):
+            self._known.update((optimizer, inner_optimizer(optimizer)))
+            self._discover(optimizer)
+        elif self._is_like_one_that_is_followed(optimizer):
+            self._elsewhere[optimizer] = self._elsewhere.get(optimizer, 0) + 1
+
+    def _is_like_one_that_is_followed(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer holds nothing of the model, but parameters of the shapes that one for it holds."""
+        if not _held_by(optimizer).isdisjoint(self._context.names):
+            return False
+        shapes = _shapes_of(optimizer)
+        return any(_shapes_of(tap.optimizer) == shapes for tap in self.taps.values())
+
+    def goes_on_elsewhere(self) -> str:
+        """What has stepped in place of the optimizers that are followed since they do not; empty if nothing has."""
+        for optimizer, steps in self._elsewhere.items():
+            latest = max(self._context.sink.progress.steps.values(), default=0) - 1
+            return (
+                f"the optimizers that are followed have not stepped since step {latest}. Another one, "
+                f"{type(optimizer).__name__}, has stepped {steps} time{'s' if steps > 1 else ''} since. Its parameters "
+                "have the same shapes, and are none of the recorded model's. If the training goes on with a copy of "
+                "the model, record that one"
+            )
+        return ""
+
+    def _steps_in_place(self, optimizer: Optimizer, *call: Any) -> bool:
+        """Whether the optimizer steps in place of one that was given, and not beside it, around it or inside it."""
+        self._before_step()  # it may hold parameters that have replaced others
+        held = self._paths_of(optimizer)
+        for name, tap in self.taps.items():
+            if isinstance(tap, EngineOptimizerTap) or held.isdisjoint(self._paths.get(name, ())):
+                continue
+            if any(one is tap.optimizer for one in vars(optimizer).values()) or is_stepping(tap.optimizer):
+                self._known.add(optimizer)
+                return False
+            return self._is_due(name) or has_closure(optimizer, *call)
+        return False
+
+    def _is_due(self, name: str) -> bool:
+        """Whether a backward pass has ended since the latest step under this name, as far as such passes are seen."""
+        return self._stepped_after.get(name) != self._num_backward or not self._num_backward
+
+    def _attach_again(self, name: str) -> None:
+        before = self.taps[name]
+        self._following.pop(name).close()
+        self._following[name] = self._follow(name, before.optimizer)
+        self.taps[name].takes_over(before)
+
+    def _after_backward(self) -> None:
+        self._num_backward += 1
+        for tap in self.taps.values():
+            tap.note_backward()
+
+    def settle(self) -> None:
+        """End the steps of optimizers that ran in compiled code, which has returned by now."""
+        for tap in self.taps.values():
+            tap.settle()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Names, types and groups of parameters, for `rank.json`."""
+        return [
+            {"name": name, "type": type(tap.optimizer).__qualname__, "groups": tap.groups()}
+            for name, tap in self.taps.items()
+        ]
+
+    def _follow(self, name: str, optimizer: Optimizer | EngineOptimizer) -> ExitStack:
+        context = self._context
+        if isinstance(optimizer, Optimizer):
+            self._paths.setdefault(name, set()).update(self._paths_of(optimizer))
+        replayed = "replay" in context.observe
+        if isinstance(optimizer, EngineOptimizer):
+            engine_tap = EngineOptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
+            self.taps[name] = engine_tap
+            attach = engine_tap.attach
+            for one in engine_tap.replays() if replayed else ():
+                attach = partial(one.attach, around=attach)
+            return attach()
+        tap = OptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
+        self.taps[name] = tap
+        if not replayed:
+            return tap.attach()
+        replay = OptimizerReplayTap(
+            inner_optimizer(optimizer), name=name, held=partial(self._updated, tap), selects=context.selects,
+            sink=context.sink,
+        )  # fmt: skip
+        return replay.attach(around=tap.attach)
+
+    def _updated(self, tap: OptimizerTap) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
+        for number, parameter, pieces in tap.updated():
+            yield number, parameter, self._targets.layout.ranges_of(parameter, pieces)
+
+    def _discover(self, optimizer: Optimizer, *call: Any) -> None:
+        if self._made_before is None:
+            self._made_before = _live_optimizers()
+        name = self._names.get(optimizer) or self._replaced_by(optimizer)
+        if name in self.taps and not (self._is_due(name) or has_closure(optimizer, *call)):
+            return  # it steps beside the one with this name, which goes on
+        if name is None:
+            name = f"optimizer[{len(self.taps)}]" if self.taps else "optimizer"
+        else:
+            self._known.discard(self.taps[name].optimizer)  # if it steps again, it is found again
+            self._following.pop(name).close()
+        before = self.taps.get(name)
+        self._names[optimizer] = name
+        self._following[name] = self._follow(name, optimizer)
+        if before is not None:
+            self.taps[name].takes_over(before)
+        self._on_discovery()
+
+    def _replaced_by(self, optimizer: Optimizer) -> str | None:
+        """Name of the optimizer whose place one takes that is found now; None if it takes none's."""
+        if self._made_before is None or optimizer in self._made_before:
+            return None
+        held = self._paths_of(optimizer)
+        return next((name for name in self.taps if not held.isdisjoint(self._paths.get(name, ()))), None)
+
+    def _paths_of(self, optimizer: Optimizer) -> set[str]:
+        """Paths of the model's parameters that an optimizer holds."""
+        return {path for key in _held_by(optimizer) if (path := self._context.names.get(key)) is not None}
+
+    def _follow_no_more(self) -> None:
+        with ExitStack() as undo:
+            undo.callback(self._hooks.remove)
+            for following in self._following.values():
+                undo.enter_context(following)
+            self._following.clear()
+
+    def _end_step(self, name: str) -> None:
+        self._stepped_after[name] = self._num_backward
+        self._elsewhere.clear()
+        with out_of_sight():
+            if name == self._context.sink.progress.optimizer:
+                for after_step in self._context.moments.after_step:
+                    after_step()
+            self._on_step(name)
+
+
+def _live_optimizers() -> WeakSet[Optimizer]:
+    return WeakSet(one for one in gc.get_objects() if issubclass(type(one), Optimizer))
+
+
+def _held_by(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _shapes_of(optimizer: Optimizer) -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,253 @@
+"""Teacher forcing: every tensor of a run is overwritten by another run's once it has been observed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from traindiff.core.observation import RECOMPUTED, Observation
+from traindiff.core.shards import Shard
+from traindiff.core.summary import number
+from traindiff.storage import Recording, StepObservations
+
+Load = Callable[[], NDArray[Any] | None]
+"""Reads the elements of a part; None where they were not kept."""
+
+
+def elements_of(wanted: Shard, parts: Sequence[tuple[Shard, Load]]) -> NDArray[Any] | None:
+    """The elements of `wanted`, in its shape; None if the parts do not have all of them.
+
+    Args:
+        wanted: Of the same global tensor.
+        parts: Parts of it, in any order; they may overlap, and hold the same elements where they do.
+    """
+    for shard, load in parts:
+        if (shard.shape, shard.offset, shard.spacing) == (wanted.shape, wanted.offset, wanted.spacing):
+            found = load()
+            return None if found is None else found.reshape(wanted.shape)
+    shape = _whole_shape([wanted, *(shard for shard, _ in parts)])
+    if shape is None:
+        return None
+    values: NDArray[Any] | None = None
+    known = np.zeros(shape, dtype=bool)
+    for shard, load in parts:
+        if _at(known, shard).all():
+            continue  # a copy
+        found = load()
+        if found is None:
+            return None
+        if values is None:
+            values = np.zeros(shape, dtype=found.dtype)
+        _put(values, shard, found)
+        _put(known, shard, np.True_)
+    if values is None or not _at(known, wanted).all():
+        return None
+    return _at(values, wanted).reshape(wanted.shape)
+
+
+def _whole_shape(shards: Sequence[Shard]) -> tuple[int, ...] | None:
+    """Shape of the global tensor, with as many rows as there are; None if these are parts of different tensors."""
+    inner = {shard.global_shape[1:] if shard.batched else shard.global_shape for shard in shards}
+    if len(inner) != 1 or len({shard.batched for shard in shards}) != 1:
+        return None
+    if not shards[0].batched:
+        return inner.pop()
+    return (max(int(_rows(shard)[-1]) + 1 if shard.shape[0] else 0 for shard in shards), *inner.pop())
+
+
+def _rows(shard: Shard) -> NDArray[np.int64]:
+    """Which rows of the global tensor the rows of a box are."""
+    rows = np.arange(shard.shape[0])
+    if shard.spacing is not None:
+        together, apart = shard.spacing
+        rows = rows // together * apart + rows % together
+    return rows + shard.offset[0]
+
+
+def _index(shard: Shard) -> tuple[Any, ...]:
+    boxes = [slice(first, first + length) for first, length in zip(shard.offset, shard.shape, strict=True)]
+    return tuple(boxes) if shard.spacing is None else (_rows(shard), *boxes[1:])
+
+
+def _is_flat(shard: Shard) -> bool:
+    return len(shard.shape) != len(shard.global_shape)
+
+
+def _at(whole: NDArray[Any], shard: Shard) -> NDArray[Any]:
+    if _is_flat(shard):
+        return whole.reshape(-1)[shard.offset[0] : shard.offset[0] + shard.shape[0]]
+    return np.asarray(whole[_index(shard)])
+
+
+def _put(whole: NDArray[Any], shard: Shard, values: Any) -> None:
+    if _is_flat(shard):
+        whole.reshape(-1)[shard.offset[0] : shard.offset[0] + shard.shape[0]] = values
+    else:
+        whole[_index(shard)] = np.reshape(values, shard.shape) if np.ndim(values) else values
+
+
+FORCED_PHASES = frozenset({"forward", "backward", "grad", "optimizer", "param"})
+"""Phases whose tensors are overwritten. Batch and random state are given to both runs alike."""
+
+_EACH_MICRO_STEP = frozenset({"forward", "backward"})
+"""Phases observed in each micro-step. The others are observed in the last one, whichever that is in a run."""
+
+_FORCED_STAGES = frozenset({"", "before", RECOMPUTED})
+
+Perturbation = Callable[[Tensor, str], Tensor]
+"""Rounds a tensor at random; its second argument names the observation."""
+
+
+class _Site(NamedTuple):
+    step: int
+    phase: str
+    stage: str
+    path: str
+    slot: str
+    call: int
+    optimizer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    micro_step: int
+    shard: Shard
+    within: StepObservations
+    row: int
+
+    @property
+    def seen(self) -> Observation:
+        """The observation."""
+        return self.within.observations[self.row]
+
+
+class ForcedValues:
+    """The tensors of a recording, to be put in place of those of a run that is being recorded.
+
+    The run then never carries an error on: each operation computes from the recorded run's own
+    numbers, and what it makes of them is seen before it is overwritten in turn. Errors do not
+    accumulate and do not cancel, so each operation is judged alone.
+
+    Args:
+        recording: Was recorded with `detail="tensors"`.
+        perturb: Applied to each value before it is put in place, to see how much an operation makes
+            of rounding in its inputs.
+
+    Attributes:
+        path: The recording.
+        count: Tensors that were overwritten.
+        not_forced: Why others were not, by site, e.g. `transformer.wte output[0]`.
+    """
+
+    def __init__(self, recording: Recording, *, perturb: Perturbation | None = None) -> None:
+        self.path = recording.path
+        self._recording = recording
+        self._perturb = perturb
+        self._parts: dict[_Site, list[_Part]] = {}
+        self._put_off: list[tuple[Tensor, Observation]] | None = None
+        self._split_otherwise: set[int] = set()  # steps whose micro-batches are not the recorded ones
+        self.count = 0
+        self.not_forced: dict[str, str] = {}
+        for rank in recording.ranks:
+            for step in recording.steps(rank):
+                for row, seen in enumerate(step.observations):
+                    if seen.phase in FORCED_PHASES and seen.stage in _FORCED_STAGES and not seen.unobserved:
+                        part = _Part(micro_step=seen.micro_step, shard=seen.shard, within=step, row=row)
+                        self._parts.setdefault(_site(seen), []).append(part)
+        self._steps = {site.step for site in self._parts}
+
+    def overwrite(self, tensor: Tensor, seen: Observation) -> None:
+        """Put the recorded value in place of a tensor that has just been observed, without autograd's notice.
+
+        The operation that made the tensor may have kept it for its backward pass, which then reads the
+        recorded value too.
+        """
+        if seen.phase not in FORCED_PHASES or seen.stage not in _FORCED_STAGES or seen.step not in self._steps:
+            return
+        if self._put_off is not None:
+            self._put_off.append((tensor, seen))
+            return
+        value, why = self._value(tensor, seen)
+        if value is None and seen.stage == "before" and seen.step - 1 in self._steps:
+            return  # as the step before left it, which was forced
+        if value is None:
+            self.not_forced.setdefault(f"{seen.path} {seen.slot}", why)
+        else:
+            tensor.data.copy_(value)
+            self.count += 1
+
+    @contextmanager
+    def after(self, together: AbstractContextManager[None]) -> Iterator[None]:
+        """Tensors that are summarised together are overwritten together, afterwards."""
+        self._put_off = []
+        try:
+            with together:
+                yield
+        finally:
+            waiting, self._put_off = self._put_off, None
+        for tensor, seen in waiting:
+            self.overwrite(tensor, seen)
+
+    def _value(self, tensor: Tensor, seen: Observation) -> tuple[Tensor | None, str]:
+        """What to put in place of the tensor; if nothing, why."""
+        parts = self._parts.get(_site(seen))
+        if not parts:
+            return None, "the recording has no such observation"
+        if seen.merge != "shard" or any(part.seen.merge != "shard" for part in parts):
+            return None, "it is a term of a sum"
+        if any(part.seen.scaled != seen.scaled for part in parts):
+            return None, "a loss scale is in it in one of the runs only"
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            return None, "its elements share memory"
+        found = elements_of(seen.shard, [(part.shard, partial(self._load, part)) for part in self._usable(parts, seen)])
+        if found is None:
+            return None, "the recording has no such rows of it"
+        value = torch.from_numpy(np.array(found)).reshape(tensor.shape).to(tensor.dtype)
+        if seen.factor != parts[0].seen.factor:  # of ranks that each have the gradient of their own mean
+            value = value * (seen.factor / parts[0].seen.factor)
+        if self._perturb is not None and tensor.is_floating_point():
+            value = self._perturb(value, " ".join(map(str, (*_site(seen), seen.micro_step))))
+        return value.to(tensor.device), ""
+
+    def _usable(self, parts: Sequence[_Part], seen: Observation) -> Sequence[_Part]:
+        """The parts whose elements are those of the observation, where they overlap with it.
+
+        In a step that is split into other micro-batches, or among ranks, the gradient of a tensor without a batch axis
+        (of a position embedding, say) is a sum over other samples, which the recording does not have.
+        """
+        shard = seen.shard
+        if shard.batched and all(part.shard.batched for part in parts):
+            if not any(_same_rows(part.shard, shard) for part in parts):
+                self._split_otherwise.add(seen.step)
+            return parts
+        if seen.phase not in _EACH_MICRO_STEP:
+            return parts
+        if seen.step in self._split_otherwise:
+            return ()
+        return [part for part in parts if part.micro_step == seen.micro_step]
+
+    def _load(self, part: _Part) -> NDArray[Any] | None:
+        summary = part.within.summaries[part.row]
+        seen = part.seen
+        if seen.dtype.startswith("float8"):
+            return None
+        if int(summary["count"]) == 1 and not part.shard.shape and seen.dtype.startswith("float"):
+            return np.asarray(number(summary))  # of a number the summary holds everything; not of a whole one
+        return self._recording.tensors(part.within, part.row).get("value")
+
+
+def _same_rows(recorded: Shard, shard: Shard) -> bool:
+    return recorded.offset[0] == shard.offset[0] and recorded.shape[0] == shard.shape[0]
+
+
+def _site(seen: Observation) -> _Site:
+    stage = "" if seen.stage == RECOMPUTED else seen.stage
+    return _Site(seen.step, seen.phase, stage, seen.path, seen.slot, seen.call, seen.optimizer)

@@ -1,0 +1,177 @@
+"""Keep the taps attached to a training that removes hooks, or replaces what it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from traindiff.core.site import canonical_paths, matches
+from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.followed_modules import FollowedModules
+from traindiff.observe.torch.hooks.silent_modules import takes_hooks
+from traindiff.observe.torch.session.targets import Targets
+from traindiff.observe.torch.sharding.registry import ENGINES
+
+
+class ChangedModel:
+    """Keeps what is observed of a model up to date.
+
+    A module or parameter that is still part of the model keeps its path, wherever it is now. What is new takes the
+    path under which it is found, and with that the place of what had it and is no longer part of the model.
+
+    Args:
+        targets: What is observed; its mappings are changed.
+        followed: The modules with hooks.
+    """
+
+    def __init__(self, targets: Targets, followed: FollowedModules) -> None:
+        self._targets = targets
+        self._followed = followed
+        # An engine exchanges parameters for its own, and says itself what they are.
+        self._replaces_parameters = not (list(targets.layout.flat) or targets.gathering)
+        self._tree: list[tuple[nn.Module, list[Any], list[int]]] = []
+        self._note()
+
+    def update(self, *, parameters: bool) -> bool:
+        """Take note of what was replaced since; gives whether anything was.
+
+        Args:
+            parameters: Whether the parameters are those that are trained, and not exchanged for a moment.
+        """
+        if not self._is_changed():
+            return False
+        found = self._modules()
+        if parameters and self._replaces_parameters:
+            found |= self._parameters()
+        self._note()
+        return found
+
+    def _note(self) -> None:
+        """Remember the tree. What it is made of is kept alive, so that nothing else gets the id of a part of it."""
+        self._tree = []
+        for module in self._targets.root.modules():
+            parts: list[Any] = [*module._modules.values()]
+            if self._replaces_parameters:
+                parts += module._parameters.values()
+            self._tree.append((module, parts, [*map(id, parts)]))
+
+    def _is_changed(self) -> bool:
+        for module, _, ids in self._tree:
+            found = [*map(id, module._modules.values())]
+            if self._replaces_parameters:
+                found += map(id, module._parameters.values())
+            if found != ids:
+                return True
+        return False
+
+    def _modules(self) -> bool:
+        modules: Any = self._targets.modules
+        present = dict(self._targets.root.named_modules(remove_duplicate=False))
+        alive = {id(one) for one in present.values()}
+        known = {id(one) for one in modules.values()}
+        changed = False
+        for name, path in canonical_paths(present).items():
+            module = present[name]
+            if id(module) in known or not takes_hooks(module) or not self._is_chosen(path):
+                continue
+            held = modules.get(path)
+            if held is not None and id(held) in alive:
+                continue  # what has this path has been wrapped
+            modules[path] = module
+            known.add(id(module))
+            changed = True
+            if held is None:
+                self._followed.grow(path, module)
+            else:
+                self._followed.replace(path, module)
+        return changed
+
+    def _parameters(self) -> bool:
+        names: Any = self._targets.names
+        parameters: Any = self._targets.parameters
+        present = dict(self._targets.root.named_parameters(remove_duplicate=False))
+        alive = {id(one) for one in present.values()}
+        by_path = {path: key for key, path in names.items()}
+        changed = False
+        for name, found in canonical_paths(present).items():
+            parameter = present[name]
+            if id(parameter) in names or not isinstance(parameter, nn.Parameter) or _is_of_engine(parameter):
+                continue
+            path = self._targets.first_name(found)
+            if by_path.get(path) in alive:
+                path = found  # it was tied to another parameter before
+            if by_path.get(path) in alive:
+                continue
+            names.pop(by_path.get(path), None)
+            names[id(parameter)] = path
+            by_path[path] = id(parameter)
+            if path in parameters or self._is_chosen(path):
+                parameters[path] = parameter
+            changed = True
+        return changed
+
+    def _is_chosen(self, path: str) -> bool:
+        return any(matches(glob, path) for glob in self._targets.select)
+
+
+def _is_of_engine(parameter: nn.Parameter) -> bool:
+    return any(engine.global_shape(parameter) is not None for engine in ENGINES)
+
+
+class Upkeep:
+    """Looks several times in each step whether all hooks are there, and whether the model has the parts that it had.
+
+    Before and after each forward pass of a root all modules are looked at, so that what is missing after it was lost
+    in it, and what is missing before it has lost nothing of it. Before a backward pass and before the optimizer's step,
+    only what the training loop calls is looked at: without these hooks no forward pass is seen.
+
+    Looking at 1,000 modules takes about 0.3 ms: dicts are looked up, and no tensor is read.
+
+    Args:
+        context: The training, as taps see it.
+        targets: What is observed.
+        on_change: Called when the model has other parts than before.
+    """
+
+    def __init__(self, context: TapContext, targets: Targets, *, on_change: Callable[[], None]) -> None:
+        self._context = context
+        self._followed = context.followed
+        self._model = ChangedModel(targets, context.followed)
+        self._on_change = on_change
+
+    def attach(self) -> None:
+        """Have the training looked at in these moments, which end with the session."""
+        guarded, moments = partial(self._context.sink.guarded, "upkeep"), self._context.moments
+        moments.before_forward.insert(0, guarded(self._before_forward))
+        moments.after_forward.append(guarded(self._after_forward))
+        moments.at_backward.append(guarded(self._at_backward))
+        moments.after_step.append(guarded(self._after_step))
+
+    def before_optimizer(self) -> None:
+        """An optimizer is about to step."""
+        self._update(parameters=True)
+        # No pass that counts was unseen since the last backward pass: it would have had one, too.
+        self._followed.look(called=not self._context.sink.progress.backward_done, everywhere=False)
+
+    def _before_forward(self) -> None:
+        self._update(parameters=torch.is_grad_enabled())
+        self._followed.look(called=False, everywhere=self._context.sink.progress.observing)
+
+    def _after_forward(self) -> None:
+        self._followed.look(called=True, everywhere=self._context.sink.progress.observing)
+
+    def _at_backward(self) -> None:
+        self._followed.look(called=True, everywhere=False)
+
+    def _after_step(self) -> None:
+        if not self._context.sink.progress.unseen:  # that step has ended before now
+            self._update(parameters=True)
+            self._followed.look(called=False, everywhere=True)
+
+    def _update(self, *, parameters: bool) -> None:
+        if self._model.update(parameters=parameters):
+            self._on_change()

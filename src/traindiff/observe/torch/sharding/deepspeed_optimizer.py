@@ -1,0 +1,312 @@
+"""DeepSpeed's optimizers: each has a torch optimizer inside, which steps on tensors that DeepSpeed has made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+
+from traindiff.core.shards import Piece, Shard
+from traindiff.errors import UnsupportedTensorError
+
+
+def shape_before_zero(parameter: Tensor) -> tuple[int, ...] | None:
+    """The shape of all of a parameter of ZeRO stage 3: its own is `(0,)` unless it is gathered. None for any other."""
+    found: Any = parameter
+    return tuple(found.ds_shape) if hasattr(found, "ds_tensor") else None
+
+
+def kept_by_zero(parameter: Tensor) -> tuple[Tensor, Shard] | None:
+    """The elements that this rank keeps, without padding, and which they are. None for other tensors.
+
+    They are the parameter's value also while all of it is gathered, as small ones always are: nothing but the
+    optimizer writes to it.
+
+    Raises:
+        UnsupportedTensorError: They are on disk just now.
+    """
+    found: Any = parameter
+    if not hasattr(found, "ds_tensor"):
+        return None
+    kept: Tensor = found.ds_tensor
+    shard = kept_range(parameter)
+    if kept.numel() < shard.size:
+        raise UnsupportedTensorError("ZeRO has moved the parameter to NVMe")
+    return kept.detach().reshape(-1)[: shard.size], shard
+
+
+def kept_range(parameter: Tensor) -> Shard:
+    """Which elements of a partitioned parameter this rank keeps: a flat range, empty where padding is all it has."""
+    found: Any = parameter
+    size = partition_size(parameter)
+    first = min(distributed.get_rank(found.ds_process_group) * size, int(found.ds_numel))
+    held = min(size, int(found.ds_numel) - first)
+    return Shard(shape=(held,), global_shape=tuple(found.ds_shape), offset=(first,))
+
+
+def partition_size(parameter: Tensor) -> int:
+    """Elements that each rank keeps, with padding."""
+    found: Any = parameter
+    return int(found.ds_tensor.ds_numel)
+
+
+def find_engine(model: nn.Module) -> Any:
+    """The DeepSpeedEngine of a model, given itself or the module that it wraps; None if there is none.
+
+    Imports nothing: where there is one, deepspeed is loaded.
+    """
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is None:
+        return None
+    kind = deepspeed.DeepSpeedEngine
+    if isinstance(model, kind):
+        return model
+    # A wrapped module does not know its engine; but hooks on it do, which the engine defines in a method of its own.
+    for hook in model._forward_pre_hooks.values():
+        for cell in getattr(hook, "__closure__", None) or ():
+            if isinstance(cell.cell_contents, kind) and cell.cell_contents.module is model:
+                return cell.cell_contents
+    return None
+
+
+def engine_settings(model: nn.Module) -> dict[str, Any] | None:
+    """What of an engine's settings changes numbers, for `run.json`; None where no engine of DeepSpeed's is found.
+
+    Returns:
+        JSON values: `name`, `zero_stage`, `gradient_clipping` (to which norm; 0 for none),
+        `gradient_accumulation_steps`, `loss_scale` (of the first step; 1 for none), `dtype` of the model, `optimizer`,
+        the class that makes the updates, with `decoupled_weight_decay` if that is an Adam, and `asked_for`, what the
+        configuration calls it (None where the training gave an optimizer).
+    """
+    engine = find_engine(model)
+    if engine is None:
+        return None
+    inner = getattr(engine, "basic_optimizer", None)
+    return {
+        "name": type(engine).__name__,
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "gradient_clipping": clipping_of(engine),
+        "gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),
+        "loss_scale": loss_scale_of(engine.optimizer),
+        "dtype": str(engine.get_data_types()[0]).removeprefix("torch."),
+        "optimizer": inner and type(inner).__name__,
+        "decoupled_weight_decay": decouples_weight_decay(inner),
+        "asked_for": None if engine.client_optimizer else engine.optimizer_name(),
+    }
+
+
+def clipping_of(engine: Any) -> float:
+    """To which norm the engine clips the gradients; 0 where it does not.
+
+    The optimizer may have been given another one than the engine's configuration has.
+    """
+    return float(getattr(engine.optimizer, "clip_grad", engine.gradient_clipping()) or 0.0)
+
+
+def loss_scale_of(optimizer: Any) -> float:
+    """By what one of DeepSpeed's optimizers divides gradients now; 1 for others."""
+    return float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
+
+
+def decouples_weight_decay(optimizer: Any) -> bool | None:
+    """Whether an Adam decays weights as AdamW does; None for other optimizers."""
+    mode = getattr(optimizer, "adam_w_mode", None)  # DeepSpeed's own
+    groups = getattr(optimizer, "param_groups", None) or [{}]
+    found = groups[0].get("decoupled_weight_decay") if mode is None else mode
+    return None if found is None else bool(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensor:
+    """A tensor that the optimizer inside steps on.
+
+    Attributes:
+        group: Number of its parameter group.
+        tensor: The local elements: master weights, flat or of one parameter.
+        pieces: Which elements of which parameters it holds.
+    """
+
+    group: int
+    tensor: Tensor
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptimizer:
+    """An optimizer of DeepSpeed's.
+
+    Attributes:
+        outer: What the engine calls; a call of its `step` is a step.
+        inner: The torch optimizers that make the updates: one, or two where a part is offloaded. Each is called once
+            per parameter group, or more often, within a step.
+        groups: The model's parameters in each group, by path.
+        held: What the optimizers inside step on.
+        clipping: To which norm gradients are clipped; 0 where they are not.
+    """
+
+    outer: Any
+    inner: tuple[Optimizer, ...]
+    groups: tuple[Mapping[str, nn.Parameter], ...]
+    held: tuple[HeldTensor, ...]
+    clipping: float
+
+
+def find_optimizers(
+    model: nn.Module, optimizers: Mapping[str, Any], names: Mapping[int, str]
+) -> dict[str, Optimizer | EngineOptimizer]:
+    """The optimizers whose steps are observed.
+
+    Where a DeepSpeed engine has wrapped one of them, that is followed instead; and where none is given, the engine's
+    own is taken.
+
+    Args:
+        model: The module that the training loop calls.
+        optimizers: What the training gave, by name.
+        names: Canonical path of every parameter of the model, by id.
+    """
+    outer = getattr(find_engine(model), "optimizer", None)
+    if outer is not None and not optimizers:
+        optimizers = {"optimizer": outer}
+    found: dict[str, Optimizer | EngineOptimizer] = {}
+    for name, one in optimizers.items():
+        wrapper = outer if outer is not None and getattr(outer, "optimizer", None) is one else one
+        if is_engine_optimizer(wrapper):
+            found[name] = _opened(wrapper, _Names(name, names))
+        else:
+            found[name] = _bare(wrapper, _Names(name, names)) if _is_fused_adam(wrapper) else wrapper
+    return found
+
+
+def is_engine_optimizer(optimizer: object) -> bool:
+    """Whether it is one of DeepSpeed's that keeps master weights of its own."""
+    return isinstance(getattr(optimizer, "optimizer", None), Optimizer) and any(
+        hasattr(optimizer, name) for name in _MASTERS
+    )
+
+
+def _is_fused_adam(optimizer: object) -> bool:
+    """Whether it is DeepSpeed's FusedAdam, whose state does not say of each parameter how many steps it has taken."""
+    kind = type(optimizer)
+    return kind.__name__ == "FusedAdam" and kind.__module__.startswith("deepspeed.")
+
+
+class _Names:
+    """Paths of parameters; those that are none of the model's are named by group and position."""
+
+    def __init__(self, optimizer: str, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._names = names
+
+    def of_group(self, number: int, parameters: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
+        return {
+            self._names.get(id(one), f"{self._optimizer}.groups[{number}].params[{position}]"): one
+            for position, one in enumerate(parameters)
+        }
+
+
+_MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition",
+            "fp32_groups_flat", "fp32_groups")  # fmt: skip
+"""Where these optimizers keep master weights; one has one of them."""
+
+
+def _opened(outer: Any, names: _Names) -> EngineOptimizer:
+    if hasattr(outer, "fp32_partitioned_groups_flat"):
+        held, groups = _stage_3(outer, names)
+    elif hasattr(outer, "single_partition_of_fp32_groups"):  # ZeRO stages 1 and 2
+        # Flat tensors follow the order of these groups, also where `_hp_mapping` of the parameters does not.
+        held, groups = _flat_groups(
+            outer.single_partition_of_fp32_groups, outer.round_robin_bit16_groups, names, outer.real_dp_process_group
+        )
+    elif hasattr(outer, "fp32_groups_flat_partition"):  # BF16_Optimizer
+        held, groups = _flat_groups(
+            outer.fp32_groups_flat_partition, outer.bf16_groups, names, outer.real_dp_process_group
+        )
+    elif hasattr(outer, "fp32_groups_flat"):  # FP16_Optimizer: flat, and whole on every rank
+        held, groups = _flat_groups(outer.fp32_groups_flat, outer.fp16_groups, names)
+    else:  # FP16_UnfusedOptimizer: one master weight for each parameter
+        held, groups = _whole(outer.fp32_groups, outer.fp16_groups, names)
+    second = getattr(outer, "backup_optimizer", None)
+    return EngineOptimizer(
+        outer=outer,
+        inner=(outer.optimizer,) if second is None else (outer.optimizer, second),
+        groups=tuple(groups),
+        held=tuple(held),
+        clipping=float(getattr(outer, "clip_grad", 0.0) or 0.0),
+    )
+
+
+def _bare(optimizer: Optimizer, names: _Names) -> EngineOptimizer:
+    """An optimizer of DeepSpeed's that steps on the model's own parameters."""
+    own = [group["params"] for group in optimizer.param_groups]
+    held, groups = _whole(own, own, names)
+    return EngineOptimizer(outer=optimizer, inner=(optimizer,), groups=tuple(groups), held=tuple(held), clipping=0.0)
+
+
+_Opened = tuple[list[HeldTensor], list[dict[str, nn.Parameter]]]
+
+
+def _flat_groups(
+    masters: Sequence[Tensor], groups: Sequence[Sequence[nn.Parameter]], names: _Names, ranks: Sequence[Any] = ()
+) -> _Opened:
+    """One flat tensor for each group, or this rank's part of it, all of equal length.
+
+    Args:
+        masters: The flat tensors.
+        groups: The parameters in them, in their order.
+        names: Their paths.
+        ranks: Process groups among which each is divided; none where it is not.
+    """
+    held, named = [], []
+    for number, (master, parameters) in enumerate(zip(masters, groups, strict=True)):
+        by_path = names.of_group(number, parameters)
+        first = distributed.get_rank(ranks[number]) * master.numel() if ranks else 0
+        held.append(HeldTensor(group=number, tensor=master, pieces=tuple(_cut(by_path, first, master.numel()))))
+        named.append(by_path)
+    return held, named
+
+
+def _cut(parameters: Mapping[str, nn.Parameter], first: int, size: int) -> Iterable[Piece]:
+    """Pieces of parameters that lie one after the other in a range of the flat tensor that they make."""
+    begin = 0
+    for path, parameter in parameters.items():
+        end = begin + parameter.numel()
+        low, high = max(begin, first), min(end, first + size)
+        if low < high:
+            shard = Shard(shape=(high - low,), global_shape=tuple(parameter.shape), offset=(low - begin,))
+            yield Piece(path=path, first=low - first, shard=shard)
+        begin = end
+
+
+def _stage_3(outer: Any, names: _Names) -> _Opened:
+    """One flat tensor for each sub-group, in which each parameter has its part, padded."""
+    held = []
+    named: list[dict[str, nn.Parameter]] = [{} for _ in outer.optimizer.param_groups]
+    for sub_group, (master, parameters) in enumerate(
+        zip(outer.fp32_partitioned_groups_flat, outer.fp16_groups, strict=True)
+    ):
+        number = outer.sub_group_to_group_id[sub_group]
+        by_path = names.of_group(number, parameters)
+        first, pieces = 0, []
+        for path, parameter in by_path.items():
+            if (shard := kept_range(parameter)).size:
+                pieces.append(Piece(path=path, first=first, shard=shard))
+            first += partition_size(parameter)
+        held.append(HeldTensor(group=number, tensor=master, pieces=tuple(pieces)))
+        named[number].update(by_path)
+    return held, named
+
+
+def _whole(masters: Sequence[Sequence[Tensor]], groups: Sequence[Sequence[nn.Parameter]], names: _Names) -> _Opened:
+    held, named = [], []
+    for number, (own, parameters) in enumerate(zip(masters, groups, strict=True)):
+        by_path = names.of_group(number, parameters)
+        held += [
+            HeldTensor(group=number, tensor=master, pieces=(Piece(path=path),))
+            for path, master in zip(by_path, own, strict=True)
+        ]
+        named.append(by_path)
+    return held, named

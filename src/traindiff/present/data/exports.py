@@ -1,0 +1,196 @@
+"""The tools to which scalars of a recording are exported."""
+
+from __future__ import annotations
+
+import math
+import posixpath
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from traindiff.analyse.merge.run_steps import run_steps
+from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.core.observation import ALL_GRADIENTS, SAMPLE
+from traindiff.core.site import PHASES, ROOT, matches
+from traindiff.core.steps import ALL_STEPS, StepSelection
+from traindiff.core.summary import UNIT_ROUNDOFF, largest, norm, number
+from traindiff.errors import ConfigError, Problem
+from traindiff.storage import Recording
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which tensors are given beside the scalars that a run has by itself.
+
+    Attributes:
+        site: Glob over canonical paths, or over `path slot`; empty for none.
+        phases: Phases; empty for all.
+        steps: Steps.
+    """
+
+    site: str = ""
+    phases: tuple[str, ...] = ()
+    steps: StepSelection = ALL_STEPS
+
+
+Scalars = dict[str, float]
+"""By name: a number. NaN and infinities are as they are."""
+
+
+def check_phases(phases: tuple[str, ...]) -> None:
+    """Raise `ConfigError` for what is not a phase.
+
+    Args:
+        phases: What was given.
+    """
+    problems = [
+        Problem.unknown_name(where=f"--phase {name}", kind="a phase", found=name, known=PHASES)
+        for name in phases
+        if name not in PHASES
+    ]
+    if problems:
+        raise ConfigError("export", problems, consequence="nothing was exported")
+
+
+def scalars(recording: Recording, wanted: Wanted) -> Iterator[tuple[int, Scalars]]:
+    """The scalars of each finished step: losses, what was logged, settings of the optimizer, the gradient norm.
+
+    Of the tensors that are wanted, the L2 norm and the largest |x| are given as well.
+
+    Args:
+        recording: The run; its ranks are merged.
+        wanted: Which tensors are given.
+
+    Yields:
+        The step, and its scalars by name.
+    """
+    for step in run_steps(recording):
+        if step.finished and step.step in wanted.steps:
+            found: Scalars = {}
+            squares: list[float] = []
+            for key, entry in step.table.items():
+                if entry.unobserved or key.stage == SAMPLE or entry.dtype not in UNIT_ROUNDOFF:
+                    continue
+                if key.phase == "grad" and key.slot == "grad" and not key.stage:
+                    squares.append(float(entry.summary["sum_of_squares"]))
+                found |= _of_entry(key, entry, wanted)
+            if squares:
+                found[f"grad/{ALL_GRADIENTS} norm"] = math.sqrt(math.fsum(squares))
+            yield step.step, found
+        step.release()
+
+
+def _of_entry(key: Key, entry: Entry, wanted: Wanted) -> Scalars:
+    name = f"{key.phase}{f'.{key.stage}' if key.stage else ''}/{key.path or ROOT} {key.slot}"
+    name += f" call {key.call}" if key.call else ""
+    name += f" micro-step {key.micro_step}" if key.micro_step else ""
+    if entry.shape == () and int(entry.summary["count"]) == 1 and (key.phase == "loss" or key.group):
+        return {name: number(entry.summary)}
+    if not wanted.site or (wanted.phases and key.phase not in wanted.phases):
+        return {}
+    if not matches(wanted.site, key.path) and not matches(wanted.site, f"{key.path or ROOT} {key.slot}"):
+        return {}
+    return {f"{name} norm": float(norm(entry.summary)), f"{name} largest": float(largest(entry.summary))}
+
+
+Steps = Iterable[tuple[int, Scalars]]
+
+
+def to_tensorboard(recording: Recording, steps: Steps, output: Path) -> int:
+    """Write an event file that TensorBoard reads.
+
+    Args:
+        recording: The run.
+        steps: Its scalars.
+        output: Directory of the event file.
+
+    Returns:
+        How many scalars were written.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(str(output))
+    begun, count = _begun(recording), 0
+    try:
+        for step, found in steps:
+            values = [Summary.Value(tag=name, simple_value=_float32(value)) for name, value in found.items()]
+            writer.add_event(Event(wall_time=begun + step, step=step, summary=Summary(value=values)))
+            count += len(values)
+    finally:
+        writer.close()
+    return count
+
+
+def to_wandb(recording: Recording, steps: Steps, output: Path) -> int:
+    """Write a run of Weights & Biases, to be sent with `wandb sync` if at all: nothing goes over the network.
+
+    Args:
+        recording: The run.
+        steps: Its scalars.
+        output: Directory in which wandb makes its own.
+
+    Returns:
+        How many scalars were written.
+    """
+    import wandb
+
+    output.mkdir(parents=True, exist_ok=True)
+    settings = wandb.Settings(mode="offline", silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
+    name = posixpath.basename(recording.path.rstrip("/")) or recording.path
+    about = {"recording": recording.path, "created": recording.run.get("created"), "world_size": recording.world_size}
+    count = 0
+    with wandb.init(project="traindiff", name=name, dir=str(output), config=about, settings=settings) as run:
+        for step, found in steps:
+            run.log(dict(found), step=step)
+            count += len(found)
+    wandb.teardown()  # its service writes the end of the file when it stops
+    return count
+
+
+EXPORTS: Mapping[str, tuple[str, Callable[[Recording, Steps, Path], int]]] = {
+    "tensorboard": ("tensorboard", to_tensorboard),
+    "wandb": ("wandb", to_wandb),
+}
+"""By the name that `traindiff export` takes: the package that it needs, and what writes it."""
+
+
+def exporter(name: str, *, beside: Sequence[str] = ()) -> Callable[[Recording, Steps, Path], int]:
+    """What writes to a tool of `EXPORTS`.
+
+    Args:
+        name: Its name.
+        beside: Names of tools for which others write.
+
+    Raises:
+        ConfigError: There is no such tool, or its package is not installed.
+    """
+    if name not in EXPORTS:
+        problem = Problem.unknown_name(where=f"export {name}", kind="a tool", found=name, known=(*EXPORTS, *beside))
+        raise ConfigError("export", [problem], consequence="nothing was exported")
+    package, write = EXPORTS[name]
+    if find_spec(package) is None:
+        fix = f"Install it with: pip install 'traindiff[{name}]'"
+        problem = Problem(where=f"export {name}", what=f"needs {package}, which is not installed.", fix=fix)
+        raise ConfigError("export", [problem], consequence="nothing was exported")
+    return write
+
+
+def _begun(recording: Recording) -> float:
+    """When the run was begun, in seconds since 1970."""
+    try:
+        return datetime.fromisoformat(str(recording.run.get("created"))).timestamp()
+    except ValueError:
+        return datetime(1970, 1, 1, tzinfo=UTC).timestamp()
+
+
+def _float32(value: Any) -> float:
+    """The number as an event file holds it: what is beyond float32 is infinite there."""
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))

@@ -1,0 +1,172 @@
+"""All sites of a step in execution order, both runs next to each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from traindiff.analyse.compare import Comparison
+from traindiff.analyse.compare.verdict import NOT_JUDGED, DifferenceHistory
+from traindiff.analyse.findings import phase_text
+from traindiff.analyse.merge.step_table import Key
+from traindiff.core.site import ROOT, label
+from traindiff.core.steps import StepSelection, parse_steps
+from traindiff.errors import ConfigError, Problem
+from traindiff.present.data.csv_rows import CsvRows
+
+FIRST = "first"
+"""The step of the first divergence; without one, the first that was compared."""
+
+COLUMNS = (
+    "step", "phase", "stage", "site", "slot", "call", "micro_step", "baseline", "candidate", "difference", "floor",
+    "ratio", "verdict", "first",
+)  # fmt: skip
+"""Columns of the table as comma-separated values. Sizes that are not finite are empty."""
+
+RowWord = Literal["identical", "equivalent", "diverged", "not judged"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """A site in a step.
+
+    Attributes:
+        step: The step.
+        key: The site.
+        baseline: Its size in the baseline: the L2 norm, or of a single element its value.
+        candidate: The same in the candidate.
+        difference: Relative L2 difference; inf where it has no size.
+        floor: The largest difference that is none; inf where it is not judged.
+        ratio: Difference over floor.
+        first: Whether the first divergence of the comparison is here.
+    """
+
+    step: int
+    key: Key
+    baseline: float
+    candidate: float
+    difference: float
+    floor: float
+    ratio: float
+    first: bool
+
+    @property
+    def verdict(self) -> RowWord:
+        """What the difference means."""
+        if self.difference == 0:
+            return "identical"
+        if self.ratio == np.float32(NOT_JUDGED):
+            return "not judged"
+        return "diverged" if self.ratio > 1 else "equivalent"
+
+
+def parse_table(text: str) -> StepSelection | None:
+    """Which steps `--table` asks for; None for that of the first divergence.
+
+    Raises:
+        ConfigError: It is neither steps nor `first`.
+    """
+    if text == FIRST:
+        return None
+    found = parse_steps(text, where=f"--table {text}")
+    if isinstance(found, StepSelection):
+        return found
+    problem = Problem(where=found.where, what=found.what, fix=f'Write steps like "3" or "0-2,7", or "{FIRST}".')
+    raise ConfigError("compare", [problem], consequence="nothing was compared")
+
+
+def step_rows(comparison: Comparison, history: DifferenceHistory, steps: StepSelection | None) -> list[StepRow]:
+    """The rows of some steps, in execution order.
+
+    Args:
+        comparison: The result.
+        history: Every site's difference in every step.
+        steps: Which; None for the step of the first divergence.
+
+    Raises:
+        ConfigError: None of them was compared, or there were too many steps to keep each by itself.
+    """
+    first = comparison.first_divergence
+    compared = comparison.steps
+    if steps is None:
+        chosen = list(compared[:1]) if first is None else [first.step]
+    else:
+        chosen = [step for step in compared if step in steps]
+    if steps is not None and not chosen:
+        span = f"{compared[0]} to {compared[-1]}" if compared else "none"
+        raise _refused(steps, what=f"names no step that was compared ({span}).", fix="Name some of those.")
+    if history.whole.width > 1:
+        fix = "Compare fewer steps, with --steps."
+        raise _refused(steps, what=f"is for single steps, and {len(compared)} were compared.", fix=fix)
+    rows = sorted(history.whole.sites.items(), key=lambda site: history.farthest[site[0]].order)
+    return [row for step in chosen for row in _of_step(comparison, history, rows, step)]
+
+
+def _of_step(
+    comparison: Comparison, history: DifferenceHistory, sites: Sequence[tuple[Key, int]], step: int
+) -> Iterator[StepRow]:
+    first = comparison.first_divergence
+    column = history.whole.column_of(step)
+    place = (first.phase, first.stage, first.path, first.slot, first.call) if first and first.step == step else None
+    for key, row in sites:
+        cell = dict(zip(history.whole.fields, map(float, history.whole.cells[row, column]), strict=True))
+        if math.isnan(cell["ratio"]):
+            continue  # the step has no such site
+        is_first = place == key[:5]
+        place = None if is_first else place
+        yield StepRow(step=step, key=key, first=is_first, **cell)
+
+
+def print_rows(console: Console, rows: Sequence[StepRow]) -> None:
+    """Print a table for each step."""
+    for step in dict.fromkeys(row.step for row in rows):
+        shown = [row for row in rows if row.step == step]
+        apart = sum(row.verdict == "diverged" for row in shown)
+        title = f"\nStep {step}: {len(shown)} sites in execution order, {apart} above their floors"
+        console.print(Text(title, style="bold"), Text("(sizes are L2 norms, of single elements their values)"))
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for name in ("phase", "site"):
+            table.add_column(name, overflow="fold")
+        for name in ("baseline", "candidate", "difference", "floor", "x floor"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("verdict", no_wrap=True)
+        for row in shown:
+            table.add_row(*map(Text, _cells(row)), style="red" if row.verdict == "diverged" else None)
+        console.print(table)
+
+
+def _cells(row: StepRow) -> tuple[str, ...]:
+    site = label(row.key.path, row.key.slot) + (f" call {row.key.call}" if row.key.call else "")
+    site += f" micro-step {row.key.micro_step}" if row.key.micro_step else ""
+    sizes = (f"{row.baseline:.6g}", f"{row.candidate:.6g}", *map(_digits, (row.difference, row.floor, row.ratio)))
+    verdict = f"{row.verdict}  <- first divergence" if row.first else row.verdict
+    return phase_text(row.key.phase, row.key.stage), site, *sizes, verdict
+
+
+def _digits(value: float) -> str:
+    return f"{value:.2g}" if math.isfinite(value) and value != np.float32(NOT_JUDGED) else "-"
+
+
+def write_rows(file: IO[str], rows: Sequence[StepRow]) -> None:
+    """Write the rows as comma-separated values."""
+    writer = CsvRows(file, COLUMNS)
+    for row in rows:
+        key, judged = row.key, row.verdict != "not judged"
+        sizes = (row.baseline, row.candidate, row.difference, row.floor, row.ratio if judged else math.nan)
+        cells = (
+            row.step, key.phase, key.stage, key.path or ROOT, key.slot, key.call, key.micro_step,
+            *(f"{size:.9g}" if math.isfinite(size) else "" for size in sizes), row.verdict, row.first,
+        )  # fmt: skip
+        writer.write(dict(zip(COLUMNS, cells, strict=True)))
+
+
+def _refused(steps: StepSelection | None, *, what: str, fix: str) -> ConfigError:
+    problem = Problem(where=f"--table {steps.text if steps else FIRST}", what=what, fix=fix)
+    return ConfigError("compare", [problem], consequence="no table was printed")

@@ -1,0 +1,155 @@
+"""The dataflow around a finding: what comes in, where it is, and what follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from traindiff.analyse.findings import Finding, phase_text
+from traindiff.core.site import label
+from traindiff.present.page.site_rows import SiteRow, place_of
+
+FLOW = ("batch", "forward", "loss", "backward")
+"""Phases in which data flows from one site to the next in the order of execution."""
+
+BEFORE, AFTER = 3, 2
+"""Sites that are shown before and behind a finding in the order of execution."""
+
+MOST = 4
+"""Sites that are shown above each other."""
+
+Measure = Callable[[int], tuple[float, float]]
+"""By row: its difference and its floor in the finding's step; NaN where it was not compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One site of the picture.
+
+    Attributes:
+        row: Its row on the page.
+        phase: Phase and stage.
+        site: As people read it.
+        shape: Of the baseline's tensor.
+        status: `identical`, `agrees` (within the floor), `differs`, or `unknown` (not compared, or not judged).
+        size: Difference and floor in words.
+        first: Whether it is the finding's.
+    """
+
+    row: int
+    phase: str
+    site: str
+    shape: str
+    status: str
+    size: str
+    first: bool
+
+
+def dataflow(finding: Finding, rows: Sequence[SiteRow], measure: Measure) -> list[list[Node]]:
+    """The sites around a finding, from what comes in to what follows.
+
+    Activations and their gradients stand in the order of execution. The gradient of a parameter follows from what its
+    module received and from the gradient of what it returned; optimizer state and update follow from it.
+
+    Args:
+        finding: The first one.
+        rows: Of the page, in execution order.
+        measure: What the finding's step has of a row.
+
+    Returns:
+        Columns of nodes; empty where the finding's site has no row.
+    """
+    here = next((at for at, row in enumerate(rows) if row.place == place_of(finding)), None)
+    if here is None:
+        return []
+    around = _in_order(here, rows) if finding.phase in FLOW else _of_parameter(here, rows)
+    return [[_node(at, rows[at], measure(at), first=at == here) for at in column] for column in around if column]
+
+
+def _in_order(here: int, rows: Sequence[SiteRow]) -> list[list[int]]:
+    flowing = sorted(
+        (at for at, row in enumerate(rows) if row.place[0] in FLOW and row.place[3] != "logged"),
+        key=lambda at: rows[at].order,
+    )
+    if here not in flowing:
+        return [[here]]
+    place = flowing.index(here)
+    phases = [FLOW.index(rows[at].place[0]) for at in flowing]
+    first, last = place, place
+    # Nothing flows from a backward pass into a batch: there the next forward pass begins, of another model perhaps.
+    while first > max(0, place - BEFORE) and phases[first - 1] <= phases[first]:
+        first -= 1
+    while last < min(len(flowing) - 1, place + AFTER) and phases[last] <= phases[last + 1]:
+        last += 1
+    return [[at] for at in flowing[first : last + 1]]
+
+
+def _of_parameter(here: int, rows: Sequence[SiteRow]) -> list[list[int]]:
+    phase, _, path, _, _ = rows[here].place
+    module = path.rpartition(".")[0]
+    returned = [at for at, row in enumerate(rows) if row.place[0] == "forward" and row.place[2] == module]
+    backward = [at for at, row in enumerate(rows) if row.place[0] == "backward" and row.place[2] == module]
+    received: list[int] = []
+    if returned:
+        order = rows[returned[0]].order
+        received = [at for at, row in enumerate(rows) if row.place[0] in ("batch", "forward") and row.order < order]
+        received = sorted(received, key=lambda at: rows[at].order)[-1:]
+    same = {name: _at(rows, name, path) for name in ("grad", "optimizer", "update")}
+    same["optimizer"].sort(key=lambda at: rows[at].shapes[0] == ())  # counters last
+    before = [at for at in same["grad"] if at < here] if phase == "grad" else []
+    columns = [[*received, *backward[:1]], *([at] for at in before[-2:])]
+    if phase == "grad":
+        return [*columns, [here], same["optimizer"][:MOST], same["update"][:1]]
+    columns.append(same["grad"][-1:])
+    if phase == "optimizer":
+        others = [at for at in same["optimizer"] if at != here]
+        return [*columns, [here, *others[: MOST - 1]], same["update"][:1]]
+    return [*columns, same["optimizer"][:MOST], [here]]
+
+
+def _at(rows: Sequence[SiteRow], phase: str, path: str) -> list[int]:
+    return [at for at, row in enumerate(rows) if row.place[0] == phase and row.place[2] == path]
+
+
+def _node(at: int, row: SiteRow, measured: tuple[float, float], *, first: bool) -> Node:
+    phase, stage, path, slot, call = row.place
+    difference, floor = measured
+    return Node(
+        row=at,
+        phase=phase_text(phase, stage),
+        site=label(path, slot) + (f" call {call}" if call else ""),
+        shape=" x ".join(map(str, row.shapes[0])) or "scalar",
+        status=status_of(difference, floor),
+        size=_size(difference, floor),
+        first=first,
+    )
+
+
+def status_of(difference: float, floor: float) -> str:
+    """Whether a difference is one, in a word."""
+    if math.isnan(difference):
+        return "unknown"
+    if difference == 0.0:
+        return "identical"
+    if math.isinf(floor):
+        return "unknown"  # other inputs, or another batch: it was not judged
+    return "agrees" if difference <= floor else "differs"
+
+
+def _size(difference: float, floor: float) -> str:
+    if math.isnan(difference):
+        return "not compared"
+    if difference == 0.0:
+        return "same bits"
+    size = "differs" if math.isinf(difference) else f"{difference:.2g}"
+    if math.isinf(floor):
+        return f"{size}, not judged"
+    if not floor or math.isinf(difference):
+        return size
+    return f"{difference:.2g} = {difference / floor:.2g} x floor"
+
+
+def says(column: Iterable[Node]) -> str:
+    """A column of the picture in words, for those who do not see it."""
+    return "; ".join(f"{node.phase} {node.site}: {node.status}, {node.size}" for node in column)

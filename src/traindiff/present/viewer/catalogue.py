@@ -1,0 +1,177 @@
+"""The recordings under a directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from traindiff.errors import RecordingError
+from traindiff.present.page.writing import environment, policy, styles
+from traindiff.storage import open_recording
+
+DEPTH = 6
+"""Levels of directories in which recordings are looked for."""
+
+MOST = 500
+"""Recordings that are listed."""
+
+SECONDS = 10.0
+"""How long they are looked into; those that are left are listed by their names."""
+
+UNREAD = "not looked into: there are too many"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A recording of the list.
+
+    Attributes:
+        name: Its path below the directory.
+        created: When it was begun, as `run.json` has it.
+        ranks: How many ranks it has.
+        size_bytes: Of its files.
+        ending: `closed`, `aborted` (ended by an error), `unclosed` (still recording, or killed), `unreadable`, or
+            `unread` (there was no time).
+        says: More of that in a sentence; may be empty.
+    """
+
+    name: str
+    created: str
+    ranks: int
+    size_bytes: int
+    ending: str
+    says: str
+
+
+class Catalogue:
+    """What lies under a directory. Nothing outside it is ever read: no recording reads what lies outside of its own.
+
+    Args:
+        root: The directory.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+
+    def recordings(self) -> list[Listed]:
+        """The recordings, those begun last first."""
+        until = time.monotonic() + SECONDS
+        found = [
+            _listed(path, name) if time.monotonic() < until else _without_details(name, ending="unread", says=UNREAD)
+            for name, path in self._found()
+        ]
+        return sorted(found, key=lambda one: (one.created, one.name), reverse=True)
+
+    def find(self, name: str) -> Path | None:
+        """The directory of a recording that is named in an address; None if there is none under the root.
+
+        Args:
+            name: Its path below the root; `.` for the root itself.
+        """
+        if "\0" in name:
+            return None
+        try:
+            path = (self.root / name).resolve()
+        except (OSError, RuntimeError):  # a link that leads to itself
+            return None
+        return path if path.is_relative_to(self.root) and os.path.lexists(path / "run.json") else None
+
+    def state(self, name: str) -> str:
+        """What changes when a recording grows: sizes of its files.
+
+        Args:
+            name: As of `find`.
+        """
+        path = self.find(name)
+        if path is None:
+            return "gone"
+        ranks = sorted(path.glob("rank-*"))[:32]
+        inside = [rank for rank in ranks if Path(os.path.realpath(rank)).is_relative_to(path)]
+        files = [rank / f"observations.{ending}" for rank in inside for ending in ("arrows", "crc")]
+        return ";".join(map(_size, (path / "run.json", *files)))
+
+    def _found(self) -> Iterator[tuple[str, Path]]:
+        count = 0
+        for folder, below, files in os.walk(self.root, followlinks=False):
+            here = Path(folder)
+            name = here.relative_to(self.root)
+            if "run.json" in files:
+                below.clear()
+                count += 1
+                yield str(name), here
+            elif len(name.parts) >= DEPTH:
+                below.clear()
+            below[:] = sorted(one for one in below if not one.startswith("."))
+            if count == MOST:
+                return
+
+
+def _size(file: Path) -> str:
+    try:
+        return str(file.lstat().st_size)
+    except OSError:  # not there, or removed since
+        return ""
+
+
+def _without_details(name: str, *, ending: str, says: str) -> Listed:
+    return Listed(name=name, created="", ranks=0, size_bytes=0, ending=ending, says=says)
+
+
+def _ending(of_ranks: set[str]) -> str:
+    """How a recording ends: as the rank that ends worst."""
+    if not of_ranks or of_ranks & {"unclosed", "truncated"}:
+        return "unclosed"
+    return "aborted" if "aborted" in of_ranks else "closed"
+
+
+def _listed(path: Path, name: str) -> Listed:
+    try:
+        recording = open_recording(str(path))
+        statuses = [recording.status(rank) for rank in recording.ranks]
+        size = sum(file.lstat().st_size for file in path.glob("rank-*/*"))
+    except (RecordingError, OSError) as error:
+        return _without_details(name, ending="unreadable", says=str(error))
+    return Listed(
+        name=name,
+        created=str(recording.run.get("created", "")),
+        ranks=recording.world_size,
+        size_bytes=size,
+        ending=_ending({one.ending for one in statuses}),
+        says=next((status.says for status in statuses if status.says), ""),
+    )
+
+
+def write_listing(catalogue: Catalogue) -> str:
+    """The page that lists the recordings under a directory.
+
+    Args:
+        catalogue: The directory.
+    """
+    found = catalogue.recordings()
+    return (
+        environment("traindiff.present.viewer")
+        .get_template("listing.html")
+        .render(
+            root=str(catalogue.root),
+            recordings=[(one, quote(os.fsencode(one.name))) for one in found],
+            growing=any(one.ending == "unclosed" for one in found),
+            most=MOST if len(found) >= MOST else 0,
+            policy=policy("", sends_forms=True),
+            styles=styles(),
+        )
+    )
+
+
+def message_page(text: str, *, again: int = 0) -> str:
+    """A page that says one thing.
+
+    Args:
+        text: What it says.
+        again: After so many seconds a browser asks for it again; 0 for never.
+    """
+    template = environment("traindiff.present.viewer").get_template("message.html")
+    return template.render(text=text, again=again, policy=policy(""), styles=styles())

@@ -1,0 +1,270 @@
+"""The pages of a directory's recordings, each written by a process of its own and kept for a while.
+
+In a process of its own, so that a recording that takes forever, or crashes what reads it, costs this page only.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from tempfile import TemporaryFile
+from threading import Condition, Thread
+from urllib.parse import quote
+
+from traindiff.analyse.check import check
+from traindiff.analyse.compare import compare
+from traindiff.errors import TraindiffError
+from traindiff.present.page import page_of, write
+from traindiff.present.viewer.catalogue import Catalogue
+from traindiff.storage import open_recording
+
+NO_PAGE = 3
+"""Exit code where standard output has, as JSON, the status of the answer and what it says."""
+
+NO_SUCH_RECORDING = "There is no such recording under the directory."
+
+
+def written(catalogue: Catalogue, names: Sequence[str]) -> str:
+    """The page of one recording, or of the comparison of two.
+
+    Args:
+        catalogue: The directory.
+        names: Of recordings, as they stand in an address.
+
+    Raises:
+        FileNotFoundError: There is no such recording.
+        TraindiffError: A recording cannot be used.
+    """
+    paths = [str(path) for name in names if (path := catalogue.find(name)) is not None]
+    if len(paths) < len(names):
+        raise FileNotFoundError
+    result = check(paths[0], history=True) if len(paths) == 1 else compare(paths[0], paths[1], history=True)
+    endings = {one.status(rank).ending for one in map(open_recording, paths) for rank in one.ranks}
+    asks = "&".join(f"of={quote(os.fsencode(name), safe='')}" for name in names)
+    file = io.StringIO()
+    write(page_of(result), file, home="/", refresh=f"/state?{asks}" if endings & {"unclosed", "truncated"} else "")
+    return file.getvalue()
+
+
+def main(root: str, names: Sequence[str]) -> int:
+    """Write the page to standard output.
+
+    Args:
+        root: The directory.
+        names: Of recordings, as they stand in an address.
+
+    Returns:
+        The exit code.
+    """
+    Thread(target=_end_with_parent, daemon=True).start()
+    code = NO_PAGE
+    try:
+        text, code = written(Catalogue(Path(root)), names), 0
+    except FileNotFoundError:
+        text = _no_page(HTTPStatus.NOT_FOUND, NO_SUCH_RECORDING)
+    except (TraindiffError, OSError) as error:
+        text = _no_page(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
+    except Exception as error:  # noqa: BLE001  whatever a damaged recording does, there is an answer
+        says = f"This could not be read: {type(error).__name__}: {error}"
+        text = _no_page(HTTPStatus.INTERNAL_SERVER_ERROR, says)
+    sys.stdout.buffer.write(text.encode(errors="replace"))  # a name may be no UTF-8
+    sys.stdout.buffer.flush()
+    return code
+
+
+def _no_page(status: HTTPStatus, says: str) -> str:
+    return json.dumps({"status": status, "says": says})
+
+
+def _end_with_parent() -> None:
+    """End this process when the server does, which has the other end of standard input."""
+    while os.read(0, 1):  # a buffered file could not be let go of at exit
+        pass
+    os._exit(1)
+
+
+KEPT = 8
+"""Pages that are kept, so that looking again computes nothing."""
+
+AT_ONCE = 2
+"""Pages that are written at the same time: each reads whole recordings."""
+
+WAIT_SECONDS = 10.0
+"""How long a request waits for its page; one that comes later finds how far it is by then."""
+
+LIMIT_SECONDS = 900.0
+"""How long writing a page may take."""
+
+FORGOTTEN_SECONDS = 60.0
+"""How long a page is written on after it was last asked for."""
+
+MOST_BYTES = 1 << 26
+"""Size of a page at most: those that are kept are in memory."""
+
+START = (
+    "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
+    "from traindiff.present.viewer.pages import main; sys.exit(main(sys.argv[1], sys.argv[2:]))"
+)
+"""What the process that writes a page runs. It imports from where this one does, not from where it is started."""
+
+_Key = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a request for a page is answered with.
+
+    Attributes:
+        status: Of HTTP.
+        content: The page; empty without one.
+        says: What to say where there is no page.
+    """
+
+    status: HTTPStatus
+    content: bytes = b""
+    says: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """A page that is being written."""
+
+    asked: float
+    answer: Answer | None = None
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+
+class Pages:
+    """Pages of one recording, or of two; each is written once for each state of them.
+
+    Args:
+        catalogue: The directory.
+    """
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._done: OrderedDict[_Key, Answer] = OrderedDict()
+        self._jobs: dict[_Key, _Job] = {}
+        self._changed = Condition()
+        self._closed = False
+
+    def page(self, names: tuple[str, ...]) -> Answer:
+        """The page of some recordings. Waits for it, but not forever: it may have to be asked for again.
+
+        Args:
+            names: As they stand in an address.
+        """
+        states = tuple(map(self._catalogue.state, names))
+        if "gone" in states:
+            return Answer(status=HTTPStatus.NOT_FOUND, says=NO_SUCH_RECORDING)
+        key = (*names, *states)
+        until = time.monotonic() + WAIT_SECONDS
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                if key in self._done:
+                    return self._given(key)
+                if key not in self._jobs and len(self._jobs) < AT_ONCE and not self._closed:
+                    self._jobs[key] = _Job(asked=now)
+                    Thread(target=self._run, args=(key, names), daemon=True).start()
+                if key in self._jobs:
+                    self._jobs[key].asked = now
+                if now >= until:
+                    return Answer(status=HTTPStatus.SERVICE_UNAVAILABLE, says="This page is being prepared.")
+                self._changed.wait(min(until - now, 0.5))  # who waits has not forgotten
+
+    def close(self) -> None:
+        """Write nothing any more."""
+        with self._changed:
+            self._closed = True
+            for job in self._jobs.values():
+                if job.process is not None:
+                    job.process.kill()
+
+    def _given(self, key: _Key) -> Answer:
+        """An answer that is there. What went wrong is tried again the next time."""
+        answer = self._done[key]
+        if answer.status is HTTPStatus.OK:
+            self._done.move_to_end(key)
+        else:
+            del self._done[key]
+        return answer
+
+    def _run(self, key: _Key, names: tuple[str, ...]) -> None:
+        """Write a page, on a thread of its own."""
+        job = self._jobs[key]
+        try:
+            answer = self._written(job, names)
+        except OSError as error:
+            answer = Answer(status=HTTPStatus.INTERNAL_SERVER_ERROR, says=f"No process could be started: {error}")
+        with self._changed:
+            del self._jobs[key]
+            if answer is not None:
+                self._done[key] = answer
+            while len(self._done) > KEPT:
+                self._done.popitem(last=False)
+            self._changed.notify_all()
+
+    def _written(self, job: _Job, names: tuple[str, ...]) -> Answer | None:
+        """What the process gives; None where nobody wants it any more."""
+        path = os.pathsep.join(filter(None, sys.path))
+        command = [sys.executable, "-P", "-c", START, path, str(self._catalogue.root), *names]
+        until = time.monotonic() + LIMIT_SECONDS
+        with TemporaryFile() as page:
+            with self._changed:
+                if self._closed:
+                    return None
+                job.process = process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=page, stderr=subprocess.DEVNULL
+                )  # fmt: skip
+            with process:
+                while not _has_ended(process):
+                    now = time.monotonic()
+                    if now > min(until, job.asked + FORGOTTEN_SECONDS):
+                        process.kill()
+                        return _TOO_LONG if now > until else None
+                    if os.fstat(page.fileno()).st_size > MOST_BYTES:
+                        process.kill()
+            if page.seek(0, os.SEEK_END) > MOST_BYTES:
+                return _TOO_LARGE
+            page.seek(0)
+            return None if self._closed else _read(process.returncode, page.read())
+
+
+_TOO_LONG = Answer(
+    status=HTTPStatus.GATEWAY_TIMEOUT,
+    says=f"Writing this page took longer than {LIMIT_SECONDS:g} seconds. traindiff report takes as long as it needs.",
+)
+_TOO_LARGE = Answer(
+    status=HTTPStatus.UNPROCESSABLE_ENTITY,
+    says=f"This page would have more than {MOST_BYTES >> 20} MiB. traindiff report writes it to a file.",
+)
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(timeout=0.5)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _read(code: int, data: bytes) -> Answer:
+    if code == 0:
+        return Answer(status=HTTPStatus.OK, content=data)
+    if code == NO_PAGE:
+        found = json.loads(data)
+        return Answer(status=HTTPStatus(found["status"]), says=found["says"])
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    says = f"This could not be read: the process that read it ended with {how}."
+    return Answer(status=HTTPStatus.INTERNAL_SERVER_ERROR, says=says)

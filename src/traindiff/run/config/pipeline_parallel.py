@@ -1,0 +1,192 @@
+"""`torch.distributed.pipelining`: each rank has one stage of the model, and sees every micro-batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint, pipeline
+
+from traindiff.core.site import canonical_path
+from traindiff.run.config.model_calls import (
+    Names,
+    captured_call,
+    follow,
+    joined,
+    loss_of_output,
+    names_of,
+    repeated_modules,
+)
+from traindiff.run.config.precision import autocast, dtype_of
+from traindiff.run.config.request import Request
+from traindiff.run.config.stepping import with_optimizer
+from traindiff.run.config.training import Training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """One parameter that several ranks hold.
+
+    Attributes:
+        parameter: This rank's.
+        group: The ranks that hold it.
+        is_counted_here: Whether this rank is the one of them that counts its gradient in a norm.
+    """
+
+    parameter: nn.Parameter
+    group: Any
+    is_counted_here: bool
+
+
+def shared_parameters(part: nn.Module, names: Names) -> list[Shared]:
+    """Of the parameters of this rank's part, those that others hold, too. A collective.
+
+    Args:
+        part: This rank's part of the model.
+        names: Of the whole model's parameters.
+    """
+    mine = {
+        names.first[name]: parameter
+        for path, parameter in part.named_parameters()
+        if (name := canonical_path(path)) in names.first
+    }
+    everyones: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyones, sorted(mine))
+    found = []
+    for name in sorted({name for held in everyones for name in held}):
+        ranks = [rank for rank, held in enumerate(everyones) if name in held]
+        if len(ranks) > 1:
+            group = distributed.new_group(ranks)  # by all ranks, also those that are not in it
+            if name in mine:
+                is_first = distributed.get_rank() == ranks[0]
+                found.append(Shared(parameter=mine[name], group=group, is_counted_here=is_first))
+    return found
+
+
+def add_up_gradients(shared: Sequence[Shared]) -> None:
+    """Give every rank the sum of all gradients of what they share."""
+    for one in shared:
+        if one.parameter.grad is None:
+            one.parameter.grad = torch.zeros_like(one.parameter)
+        distributed.all_reduce(one.parameter.grad, group=one.group)
+
+
+def clip_over_stages(part: nn.Module, largest_norm: float, shared: Sequence[Shared]) -> None:
+    """Scale the gradients of all stages down to a norm of all of them together. A collective."""
+    elsewhere = {id(one.parameter) for one in shared if not one.is_counted_here}
+    parameters = [parameter for parameter in part.parameters() if parameter.grad is not None]
+    counted = [one.grad for one in parameters if id(one) not in elsewhere and one.grad is not None]
+    square = nn.utils.get_total_norm(counted).square()
+    distributed.all_reduce(square)
+    nn.utils.clip_grads_with_norm_(parameters, largest_norm, square.sqrt())
+
+
+def stage_of(request: Request) -> tuple[Any, Any]:
+    """This rank's stage, and the training's batches.
+
+    Raises:
+        ConfigError: The recipe does not say how the model is divided, in fewer stages than there are ranks, or in a way
+            that a short dtype does not allow.
+    """
+    cut = request.training.pipeline
+    if cut is None:
+        raise request.lacks(
+            "pipeline",
+            says="is not given, without which it is not known how a pipeline divides the model.",
+            fix='Give traindiff.Training(pipeline=["layers.1", ...]), paths of modules before which it may be cut, or '
+            "a function of model, stage and number of stages that returns the module of that stage.",
+        )
+    batches: Any = request.training.batches
+    if callable(cut):
+        part = cut(request.model, request.rank, request.world_size)
+        stage: Any = PipelineStage(part, request.rank, request.world_size, request.device)
+    else:
+        ahead = iter(batches)
+        first = next(ahead)
+        stage = _traced(request, cut, first)
+        batches = chain([first], ahead)
+    _compute_in_dtype(request, stage.submod)
+    if request.setup.compile:
+        for layer in repeated_modules(stage.submod) or [stage.submod]:
+            layer.compile()  # by themselves: what the schedule calls cannot be observed if it is compiled
+    return stage, batches
+
+
+def _traced(request: Request, paths: Sequence[str], batch: Any) -> Any:
+    """A stage of the model as torch's tracing frontend cuts it, with an example of what it is called with."""
+    num_stages, dtype = request.world_size, request.setup.dtype
+    if dtype != "float32":
+        raise request.lacks(
+            "pipeline",
+            says=f"is cut by torch's tracing frontend, whose stages expect float32 and would be sent {dtype}.",
+            fix="Give a function of model, stage and number of stages that returns the module of that stage.",
+        )
+    if len(paths) < num_stages - 1:
+        raise request.lacks(
+            "pipeline",
+            says=f"names {len(paths)} modules to cut before: {len(paths) + 1} stages at most, for {num_stages} ranks.",
+            fix=f"Name at least {num_stages - 1}, or ask for fewer ranks.",
+        )
+    cuts = [paths[stage * (len(paths) + 1) // num_stages - 1] for stage in range(1, num_stages)]
+    example = captured_call(request, request.equal_parts(batch, num_stages)[0])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # torch.export's own
+        whole = pipeline(
+            request.model, example.args, example.kwargs, split_spec=dict.fromkeys(cuts, SplitPoint.BEGINNING)
+        )
+    return whole.build_stage(request.rank, request.device, distributed.group.WORLD)
+
+
+def _compute_in_dtype(request: Request, part: Any) -> None:
+    """Enter the dtype for the part's forward pass only: the schedule runs backward passes in between."""
+    if request.setup.dtype != "float32":
+        part.forward = torch.autocast(request.device.type, dtype_of(request.setup))(part.forward)
+
+
+def build(request: Request) -> Training:
+    """The training as a pipeline with one stage per rank, in as many micro-batches as ranks, by the schedule 1F1B.
+
+    Of what the recipe ties and several stages hold, gradients are added up.
+
+    Raises:
+        ConfigError: The recipe does not say how the model is divided.
+    """
+    setup, num_stages = request.setup, request.world_size
+    names, optimizer = names_of(request.model), with_optimizer(request)
+    stage, batches = stage_of(request)
+    part = stage.submod
+    follow(request, optimizer, names, part)
+    shared = shared_parameters(part, names)
+    micro_batches: list[Any] = []
+
+    def loss_of(output: Any, number: Tensor) -> Tensor:
+        with autocast(setup, request.device):
+            return loss_of_output(request, output, micro_batches[int(number)])
+
+    schedule = Schedule1F1B(stage, num_stages, loss_fn=loss_of, scale_grads=True)
+
+    def step(batch: Any) -> Tensor:
+        micro_batches[:] = request.equal_parts(batch, num_stages)
+        call = joined([captured_call(request, one) for one in micro_batches])
+        args = call.args if stage.is_first else ()
+        kwargs = call.kwargs if stage.is_first or callable(request.training.pipeline) else {}
+        losses: list[Tensor] = []
+        if stage.is_last:
+            schedule.step(*args, target=torch.arange(num_stages), losses=losses, **kwargs)
+        else:
+            schedule.step(*args, **kwargs)
+        add_up_gradients(shared)
+        total = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=request.device)
+        distributed.broadcast(total, src=num_stages - 1)
+        if setup.gradient_clipping:
+            clip_over_stages(part, setup.gradient_clipping, shared)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return replace(request.training, model=part, optimizer=optimizer, batches=batches, step=step)

@@ -1,0 +1,140 @@
+"""How a training computes in a short dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from traindiff.run.config.setup import Setup
+
+_INITIAL_SCALE = 2.0**16
+"""torch's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScaler:
+    """Backward pass and optimizer step with a scale, or with none.
+
+    Attributes:
+        optimizer: That steps.
+        scaler: torch's; None where nothing is scaled.
+        stays_at: The scale that never changes; None for a dynamic one.
+    """
+
+    optimizer: Optimizer
+    scaler: GradScaler | None = None
+    stays_at: float | None = None
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch's share of the loss."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def unscale(self) -> None:
+        """Divide the scale out of the gradients."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+
+    def step(self) -> None:
+        """Step the optimizer, unless gradients are not finite; then set the next scale."""
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update(self.stays_at)
+
+
+def loss_scaler(
+    setup: Setup, optimizer: Optimizer, *, device: torch.device, made: type[GradScaler] = GradScaler
+) -> LossScaler:
+    """What `setup.loss_scale` asks for.
+
+    Args:
+        setup: None is dynamic in float16 and none elsewhere; 0 is dynamic; any other number stays, but a step whose
+            gradients are not finite is left out with it too.
+        optimizer: That steps.
+        device: Where the loss is.
+        made: The class of scaler, of which FSDP1 has its own.
+    """
+    chosen = setup.loss_scale
+    if chosen is None and setup.dtype != "float16":
+        return LossScaler(optimizer=optimizer)
+    scaler = made(device.type, init_scale=chosen or _INITIAL_SCALE)
+    return LossScaler(optimizer=optimizer, scaler=scaler, stays_at=chosen or None)
+
+
+def dtype_of(setup: Setup) -> torch.dtype:
+    """The dtype in which the model computes."""
+    dtype: torch.dtype = getattr(torch, setup.dtype)
+    return dtype
+
+
+def autocast(setup: Setup, device: torch.device) -> AbstractContextManager[Any]:
+    """What the loss is computed in: `torch.autocast` in a short dtype, nothing in float32."""
+    if setup.dtype == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype_of(setup))
+
+
+def computing_in(model: nn.Module, setup: Setup) -> None:
+    """Have every call of the model compute in the setup's dtype, on parameters that stay in float32.
+
+    During a call each module holds rounded parameters in place of its own, and floating-point inputs are rounded.
+    Gradients flow through the rounding, so those of the parameters are the short ones, in float32. This is what FSDP
+    does in mixed precision, and DeepSpeed with its master weights.
+
+    Args:
+        model: Gets hooks, which stay. Its outputs are in the short dtype.
+        setup: Nothing is done if its dtype is float32.
+    """
+    dtype = dtype_of(setup)
+    if dtype == torch.float32:
+        return
+    own: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        rounded: dict[int, Tensor] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_floating_point():
+                    own.append((module._parameters, name, parameter))
+                    rounded.setdefault(id(parameter), parameter.to(dtype))
+        for holder, name, parameter in own:
+            holder[name] = rounded[id(parameter)]
+        return _in_dtype(args, dtype), _in_dtype(kwargs, dtype)
+
+    def after(*_: Any) -> None:
+        for holder, name, parameter in own:
+            holder[name] = parameter
+        own.clear()
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, always_call=True)
+
+
+def round_inputs(model: nn.Module, setup: Setup) -> None:
+    """Have floating-point inputs of the model rounded to the setup's dtype; nothing if that is float32."""
+    dtype = dtype_of(setup)
+    if dtype == torch.float32:
+        return
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return _in_dtype(args, dtype), _in_dtype(kwargs, dtype)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {name: _in_dtype(one, dtype) for name, one in value.items()}
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(_in_dtype(one, dtype) for one in value)
+    return value

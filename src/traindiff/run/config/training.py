@@ -1,0 +1,162 @@
+"""What a recipe prepares: a training, ready to start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from traindiff.errors import ConfigError, Problem, type_of
+from traindiff.observe.torch.session.targets import Optimizers
+
+Split = Callable[[Any, int], Sequence[Any]]
+"""Equal parts of a batch, in order: of the batch, and how many."""
+
+
+def split(batch: Any, parts: int, *, where: str, asked_by: str, by: Split | None = None) -> Sequence[Any]:
+    """Equal parts of a batch, in order.
+
+    Tensors and arrays with at least one axis, however deep in tuples, lists, mappings and dataclasses, are divided
+    along the first one; everything else is the same in each part.
+
+    Args:
+        batch: Anything. Not changed; the parts are views of its tensors.
+        parts: How many.
+        where: What the batch belongs to, for messages.
+        asked_by: The call, for messages.
+        by: The recipe's own way.
+
+    Returns:
+        So many batches; `[batch]`, as it is, of one part.
+
+    Raises:
+        ConfigError: The batch has no tensors, their first axes differ or cannot be divided, or `by` gave another number
+            of parts.
+    """
+    if parts == 1:
+        return [batch]
+    if by is not None:
+        given = by(batch, parts)
+        if len(given) != parts:
+            says = f"returned {len(given)} of a batch's parts when asked for {parts}."
+            raise _cannot(f"{where}, split", says, "Return as many as asked for, equally large.", asked_by)
+        return given
+    lengths = sorted({tensor.shape[0] for tensor in _tensors(batch)})
+    if not lengths:
+        says = f"is {type_of(batch)} without tensors, so that its samples cannot be told apart."
+        fix = "Give traindiff.Training(split=...), a function of batch and number of parts that returns the parts."
+        raise _cannot(f"{where}, a batch", says, fix, asked_by)
+    if len(lengths) > 1:
+        says = f"has tensors with {', '.join(map(str, lengths))} rows, so that its samples cannot be told apart."
+        fix = "Give traindiff.Training(split=...), a function of batch and number of parts that returns the parts."
+        raise _cannot(f"{where}, a batch", says, fix, asked_by)
+    if lengths[0] % parts:
+        says = f"has {lengths[0]} samples, which cannot be divided into {parts} equal parts (ranks x micro-batches)."
+        fix = f"Make batches of a multiple of {parts} samples, or ask for fewer ranks or micro-batches."
+        raise _cannot(f"{where}, a batch", says, fix, asked_by)
+    size = lengths[0] // parts
+    return [_rows(batch, slice(part * size, (part + 1) * size)) for part in range(parts)]
+
+
+def _cannot(where: str, what: str, fix: str, asked_by: str) -> ConfigError:
+    return ConfigError(asked_by, [Problem(where=where, what=what, fix=fix)])
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
+
+
+def _tensors(value: Any) -> list[Any]:
+    """What has samples along its first axis, in the order in which it is found."""
+    if _is_rows(value):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for one in value.values() for tensor in _tensors(one)]
+    if isinstance(value, (tuple, list)):
+        return [tensor for one in value for tensor in _tensors(one)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [tensor for one in fields(value) for tensor in _tensors(getattr(value, one.name))]
+    return []
+
+
+def _rows(value: Any, rows: slice) -> Any:
+    """The same, with these rows of every tensor in it."""
+    if _is_rows(value):
+        return value[rows]
+    if isinstance(value, Mapping):
+        parts = {name: _rows(one, rows) for name, one in value.items()}
+        return parts if type(value) is dict else _like(value, parts)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_rows(one, rows) for one in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_rows(one, rows) for one in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {one.name: _rows(getattr(value, one.name), rows) for one in fields(value) if one.init}
+        return replace(value, **changed)
+    return value
+
+
+def _like(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+    """The parts in the mapping's own class (an ordered dict, transformers' `BatchEncoding`)."""
+    made: Any = type(value)
+    return made(parts)
+
+
+TensorParallel = Mapping[str, Any] | Callable[[nn.Module, Any], object]
+"""Styles by path, or a function of model and mesh."""
+
+Pipeline = Sequence[str] | Callable[[nn.Module, int, int], nn.Module]
+"""Paths to cut before, or a function of model, stage and number of stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """One training, ready to start: what a recipe returns.
+
+    Attributes:
+        model: The root module that `step` calls.
+        optimizer: Whose calls are the steps; see `traindiff.record`.
+        batches: What `step` is called with, one after the other. The same in every run.
+        step: Trains on one batch: forward, backward, `optimizer.step()`, `zero_grad()`. What it returns is
+            logged: a loss, or numbers by name. Left out where `loss` is given.
+        loss: The mean loss over the samples of a batch, `loss(model, batch)`, from which traindiff makes the
+            step: then it can also run the training under an engine, in another dtype, in micro-batches.
+        split: Equal parts of a batch, `split(batch, parts)`, in order; for batches of which traindiff does not see
+            what the samples are. By default all tensors in a batch are divided along their first axis.
+        tensor_parallel: How tensor parallelism divides the model: by path or glob of paths what
+            `torch.distributed.tensor.parallel.parallelize_module` takes, or a function of model and mesh that divides
+            it in place. Every rank works on the whole batch.
+        pipeline: How a pipeline divides the model: a function of model, stage and number of stages that returns the
+            module of that stage, in which everything keeps its path; or the paths of modules before which the model
+            may be cut, in order, for torch's tracing frontend. `loss` then calls the model once per batch.
+        record: Further settings of `traindiff.record`, e.g. `{"batch_axis": {"lstm": 1}}`.
+    """
+
+    model: nn.Module
+    optimizer: Optimizers
+    batches: Iterable[Any]
+    step: Callable[[Any], Any] | None = None
+    loss: Callable[[nn.Module, Any], Tensor] | None = None
+    split: Callable[[Any, int], Sequence[Any]] | None = None
+    tensor_parallel: TensorParallel | None = None
+    pipeline: Pipeline | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    def train_on(self, batch: Any) -> Any:
+        """Call `step`, which each training has once it was prepared.
+
+        Args:
+            batch: One of `batches`.
+
+        Returns:
+            What is to be logged: a loss, or numbers by name.
+        """
+        assert self.step is not None
+        return self.step(batch)
+
+
+Four = tuple[nn.Module, Optimizers, Iterable[Any], Callable[[Any], Any]]
+"""Model, optimizer, batches and step of a `Training`."""

@@ -1,0 +1,212 @@
+"""What a rank tells rank 0 after a batch: the steps of each run, as bytes."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from traindiff.analyse.merge.run_steps import RunStep
+from traindiff.core.kernels.store import resolved
+from traindiff.core.observation import Observation
+from traindiff.core.summary import Detail
+from traindiff.observe.common.writing import StepWriter
+from traindiff.storage import RankStatus, StepObservations
+from traindiff.storage.schema import SCHEMA, from_batch, to_batch
+
+
+class LiveRun:
+    """What is known of a run that is being trained; one of `traindiff.storage.Run`.
+
+    Args:
+        path: What it is called.
+        world_size: Number of ranks.
+
+    Attributes:
+        path: What it is called.
+        run: Content of `run.json`, as rank 0 has said it.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, path: str, world_size: int) -> None:
+        self.path = path
+        self.run: Mapping[str, Any] = {}
+        self.world_size = world_size
+        self._contents: dict[int, Mapping[str, Any]] = {}
+
+    def hear(self, rank: int, *, run: Mapping[str, Any] | None, content: Mapping[str, Any] | None) -> None:
+        """A rank has said what it holds."""
+        if run is not None and rank == 0:
+            self.run = run
+        if content is not None:
+            self._contents[rank] = content
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that have said what they hold."""
+        return tuple(sorted(self._contents))
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """None: all ranks of a lockstep are there."""
+        return ()
+
+    def rank_content(self, rank: int) -> Mapping[str, Any]:
+        """See `traindiff.storage.Run`."""
+        return self._contents[rank]
+
+    def status(self, rank: int) -> RankStatus:
+        """It goes on."""
+        return RankStatus(rank=rank, ending="closed", says="")
+
+
+class LiveSteps:
+    """The steps of a replica that is stepped along, as they come."""
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[str, int], RunStep] = {}
+
+    def add(self, step: RunStep) -> None:
+        """A step has come."""
+        self._steps[step.optimizer, step.step] = step
+
+    def until(self, optimizer: str, step: int) -> Iterator[RunStep]:
+        """The steps up to and with this one that were not given yet."""
+        for key in sorted(key for key in self._steps if key[0] == optimizer and key[1] <= step):
+            yield self._steps.pop(key)
+
+
+_SETTING = re.compile(r".*\.groups\[\d+\]")
+
+
+class LiveWriter:
+    """Takes the steps of one rank of a run, for a comparison that follows at once.
+
+    Settings of optimizers are left out: they are compared by themselves, and are no difference in what was computed.
+
+    Args:
+        run: Content of `run.json`.
+        rank: This rank.
+        further: Takes the same, e.g. to keep it on a disk.
+
+    Attributes:
+        run: Content of `run.json`.
+        content: Content of `rank.json`.
+    """
+
+    def __init__(self, run: Mapping[str, Any], rank: int, further: StepWriter | None = None) -> None:
+        self.run = run
+        self.content: Mapping[str, Any] = {}
+        self._rank = rank
+        self._further = further
+        self._steps: dict[tuple[str, int], tuple[list[Observation], list[Any]]] = {}
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """See `StepWriter`."""
+        self.run = run
+        if self._further is not None:
+            self._further.write_run(run)
+
+    def write_rank(self, content: Mapping[str, Any]) -> None:
+        """See `StepWriter`."""
+        self.content = content
+        if self._further is not None:
+            self._further.write_rank(content)
+
+    def write_step(
+        self, observations: Sequence[Observation], summaries: Sequence[Any], details: Mapping[int, Detail]
+    ) -> None:
+        """See `StepWriter`."""
+        if observations:
+            held = self._steps.setdefault((observations[0].optimizer, observations[0].step), ([], []))
+            for seen, summary in zip(observations, summaries, strict=True):
+                if not (seen.phase == "optimizer" and _SETTING.fullmatch(seen.path)):
+                    held[0].append(seen)
+                    held[1].append(summary)
+        if self._further is not None:
+            self._further.write_step(observations, summaries, details)
+
+    def close(self, content: Mapping[str, Any] | None = None) -> None:
+        """See `StepWriter`."""
+        self._steps.clear()
+        if self._further is not None:
+            self._further.close(content)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many steps wait to be taken."""
+        return len(self._steps)
+
+    def take(self) -> list[StepObservations]:
+        """Remove and give what has come; waits for summaries that a device is still making."""
+        steps, self._steps = self._steps, {}
+        return [
+            StepObservations(
+                rank=self._rank, optimizer=optimizer, step=step, observations=seen, summaries=resolved(summaries)
+            )
+            for (optimizer, step), (seen, summaries) in steps.items()
+        ]
+
+
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMessage:
+    """What a rank says of one run.
+
+    Attributes:
+        run: Content of `run.json`; None where that has been said.
+        content: Content of `rank.json`; None where that has been said.
+        steps: The steps that it has ended since the last message.
+    """
+
+    run: Mapping[str, Any] | None
+    content: Mapping[str, Any] | None
+    steps: Sequence[StepObservations]
+
+
+def encoded(runs: Sequence[RunMessage]) -> bytes:
+    """The bytes of a message: the length of a head, the head in JSON, and the steps as an Arrow stream."""
+    head = [
+        {
+            "run": one.run,
+            "content": one.content,
+            "steps": [{"optimizer": step.optimizer, "step": step.step} for step in one.steps],
+        }
+        for one in runs
+    ]
+    text = json.dumps(head).encode()
+    buffer = io.BytesIO()
+    buffer.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
+    buffer.write(text)
+    with pa.ipc.new_stream(buffer, SCHEMA) as stream:
+        for one in runs:
+            for step in one.steps:
+                stream.write_batch(to_batch(step.observations, step.summaries))
+    return buffer.getvalue()
+
+
+def decoded(message: bytes, rank: int) -> list[RunMessage]:
+    """What `encoded` was given, by the rank that sent it."""
+    length = int.from_bytes(message[:_LENGTH_BYTES], "little")
+    head = json.loads(message[_LENGTH_BYTES : _LENGTH_BYTES + length])
+    found = []
+    with pa.ipc.open_stream(pa.py_buffer(memoryview(message)[_LENGTH_BYTES + length :])) as stream:
+        for one in head:
+            steps = []
+            for about in one["steps"]:
+                observations, summaries, _ = from_batch(stream.read_next_batch())
+                steps.append(
+                    StepObservations(
+                        rank=rank, optimizer=about["optimizer"], step=about["step"], observations=observations,
+                        summaries=summaries,
+                    )
+                )  # fmt: skip
+            found.append(RunMessage(run=one["run"], content=one["content"], steps=steps))
+    return found

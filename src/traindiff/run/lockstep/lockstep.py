@@ -1,0 +1,288 @@
+"""`traindiff.Lockstep`: two engines trained on the same batches, and compared while they train."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import IO, Any, Self
+
+from torch import Tensor, nn
+
+from traindiff.analyse.compare.verdict import Comparison
+from traindiff.errors import ConfigError, LockstepError, Problem
+from traindiff.run.lockstep.live_comparison import Exchange, LiveComparison
+from traindiff.run.lockstep.live_side import LiveSide, noted
+from traindiff.run.lockstep.printer import Printer
+from traindiff.run.lockstep.ranks import LOOK_SECONDS, Ranks
+from traindiff.run.lockstep.setting_back import set_back
+from traindiff.run.lockstep.settings import Paths, lockstep_settings
+from traindiff.run.lockstep.stepped import REPLICAS, Stepped, copied, refuse_one_for_both, stepped, uncopyable
+from traindiff.run.lockstep.training import BatchGuard, train_all
+
+_NO_MORE = object()
+
+
+class Lockstep:
+    """Two engines trained on the same batches in one process per rank, and compared while they train.
+
+    ```python
+    stepper = traindiff.Lockstep((model, optimizer), engine, batches, loss=loss_of)
+    comparison = stepper.go()
+    assert stepper.passed, comparison
+    ```
+
+    Each side is `(model, optimizer)`, of which the step is made from the loss; `(model, optimizer, step)`, where
+    `step(batch)` does everything from the forward pass to `zero_grad`; an engine of DeepSpeed's, which scales,
+    accumulates, clips and steps by itself; or a `traindiff.Training`. Models may be wrapped or divided among ranks, in
+    another way on each side. Both train as they would alone, to the bit, and nothing is gathered: each rank summarises
+    what it holds. See docs/lockstep.md.
+
+    Args:
+        baseline: The side that is trusted.
+        candidate: The side in question.
+        data: What to train on: the batches of this rank, the same for both sides. May be left out where the baseline
+            is a `Training`, and where `step` is called instead of `go`.
+        loss: `loss(model, batch)`, the loss that is minimised. Left out, the model computes it.
+        batches: Stop after so many. Default: all that there are.
+        test_every: Compare in every so manieth step of the optimizers, from the first on.
+        status_every: Print the losses of every so manieth batch, and of the last.
+        track_params: Compare parameters.
+        param_tol: Largest relative L2 difference of a parameter that passes, in place of floors, which decide where
+            it is left out. The same for the other three.
+        track_loss: Compare losses.
+        loss_tol: See `param_tol`.
+        track_grads: Compare gradients, as the optimizers see them and in the stages before.
+        grad_tol: See `param_tol`.
+        track_activations: Compare what modules return, and the gradients of it.
+        activation_tol: See `param_tol`.
+        resync: Go on after a divergence, with the candidate set back to the baseline's state.
+        noise: Recordings of further correct runs of the baseline's training, e.g. those of `traindiff.calibrate`.
+            Left out, a baseline given as `(model, optimizer)` is copied twice, and the copies are perturbed within
+            rounding and stepped along, unless nothing is judged by floors.
+        rename: Regular expressions and replacements that turn the candidate's paths into the baseline's.
+        select: Globs over canonical paths: what is observed.
+        record: Further settings of `traindiff.record` for both sides, e.g. `{"batch_axis": 1}`.
+        output: Directory in which to keep both recordings.
+        file: What is printed goes there; left out, to standard output.
+        timeout_seconds: How long a rank waits for the others.
+
+    Attributes:
+        comparison: What came of it; None until all batches are done.
+
+    Raises:
+        ConfigError: A setting, or a side, cannot be used. Nothing was trained.
+    """
+
+    def __init__(
+        self,
+        baseline: Any,
+        candidate: Any,
+        data: Iterable[Any] | None = None,
+        *,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        batches: int | None = None,
+        test_every: int = 1,
+        status_every: int = 5,
+        track_params: bool = True,
+        param_tol: float | None = None,
+        track_loss: bool = True,
+        loss_tol: float | None = None,
+        track_grads: bool = True,
+        grad_tol: float | None = None,
+        track_activations: bool = False,
+        activation_tol: float | None = None,
+        resync: bool = False,
+        noise: Paths = (),
+        rename: Mapping[str, str] | Sequence[str] | None = None,
+        select: str | Iterable[str] = "*",
+        record: Mapping[str, Any] | None = None,
+        output: str | os.PathLike[str] | None = None,
+        file: IO[str] | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        problems: list[Problem] = []
+        given = [
+            stepped(one, name=name, loss=loss, problems=problems)
+            for name, one in (("baseline", baseline), ("candidate", candidate))
+        ]
+        refuse_one_for_both(given, problems)
+        self._settings = lockstep_settings(
+            batches=batches, test_every=test_every, status_every=status_every,
+            tracked={
+                "params": track_params, "loss": track_loss, "grads": track_grads, "activations": track_activations,
+            },
+            tolerances={"params": param_tol, "loss": loss_tol, "grads": grad_tol, "activations": activation_tol},
+            resync=resync, noise=noise, rename=rename, select=select, output=output, timeout_seconds=timeout_seconds,
+            problems=problems,
+        )  # fmt: skip
+        sides = [one for one in given if one is not None]
+        self.comparison: Comparison | None = None
+        self._data = data if data is not None else sides[0].batches
+        self._guard = BatchGuard()
+        self._number = 0
+        self._ranks = Ranks(self._settings.timeout_seconds)
+        copies, floors = self._copies(sides[0])
+        self._printer = Printer(self._settings, total=self._total, rank=self._ranks.rank, file=file)
+        self._printer.begin(floors)
+        everyone = [*sides, *copies]
+        self._sides: list[LiveSide] = []
+        try:
+            for one, replica in zip(everyone, ("", "", *REPLICAS), strict=False):
+                self._sides.append(LiveSide(one, self._settings, record=record or {}, replica=replica))
+            self._live = LiveComparison(
+                [one.name for one in everyone], world_size=self._ranks.size, tolerances=self._settings.by_phase,
+                rename=self._settings.rename, noise=self._settings.noise,
+            )  # fmt: skip
+            self._exchange = Exchange(self._ranks, self._sides, self._live)
+            self._printer.settings(*(side.settings() for side in self._sides[:2]))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if error is None and self.comparison is None and self._number:
+            self.finish()
+        elif error is not None:
+            self._ranks.fail(f"{type(error).__name__}: {error}")
+        self.close()
+
+    @property
+    def passed(self) -> bool:
+        """Whether all that was compared agrees; False as long as that is not known."""
+        return self.comparison is not None and self.comparison.exit_code == 0
+
+    def go(self) -> Comparison:
+        """Train on all batches, or up to the first one in which the sides diverge.
+
+        Returns:
+            The comparison, on every rank: `verdict` and `first_divergence` say how it ended. `passed` says it in a
+            word; what is returned is always true.
+
+        Raises:
+            ConfigError: There is nothing to train on.
+            LockstepError: Another rank has run out of batches or failed, or the sides step at different times.
+        """
+        if self._data is None:
+            fix = "Give Lockstep(baseline, candidate, batches), or call step(batch) for each batch, then finish()."
+            self.close()
+            problem = Problem(where="Lockstep(data=...)", what="was not given.", fix=fix)
+            raise ConfigError("Lockstep.go()", [problem], consequence="nothing was trained")
+        with self._told_to_others():
+            for batch in self._batches(self._data):
+                if not self._train(batch) and not self._settings.resync:
+                    break
+        return self._finish()
+
+    def step(self, batch: Any) -> bool:
+        """Train both sides on one batch, in a loop of one's own; `finish` ends it.
+
+        Args:
+            batch: This rank's.
+
+        Returns:
+            Whether the sides agree, as far as this batch was compared; the same on every rank.
+
+        Raises:
+            LockstepError: See `go`.
+        """
+        with self._told_to_others():
+            self._all_have_one(has_one=True)
+            return self._train(batch)
+
+    def finish(self) -> Comparison:
+        """End a loop of one's own: print the outcome, and give the comparison. Both sides are let go of."""
+        with self._told_to_others():
+            self._all_have_one(has_one=False)
+        return self._finish()
+
+    def close(self) -> None:
+        """Let go of both sides. Later calls do nothing."""
+        sides, self._sides = self._sides, []
+        for side in reversed(sides):
+            side.recorder.close()
+
+    @property
+    def _total(self) -> int | None:
+        """How many batches there are, if that is known."""
+        length = len(self._data) if isinstance(self._data, Sized) else None
+        known = [one for one in (length, self._settings.batches) if one is not None]
+        return min(known, default=None)
+
+    def _copies(self, baseline: Stepped) -> tuple[list[Stepped], str]:
+        """Copies of the baseline that measure its noise, and what decides where the user has not."""
+        if not self._settings.measures or self._settings.noise:
+            return [], "measured"
+        why = uncopyable(baseline)
+        copies: list[Stepped] = []
+        if not why:
+            with suppress(Exception):  # whatever a model has that cannot be copied, floors then follow from rounding
+                copies = copied(baseline)
+        can = all(flag for (flag,) in self._ranks.meet([bool(copies)]))
+        return (copies, "measured") if can else ([], "uncalibrated")
+
+    def _batches(self, data: Iterable[Any]) -> Iterator[Any]:
+        """The batches, as long as all ranks have one."""
+        batches = iter(data)
+        while self._settings.batches is None or self._number < self._settings.batches:
+            with noted(
+                f"traindiff.Lockstep: raised when batch {self._number} was asked for, on rank {self._ranks.rank}."
+            ):
+                batch = next(batches, _NO_MORE)
+            if not self._all_have_one(has_one=batch is not _NO_MORE):
+                return
+            yield batch
+
+    def _all_have_one(self, *, has_one: bool) -> bool:
+        """Whether there is another batch, on which all ranks must agree."""
+        have = [bool(flag) for (flag,) in self._ranks.meet([has_one])]
+        if len(set(have)) > 1:
+            without = [str(rank) for rank, one in enumerate(have) if not one]
+            enough = f", or batches={self._number}" if self._number else ""
+            raise LockstepError(
+                f"{'Rank' if len(without) == 1 else 'Ranks'} {', '.join(without)} ran out of batches after "
+                f"{self._number}, and rank {have.index(True)} has more. Give all ranks as many{enough}."
+            )
+        return has_one
+
+    def _train(self, batch: Any) -> bool:
+        """Train all sides on a batch, and compare them; whether they agree."""
+        number, self._number = self._number, self._number + 1
+        train_all(self._sides, batch, self._guard, where=f"batch {number}, on rank {self._ranks.rank}")
+        outcome = self._exchange.after_batch(wants_losses=self._printer.wants_losses(number))
+        self._printer.settings(*(side.settings() for side in self._sides[:2]))
+        self._printer.batch(number, outcome, self._live)
+        if outcome.diverged and self._settings.resync:
+            self._printer.set_back(set_back(self._sides[0], self._sides[1], self._ranks, self._settings.rename))
+            self._exchange.begin_again()
+        return not outcome.diverged
+
+    def _finish(self) -> Comparison:
+        with self._told_to_others():
+            if not self._number:
+                fix = "Give batches, the same number on all ranks."
+                problem = Problem(where="Lockstep(data=...)", what="has no batch.", fix=fix)
+                raise ConfigError("Lockstep", [problem], consequence="nothing was trained")
+            self._printer.last_status(self._number - 1, self._exchange.losses)
+            self.comparison = self._exchange.result()
+        self._printer.end(self.comparison, passed=self.passed)
+        self.close()
+        return self.comparison
+
+    @contextmanager
+    def _told_to_others(self) -> Iterator[None]:
+        """Have the other ranks know where this one cannot go on; where another could not, say what it told."""
+        try:
+            yield
+        except BaseException as error:
+            self.close()
+            if isinstance(error, RuntimeError):  # an engine's collective may have lost the rank that failed first
+                self._ranks.raise_failure(patience_seconds=LOOK_SECONDS)
+            self._ranks.fail(f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', ()))}".rstrip())
+            raise

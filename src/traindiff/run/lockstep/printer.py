@@ -1,0 +1,233 @@
+"""What a lockstep says: the configuration, losses and divergences on rank 0, the outcome on every rank."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import IO
+
+from traindiff.analyse.align.exact import EXACT_KINDS
+from traindiff.analyse.compare.incremental import ComparedStep
+from traindiff.analyse.compare.verdict import Comparison
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.step_table import Key
+from traindiff.core.observation import ALL_GRADIENTS
+from traindiff.core.summary import distance, nonfinite_count, norm
+from traindiff.run.lockstep.live_comparison import LiveComparison, Outcome
+from traindiff.run.lockstep.settings import LockstepSettings, SettingDifferences, Settings
+
+MOST_LINES = 8
+"""Lines for one kind of divergence in one batch; of the rest it is said how many they are."""
+
+_PARAMETERS = ("PARAMETER", "GRADIENT", "STATE")
+
+
+def status_line(batch: int, total: int | None, baseline: float, candidate: float) -> str:
+    """The losses of both sides; `unknown` where a step does not give its loss.
+
+    Args:
+        batch: Number of the batch.
+        total: How many there are, if that is known.
+        baseline: The baseline's loss, NaN where it gives none.
+        candidate: The candidate's.
+    """
+    apart = abs(candidate - baseline)
+    share = apart / abs(baseline) if baseline else (math.inf if apart else 0.0)
+    return (
+        f"STATUS batch={batch} / {'?' if total is None else total} base_loss={baseline:.6g} test_loss={candidate:.6g} "
+        f"abs_diff={apart:.5e} rel_diff={share:.5e}"
+    )
+
+
+def divergence_lines(compared: ComparedStep, *, batch: int, indices: Mapping[str, int], first: str) -> Iterator[str]:
+    """A line for each divergence of a step, and of each kind what the first looks like, in an indented one below.
+
+    Args:
+        compared: The step.
+        batch: Number of the batch in which it ended.
+        indices: Number of each parameter in the model's order, by path.
+        first: What to say of the first finding.
+    """
+    pairs = {pair.baseline.key: pair for pair in compared.aligned.aligned.pairs}
+    for what, group in groupby(_in_order(_without_derived(compared.findings)), key=_what):
+        found = list(group)
+        looks: set[str] = set()
+        for finding in found[:MOST_LINES]:
+            yield _line(what, finding, pairs, batch=batch, indices=indices)
+            if finding.kind not in looks and what != "MISALIGNED":
+                yield f"  {first if finding is compared.findings[0] and first else finding.says}"
+            looks.add(finding.kind)
+        if len(found) > MOST_LINES:
+            yield f"  The same holds for {len(found) - MOST_LINES} more."
+
+
+def _without_derived(findings: Sequence[Finding]) -> list[Finding]:
+    """Without the norm of all gradients together, where it follows from a gradient that is told."""
+    told = any(one.phase == "grad" and one.path != ALL_GRADIENTS for one in findings)
+    return [one for one in findings if not (told and one.path == ALL_GRADIENTS and one.slot == "norm")]
+
+
+def _in_order(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings of one kind together, kinds in the order of their first one."""
+    kinds = list(dict.fromkeys(map(_what, findings)))
+    return sorted(findings, key=lambda finding: kinds.index(_what(finding)))
+
+
+def _what(finding: Finding) -> str:
+    if finding.kind in EXACT_KINDS:
+        return "MISALIGNED"
+    if finding.phase == "param" and finding.slot == "buffer":
+        return "BUFFER"
+    return {
+        "grad": "GRADIENT", "loss": "LOSS", "forward": "ACTIVATION", "backward": "ACTIVATION", "optimizer": "STATE",
+    }.get(finding.phase, "PARAMETER")  # fmt: skip
+
+
+def _line(what: str, finding: Finding, pairs: Mapping[Key, Pair], *, batch: int, indices: Mapping[str, int]) -> str:
+    if what == "MISALIGNED":
+        return f"MISALIGNED batch={batch} {finding.says}"
+    pair = _pair(finding, pairs)
+    if pair is not None and pair.candidate.apart:
+        rank, (absolute, relative, floor) = _farthest_copy(finding, pair)
+    else:
+        rank = finding.rank if finding.rank is not None else _first_rank(pair)
+        absolute, relative, floor = _sizes(finding, pair)
+    fields = [f"DIVERGED {what} rank={rank} batch={batch}"]
+    if what in _PARAMETERS:
+        fields.append(f"param_idx={indices.get(finding.path, -1)}")
+    if what != "LOSS":
+        fields.append(f"name={'*' if finding.path == ALL_GRADIENTS else finding.path}")
+    if what in ("ACTIVATION", "STATE"):
+        fields.append(f"slot={finding.slot}")
+    fields.append(f"abs_diff={absolute:.5e} rel_diff={relative:.5e} tol={floor:.5e}")
+    if what == "ACTIVATION":
+        fields.append(f"phase={finding.phase}")
+    elif finding.stage:
+        fields.append(f"stage={finding.stage}")
+    return " ".join(fields)
+
+
+def _pair(finding: Finding, pairs: Mapping[Key, Pair]) -> Pair | None:
+    """The site of a finding in both runs; of what a step did to a parameter, the parameter after it."""
+    phase, slot = ("param", "value") if finding.phase == "update" else (finding.phase, finding.slot)
+    found = (pair for key, pair in pairs.items() if key[:5] == (phase, finding.stage, finding.path, slot, finding.call))
+    return next(found, None)
+
+
+def _first_rank(pair: Pair | None) -> int:
+    return min((part.rank for part in pair.candidate.parts), default=0) if pair is not None else 0
+
+
+def _farthest_copy(finding: Finding, pair: Pair) -> tuple[int, tuple[float, float, float]]:
+    """Of copies that should be the same, the rank whose copy is farthest from the baseline's, and its sizes."""
+    ranks = {part.rank: part.summary for part in pair.candidate.parts}
+    apart = {rank: float(distance(pair.baseline.summary, summary)) for rank, summary in ranks.items()}
+    rank = max(apart, key=lambda one: (apart[one], -one))
+    size = float(norm(pair.baseline.summary))
+    return rank, (apart[rank], apart[rank] / size if size else math.inf, finding.floor)
+
+
+def _sizes(finding: Finding, pair: Pair | None) -> tuple[float, float, float]:
+    """L2 norm of the difference, the same relative to the baseline, and the largest that would be none.
+
+    What a step did to a parameter is judged relative to that; here it is said relative to the parameter.
+    """
+    if pair is None or pair.baseline.shape != pair.candidate.shape:
+        return finding.difference, finding.difference, finding.floor
+    baseline, candidate = pair.baseline.summary, pair.candidate.summary
+    if int(nonfinite_count(baseline)) or int(nonfinite_count(candidate)):
+        return math.nan, math.nan, finding.floor
+    size = float(norm(baseline))
+    if finding.phase == "update":
+        update = finding.evidence.get("baseline_norm", 0.0)
+        whole = update if math.isfinite(finding.difference) else 0.0
+        absolute = finding.difference * whole if whole else float(distance(baseline, candidate))
+        share = absolute / size if size else math.inf
+        return absolute, share, finding.floor * update / size if size and update else 0.0
+    if not math.isfinite(finding.difference):
+        return finding.difference, finding.difference, finding.floor
+    return finding.difference * size, finding.difference, finding.floor
+
+
+class Printer:
+    """Prints as it goes.
+
+    Args:
+        settings: Of the lockstep.
+        total: How many batches there are, if that is known.
+        rank: This rank.
+        file: Where to; None for standard output.
+    """
+
+    def __init__(self, settings: LockstepSettings, *, total: int | None, rank: int, file: IO[str] | None) -> None:
+        self._settings = settings
+        self._total = total
+        self._rank = rank
+        self._file = file
+        self._differences = SettingDifferences()
+        self._told = -1  # the batch of the latest status line
+
+    def begin(self, floors: str) -> None:
+        """The configuration.
+
+        Args:
+            floors: What decides where no tolerance is given.
+        """
+        self._on_rank_0(*self._settings.lines(self._total, floors), "")
+
+    def settings(self, baseline: Settings, candidate: Settings) -> None:
+        """What the sides are set to do, where that differs and was not said before."""
+        self._on_rank_0(*self._differences.lines(baseline, candidate))
+
+    def wants_losses(self, batch: int) -> bool:
+        """Whether a batch's losses are printed, whatever comes of it."""
+        is_last = self._total is not None and batch + 1 >= self._total
+        return batch % self._settings.status_every == 0 or is_last
+
+    def batch(self, batch: int, outcome: Outcome, comparison: LiveComparison) -> None:
+        """What came of a batch."""
+        if outcome.losses is not None and (outcome.diverged or self.wants_losses(batch)):
+            self._status(batch, outcome.losses)
+        if self._rank != 0:
+            return
+        for compared in outcome.compared:
+            if compared.findings:
+                first = comparison.latest.first_divergence
+                says = first.says if first is not None and first.step == compared.aligned.step else ""
+                indices = {path: number for number, path in enumerate(comparison.parameters)}
+                self._on_rank_0(*divergence_lines(compared, batch=batch, indices=indices, first=says))
+
+    def set_back(self, what: Sequence[str]) -> None:
+        """The candidate was set back; `what` could not be."""
+        if what:
+            more = f" and {len(what) - 3} more" if len(what) > 3 else ""
+            self._on_rank_0(f"  Not set back, since the sides do not both have it: {', '.join(what[:3])}{more}.")
+
+    def last_status(self, batch: int, losses: Callable[[], tuple[float, float]]) -> None:
+        """The losses of the last batch, unless they were printed."""
+        if batch != self._told:
+            self._status(batch, losses())
+
+    def end(self, comparison: Comparison, *, passed: bool) -> None:
+        """The outcome, on every rank."""
+        if not passed and not comparison.findings:
+            self._on_rank_0(*str(comparison).splitlines())
+        self._write(f"TEST {'PASSED' if passed else 'FAILED'}")
+
+    def _status(self, batch: int, losses: tuple[float, float]) -> None:
+        self._told = batch
+        self._on_rank_0(status_line(batch, self._total, *losses))
+
+    def _on_rank_0(self, *lines: str) -> None:
+        if self._rank == 0:
+            for line in lines:
+                self._write(line)
+
+    def _write(self, line: str) -> None:
+        """A line at once, so that those of several ranks do not mix."""
+        file = self._file or sys.stdout
+        file.write(f"{line}\n")
+        file.flush()

@@ -1,0 +1,201 @@
+"""Ranks that are there already: processes that torchrun, or another launcher, has started, one for each rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import distributed
+
+from traindiff.errors import ConfigError, Problem, TraindiffError
+from traindiff.run.processes.launch import all_returned, launch, place_of
+from traindiff.run.processes.processes import OnStep, RankProcesses
+from traindiff.run.processes.rank_end import Patience, RankEnd
+from traindiff.run.processes.rank_process import Launched
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_POLL_SECONDS = 0.1
+_LEAVE_SECONDS = 10.0
+"""How long rank 0, which may hold the store, waits for the others to have read the result."""
+
+Result = TypeVar("Result")
+
+
+class PresentRanks:
+    """This process, as one of several ranks that a launcher has started.
+
+    Rank 0 leads: it decides what is run. What runs on several ranks is announced in the ranks' store, and each rank's
+    process runs its part in a fresh process of its own, watches it, and says in the store how it ended. So a rank that
+    crashes takes none of these processes along, and nothing of one run is left for the next.
+
+    Attributes:
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        stores: Any = distributed  # its exports are not typed
+        store, _, _ = next(stores.rendezvous("env://"))
+        started = f"traindiff-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._prefix = f"{started}-{store.add(f'{started}-calls-{self.rank}', 1)}"  # each call has its own keys
+        self._store: Any = stores.PrefixStore(self._prefix, store)
+        self._number = 0
+
+    @classmethod
+    def found(cls) -> Self | None:
+        """Those of this process, or None where it is not one of several ranks."""
+        if any(name not in os.environ for name in _NEEDED) or int(os.environ["WORLD_SIZE"]) < 2:
+            return None
+        return cls()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that decides."""
+        return self.rank == 0
+
+    def together(self, decide: Callable[[], Result]) -> Result:
+        """Have rank 0 call `decide`, while the others run what it launches.
+
+        Args:
+            decide: Calls `launch` of this object for what is to run on ranks. Only rank 0 calls it.
+
+        Returns:
+            What it returned, on every rank.
+
+        Raises:
+            ConfigError: It raised that; on every rank.
+            TraindiffError: On the other ranks, where it raised anything else.
+        """
+        if not self.leads:
+            return self._follow()  # type: ignore[no-any-return]  # what rank 0's function returned
+        try:
+            result = decide()
+        except BaseException as error:
+            self._finish({"raised": _told(error)})
+            raise
+        self._finish({"result": result})
+        return result
+
+    def launch(
+        self,
+        function: Launched,
+        *args: Any,
+        world_size: int,
+        grouped: bool = True,
+        outputs: Path,
+        patience: Patience | None = None,
+        threads: int | None = None,
+        on_step: OnStep | None = None,
+    ) -> list[RankEnd]:
+        """As `traindiff.run.processes.launch.launch`; on several ranks, each where its process is. Rank 0 calls it."""
+        if world_size == 1:
+            return launch(
+                function, *args, world_size=1, grouped=grouped, outputs=outputs, patience=patience, threads=threads,
+                on_step=on_step,
+            )  # fmt: skip
+        assert world_size == self.world_size
+        self._number += 1
+        patience = patience or Patience()
+        job = (function, args, str(outputs), patience, threads)
+        self._store.set(f"job-{self._number}", pickle.dumps(job))
+        mine = self._run(self._number, job, on_step)
+        return all_returned([mine, *self._ends_of_others(self._number, patience)])
+
+    def refuse_other_sizes(self, nproc: int, asked_by: str) -> None:
+        """Raise `ConfigError` where a setup has neither one rank nor as many as there are."""
+        if nproc not in (1, self.world_size):
+            problem = Problem(
+                where=f"nproc={nproc}",
+                what=f"does not fit the {self.world_size} ranks that were started.",
+                fix=f"Leave nproc out, or start traindiff without a launcher: it starts {nproc} ranks itself.",
+            )
+            raise ConfigError(asked_by, [problem])
+
+    def _run(self, number: int, job: Any, on_step: OnStep | None = None) -> RankEnd:
+        """Run this rank's part, and say in the store how it ended."""
+        function, args, outputs, patience, threads = job
+        host, port = self._address
+        failed = f"job-{number}-failed"
+        with tempfile.TemporaryDirectory(prefix="traindiff-rank-") as scratch:
+            place = place_of(
+                self.rank, self.world_size, local_rank=self._local_rank, master=self._address, outputs=Path(outputs),
+                scratch=Path(scratch), store=f"tcp://{host}:{port}/{self._prefix}-group-{number}",
+                threads=threads or max(1, torch.get_num_threads() // self.world_size),
+            )  # fmt: skip
+            with RankProcesses([place], function, args, patience=patience, on_step=on_step) as processes:
+                (end,) = processes.ends(failed_elsewhere=lambda: bool(self._store.check([failed])))
+        if end.how != "returned":
+            self._store.set(failed, "")
+        self._store.set(f"job-{number}-end-{self.rank}", json.dumps(end.to_json()))
+        return end
+
+    def _ends_of_others(self, number: int, patience: Patience) -> list[RankEnd]:
+        """How the other ranks ended. Each is watched where it is; one whose watcher is silent is taken for dead."""
+        deadline = time.monotonic() + patience.limit(None) + _LEAVE_SECONDS
+        ends: dict[int, RankEnd] = {}
+        while len(ends) < self.world_size - 1:
+            for rank in range(1, self.world_size):
+                key = f"job-{number}-end-{rank}"
+                if rank not in ends and self._store.check([key]):
+                    ends[rank] = RankEnd.from_json(json.loads(self._store.get(key)))
+            if time.monotonic() > deadline:
+                silent = [rank for rank in range(1, self.world_size) if rank not in ends]
+                ends |= {rank: RankEnd(rank=rank, how="died", says="was not heard of again.") for rank in silent}
+            time.sleep(_POLL_SECONDS)
+        return list(ends.values())
+
+    def _follow(self) -> Any:
+        """Run what rank 0 announces, until it has finished."""
+        with suppress(KeyboardInterrupt):
+            while True:
+                try:
+                    finished, announced = (self._store.check([key]) for key in ("finished", f"job-{self._number + 1}"))
+                    if finished:
+                        outcome = pickle.loads(self._store.get("finished"))
+                        self._store.set(f"left-{self.rank}", "")
+                        return _unpacked(outcome)
+                except (RuntimeError, distributed.DistError) as error:
+                    raise TraindiffError(f"rank 0 can no longer be reached: {error}") from None
+                if announced:
+                    self._number += 1
+                    self._run(self._number, pickle.loads(self._store.get(f"job-{self._number}")))
+                else:
+                    time.sleep(_POLL_SECONDS)
+        raise TraindiffError("interrupted")
+
+    def _finish(self, outcome: dict[str, Any]) -> None:
+        """Tell the others that there is nothing more to run, and wait until they know."""
+        self._store.set("finished", pickle.dumps(outcome))
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        waiting = {f"left-{rank}" for rank in range(1, self.world_size)}
+        while waiting and time.monotonic() < deadline:
+            waiting = {key for key in waiting if not self._store.check([key])}
+            time.sleep(_POLL_SECONDS / 5)
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, ConfigError):
+        problems = [asdict(problem) for problem in error.problems]
+        return {"source": error.source, "problems": problems, "consequence": error.consequence}
+    return {"says": f"rank 0 raised {type(error).__name__}: {error}"}
+
+
+def _unpacked(outcome: dict[str, Any]) -> Any:
+    if (raised := outcome.get("raised")) is None:
+        return outcome["result"]
+    if "says" in raised:
+        raise TraindiffError(raised["says"])
+    problems = [Problem(**one) for one in raised["problems"]]
+    raise ConfigError(raised["source"], problems, consequence=raised["consequence"])

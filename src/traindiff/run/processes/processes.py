@@ -1,0 +1,289 @@
+"""The processes of ranks on this machine, from their start to their end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from traindiff.run.processes.rank_end import WAITS, How, Patience, RankEnd, read_last_seen
+from traindiff.run.processes.rank_process import Launched, Place, rank_main
+
+_OUR_OWN = ("_end_with_the_launcher", "traindiff/observe/common/writing.py")
+"""Threads in which these are called only wait, for the launcher and for what is to be written."""
+
+_INTERRUPTED = "Current thread"
+
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+
+
+def stacks_in(text: str) -> str:
+    """The stacks of a rank's threads, that of the training first, without threads of our own."""
+    stacks = [one for one in text.strip().split("\n\n") if not any(ours in one for ours in _OUR_OWN)]
+    return "\n\n".join(sorted(stacks, key=lambda one: not one.startswith(_INTERRUPTED)))
+
+
+def is_in_a_collective(stacks: str) -> bool:
+    """Whether the thread that was interrupted, which trains, waits for other ranks."""
+    if not stacks.startswith(_INTERRUPTED):
+        return False
+    innermost = stacks.splitlines()[1:2]
+    return any(file in call for call in innermost for file in _COLLECTIVES)
+
+
+_MAIN = "__main__"
+
+
+@contextmanager
+def main_hidden_from(needed: Any) -> Iterator[None]:
+    """Inside, a process that is started does not import what was started as a script, unless it needs something of it.
+
+    multiprocessing has each process import the script first, so that what it defines is there; a script without
+    `if __name__ == "__main__":` then runs again, and starts processes in turn.
+
+    Args:
+        needed: What the process is handed.
+    """
+    script = sys.modules[_MAIN]
+    sys.modules[_MAIN] = ModuleType(_MAIN)
+    try:
+        try:
+            pickle.dumps(needed)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            sys.modules[_MAIN] = script
+        yield
+    finally:
+        sys.modules[_MAIN] = script
+
+
+_GRACE_SECONDS = 5.0
+"""How long a rank has to end after it has said all, or after it was asked to."""
+
+_STACK_SECONDS = 1.0
+"""How long a rank has to write its stacks."""
+
+_OUTPUT_LINES = 12
+"""Of what a rank printed, so many lines are shown."""
+
+_IMPORTED = ("torch", "torch.distributed", "torch._dynamo")
+"""By the server that processes come from. Making any optimizer imports the last one, which takes a second."""
+
+OnStep = Callable[[int, int], None]
+"""Called with a rank and the number of a step that it has ended."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rank:
+    place: Place
+    process: BaseProcess
+    connection: Connection
+    began: float
+    num_steps: int = 0
+    step_began: float = 0.0
+    slowest: float | None = None
+    said: dict[str, Any] = field(default_factory=dict)
+    said_at: float = 0.0
+    end: RankEnd | None = None
+
+
+class RankProcesses:
+    """Ranks of this machine, each in a process of its own. A context manager: no process outlives it.
+
+    Processes come from a server that has imported torch, so that a rank begins at once and inherits nothing.
+
+    Args:
+        places: Which ranks.
+        function: Can be imported by name; called as `function(here, *args)` in each.
+        args: Must be picklable.
+        patience: How long they may take.
+        on_step: Called as they proceed.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        function: Launched,
+        args: Sequence[Any],
+        *,
+        patience: Patience,
+        on_step: OnStep | None = None,
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*_IMPORTED, rank_main.__module__, function.__module__])
+        self._patience = patience
+        self._on_step = on_step
+        self._ranks: list[_Rank] = []
+        for place in places:
+            place.output.parent.mkdir(parents=True, exist_ok=True)
+            for file in (place.output, place.stack, place.last_seen):
+                file.unlink(missing_ok=True)
+        try:
+            for place in places:
+                here, there = context.Pipe()
+                process = context.Process(target=rank_main, args=(place, function, args, there), daemon=True)
+                with main_hidden_from((function, args)):
+                    process.start()
+                there.close()
+                now = time.monotonic()
+                self._ranks.append(_Rank(place=place, process=process, connection=here, began=now, step_began=now))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ends(self, failed_elsewhere: Callable[[], bool] = lambda: False) -> list[RankEnd]:
+        """Wait until all have ended, or until one has failed and the others were stopped.
+
+        Args:
+            failed_elsewhere: Asked now and then; whether a rank on another machine has failed.
+        """
+        failed_at: float | None = None
+        while any(rank.end is None for rank in self._ranks):
+            self._listen()
+            now = time.monotonic()
+            if self._hangs(now):
+                self._stop("hung")
+            elif failed_at is None:
+                failed = any(rank.end is not None and rank.end.how != "returned" for rank in self._ranks)
+                failed_at = now if failed or failed_elsewhere() else None
+            elif now > failed_at + _GRACE_SECONDS:
+                self._stop("stopped")
+        return [rank.end for rank in self._ranks if rank.end is not None]
+
+    def close(self) -> None:
+        """End all that still run."""
+        for rank in self._ranks:
+            _end_process(rank.process)
+            rank.connection.close()
+
+    def _listen(self) -> None:
+        """Hear what ranks say, for a moment; of those whose process is over, keep how it ended."""
+        running = [rank for rank in self._ranks if rank.end is None]
+        wait([*(rank.connection for rank in running), *(rank.process.sentinel for rank in running)], timeout=0.1)
+        for rank in running:
+            over = not rank.process.is_alive()  # asked first: what it said before is then all there
+            while _can_read(rank.connection) and self._hear(rank):
+                pass
+            if over or (rank.said and time.monotonic() > rank.said_at + _GRACE_SECONDS):
+                _end_process(rank.process)
+                rank.end = self._end_of(rank)
+
+    def _hear(self, rank: _Rank) -> bool:
+        try:
+            message = rank.connection.recv()
+        except (EOFError, OSError):
+            time.sleep(0.01)  # its process is about to end
+            return False
+        now = time.monotonic()
+        if "step" in message:
+            rank.num_steps = message["step"] + 1
+            if rank.num_steps > 1:
+                rank.slowest = max(rank.slowest or 0.0, now - rank.step_began)
+            elif rank.slowest is None:
+                rank.slowest = 0.0
+            rank.step_began = now
+            if self._on_step is not None:
+                self._on_step(rank.place.rank, message["step"])
+        else:
+            rank.said, rank.said_at = message, now
+        return True
+
+    def _hangs(self, now: float) -> bool:
+        """Whether a rank has not ended a step for longer than it should have taken."""
+        return any(
+            rank.end is None and not rank.said and now > rank.step_began + self._patience.limit(rank.slowest)
+            for rank in self._ranks
+        )
+
+    def _stop(self, how: How) -> None:
+        """Have those that still run write their stacks, and end them."""
+        running = [rank for rank in self._ranks if rank.end is None and not rank.said]
+        for rank in running:
+            if rank.process.pid is not None and rank.process.is_alive() and hasattr(signal, "SIGUSR1"):
+                os.kill(rank.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < deadline and any(not _read(rank.place.stack) for rank in running):
+            time.sleep(0.02)
+        for rank in self._ranks:
+            if rank.end is None:
+                _end_process(rank.process)
+                rank.end = self._end_of(rank, how)
+
+    def _end_of(self, rank: _Rank, how: How | None = None) -> RankEnd:
+        said, says, stack, problems = rank.said, "", stacks_in(_read(rank.place.stack)), ()
+        if "raised" in said:
+            raised = said["raised"]
+            how, says, stack, problems = "raised", f"raised {raised['says']}", raised["stack"], raised["problems"]
+        elif "result" in said:
+            how, says = "returned", "returned."
+        elif how == "hung":
+            waited = self._patience.limit(rank.slowest)
+            waits = f", {WAITS}" if is_in_a_collective(stack) else ""
+            says = f"did not end step {rank.num_steps} in {waited:g} seconds{waits}."
+        elif how == "stopped":
+            says = "was stopped, because another rank had failed."
+        else:
+            how, says = "died", _death(rank.process.exitcode)
+        count, last = read_last_seen(rank.place.last_seen)
+        return RankEnd(
+            rank=rank.place.rank, how=how, says=says, after_seconds=(rank.said_at or time.monotonic()) - rank.began,
+            num_steps=rank.num_steps, num_observations=count, last_observation=last,
+            stack="" if how == "returned" else stack, output=_last_lines(rank.place.output, said.get("printed_bytes")),
+            output_file=os.fspath(rank.place.output), result=said.get("result"), problems=tuple(problems),
+            explained=said.get("raised", {}).get("explained", False),
+        )  # fmt: skip
+
+
+def _death(exit_code: int | None) -> str:
+    """How a process died that said nothing."""
+    if exit_code is None or exit_code >= 0:
+        return f"ended with exit code {exit_code}, without an exception."
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = "no name"
+    hint = " (was there enough memory?)" if name == "SIGKILL" else ""
+    return f"was ended by signal {-exit_code}, {name}{hint}."
+
+
+def _end_process(process: BaseProcess) -> None:
+    process.join(0 if process.is_alive() else None)
+    if process.is_alive():
+        process.terminate()
+        process.join(_GRACE_SECONDS / 5)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _can_read(connection: Connection) -> bool:
+    try:
+        return connection.poll(0)
+    except (EOFError, OSError):
+        return False
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _last_lines(path: Path, num_bytes: int | None) -> str:
+    """What was printed last; of so many bytes, since what follows them is the traceback."""
+    printed = path.read_bytes()[:num_bytes].decode(errors="replace") if path.exists() else ""
+    return "\n".join(printed.splitlines()[-_OUTPUT_LINES:])

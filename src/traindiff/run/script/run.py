@@ -1,0 +1,147 @@
+"""`traindiff run`: a script, run as `python` runs it, with a recording of what it trains.
+
+Torch reads the number of its threads from the environment when it is imported; a script may set it just before that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from traindiff.core.settings import RecordSettings
+from traindiff.errors import ConfigError, Problem
+from traindiff.run.script.account import Account
+from traindiff.run.script.script import Script
+
+
+def when_imported(name: str, then: Callable[[], None]) -> None:
+    """Call `then` as soon as the module has been imported; now, if it has."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+class _Finder(MetaPathFinder):
+    """Has the module found as ever, and notices when it has been executed."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name = name
+        self._then = then
+        self._is_looking = False
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002  as it is called
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        """See the base class."""
+        if fullname != self._name or self._is_looking:
+            return None
+        self._is_looking = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._is_looking = False
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                del loader.exec_module  # an attribute of this loader alone, which hid the method of its class
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self._then()
+
+            loader.exec_module = exec_module
+        return spec
+
+
+UNUSABLE = 2
+
+
+def of_this_start(path: str) -> str:
+    """The directory of a recording; beside it where torchrun has started the ranks again, which keeps what there is."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return path if restarts == "0" else f"{path.rstrip('/')}-restart-{restarts}"
+
+
+def check_room(path: str, *, overwrite: bool) -> None:
+    """See that nothing is in the way of the recording, before anything runs. What is remote is seen when it begins.
+
+    Raises:
+        ConfigError: There is something.
+    """
+    if "://" in path or int(os.environ.get("RANK", "0")) != 0:
+        return
+    place = Path(path)
+    holds_recording = (place / "run.json").exists()
+    if holds_recording and overwrite:
+        return
+    if place.is_file() or (place.is_dir() and any(place.iterdir())):
+        what = "already holds a recording." if holds_recording else "is taken by something else than a recording."
+        fix = "Give another path" + (", or --overwrite to replace it." if holds_recording else ".")
+        problem = Problem(where=f"--output {path}", what=what, fix=fix)
+        raise ConfigError("run", [problem], consequence="nothing was run")
+
+
+def run_recorded(script: Script, *, path: str, settings: RecordSettings, overwrite: bool) -> None:
+    """Run a script to its end. The recording is completed, and what was seen is said, when this process ends.
+
+    Args:
+        script: What to run.
+        path: Directory of the recording.
+        settings: What is recorded.
+        overwrite: Replace a recording that is already there.
+    """
+    account = Account(recording=path)
+    place = path if "://" in path else str(Path(path).absolute())  # the script may change to another directory
+    following: list[Any] = []
+
+    def start() -> None:
+        from traindiff.run.script.follower import Follower, Wanted
+
+        follower = Follower(
+            Wanted(path=place, settings=settings, overwrite=overwrite), account, refuse=_refuse
+        )  # fmt: skip
+        follower.start()
+        following.append(follower)
+
+    atexit.register(_end, account, following, os.getpid())  # before the script's own, so that it runs behind them
+    when_imported("torch", start)
+    try:
+        prepared = script.prepared()
+    except ConfigError as error:
+        atexit.unregister(_end)
+        _refuse(error)
+    try:
+        prepared.run()
+    except BaseException as error:
+        for follower in following:
+            follower.ended_by(error)
+        raise
+
+
+def _end(account: Account, following: list[Any], process: int) -> None:
+    if os.getpid() != process:
+        return
+    for follower in following:
+        follower.end()
+    if int(os.environ.get("RANK", "0")) == 0:
+        for line in account.lines():
+            print(f"traindiff: {line}", file=sys.stderr)  # noqa: T201
+
+
+def _refuse(error: ConfigError) -> NoReturn:
+    print(f"traindiff: {error}", file=sys.stderr)  # noqa: T201
+    sys.exit(UNUSABLE)

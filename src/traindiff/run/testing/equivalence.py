@@ -1,0 +1,162 @@
+"""`assert_equivalent`: two trainings compute the same, or the test says where they part."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from traindiff.analyse.compare import Comparison, Verification, compare
+from traindiff.core.site import label
+from traindiff.errors import ConfigError, Problem, type_of
+
+if TYPE_CHECKING:
+    from traindiff.observe.torch.session.recorder import Recorder
+    from traindiff.run.verify.recipe import Recipe
+
+    Side = str | os.PathLike[str] | Recorder | Recipe
+
+_ASKED_BY = "assert_equivalent(...)"
+_RUN = {"seed", "replicas", "repeat"}
+_KINDS = "Give two recordings (paths, or what traindiff.record returned), or two recipes (functions)."
+
+
+def assert_equivalent(
+    baseline: Side,
+    candidate: Side,
+    *,
+    noise: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    rename: Mapping[str, str] | Sequence[str] | None = None,
+    steps: str | int | Iterable[int] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    identical: bool = False,
+    output: str | os.PathLike[str] | None = None,
+    **running: Any,
+) -> Comparison | Verification:
+    """Raise unless two trainings compute the same thing; the message names the first divergence.
+
+    ```python
+    def test_the_fused_kernel_trains_like_the_plain_one():
+        traindiff.testing.assert_equivalent(plain, fused, steps=4)
+    ```
+
+    Recordings are compared as by `traindiff.compare`. Recipes are run, measured and pinned down as by
+    `traindiff.verify`. A verdict of `incomplete` or `misaligned` fails too: what was not compared is not known to be
+    equal.
+
+    Args:
+        baseline: The training that is trusted: a recording (its path, or what `traindiff.record` returned), or a
+            recipe.
+        candidate: The training in question, given in the same way.
+        noise: Of two recordings: further recordings from which floors are measured; see `traindiff.compare`.
+        rename: Turns the candidate's paths into the baseline's; see `traindiff.compare`.
+        steps: Of two recordings: steps to compare, e.g. `"0-9"`; all where left out. Of two recipes: the number of
+            batches to train on, 4 where left out.
+        rtol: Relative tolerance in place of floors; see `traindiff.compare`.
+        atol: Absolute tolerance per element, in the same formula.
+        identical: Demand the same bits.
+        output: Of two recipes: directory for the recordings. Where left out they go into a temporary one, which is
+            kept if they part.
+        running: Of two recipes: `seed`, `replicas` and `repeat`; see `traindiff.verify`.
+
+    Returns:
+        What was found: a `Comparison` of recordings, a `Verification` of recipes.
+
+    Raises:
+        AssertionError: They part, or not all of them could be compared. `str()` of it is the report.
+        ConfigError: A setting is wrong, or a recording and a recipe were given.
+        RecordingError: A recording cannot be used.
+    """
+    __tracebackhide__ = True
+    paths = (_path(baseline), _path(candidate))
+    result: Comparison | Verification
+    if paths[0] is not None and paths[1] is not None:
+        _refuse({**running, **({"output": output} if output is not None else {})}, of="recordings")
+        result = compare(paths[0], paths[1], noise=noise, rename=rename, steps=steps, rtol=rtol, atol=atol)
+        require(result, identical=identical)
+        return result
+    if paths != (None, None) or not callable(baseline) or not callable(candidate):
+        raise ConfigError(_ASKED_BY, [_kinds(baseline, candidate)])
+    _refuse({**running, **({"noise": noise} if noise else {})}, of="recipes", known=_RUN)
+    num_steps = 4 if steps is None else steps
+    if not isinstance(num_steps, int):
+        problem = Problem(
+            where=f"steps={steps!r}", what="of two recipes is how many batches to train on.", fix="Write steps=4."
+        )
+        raise ConfigError(_ASKED_BY, [problem])
+    settings = {"rename": rename, "rtol": rtol, "atol": atol, "steps": num_steps, **running}
+    return _verified(baseline, candidate, output, settings, identical=identical)
+
+
+def require(result: Comparison | Verification, *, identical: bool, hint: str = "") -> None:
+    """Raise `AssertionError` unless the verdict is `equivalent` or `identical`; `hint`, a line, ends its message."""
+    __tracebackhide__ = True
+    comparison = result.comparison if isinstance(result, Verification) else result
+    verdict = result.verdict
+    if verdict == "identical" or (verdict == "equivalent" and not identical):
+        return
+    report = str(result)
+    if verdict == "equivalent":
+        report = f"equivalent, but not identical.\n{report}{_first_differing(comparison)}"
+    paths = f"baseline:  {comparison.baseline}\ncandidate: {comparison.candidate}"
+    raise AssertionError(f"{report}\n\n{paths}{hint}")
+
+
+def _verified(
+    baseline: Callable[[], Any],
+    candidate: Callable[[], Any],
+    output: str | os.PathLike[str] | None,
+    settings: Mapping[str, Any],
+    *,
+    identical: bool,
+) -> Verification:
+    __tracebackhide__ = True
+    from traindiff.run.verify.verify import verify
+
+    directory = tempfile.mkdtemp(prefix="traindiff-") if output is None else os.fspath(output)
+    keep = output is not None
+    try:
+        result = verify(baseline, candidate, directory, **settings)
+        keep = (
+            keep or result.verdict not in ("identical", "equivalent") or (identical and result.verdict != "identical")
+        )
+    finally:
+        if not keep:
+            shutil.rmtree(directory, ignore_errors=True)
+    require(result, identical=identical)
+    return result
+
+
+def _path(side: Any) -> str | None:
+    """The path of a recording; None of what is none."""
+    if isinstance(side, (str, os.PathLike)):
+        return os.fspath(side)
+    path = getattr(side, "path", None)
+    return path if isinstance(path, str) and not isinstance(side, type) else None
+
+
+def _refuse(given: Mapping[str, Any], *, of: str, known: Iterable[str] = ()) -> None:
+    problems = [
+        Problem(where=name, what=f"is not a setting for two {of}.", fix="Leave it out, or see help(assert_equivalent).")
+        for name in given
+        if name not in known
+    ]
+    if problems:
+        raise ConfigError(_ASKED_BY, problems, consequence="nothing was compared")
+
+
+def _kinds(baseline: Any, candidate: Any) -> Problem:
+    names = [f"a recording ({path})" if (path := _path(one)) else type_of(one) for one in (baseline, candidate)]
+    return Problem(where="baseline, candidate", what=f"are {names[0]} and {names[1]}.", fix=_KINDS)
+
+
+def _first_differing(comparison: Comparison) -> str:
+    """The first site, in execution order, at which bits differ."""
+    for row in comparison.differences:
+        if row.num_identical_steps < row.num_steps:
+            site = label(row.path, row.slot)
+            return f"\nFirst site with other bits: {row.phase}, {site}; by {row.difference:.2g} of its size at most."
+    return ""

@@ -1,0 +1,208 @@
+"""The stages of an investigation: from what was run to a question and its conclusion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from traindiff.analyse.compare import Comparison, Verification
+from traindiff.analyse.compare.failed_run import FailedRun
+from traindiff.analyse.compare.investigation import Stage
+from traindiff.analyse.compare.sentences import MEANINGS
+from traindiff.analyse.findings import before_text, size_text, where_text
+from traindiff.run.verify.aids import AIDS
+
+Losses = Mapping[int, float]
+"""The loss of a run, by step."""
+
+_REMAINS = f"Does it remain with {', '.join(AIDS.values())}?"
+
+
+def repeats(bits: Comparison, tolerant: Comparison) -> Stage:
+    """Whether the baseline repeats itself.
+
+    Args:
+        bits: Baseline against itself, every difference a finding.
+        tolerant: The same against floors.
+    """
+    asks = "Does the baseline repeat itself?"
+    first = bits.first_divergence
+    if tolerant.verdict == "misaligned" and tolerant.first_divergence is not None:
+        other = tolerant.first_divergence
+        says = (
+            f"No, it is not the same training when it is called again. {where_text(other)}: {other.says} Prepare "
+            "model, data and generators from scratch in each call; torch, NumPy and random are seeded."
+        )
+        return Stage(name="repeats", asks=asks, says=says, numbers={"identical": False}, final=True)
+    if first is None:
+        says = "Yes: run again, it gives the same bits."
+        return Stage(name="repeats", asks=asks, says=says, numbers={"identical": True})
+    size = f", by {first.difference:.2g} (relative L2)" if math.isfinite(first.difference) else ""
+    says = (
+        f"Not to the bit: it first differs at {where_text(first)}{size}, and in {len(bits.findings)} sites altogether. "
+        "This is the baseline's own noise; nothing below it counts as a difference."
+    )
+    return Stage(name="repeats", asks=asks, says=says, numbers={"identical": False, "first": first.to_json()})
+
+
+def seeds(losses: Mapping[int, Losses], failed: Mapping[int, FailedRun] | None = None) -> Stage:
+    """How much the loss depends on the seed.
+
+    Args:
+        losses: Of the baseline, by seed.
+        failed: Seeds with which it fails.
+    """
+    asks = "How much does the seed matter?"
+    fails = "".join(f" With seed {seed} the baseline fails. {run.says}" for seed, run in (failed or {}).items())
+    last = _last_step(list(losses.values()))
+    if last is None or len(losses) < 2:
+        says = fails.lstrip() or "Not measured: no loss was recorded, or only one seed was run."
+        return Stage(name="seeds", asks=asks, says=says, numbers={"spread": None})
+    of_seeds = {seed: one[last] for seed, one in losses.items()}
+    finite = [value for value in of_seeds.values() if math.isfinite(value)]
+    spread = max(finite) - min(finite) if len(finite) > 1 else None
+    shown = ", ".join(f"{value:.6g} with seed {seed}" for seed, value in of_seeds.items())
+    says = f"The loss of step {last} is {shown}" + ("." if spread is None else f": a spread of {spread:.2g}.")
+    if len(finite) < len(of_seeds):
+        says += " A loss that is not finite is left out of the spread." if finite else " No loss is finite."
+    says += fails
+    return Stage(
+        name="seeds", asks=asks, says=says,
+        numbers={
+            "step": last, "spread": spread, "losses": {str(seed): _finite(value) for seed, value in of_seeds.items()},
+        },
+    )  # fmt: skip
+
+
+def differs(free: Verification, losses: tuple[Losses, Losses], spread: float | None) -> Stage:
+    """Whether the candidate differs by more than noise.
+
+    Args:
+        free: Baseline against candidate.
+        losses: Of both.
+        spread: How far the baseline's loss is apart over seeds; None where that is not known.
+    """
+    asks = "Does the candidate differ by more than noise?"
+    comparison, word = free.comparison, free.verdict
+    last = _last_step(losses)
+    apart = None if last is None else abs(losses[1][last] - losses[0][last])
+    against = _against_seeds(last, apart, spread)
+    numbers = {"verdict": word, "loss_apart": None if apart is None else _finite(apart)}
+    if free.failed is not None:
+        far = f" Up to there: {MEANINGS[comparison.verdict]}." if comparison.steps else " It has recorded nothing."
+        says = f"The candidate fails. {free.failed.says}{far}"
+        final = comparison.verdict != "diverged"
+        return Stage(name="differs", asks=asks, says=says, numbers=numbers, final=final)
+    if word == "misaligned" and comparison.first_divergence is not None:
+        first = comparison.first_divergence
+        says = f"It was not given the same to compute. {where_text(first)}: {first.says}"
+    elif word == "diverged":
+        count = len(comparison.findings)
+        where = "1 site" if count == 1 else f"{count} sites"
+        says = f"Yes: at {where} the difference exceeds the noise that was measured.{against}"
+    else:
+        says = f"No: {word}, {MEANINGS[word]}.{against}"
+    return Stage(name="differs", asks=asks, says=says, numbers=numbers, final=word != "diverged")
+
+
+def remains(steady: Verification, alone: Mapping[str, str]) -> Stage:
+    """Whether the difference remains when nothing varies any more.
+
+    Args:
+        steady: Baseline against candidate, with all aids.
+        alone: The verdict with each aid alone, where it does not remain.
+    """
+    numbers = {"verdict": steady.verdict, "alone": dict(alone)}
+    if steady.failed is not None and steady.verdict != "diverged":
+        return unknown("candidate", steady.failed)
+    if steady.verdict == "diverged":
+        says = "Yes: it has nothing to do with randomness. What follows is measured so."
+        return Stage(name="remains", asks=_REMAINS, says=says, numbers=numbers)
+    enough = [AIDS[name] for name, word in alone.items() if word in ("identical", "equivalent")]
+    cause = f" {' or '.join(enough)} alone makes it vanish." if enough else " None of them alone makes it vanish."
+    says = (
+        f"No: so run, the two are {steady.verdict}.{cause} Look at what draws random numbers, or is not "
+        "deterministic, rather than at the mathematics."
+    )
+    return Stage(name="remains", asks=_REMAINS, says=says, numbers=numbers, final=True)
+
+
+def unknown(who: str, failed: FailedRun) -> Stage:
+    """It is not known whether the difference remains: one of the two fails so."""
+    says = f"That is not known: run so, the {who} fails. {failed.says}"
+    numbers = {"verdict": "incomplete", "alone": {}}
+    return Stage(name="remains", asks=_REMAINS, says=says, numbers=numbers, final=True)
+
+
+def first_step(steady: Verification) -> Stage:
+    """Which step is the first that differs."""
+    comparison, first = steady.comparison, steady.first_divergence
+    assert first is not None
+    before = [step for step in comparison.steps if step < first.step]
+    says = f"Step {first.step}"
+    says += (
+        f": {len(before)} step{'s' if len(before) > 1 else ''} before it agree." if before else ", the first of all."
+    )
+    return Stage(
+        name="first-step", asks="Which step is the first that differs?", says=says, numbers={"step": first.step}
+    )
+
+
+def first_site(steady: Verification) -> Stage:
+    """Where in that step."""
+    first = steady.first_divergence
+    assert first is not None
+    further = ". ".join(filter(None, (size_text(first), before_text(first))))
+    says = f"{where_text(first)}: {first.says} {further[:1].upper()}{further[1:]}".rstrip()
+    says = says if says.endswith(".") else f"{says}."
+    return Stage(
+        name="first-site", asks="Which site is the first in it?", says=says, numbers={"finding": first.to_json()}
+    )
+
+
+def pinned(steady: Verification) -> Stage:
+    """Which operations are wrong by themselves."""
+    asks = "Which modules are wrong alone, given the baseline's tensors?"
+    if not steady.pinned:
+        says = steady.pin_note or "Nothing was run again."
+        return Stage(name="pinned", asks=asks, says=says, numbers={"sites": []})
+    found = [finding for one in steady.pinned for finding in one.comparison.findings]
+    sites = list(dict.fromkeys(f"{finding.phase} of {finding.site}" for finding in found))
+    more = f" and {len(sites) - 5} more" if len(sites) > 5 else ""
+    says = f"{', '.join(sites[:5])}{more}. First {where_text(found[0])}: {found[0].says}" if found else (
+        "None: given the baseline's tensors, every operation agrees. The difference adds up over several of them, or "
+        "lies where it cannot be put in place."
+    )  # fmt: skip
+    return Stage(name="pinned", asks=asks, says=says, numbers={"sites": sites}, final=not found)
+
+
+def operators(steady: Verification) -> Stage:
+    """Which operator is the first that differs."""
+    asks = "Which operator in there is the first that differs?"
+    zooms = steady.zoomed.comparison.zooms if steady.zoomed else ()
+    if not zooms:
+        says = steady.zoom_note or steady.pin_note or "No operator was recorded on the way to what is wrong."
+        return Stage(name="operators", asks=asks, says=says, numbers={"operators": []}, final=True)
+    first = min(zooms, key=lambda zoom: ("operator", "other-operators", "other-inputs", "none").index(zoom.cause))
+    says = f"On the way to the {first.phase} of {first.site}: {first.says}"
+    return Stage(
+        name="operators", asks=asks, says=says, numbers={"operators": [zoom.to_json() for zoom in zooms]}, final=True
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _last_step(losses: Sequence[Losses]) -> int | None:
+    common = set.intersection(*(set(one) for one in losses)) if losses else set()
+    return max(common, default=None)
+
+
+def _against_seeds(step: int | None, apart: float | None, spread: float | None) -> str:
+    if apart is None:
+        return ""
+    if not math.isfinite(apart):
+        return f" The loss of step {step} is not finite in one of them, or in both."
+    share = f", {apart / spread:.2g} x what the seed changes" if spread else ""
+    return f" The losses of step {step} are {apart:.2g} apart{share}."

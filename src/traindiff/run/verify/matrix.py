@@ -1,0 +1,305 @@
+"""`traindiff verify --matrix`: verify every combination of a grid, each once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from traindiff._version import __version__
+from traindiff.analyse.compare.investigation import IMPOSSIBLE, REFUSED, Matrix, MatrixRow
+from traindiff.analyse.compare.verification import Verification
+from traindiff.analyse.findings import where_text
+from traindiff.core.untrusted import ANYTHING, MOST_JSON_BYTES, TEXT, Folder, demanded, parse, shaped
+from traindiff.errors import ConfigError, CorruptRecordingError, Problem, type_of
+from traindiff.run.config.obstacles import obstacles
+from traindiff.run.config.setup import Setup
+from traindiff.run.processes.present_ranks import PresentRanks
+from traindiff.run.verify.asked import Asked, AskedSetup, candidate_setup, trusted_setup
+from traindiff.run.verify.pinning import ForcedSteps
+from traindiff.run.verify.trusted import Trusted, names_of_runs, recipe_name, record_trusted, verify_against
+from traindiff.run.verify.verify import JSON, check_asked, write_files, write_whole
+
+_TABLES = ("grid", "settings", "exclude")
+_OWN = ("engine", "baseline_engine", "nproc", "zero_stage", "offload_device")
+_KNOWN = tuple(dict.fromkeys((*_OWN, *(one.name for one in fields(Setup)))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combination:
+    """One combination of a grid.
+
+    Attributes:
+        varied: What the grid says of it, by setting.
+        asked: The setup, what neither grid nor settings say as on the command line.
+    """
+
+    varied: Mapping[str, Any]
+    asked: AskedSetup
+
+    @property
+    def name(self) -> str:
+        """The settings that vary: `engine=ddp, dtype=float32`."""
+        return ", ".join(f"{name}={value}" for name, value in self.varied.items())
+
+
+def read_grid(path: Path, base: AskedSetup) -> list[Combination]:
+    """The combinations of a grid: every value with every other, without those that are excluded.
+
+    Args:
+        path: TOML, or JSON with the same tables: `grid` (a list of values by setting), and if wanted `settings` (a
+            value by setting, for all combinations) and `exclude` (a list of tables; a combination that has all values
+            of one is left out).
+        base: What holds where the file says nothing.
+
+    Raises:
+        ConfigError: The file is not there, cannot be read, or says something else; lists all problems.
+    """
+    content = _content(path)
+    problems = [
+        Problem.unknown_name(where=name, kind="a table of a grid", found=name, known=_TABLES)
+        for name in content
+        if name not in _TABLES
+    ]
+    grid, settings, exclude = content.get("grid", {}), content.get("settings", {}), content.get("exclude", [])
+    if not isinstance(grid, Mapping) or not grid:
+        fix = 'Write [grid] and below it e.g. engine = ["ddp", "fsdp2"].'
+        problems.append(Problem(where="[grid]", what="has nothing to vary.", fix=fix))
+        grid = {}
+    if not isinstance(exclude, list) or not all(isinstance(one, Mapping) and one for one in exclude):
+        fix = 'Write [[exclude]] and below it e.g. engine = "ddp".'
+        problems.append(Problem(where="exclude", what="is no list of tables.", fix=fix))
+        exclude = []
+    for where, table in (("[grid]", grid), ("[settings]", settings), *(("[[exclude]]", one) for one in exclude)):
+        problems += [
+            Problem.unknown_name(where=f"{where} {name}", kind="a setting of a setup", found=name, known=_KNOWN)
+            for name in table
+            if name not in _KNOWN
+        ]
+    problems += [
+        Problem(where=f"[grid] {name}", what=f"is {type_of(values)}, not a list of values.", fix=f"Write [{values!r}].")
+        for name, values in grid.items()
+        if not isinstance(values, list) or not values
+    ]
+    problems += [
+        Problem(where=f"[settings] {name}", what="is in [grid] too.", fix=f"Remove {name} from one of the two.")
+        for name in settings
+        if name in grid
+    ]
+    if problems:
+        raise ConfigError(str(path), problems)
+    combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    return [
+        Combination(varied=varied, asked=_asked(base, {**settings, **varied}))
+        for varied in combinations
+        if not any(_has_all(one, varied) for one in exclude)
+    ]
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except FileNotFoundError:
+        problem = Problem(where=str(path), what="does not exist.", fix="Give the path of a TOML or JSON file.")
+        raise ConfigError("--matrix", [problem]) from None
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        problem = Problem(where=str(path), what=f"is no {kind} ({error}).", fix=f"Correct it, as {kind}.")
+        raise ConfigError("--matrix", [problem]) from None
+    return content if isinstance(content, Mapping) else {}
+
+
+def _has_all(excluded: Mapping[str, Any], varied: Mapping[str, Any]) -> bool:
+    return all(varied.get(name) == value for name, value in excluded.items())
+
+
+def _asked(base: AskedSetup, said: Mapping[str, Any]) -> AskedSetup:
+    said = {name: _without_prefix(value) for name, value in said.items()}
+    own = {name: value for name, value in said.items() if name in _OWN}
+    return replace(base, **own, further={**base.further, **{k: v for k, v in said.items() if k not in _OWN}})
+
+
+def _without_prefix(value: Any) -> Any:
+    return value.removeprefix("torch.") if isinstance(value, str) else value
+
+
+_ROW = "combination.json"
+_TRUSTED = "trusted.json"
+_BASELINES = "baselines"
+
+OnRow = Callable[[MatrixRow], None]
+"""Called with each row when it is there."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Measured:
+    trusted: Trusted
+    forced: ForcedSteps
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    asked: Asked
+    ranks: PresentRanks | None
+    fresh: bool
+    measured: dict[str, _Measured] = field(default_factory=dict)
+
+
+def verify_matrix(
+    asked: Asked,
+    combinations: Sequence[Combination],
+    *,
+    fresh: bool = False,
+    ranks: PresentRanks | None = None,
+    on_row: OnRow | None = None,
+) -> Matrix:
+    """Verify every combination. Those with the same baseline share it, and its noise.
+
+    A combination that an earlier call has finished in the same directory is not run again, unless a setting, the
+    recipe's file or traindiff's version has changed since.
+
+    Args:
+        asked: What is asked of each; its setups are left aside.
+        combinations: What is verified.
+        fresh: Run all of them again.
+        ranks: Those that are there already, of which this process leads.
+        on_row: Called with each row when it is there.
+
+    Returns:
+        A row for each, in order. What cannot be run here is a row with the reason.
+
+    Raises:
+        ConfigError: A setting that all share cannot be used.
+    """
+    check_asked(replace(asked, baseline_setup=Setup(), question=replace(asked.question, setup=Setup())), None)
+    work = _Work(asked=asked, ranks=ranks, fresh=fresh)
+    rows = []
+    for one in combinations:
+        rows.append(_row(work, one))
+        if on_row is not None:
+            on_row(rows[-1])
+    return Matrix(recipe=recipe_name(asked.recipe), output=str(asked.output), rows=tuple(rows))
+
+
+def _row(work: _Work, one: Combination) -> MatrixRow:
+    world_size = work.ranks.world_size if work.ranks else None
+    setup = candidate_setup(one.asked, world_size=world_size)
+    baseline = trusted_setup(one.asked, setup)
+    output = work.asked.output / _directory(one.name)
+    row = MatrixRow(
+        name=one.name, varied=one.varied, verdict=IMPOSSIBLE, says="", seconds=0.0, output=str(output), exit_code=0
+    )
+    if problems := [*obstacles(setup), *(found for found in obstacles(baseline) if found not in obstacles(setup))]:
+        return replace(row, says=" ".join(f"{problem.where} {problem.what}" for problem in problems))
+    asked = replace(
+        work.asked, output=output, baseline_setup=baseline, question=replace(work.asked.question, setup=setup)
+    )
+    key = _fingerprint(asked)
+    if not work.fresh and (kept := _read(output / _ROW, key)) is not None and (output / JSON).exists():
+        return replace(MatrixRow.from_json(kept), kept=True)
+    began = time.perf_counter()
+    try:
+        verification = _verified(work, asked)
+    except ConfigError as error:
+        says = " ".join(f"{problem.where} {problem.what}" for problem in error.problems)
+        return replace(row, verdict=REFUSED, says=says, exit_code=2, seconds=time.perf_counter() - began)
+    row = replace(
+        row, verdict=verification.verdict, says=_says(verification), exit_code=verification.exit_code,
+        seconds=time.perf_counter() - began,
+    )  # fmt: skip
+    _write(output / _ROW, key, row.to_json())
+    return row
+
+
+def _verified(work: _Work, asked: Asked) -> Verification:
+    check_asked(asked, work.ranks)
+    runs = asked.runs(asked.output, work.ranks)
+    runs.check(["candidate"])
+    runs.refuse_unusable(asked.question.candidate, asked.question.setup)
+    measured = _measured(work, asked)
+    verification = verify_against(measured.trusted, asked.question, runs, measured.forced)
+    write_files(verification, asked.output)
+    return verification
+
+
+def _measured(work: _Work, asked: Asked) -> _Measured:
+    """The baseline of a combination and its noise: shared, kept from an earlier call, or recorded now."""
+    says = asked.baseline_setup.says
+    if says in work.measured:
+        return work.measured[says]
+    directory = work.asked.output / _BASELINES / _directory(says)
+    runs = asked.runs(directory, work.ranks)
+    question = asked.question
+    key = _fingerprint(asked, of_the_baseline=True)
+    kept = None if work.fresh else _read(directory / _TRUSTED, key)
+    if kept is not None and all((directory / name / "run.json").exists() for name in kept["recordings"]):
+        baseline, *noise = (str(directory / name) for name in kept["recordings"])
+        trusted = Trusted(recipe=asked.recipe, setup=asked.baseline_setup, baseline=baseline, noise=tuple(noise))
+    else:
+        names = names_of_runs(question.replicas, repeat=asked.repeat)
+        runs.check(names)
+        trusted = record_trusted(
+            runs, asked.recipe, asked.baseline_setup, steps=question.steps, replicas=question.replicas,
+            repeat=asked.repeat,
+        )  # fmt: skip
+        _write(directory / _TRUSTED, key, {"recordings": names})
+    forced = ForcedSteps(runs, trusted.recipe, setup=trusted.setup, replicas=question.replicas)
+    work.measured[says] = _Measured(trusted=trusted, forced=forced)
+    return work.measured[says]
+
+
+def _says(verification: Verification) -> str:
+    if verification.failed is not None:
+        return verification.failed.says.splitlines()[0]
+    first = verification.first_divergence
+    return f"{where_text(first)}: {first.says}" if first is not None else ""
+
+
+def _fingerprint(asked: Asked, *, of_the_baseline: bool = False) -> str:
+    """Changes with all that a result depends on, as far as that is known."""
+    question = asked.question
+    known: list[Any] = [
+        __version__, _source(asked.recipe), asked.baseline_setup.to_json(), question.steps, list(question.replicas),
+        asked.seed, asked.repeat, repr(sorted(asked.record.items())),
+    ]  # fmt: skip
+    if not of_the_baseline:
+        known += [
+            _source(question.candidate), question.setup.to_json(), question.pin, repr(question.rename),
+            question.rtol, question.atol, question.compiler_logs, question.zoom,
+        ]  # fmt: skip
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def _source(recipe: Any) -> list[str]:
+    """A recipe's name, and what its file holds."""
+    name = recipe_name(recipe)
+    file = Path(name.rpartition(":")[0])
+    return [name, file.read_text(encoding="utf-8") if file.suffix == ".py" and file.is_file() else ""]
+
+
+def _directory(name: str) -> str:
+    """A name for a directory: what is varied, legibly, and different for different names."""
+    legible = re.sub(r"[^\w.=-]+", "_", name)
+    return legible if len(legible) < 100 else f"{legible[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
+def _read(path: Path, key: str) -> Any:
+    """What was written with this key; None where nothing was."""
+    try:
+        data = Folder.of(path.parent).read(path.name, limit=MOST_JSON_BYTES)
+        content = demanded(parse(data, where=str(path)), shaped({"key": TEXT, "content": ANYTHING}), where=str(path))
+    except (OSError, CorruptRecordingError):
+        return None
+    return content["content"] if content["key"] == key else None
+
+
+def _write(path: Path, key: str, content: Any) -> None:
+    write_whole(path, json.dumps({"key": key, "content": content}, indent=2) + "\n")

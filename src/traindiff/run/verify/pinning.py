@@ -1,0 +1,256 @@
+"""Pin a fault down: run one step again with every tensor forced to the baseline's, so that each operation is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from traindiff.analyse.compare import Pinned, compare
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.renames import parse_renames
+from traindiff.errors import ConfigError
+from traindiff.run.config.setup import PLAIN, Setup
+from traindiff.run.verify.failed import RunFailedError
+from traindiff.run.verify.run_recipe import Named
+from traindiff.run.verify.runs import REPLICAS, Runs
+from traindiff.storage import open_recording
+
+if TYPE_CHECKING:
+    from traindiff.run.verify.trusted import Question
+
+
+_SHORTER = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForcedStep:
+    """One step of the trusted training: its tensors, and what its operations make of rounding in them.
+
+    Attributes:
+        step: The step.
+        precision: Dtype in which everything is computed; None for the training's own.
+        baseline: Recording with all tensors, of this step and the one before.
+        noise: Recordings of replicas that were forced to these tensors.
+        operators: Modules whose operators are recorded.
+    """
+
+    step: int
+    precision: torch.dtype | None
+    baseline: str
+    noise: tuple[str, ...]
+    operators: str = ""
+
+    @property
+    def directory(self) -> str:
+        """Where its recordings are."""
+        return f"{'zoomed' if self.operators else 'pinned'}-step-{self.step}-{self.name}"
+
+    @property
+    def name(self) -> str:
+        """How it is computed, e.g. `native` or `float32`."""
+        return "native" if self.precision is None else str(self.precision).removeprefix("torch.")
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Of each run. The step before comes along: it ends with the state that this one begins with."""
+        steps = f"{max(0, self.step - 1)}-{self.step}"
+        zoomed = {"operators": self.operators} if self.operators else {}
+        return {"num_steps": self.step + 1, "precision": self.precision, "steps": steps, **zoomed}
+
+
+def why_not_forced(setup: Setup) -> str:
+    """Why tensors of a training that is run so cannot be put in place of its own; empty where they can."""
+    if setup.compile or setup.deepcompile:
+        return "what compiled code computes cannot be replaced on the way. Verify the same without compile."
+    if setup.engine == "deepspeed":
+        return "DeepSpeed keeps gradients and master weights in flat buffers of its own."
+    if setup.engine == "pp":
+        return "stages of a pipeline hand on tensors before they could be replaced."
+    return ""
+
+
+def precisions(baseline: str) -> Iterator[torch.dtype | None]:
+    """How a step is to be computed again: natively, and in float32 where the training computes in something shorter."""
+    yield None
+    recording = open_recording(baseline)
+    step = next(recording.steps(recording.ranks[0]), None)
+    if step is not None and any(seen.dtype in _SHORTER for seen in step.observations):
+        yield torch.float32
+
+
+def precision_named(name: str) -> torch.dtype | None:
+    """What `ForcedStep.name` says: None for the training's own dtypes."""
+    found: torch.dtype | None = None if name == "native" else getattr(torch, name)
+    return found
+
+
+class ForcedSteps:
+    """Steps of a trusted training that candidates can be forced to, each recorded when it is first asked for.
+
+    Args:
+        runs: Where, and how.
+        recipe: Prepares the trusted training.
+        setup: How it is run.
+        replicas: How to perturb it; in another dtype those that round are used.
+
+    Attributes:
+        setup: How the trusted training is run.
+    """
+
+    def __init__(self, runs: Runs, recipe: Named, *, setup: Setup = PLAIN, replicas: Sequence[str] = REPLICAS) -> None:
+        self._runs = runs
+        self._recipe = recipe
+        self.setup = setup
+        self._replicas = replicas
+        self._recorded: dict[tuple[int, torch.dtype | None, str], ForcedStep] = {}
+
+    def step(self, step: int, precision: torch.dtype | None, *, operators: str = "") -> ForcedStep:
+        """What candidates are forced to in a step.
+
+        Args:
+            step: The step.
+            precision: Compute everything in this dtype; None for the training's own.
+            operators: Glob over modules whose operators are recorded; empty for none.
+
+        Raises:
+            ConfigError: The recipe cannot be used.
+            RunFailedError: The training failed.
+        """
+        key = (step, precision, operators)
+        if key not in self._recorded:
+            asked = ForcedStep(step=step, precision=precision, baseline="", noise=(), operators=operators)
+            self._recorded[key] = self._record(asked)
+        return self._recorded[key]
+
+    def _record(self, plain: ForcedStep) -> ForcedStep:
+        directory = plain.directory
+        settings = {**plain.settings, "setup": self.setup}
+        baseline = self._runs.run(self._recipe, f"{directory}/baseline", detail="tensors", **settings)
+        used = [one for one in self._replicas if plain.precision is None or one.startswith("ulp")]
+        noise = [
+            self._runs.run(
+                self._recipe, f"{directory}/{one.replace(':', '-')}", replica=one, forced_by=baseline, **settings
+            )
+            for one in used
+        ]
+        return replace(plain, baseline=baseline, noise=tuple(noise))
+
+
+def pin_down(
+    runs: Runs,
+    given: ForcedStep,
+    candidate: Named,
+    *,
+    setup: Setup = PLAIN,
+    rename: Mapping[str, str] | Sequence[str] | None = None,
+    operators: str = "",
+) -> Pinned:
+    """Run the step of the candidate, with each tensor overwritten by the baseline's after it was observed.
+
+    Errors then neither accumulate nor cancel: what is found is wrong by itself.
+
+    Args:
+        runs: Where, and how.
+        given: What it is forced to.
+        candidate: Prepares the training in question.
+        setup: How it is run.
+        rename: See `traindiff.compare`.
+        operators: What the candidate calls the modules whose operators are recorded.
+
+    Raises:
+        ConfigError: The recipe cannot be used.
+        RunFailedError: The training failed.
+    """
+    settings = {**given.settings, **({"operators": operators} if operators else {})}
+    found = runs.run(candidate, f"{given.directory}/candidate", setup=setup, forced_by=given.baseline, **settings)
+    comparison = compare(given.baseline, found, noise=given.noise, rename=rename, steps=str(given.step))
+    return Pinned(step=given.step, precision=given.name, comparison=comparison)
+
+
+EVERYWHERE = "*"
+
+
+def zoom_in(pinned: Sequence[Pinned], question: Question, runs: Runs, forced: ForcedSteps) -> tuple[Pinned | None, str]:
+    """The first of the steps that were pinned down in which something is wrong, with its operators.
+
+    Args:
+        pinned: The step in each precision.
+        question: What is asked of the candidate.
+        runs: Where, and how.
+        forced: Steps that the candidate can be forced to.
+
+    Returns:
+        The step; where it cannot be had, None and the reason.
+    """
+    wrong = next((one for one in pinned if _zoomable(one)), None)
+    if wrong is None:
+        return None, "No operators were recorded: given the baseline's tensors, no module is wrong alone."
+    if forced.setup.nproc != question.setup.nproc:
+        return None, (
+            f"No operators were recorded: the baseline has {forced.setup.nproc} and the candidate "
+            f"{question.setup.nproc} ranks, and operators are compared rank by rank."
+        )
+    if why := why_not_forced(question.setup):
+        return None, f"No operators were recorded: {why}"
+    found: Pinned | None = None
+    for patterns in _modules(_zoomable(wrong)[0], wrong, question.rename):
+        try:
+            given = forced.step(wrong.step, precision_named(wrong.precision), operators=patterns[0])
+            found = pin_down(
+                runs, given, question.candidate, setup=question.setup, rename=question.rename, operators=patterns[1]
+            )
+        except ConfigError as error:
+            problem = error.problems[0]
+            return found, f"No operators could be recorded: {problem.where} {problem.what} {problem.fix}"
+        except RunFailedError as error:
+            return found, f"No operators could be recorded: the run {error.run.run} failed. {error.run.says}"
+        if any(zoom.cause in ("operator", "other-operators") for zoom in found.comparison.zooms):
+            break
+    return found, ""
+
+
+def _zoomable(pinned: Pinned) -> list[Finding]:
+    found = [one for one in pinned.comparison.findings if one.phase in ("forward", "backward", "grad")]
+    return [one for one in found if one.kind not in ("missing", "extra")]
+
+
+def _modules(
+    finding: Finding, pinned: Pinned, rename: Mapping[str, str] | Sequence[str] | None
+) -> list[tuple[str, str]]:
+    """What baseline and candidate call the modules that may have made the difference, as patterns; likelier ones first.
+
+    What a module returns depends on the code of the modules around it, from the last site before it that agrees. The
+    gradient that comes back to an output was made by whatever took that output, which may be anywhere.
+    """
+    everywhere = (EVERYWHERE, EVERYWHERE)
+    if finding.phase == "backward":
+        return [everywhere]
+    path = finding.path
+    if finding.phase == "grad":
+        path = path.rpartition(".")[0]
+    elif after := str(finding.evidence.get("after") or ""):
+        path = _common(path, after.rpartition(" ")[0])
+    renamed = parse_renames(rename)
+    modules = (_paths(pinned.comparison.baseline), _paths(pinned.comparison.candidate))
+    other = next((one for one in modules[1] if renamed(one) == path), None)
+    if not path or path not in modules[0] or other is None:
+        return [everywhere]
+    return [(path, other), everywhere]
+
+
+def _common(path: str, other: str) -> str:
+    """The innermost module that holds both, or is one of them; empty for the root."""
+    common = []
+    for one, two in zip(path.split("."), other.split("."), strict=False):
+        if one != two:
+            break
+        common.append(one)
+    return ".".join(common)
+
+
+def _paths(recording: str) -> list[str]:
+    opened = open_recording(recording)
+    return [path for rank in opened.ranks for path in opened.rank_content(rank).get("modules", {})]

@@ -1,0 +1,257 @@
+"""Run a recipe and record it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from traindiff.core.observation import Observation
+from traindiff.core.settings import RecordSettings, ReplicaSetting, check_names, record_settings
+from traindiff.errors import ConfigError, Problem
+from traindiff.observe.torch.perturb.making import make_replica
+from traindiff.observe.torch.perturb.precision import PrecisionReplica
+from traindiff.observe.torch.perturb.random_rounding import is_rounded, randomly_rounded, rounding_key
+from traindiff.observe.torch.perturb.replica import Replica, compiled_parts
+from traindiff.observe.torch.session.record import STANDARD_SETTINGS
+from traindiff.observe.torch.session.recorder import Recorder
+from traindiff.observe.torch.session.targets import Targets, find_targets
+from traindiff.observe.torch.session.teacher_forcing import ForcedValues
+from traindiff.run.config.setup import PLAIN, Setup
+from traindiff.run.config.training import Training
+from traindiff.run.processes.rank_process import Here
+from traindiff.run.verify.aids import DROPOUT, aided, take_out_dropout
+from traindiff.run.verify.recipe import (
+    Recipe,
+    failures_explained,
+    load_recipe,
+    logged,
+    name_of,
+    prepared,
+    refuse_without_loss,
+    undisturbed_random_state,
+)
+from traindiff.storage import open_recording
+
+_NO_MORE = object()
+
+
+def run_recipe(
+    recipe: Recipe,
+    path: str | os.PathLike[str],
+    *,
+    num_steps: int,
+    seed: int,
+    asked_by: str,
+    forced_by: str | None = None,
+    precision: torch.dtype | None = None,
+    on_step: Callable[[int], None] | None = None,
+    last_seen: Callable[[Observation], None] | None = None,
+    overwrite: bool = False,
+    setup: Setup = PLAIN,
+    aids: Sequence[str] = (),
+    **settings: Any,
+) -> str:
+    """Train for some steps, from scratch, and record it.
+
+    Args:
+        recipe: Prepares the training.
+        path: Recording to write.
+        num_steps: Batches to train on.
+        seed: Of torch's, NumPy's and Python's generators, which are given back as they were.
+        asked_by: The call, for messages.
+        forced_by: A recording with full tensors, whose values are put in place of the training's once they have
+            been observed, in the steps that it has. A `ulp` replica then perturbs these values.
+        precision: Compute everything in this dtype, whatever the training asks for.
+        on_step: Called with the number of each batch after it was trained on.
+        last_seen: Called with each observation.
+        overwrite: Replace a recording that is already at `path`.
+        setup: Under which engine, in which dtype, ... the training is run. Where that has several ranks, this is
+            called on each of them, in a process group.
+        aids: What to take out of the training that may vary; see `traindiff.run.verify.aids`.
+        **settings: Of `traindiff.record`, over those of the training itself.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: The recipe cannot be used or fails, a setting is wrong, or there are no batches.
+    """
+    where = f"recipe {name_of(recipe)}"
+    with undisturbed_random_state(), aided(aids):
+        training = prepared(recipe, seed=seed, asked_by=asked_by, setup=setup)
+        if DROPOUT in aids:
+            take_out_dropout(training.model)
+        chosen = {**training.record, **settings}
+        unknown = [name for name in chosen if name not in STANDARD_SETTINGS]
+        check_names(unknown, known=STANDARD_SETTINGS.keys(), where=f"{where}, record")
+        checked = record_settings(**{**STANDARD_SETTINGS, **chosen})
+        targets = find_targets(
+            training.model, training.optimizer, select=checked.select, shards=checked.shards,
+            operators=checked.operators,
+        )  # fmt: skip
+        if forced_by is not None or precision is not None:
+            _refuse_compiled(targets, where=where, asked_by=asked_by)
+        forced = None if forced_by is None else _forced_values(forced_by, checked.replica)
+        replica = _replica(targets, checked, precision=precision, forced=forced is not None)
+        with Recorder(
+            os.fspath(path), targets, checked, overwrite=overwrite, replica=replica, forced=forced,
+            recipe=name_of(recipe), last_seen=last_seen,
+        ) as recorder:  # fmt: skip
+            trained = _train(training, recorder, num_steps, on_step, where=where, asked_by=asked_by)
+    if not trained:
+        problem = Problem(where=f"{where}, batches", what="are none.", fix="Give at least one batch.")
+        raise ConfigError(asked_by, [problem])
+    return os.fspath(path)
+
+
+def _refuse_compiled(targets: Targets, *, where: str, asked_by: str) -> None:
+    if compiled := compiled_parts(targets.root):
+        problem = Problem(
+            where=f"{where}, model",
+            what=f"is compiled ({compiled}), and what compiled code computes cannot be replaced on the way.",
+            fix="Verify the same training without torch.compile.",
+        )
+        raise ConfigError(asked_by, [problem])
+
+
+def _train(
+    training: Training,
+    recorder: Recorder,
+    num_steps: int,
+    on_step: Callable[[int], None] | None,
+    *,
+    where: str,
+    asked_by: str,
+) -> int:
+    """Train on so many batches, or on all that there are; gives back on how many."""
+    explained = partial(failures_explained, asked_by=asked_by)
+    with explained("iterating over them", where=f"{where}, batches"):
+        batches = iter(training.batches)
+    for number in range(num_steps):
+        with explained(f"asking for batch {number}", where=f"{where}, batches"):
+            batch = next(batches, _NO_MORE)
+        if batch is _NO_MORE:
+            return number
+        with explained(f"calling it with batch {number}", where=f"{where}, step"):
+            returned = training.train_on(batch)
+        for name, value in logged(returned):
+            recorder.log(name, value)
+        recorder.write()  # so that a step that has ended is all there, however the next one ends
+        if on_step:
+            on_step(number)
+    return num_steps
+
+
+def _replica(
+    targets: Targets, settings: RecordSettings, *, precision: torch.dtype | None, forced: bool
+) -> Replica | None:
+    """What perturbs the training; of a forced one, the values that are put in place are rounded instead."""
+    if precision is not None:
+        return PrecisionReplica(precision, targets.root)
+    if settings.replica is None or (forced and settings.replica.kind == "ulp"):
+        return None
+    return make_replica(settings.replica, targets.root, targets.names)
+
+
+def _forced_values(path: str, replica: ReplicaSetting | None) -> ForcedValues:
+    if replica is None or replica.kind != "ulp":
+        return ForcedValues(open_recording(path))
+    seed = replica.seed
+    return ForcedValues(
+        open_recording(path),
+        perturb=lambda value, site: randomly_rounded(value, rounding_key(seed, site)) if is_rounded(value) else value,
+    )
+
+
+Named = Recipe | str
+"""A recipe, or where it is found: `FILE.py:FUNCTION`, `MODULE:FUNCTION`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """What a run is, so that it can be handed to another process.
+
+    Attributes:
+        recipe: Prepares the training.
+        path: Recording to write.
+        num_steps: Batches to train on.
+        seed: Of torch's, NumPy's and Python's generators.
+        setup: How it is run.
+        asked_by: The call, for messages.
+        compiler_logs: Have torch's compiler say what it does.
+        settings: Further arguments of `run_recipe`.
+    """
+
+    recipe: Named
+    path: str
+    num_steps: int
+    seed: int
+    setup: Setup
+    asked_by: str
+    compiler_logs: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def record_on_rank(here: Here, run: RecordedRun) -> dict[str, Any]:
+    """Make one rank's part of the run."""
+    if run.compiler_logs:
+        _have_the_compiler_talk()
+    recipe = load_recipe(run.recipe, asked_by=run.asked_by) if isinstance(run.recipe, str) else run.recipe
+    run_recipe(
+        recipe, run.path, num_steps=run.num_steps, seed=run.seed, setup=run.setup, asked_by=run.asked_by,
+        on_step=here.step_done, last_seen=here.last_seen, overwrite=True, **run.settings,
+    )  # fmt: skip
+    return {"peak_bytes": peak_bytes()}
+
+
+def check_on_rank(here: Here, recipe: Named, seed: int, setup: Setup, asked_by: str) -> None:  # noqa: ARG001
+    """`check_recipe` in a process of its own."""
+    check_recipe(recipe, seed, setup, asked_by)
+
+
+def check_recipe(recipe: Named, seed: int, setup: Setup, asked_by: str) -> None:
+    """Prepare the training once, as it is, and refuse what cannot be used.
+
+    Raises:
+        ConfigError: The recipe cannot be used, or not under the setup.
+    """
+    found = load_recipe(recipe, asked_by=asked_by) if isinstance(recipe, str) else recipe
+    training = prepared(found, seed=seed, asked_by=asked_by, setup=PLAIN)
+    refuse_without_loss(training, setup, where=f"recipe {name_of(found)}", asked_by=asked_by)
+
+
+def refuse_unlaunchable(recipe: Recipe, asked_by: str) -> None:
+    """Raise `ConfigError` where a function cannot be handed to another process."""
+    try:
+        pickle.dumps(recipe)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        problem = Problem(
+            where=f"recipe {name_of(recipe)}",
+            what=f"is to run in processes of its own, and they cannot import it: {error}.",
+            fix='Define it at the top of a file, and give it by name: "FILE.py:FUNCTION".',
+        )
+        raise ConfigError(asked_by, [problem]) from None
+
+
+def peak_bytes() -> int:
+    """Largest resident memory of this process so far; 0 where the system does not tell."""
+    with suppress(ImportError):
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return 0
+
+
+def _have_the_compiler_talk() -> None:
+    import torch._logging as logs
+
+    logs.set_logs(guards=True, recompiles=True, graph_breaks=True)  # type: ignore[attr-defined]

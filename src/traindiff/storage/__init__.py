@@ -1,0 +1,19 @@
+"""Observations to disk and back. The format is defined in FORMAT.md beside this file."""
+
+from traindiff.storage.gap import Gap
+from traindiff.storage.manifest import Ended, ended
+from traindiff.storage.reader import Recording, Run, open_recording
+from traindiff.storage.stream import RankStatus, StepObservations
+from traindiff.storage.writer import RecordingWriter
+
+__all__ = [
+    "Ended",
+    "Gap",
+    "RankStatus",
+    "Recording",
+    "RecordingWriter",
+    "Run",
+    "StepObservations",
+    "ended",
+    "open_recording",
+]

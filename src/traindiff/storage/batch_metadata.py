@@ -1,0 +1,174 @@
+"""What a record batch message says of itself, checked before anything of it is decoded.
+
+The metadata of a message is a flatbuffer (Arrow's Message.fbs). It says where in the body each buffer lies, and a
+compressed buffer begins with the size that it will have. An Arrow reader allocates what it is told there. So the sizes
+are added up here first.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from traindiff.core.summary import SUMMARY
+from traindiff.storage.checked_rows import Malformed
+from traindiff.storage.schema import SCHEMA
+
+MOST_MESSAGE_BYTES = 1 << 28
+"""Size of a message at most."""
+
+FREE_BYTES = 1 << 23
+EXPANSION = 32
+"""What messages, or compressed bits, hold has at most `FREE_BYTES`, and `EXPANSION` times their own bytes."""
+
+_CONTINUATION = b"\xff\xff\xff\xff"
+_RECORD_BATCH = 3
+_ZSTD = 1
+_NOT_COMPRESSED = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSize:
+    """How much a message holds.
+
+    Attributes:
+        rows: Number of observations.
+        num_bytes: Size of all columns when they are decoded.
+    """
+
+    rows: int
+    num_bytes: int
+
+
+def too_much(num_bytes: int, packed_bytes: int) -> bool:
+    """Whether so much may not be packed into so few bytes. Writers then leave it unpacked."""
+    return num_bytes > FREE_BYTES + EXPANSION * packed_bytes
+
+
+def checked_size(message: bytes) -> BatchSize:
+    """How much a record batch message holds.
+
+    Raises:
+        Malformed: It is no such message, or decoding it would read outside of it or make more than it may hold.
+    """
+    try:
+        return _checked_size(message)
+    except (struct.error, IndexError, OverflowError, ValueError) as error:
+        raise Malformed(f"its metadata cannot be read ({error})") from None
+
+
+def _checked_size(message: bytes) -> BatchSize:
+    if message[:4] != _CONTINUATION:
+        raise Malformed("it does not begin as a message of an Arrow stream does")
+    (length,) = struct.unpack_from("<i", message, 4)
+    begin = 8 + length
+    if not 0 < length <= len(message) - 8:
+        raise Malformed(f"its metadata have {length} bytes, and the message has {len(message)}")
+    head = _Table.root(message[8:begin])
+    if head.number(1, "<B") != _RECORD_BATCH:
+        raise Malformed("it is no record batch")
+    body = memoryview(message)[begin:]
+    if (said := head.number(3, "<q")) != len(body):
+        raise Malformed(f"its body has {len(body)} bytes, and its metadata say {said}")
+    batch = head.table(2)
+    if batch is None:
+        raise Malformed("it is an empty record batch")
+    rows, num_bytes = batch.number(0, "<q"), _decoded_bytes(batch, body)
+    if not 0 < rows * SUMMARY.itemsize <= num_bytes:
+        raise Malformed(f"it has {rows} rows, and its columns hold {num_bytes} bytes")
+    if too_much(num_bytes, len(message)):
+        raise Malformed(f"its {len(message)} bytes hold {num_bytes} bytes, more than they may ({_RULE})")
+    return BatchSize(rows=rows, num_bytes=num_bytes)
+
+
+def _decoded_bytes(batch: _Table, body: memoryview) -> int:
+    """Size of all buffers when they are decoded."""
+    compression, nodes, buffers = batch.table(3), batch.pairs(1), batch.pairs(2)
+    if compression is not None and compression.number(0, "<b") != _ZSTD:
+        raise Malformed("its buffers are compressed, and not with zstd")
+    if (len(nodes), len(buffers)) != (_NUM_NODES, _NUM_BUFFERS):
+        raise Malformed(f"it has {len(buffers)} buffers of {len(nodes)} columns, not {_NUM_BUFFERS} of {_NUM_NODES}")
+    if any(num_null for _, num_null in nodes):
+        raise Malformed("a column has nulls")
+    return sum(_decoded(body, *buffer, compressed=compression is not None) for buffer in buffers)
+
+
+_RULE = f"{FREE_BYTES}, and {EXPANSION} times their number"
+
+
+def _decoded(body: memoryview, offset: int, length: int, *, compressed: bool) -> int:
+    """Size of a buffer when it is decoded."""
+    if not 0 <= offset <= offset + length <= len(body):
+        raise Malformed(f"a buffer at {offset} with {length} bytes lies outside of its body, which has {len(body)}")
+    if not compressed or not length:
+        return length
+    (size,) = struct.unpack_from("<q", body[offset : offset + length])
+    if size == _NOT_COMPRESSED:
+        return length - 8
+    if size < 0:
+        raise Malformed(f"a buffer has {size} bytes")
+    return int(size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """A table of a flatbuffer, whose fields are looked up by number. Nothing outside of the buffer is looked at."""
+
+    data: bytes
+    place: int
+
+    @classmethod
+    def root(cls, data: bytes) -> _Table:
+        return cls(data=data, place=_unpacked("<I", data, 0))
+
+    def number(self, field: int, form: str) -> int:
+        """The number in a field; 0 for one that is left out."""
+        where = self._where(field)
+        return 0 if where is None else _unpacked(form, self.data, where)
+
+    def table(self, field: int) -> _Table | None:
+        """The table that a field refers to."""
+        where = self._where(field)
+        return None if where is None else _Table(data=self.data, place=where + _unpacked("<I", self.data, where))
+
+    def pairs(self, field: int) -> list[tuple[int, int]]:
+        """A vector of structures of two 64-bit integers."""
+        where = self._where(field)
+        if where is None:
+            return []
+        where += _unpacked("<I", self.data, where)
+        count = _unpacked("<I", self.data, where)
+        if where + 4 + 16 * count > len(self.data):
+            raise Malformed(f"a list of {count} items goes beyond its metadata")
+        found: list[list[int]] = np.frombuffer(self.data, "<i8", 2 * count, where + 4).reshape(-1, 2).tolist()
+        return [(first, second) for first, second in found]
+
+    def _where(self, field: int) -> int | None:
+        """Where a field is; None where it is left out."""
+        fields = self.place - _unpacked("<i", self.data, self.place)
+        size, entry = _unpacked("<H", self.data, fields), 4 + 2 * field
+        if entry + 2 > size or not (offset := _unpacked("<H", self.data, fields + entry)):
+            return None
+        return self.place + offset
+
+
+def _unpacked(form: str, data: bytes, place: int) -> int:
+    if place < 0:  # which `struct` would count from the end
+        raise Malformed(f"its metadata refer to the place {place}")
+    return int(struct.unpack_from(form, data, place)[0])
+
+
+def _layout() -> tuple[int, int]:
+    """How many columns, the inner ones of lists included, and how many buffers the format has."""
+    nodes = buffers = 0
+    for kind in SCHEMA.types:
+        fixed, any_length = pa.types.is_fixed_size_list(kind), pa.types.is_list(kind)
+        nodes += 2 if fixed or any_length else 1
+        buffers += 4 if any_length else 3 if fixed or pa.types.is_string(kind) else 2
+    return nodes, buffers
+
+
+_NUM_NODES, _NUM_BUFFERS = _layout()

@@ -1,0 +1,288 @@
+"""`run.json` and `rank.json`: what a recording says about its run, with a checksum and a version."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from traindiff.core.site import printable
+from traindiff.core.untrusted import (
+    ANYTHING,
+    FLAG,
+    NUMBER,
+    TEXT,
+    Demand,
+    demanded,
+    listed,
+    mapped,
+    nullable,
+    parse,
+    shaped,
+    whole,
+)
+from traindiff.errors import CorruptRecordingError, FormatVersionError, NotARecordingError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a training ended, as its recorder has said it when it closed the recording.
+
+    Attributes:
+        steps: How many steps each optimizer has ended, by name; empty where that is not known.
+        error: What ended it before its time, as a clause; empty where nothing did, or that is not known.
+    """
+
+    steps: Mapping[str, int] = field(default_factory=dict)
+    error: str = ""
+
+
+def ended(content: Mapping[str, Any]) -> Ended:
+    """What a rank says of its end; nothing is known of one that was killed, or that another writer has written.
+
+    Args:
+        content: Of its `rank.json`. What in it makes no sense is left out.
+    """
+    said = content.get("ended")
+    if not isinstance(said, dict):
+        return Ended()
+    counts, error = said.get("steps"), said.get("error")
+    steps = {
+        name: count
+        for name, count in (counts.items() if isinstance(counts, dict) else ())
+        if isinstance(count, int) and not isinstance(count, bool)
+    }
+    if not isinstance(error, dict) or not isinstance(error.get("step"), int):
+        return Ended(steps=steps)
+    return Ended(steps=steps, error=_says(error))
+
+
+def _says(error: Mapping[str, Any]) -> str:
+    step, kind, message = error.get("step"), error.get("type"), error.get("message")
+    if not kind:
+        return f"the program ended in the middle of step {step}"
+    return f"the training was ended by {kind} in step {step}" + (f": {message}" if message else "")
+
+
+MOST_RANKS = 1 << 17
+"""Ranks of a run at most."""
+
+_COUNT = whole(0)
+_LENGTH = whole(0)
+
+_MESH = nullable(
+    shaped(
+        {},
+        {
+            "data_parallel": whole(1, MOST_RANKS),
+            "engine": nullable(TEXT),
+            "pipeline": whole(1, MOST_RANKS),
+            "schedule": TEXT,
+            "micro_batches": nullable(_COUNT),
+            "scales_gradients": nullable(FLAG),
+        },
+    )
+)
+
+RUN: Demand = shaped(
+    {
+        "format": TEXT,
+        "version": whole(1),
+        "world_size": whole(1, MOST_RANKS),
+        "settings": shaped(
+            {},
+            {
+                "observe": listed(TEXT),
+                "select": listed(TEXT),
+                "detail": listed(TEXT),
+                "bounds": listed(NUMBER),
+                "steps": nullable(TEXT),
+                "ranks": nullable(listed(whole(0, MOST_RANKS - 1))),
+                "every": whole(1),
+                "batch_axis": mapped(ANYTHING),
+                "sample_order": TEXT,
+                "shards": listed(TEXT),
+                "operators": listed(TEXT),
+                "evaluation": FLAG,
+                "replica": nullable(TEXT),
+            },
+        ),
+    },
+    {
+        "mesh": _MESH,
+        "engine": nullable(
+            shaped(
+                {},
+                {
+                    "name": nullable(TEXT),
+                    "zero_stage": nullable(NUMBER),
+                    "gradient_clipping": nullable(NUMBER),
+                    "optimizer": nullable(TEXT),
+                    "decoupled_weight_decay": nullable(FLAG),
+                    "asked_for": nullable(TEXT),
+                },
+            )
+        ),
+        "forced_by": nullable(TEXT),
+        "recipe": nullable(TEXT),
+        "created": TEXT,
+        "command": listed(TEXT),
+        "versions": mapped(nullable(TEXT)),
+        "environment": shaped({}, {"framework": TEXT}),
+        "source": mapped(ANYTHING),
+    },
+)
+"""What a `run.json` of the current version must be."""
+
+_TENSORS = mapped(shaped({}, {"shape": listed(_LENGTH), "dtype": TEXT, "requires_grad": FLAG}))
+
+_CALLED = shaped(
+    {},
+    {
+        "source": nullable(
+            shaped({}, {"file": TEXT, "line": nullable(_COUNT), "function": TEXT, "code": TEXT}),
+        ),
+        "settings": mapped(TEXT),
+        "node": nullable(TEXT),
+        "of": nullable(TEXT),
+    },
+)
+
+RANK: Demand = shaped(
+    {},
+    {
+        "model": TEXT,
+        "modules": mapped(TEXT),
+        "parameters": _TENSORS,
+        "buffers": _TENSORS,
+        "tied": mapped(TEXT),
+        "optimizers": listed(shaped({"name": TEXT, "type": TEXT, "groups": listed(listed(TEXT))})),
+        "world_size": whole(1, MOST_RANKS),
+        "mesh": _MESH,
+        "pid": _COUNT,
+        "pipeline": shaped(
+            {
+                "num_stages": whole(1, MOST_RANKS),
+                "stages": listed(whole(0, MOST_RANKS - 1), least=1),
+                "ranks": listed(whole(0, MOST_RANKS - 1)),
+            }
+        ),
+        "operators": mapped(mapped(_CALLED)),
+        "not_forced": mapped(TEXT),
+    },
+)
+"""What a `rank.json` must be."""
+
+
+FORMAT_NAME = "traindiff-recording"
+FORMAT_VERSION = 1
+
+Manifest = dict[str, Any]
+
+MIGRATIONS: Mapping[int, Callable[[Manifest], Manifest]] = {}
+"""By version: the pure function that turns a `run.json` of that version into one of the next."""
+
+
+def dump(manifest: Mapping[str, Any]) -> bytes:
+    """The manifest as JSON with the checksum of its canonical form in it."""
+    return json.dumps(
+        {**manifest, "checksum": _checksum(manifest)}, indent=2, ensure_ascii=False, sort_keys=True
+    ).encode()
+
+
+def load(data: bytes, *, where: str) -> Manifest:
+    """Parse what `dump` wrote.
+
+    Raises:
+        CorruptRecordingError: It is not JSON, would cost too much to parse, or its checksum does not fit.
+    """
+    return _checked(demanded(parse(data, where=where), shaped({}), where=where), where)
+
+
+def load_rank(data: bytes, *, where: str) -> Manifest:
+    """Parse a `rank.json`.
+
+    Raises:
+        CorruptRecordingError: See `load`; or it does not say what a `rank.json` must say.
+    """
+    content: Manifest = demanded(load(data, where=where), RANK, where=where)
+    return content
+
+
+def _checked(manifest: Manifest, where: str) -> Manifest:
+    """A manifest without its checksum, which fits."""
+    found = manifest.pop("checksum", None)
+    expected = _checksum(manifest)
+    if found != expected:
+        raise CorruptRecordingError(
+            f"{where} is damaged: its checksum is {found}, its content gives {expected}. "
+            "Restore the file from where it was copied; it must not be edited."
+        )
+    return manifest
+
+
+def load_run(data: bytes, *, where: str) -> Manifest:
+    """Parse a `run.json` and bring it to `FORMAT_VERSION`.
+
+    Raises:
+        NotARecordingError: JSON of something else.
+        FormatVersionError: A newer format than this traindiff reads.
+        CorruptRecordingError: See `load`; or it does not say what a `run.json` must say.
+    """
+    found: Manifest = demanded(parse(data, where=where), shaped({}), where=where)
+    if found and found.get("format") != FORMAT_NAME and "checksum" not in found:
+        raise _another_format(found, where)
+    version = found.get("version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        # Before the checksum: a newer version may compute it otherwise.
+        raise FormatVersionError(
+            f"{where} has format version {version}; this traindiff reads versions up to {FORMAT_VERSION}. "
+            "Update it with: pip install --upgrade traindiff"
+        )
+    manifest = _checked(found, where)
+    if manifest.get("format") != FORMAT_NAME:
+        raise _another_format(manifest, where)
+    demanded(manifest, shaped({"version": whole(1)}), where=where)
+    while (version := manifest["version"]) < FORMAT_VERSION:
+        manifest = MIGRATIONS[version](manifest)
+    demanded(manifest, RUN, where=where)
+    return manifest
+
+
+def readable(content: Any) -> Any:
+    """What is in a manifest, with all texts and keys `printable`.
+
+    Args:
+        content: A manifest, or what is in one; is not changed.
+
+    Returns:
+        A copy.
+    """
+    if isinstance(content, str):
+        return printable(content)
+    if isinstance(content, list):
+        return [readable(one) for one in content]
+    if isinstance(content, dict):
+        return {printable(key): readable(value) for key, value in content.items()}
+    return content
+
+
+def framework(run: Mapping[str, Any]) -> tuple[str, str]:
+    """The framework that a run was trained with, and its version, by its `run.json`."""
+    name = run.get("environment", {}).get("framework", "torch")
+    return name, str(run.get("versions", {}).get(name, "unknown"))
+
+
+def _another_format(manifest: Manifest, where: str) -> NotARecordingError:
+    found = printable(repr(manifest.get("format"))[:80])
+    return NotARecordingError(
+        f'{where} is not of a recording: "format" is {found}, not "{FORMAT_NAME}". '
+        "Give the directory that traindiff.record(...) wrote."
+    )
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    canonical = json.dumps(manifest, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return f"crc32:{zlib.crc32(canonical.encode(errors='surrogatepass')):08x}"

@@ -1,0 +1,249 @@
+"""Read recordings: whole, truncated by a kill, or still being written."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from itertools import count, islice
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traindiff.core.shards import Shard
+from traindiff.core.untrusted import MOST_JSON_BYTES, Folder
+from traindiff.errors import MixedRecordingError, NotARecordingError
+from traindiff.storage import manifest, tensor_files
+from traindiff.storage.location import file_system, rank_directory
+from traindiff.storage.manifest import ended
+from traindiff.storage.stream import RankStatus, RankStream, StepObservations
+
+
+class Run(Protocol):
+    """A run, but for its steps, which come one by one."""
+
+    @property
+    def path(self) -> str:
+        """Where it is, or what it is called."""
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """Content of `run.json`."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that are there, ascending."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that it has."""
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks that should have been recorded and left nothing."""
+
+    def rank_content(self, rank: int) -> Mapping[str, Any]:
+        """Content of a rank's `rank.json`."""
+
+    def status(self, rank: int) -> RankStatus:
+        """How what a rank has recorded ends."""
+
+
+_BLOCK_BYTES = 1 << 20
+
+
+class Recording:
+    """A recording on disk, whole, cut off by a kill, or still being written; `open_recording` makes it.
+
+    Nothing but its JSON files is read before it is asked for. Names and all other texts in it are `printable`: whoever
+    wrote it may have put codes into them that a terminal would follow.
+
+    Args:
+        path: Its directory: a local path or any fsspec URL.
+
+    Attributes:
+        path: As the user gave it.
+        run: Content of `run.json`, migrated to the current format version.
+        ranks: Ranks that are there, ascending.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fs, self._root = file_system(path)
+        self._folder = Folder(self._fs, self._root)
+        self._contents: dict[int, dict[str, Any]] = {}
+        self._num_verified: dict[int, int] = {}  # steps whose files are known to be as they were written
+        self.run = self._read_run()
+        found = {
+            int(match[1])
+            for name in self._folder.names()
+            if (match := re.fullmatch(r"rank-(\d{5,18})", name, re.ASCII)) and name == rank_directory(int(match[1]))
+        }
+        self.ranks: tuple[int, ...] = tuple(sorted(rank for rank in found if rank < self.world_size))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that the run had."""
+        return int(self.run["world_size"])
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks that should have been recorded and left nothing."""
+        wanted = self.run["settings"].get("ranks")
+        expected = range(self.world_size) if wanted is None else wanted
+        there = frozenset(self.ranks)
+        return tuple(rank for rank in expected if rank not in there)
+
+    def rank_content(self, rank: int) -> dict[str, Any]:
+        """Content of `rank.json` when it was first asked for; empty where the run was killed before it was written.
+
+        Args:
+            rank: One of `ranks`.
+
+        Raises:
+            CorruptRecordingError: The file is damaged.
+            MixedRecordingError: It is of another run.
+        """
+        if rank not in self._contents:
+            content = self._read_rank(f"{rank_directory(rank)}/rank.json")
+            self._check_run(content, rank)
+            # What ranks say alike, as most do of modules and parameters, is kept once.
+            before = next(reversed(self._contents.values()), {})
+            self._contents[rank] = {
+                name: before[name] if name in before and before[name] == value else value
+                for name, value in content.items()
+            }
+        return self._contents[rank]
+
+    def _read_rank(self, name: str) -> dict[str, Any]:
+        if not self._folder.exists(name):
+            return {}
+        data = self._folder.read(name, limit=MOST_JSON_BYTES)
+        content: dict[str, Any] = manifest.readable(manifest.load_rank(data, where=self._folder.path(name)))
+        return content
+
+    def _check_run(self, content: Mapping[str, Any], rank: int) -> None:
+        said = {"number of ranks": (content.get("world_size"), self.world_size)}
+        meshes = [one.get("mesh") or {} for one in (content, self.run)]
+        if not any("pipeline" in mesh for mesh in meshes):  # a rank may have ended before it knew
+            said |= {name: (meshes[0][name], meshes[1][name]) for name in meshes[0].keys() & meshes[1].keys()}
+        for name, (of_rank, of_run) in said.items():
+            if of_rank is not None and of_rank != of_run:
+                raise MixedRecordingError(
+                    f"{self.path} holds ranks of different runs: {name.replace('_', ' ')} is {of_run} in run.json and "
+                    f"{of_rank} in rank {rank}'s. Record again, with overwrite=True or into another directory."
+                )
+
+    def status(self, rank: int) -> RankStatus:
+        """How the rank's stream ends, from its seals and the length of its data, and what its `rank.json` says of it.
+
+        Args:
+            rank: One of `ranks`.
+
+        Raises:
+            CorruptRecordingError: The seals, or `rank.json`, are damaged.
+            MixedRecordingError: The rank is of another run.
+        """
+        status = self._stream(rank).status()
+        error = ended(self.rank_content(rank)).error
+        return status if status.ending != "closed" or not error else status.aborted(error)
+
+    def steps(self, rank: int) -> Iterator[StepObservations]:
+        """The rank's steps, those of one optimizer in their order; one per optimizer in memory.
+
+        A scalar that was logged after its step had been written is part of that step.
+
+        Args:
+            rank: One of `ranks`.
+
+        Raises:
+            CorruptRecordingError: The bytes are not those that were written, or a file with tensors that a step
+                names is missing or damaged: each of these is looked at once. A stream that is merely cut off ends
+                at its last whole step.
+        """
+        known = self._num_verified.get(rank, 0)
+        steps = self._stream(rank).steps()
+        yield from islice(steps, known)
+        for number in count(known + 1):
+            if not (here := [*map(self._verified, islice(steps, 1))]):
+                return
+            self._num_verified[rank] = max(number, self._num_verified.get(rank, 0))
+            yield here.pop()
+
+    def tensors(self, step: StepObservations, row: int) -> dict[str, NDArray[np.generic]]:
+        """What was kept of an observation in a file of its own; empty where nothing was.
+
+        Args:
+            step: One of `steps`.
+            row: Position of the observation in `step.observations`.
+
+        Returns:
+            `value`: the tensor (bfloat16 as float32); `positive`, `signless` and `nan`: packed bits, the first
+            element in the lowest one; `intervals`: counts; `md5`: its bytes. Which, is a matter of
+            `record(detail=..., bounds=...)`.
+
+        Raises:
+            CorruptRecordingError: The file is missing or damaged.
+        """
+        name = step.stored.files.get(row)
+        if name is None:
+            return {}
+        shard = step.observations[row].shard
+        within = f"{rank_directory(step.rank)}/{name}"
+        data = self._folder.read(within, limit=self._most_bytes(shard))
+        tensor_files.check_content(name, zlib.crc32(data), where=self._folder.path(within))
+        return tensor_files.load(data, where=self._folder.path(within), shard=shard)
+
+    def _verified(self, step: StepObservations) -> StepObservations:
+        """The step, if each file that it names is there and as it was written."""
+        for row, name in step.stored.files.items():
+            within = f"{rank_directory(step.rank)}/{name}"
+            checksum = 0
+            with self._folder.open(within, limit=self._most_bytes(step.observations[row].shard)) as file:
+                while block := file.read(_BLOCK_BYTES):
+                    checksum = zlib.crc32(block, checksum)
+            tensor_files.check_content(name, checksum, where=self._folder.path(within))
+        return step
+
+    def _most_bytes(self, shard: Shard) -> int:
+        return tensor_files.most_bytes(shard, num_bounds=len(self.run["settings"].get("bounds", ())))
+
+    def _read_run(self) -> dict[str, Any]:
+        if not self._fs.exists(self._root):
+            raise NotARecordingError(
+                f"{self.path} does not exist. Give the directory that traindiff.record(...) wrote."
+            )
+        if not self._fs.isdir(self._root):
+            raise NotARecordingError(
+                f"{self.path} is a file. A recording is a directory: give the one that holds run.json."
+            )
+        if not self._folder.exists("run.json"):
+            raise NotARecordingError(
+                f"{self.path} holds no run.json, so it is not a recording. "
+                "Give the directory that traindiff.record(...) wrote."
+            )
+        data = self._folder.read("run.json", limit=MOST_JSON_BYTES)
+        run: dict[str, Any] = manifest.readable(manifest.load_run(data, where=self._folder.path("run.json")))
+        return run
+
+    def _stream(self, rank: int) -> RankStream:
+        return RankStream(self._folder.within(rank_directory(rank)), rank)
+
+
+def open_recording(path: str) -> Recording:
+    """Open a recording.
+
+    Args:
+        path: Its directory: a local path or any fsspec URL.
+
+    Returns:
+        The recording, of which only `run.json` has been read.
+
+    Raises:
+        ConfigError: The protocol of the URL is not known, or needs a package that is not installed.
+        NotARecordingError: There is none.
+        CorruptRecordingError: Its `run.json` is damaged.
+        FormatVersionError: It was written in a newer format.
+    """
+    return Recording(str(path))

@@ -1,0 +1,375 @@
+"""The steps of one rank: sealed messages, one per step, whole up to where a kill cut them off."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import count
+from typing import IO, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from traindiff.core.observation import Observation
+from traindiff.core.site import printable
+from traindiff.core.summary import Summaries
+from traindiff.core.untrusted import Folder, damaged
+from traindiff.core.untrusted.demands import quoted
+from traindiff.errors import CorruptRecordingError
+from traindiff.storage import gap, manifest
+from traindiff.storage.batch_metadata import MOST_MESSAGE_BYTES, checked_size, too_much
+from traindiff.storage.checked_rows import Malformed, check_columns, check_texts, decoding
+from traindiff.storage.location import DATA, SEALS
+from traindiff.storage.schema import NOTHING_STORED, SCHEMA, Stored, from_batch
+
+_SEAL = re.compile(rb"(\d{1,18}) (\d{1,18}) ([0-9a-f]{8})\n")
+_CUT_SEAL = re.compile(rb"\d{0,18}|\d{1,18} \d{0,18}|\d{1,18} \d{1,18} [0-9a-f]{0,8}")
+_MOST_SEAL_BYTES = 48
+_SCHEMA_MESSAGE = SCHEMA.serialize().to_pybytes()
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepObservations:
+    """All observations of one step of one optimizer on one rank; `summaries[i]` is of `observations[i]`.
+
+    `stored` holds what was kept beyond the summaries, by the same i; `Recording.tensors` reads the files.
+    """
+
+    rank: int
+    optimizer: str
+    step: int
+    observations: list[Observation]
+    summaries: Summaries
+    stored: Stored = NOTHING_STORED
+
+    def joined(self, more: StepObservations) -> StepObservations:
+        """This step with further observations of it."""
+        return replace(
+            self,
+            observations=self.observations + more.observations,
+            summaries=np.concatenate([self.summaries, more.summaries]),
+            stored=self.stored.joined(more.stored, after=len(self.observations)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """How a rank's stream ends.
+
+    Attributes:
+        rank: Which rank.
+        ending: `closed` by the recorder; `aborted`, closed by it because of an error that ended the training;
+            `unclosed` after a whole step (killed, or still running); `truncated` inside a message, which is left out,
+            or before a step that could not be written.
+        says: The same in one sentence; empty for `closed`.
+    """
+
+    rank: int
+    ending: Literal["closed", "aborted", "unclosed", "truncated"]
+    says: str
+
+    def aborted(self, error: str) -> RankStatus:
+        """The same of a rank whose training was ended before its time: `error` says by what, as a clause."""
+        dot = "" if error.endswith((".", "!", "?")) else "."
+        return RankStatus(rank=self.rank, ending="aborted", says=f"rank {self.rank}: {error}{dot}")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Packed:
+    """A step as it is on disk: it ends where the next one begins, which need not be unpacked to see that."""
+
+    optimizer: str
+    step: int
+    messages: list[bytes]
+    packed_bytes: int
+    unpacked_bytes: int
+
+    def append(self, more: _Packed) -> None:
+        """Add further messages of the step.
+
+        Raises:
+            Malformed: Together they hold too much.
+        """
+        self.messages.extend(more.messages)
+        self.packed_bytes += more.packed_bytes
+        self.unpacked_bytes += more.unpacked_bytes
+        if too_much(self.unpacked_bytes, self.packed_bytes):
+            raise Malformed(f"its messages hold {self.unpacked_bytes} bytes")
+
+
+class _Seal(NamedTuple):
+    offset: int
+    length: int
+    checksum: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+class RankStream:
+    """What one rank has written, step by step.
+
+    Args:
+        folder: The rank's directory.
+        rank: Its number.
+    """
+
+    def __init__(self, folder: Folder, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+
+    def status(self) -> RankStatus:
+        """How the stream ends, from its seals, the length of its data, and what the recording says of a gap.
+
+        Raises:
+            CorruptRecordingError: The seals or the file of a gap are damaged, or seals are missing although there is
+                data.
+        """
+        size = self._size()  # first: of a run that still goes on, the data follow the seals
+        last, num_missing, cut = _Seal(0, 0, 0), 0, False
+        for seal in self._seals():
+            if seal is None:
+                cut = True
+            else:
+                last, num_missing = seal, num_missing + (seal.end > size)
+        if (found := self._found_gap()) is not None:
+            return RankStatus(rank=self._rank, ending="truncated", says=found.says(self._rank))
+        says = self._says(last, size=size, num_missing=num_missing, cut=cut)
+        if says:
+            return RankStatus(rank=self._rank, ending="truncated", says=f"rank {self._rank}: {says}")
+        if last.length != len(_END_OF_STREAM):
+            why = "the run was killed, could not write, or still runs"
+            says = f"rank {self._rank}: the recording was not closed ({why})."
+            return RankStatus(rank=self._rank, ending="unclosed", says=says)
+        return RankStatus(rank=self._rank, ending="closed", says="")
+
+    def _says(self, last: _Seal, *, size: int, num_missing: int, cut: bool) -> str:
+        """What is missing at the end of the stream; empty where nothing is."""
+        if not self._folder.exists(SEALS):
+            return f"{SEALS} is missing, and so is what it belongs to: no step can be read."
+        if size > last.end:  # a seal is written before its message
+            return (
+                f"{SEALS} was cut off: {size - last.end} bytes at the end of {DATA} have no checksum and are not used. "
+                f"Restore {SEALS} from where it was copied."
+            )
+        if num_missing > 1:
+            return (
+                f"{DATA} was cut off: it has {size} bytes of {last.end}, and {num_missing} messages are missing or not "
+                "whole; all steps before them are used. Restore it from where it was copied."
+            )
+        if num_missing or cut:
+            return "the last step was cut off while it was written; all steps before it are used."
+        return ""
+
+    def steps(self) -> Iterator[StepObservations]:
+        """The steps, those of one optimizer in their order; one per optimizer in memory.
+
+        Raises:
+            CorruptRecordingError: The bytes are not those that were written.
+        """
+        yield from map(self._unpacked, self._packed_steps())
+
+    def _unpacked(self, packed: _Packed) -> StepObservations:
+        with self._step(packed.step):
+            return unpacked(packed, self._rank)
+
+    @contextmanager
+    def _step(self, step: int) -> Iterator[None]:
+        """Have what is malformed end in an error that names the step."""
+        try:
+            yield
+        except Malformed as malformed:
+            raise damaged(self._path(DATA), f"step {step} is malformed: {malformed}") from None
+
+    def _found_gap(self) -> gap.Gap | None:
+        if not self._folder.exists(gap.GAP_FILE):
+            return None
+        content = self._folder.read(gap.GAP_FILE, limit=gap.RESERVED_BYTES)
+        return gap.parsed(content, where=self._path(gap.GAP_FILE))
+
+    def _packed_steps(self) -> Iterator[_Packed]:
+        """The rank's steps as they are on disk. No name here still refers to one when it is given away.
+
+        Whoever walks through two runs relies on ascending numbers: a step out of order would be compared with nothing.
+        """
+        held: dict[str, _Packed] = {}
+        begun: dict[str, int] = {}
+        for part in self._messages():
+            if part.optimizer in held and held[part.optimizer].step == part.step:
+                with self._step(part.step):
+                    held[part.optimizer].append(part)
+                continue
+            before = begun.get(part.optimizer)
+            if before is not None and part.step <= before:
+                says = f"step {part.step} of {quoted(part.optimizer)} follows its step {before}, and steps ascend"
+                raise damaged(self._path(DATA), says)
+            begun[part.optimizer] = part.step
+            if part.optimizer in held:
+                yield held.pop(part.optimizer)
+            held[part.optimizer] = part
+        if held:
+            del part
+        while held:
+            yield held.pop(next(iter(held)))
+
+    def _messages(self) -> Iterator[_Packed]:
+        size = self._size()
+        if not self._folder.exists(DATA):
+            if any(True for _ in self._seals()):
+                raise CorruptRecordingError(
+                    f"{self._path(DATA)} is missing, and {SEALS} beside it is not. "
+                    "Restore the file from where it was copied, or record again."
+                )
+            return  # killed before the first byte
+        closed = False
+        with self._folder.open(DATA) as file:
+            seals = self._seals()
+            for number, sealed in enumerate(seals):
+                if sealed is None:
+                    return
+                if closed:
+                    raise damaged(self._path(DATA), f"message {number} follows the end of the stream")
+                message = self._message(file, number, sealed, size)
+                if message is None:  # cut off; unless a later seal says that this one is wrong
+                    deque(seals, maxlen=0)
+                    return
+                if number == 0:
+                    _check_schema(message, self._path(DATA))
+                elif len(message) <= len(_END_OF_STREAM):
+                    closed = self._is_end(message, number)
+                else:
+                    yield self._packed(message, number)
+
+    def _message(self, file: IO[bytes], number: int, sealed: _Seal, size: int) -> bytes | None:
+        """A message; None where it was cut off."""
+        there = max(0, min(sealed.length, size - sealed.offset))
+        if there > MOST_MESSAGE_BYTES:
+            says = f"message {number} has {there} bytes, and may have {MOST_MESSAGE_BYTES}"
+            raise damaged(self._path(DATA), says)
+        file.seek(sealed.offset)
+        message = file.read(there)
+        checksum = zlib.crc32(message)
+        fits = checksum == sealed.checksum
+        if len(message) < sealed.length and not (fits and len(message) >= len(_END_OF_STREAM)):
+            return None
+        if len(message) < sealed.length or not fits:
+            raise CorruptRecordingError(
+                f"{self._path(DATA)} is damaged: message {number} (bytes {sealed.offset} to "
+                f"{sealed.offset + len(message)}) has checksum {checksum:08x}, sealed as "
+                f"{sealed.checksum:08x} over {sealed.length} bytes in {SEALS}. "
+                "Restore both files from where they were copied, or record again."
+            )
+        return message
+
+    def _is_end(self, message: bytes, number: int) -> bool:
+        if message != _END_OF_STREAM:
+            raise damaged(
+                self._path(DATA), f"message {number} has {len(message)} bytes and is not the end of the stream"
+            )
+        return True
+
+    def _packed(self, message: bytes, number: int) -> _Packed:
+        try:
+            return _packed(message)
+        except Malformed as malformed:
+            raise damaged(self._path(DATA), f"message {number} is malformed: {malformed}") from None
+
+    def _seals(self) -> Iterator[_Seal | None]:
+        """The seals of a rank's messages, and None behind them where the last line of the file was cut off.
+
+        Raises:
+            CorruptRecordingError: A line is damaged, or the file is missing although there is data.
+        """
+        if not self._folder.exists(SEALS):
+            if self._size():
+                raise CorruptRecordingError(
+                    f"{self._path(SEALS)} is missing, and {DATA} beside it is not: nothing says whether that is as it "
+                    "was written. Restore the file from where it was copied, or record again."
+                )
+            return
+        end = 0
+        with self._folder.open(SEALS) as file:
+            for number in count(1):
+                line = file.readline(_MOST_SEAL_BYTES)
+                if not line:
+                    return
+                match = _SEAL.fullmatch(line)
+                if match and int(match[1]) == end:
+                    seal = _Seal(offset=end, length=int(match[2]), checksum=int(match[3], 16))
+                    end = seal.end
+                    yield seal
+                elif _CUT_SEAL.fullmatch(line) and not file.read(1):
+                    yield None
+                    return
+                else:
+                    raise _damaged_seal(self._path(SEALS), number)
+
+    def _size(self) -> int:
+        """Size of the data; 0 where there are none yet."""
+        return self._folder.size(DATA) if self._folder.exists(DATA) else 0
+
+    def _path(self, name: str) -> str:
+        return self._folder.path(name)
+
+
+def unpacked(packed: _Packed, rank: int) -> StepObservations:
+    """A step from its messages.
+
+    Raises:
+        Malformed: It is not one.
+    """
+    steps = []
+    for message in packed.messages:
+        with decoding():
+            batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
+        check_columns(batch)
+        observations, summaries, stored = from_batch(batch)
+        steps.append(
+            StepObservations(
+                rank=rank, optimizer=packed.optimizer, step=packed.step, observations=observations,
+                summaries=summaries, stored=stored,
+            )
+        )  # fmt: skip
+    return reduce(StepObservations.joined, steps)
+
+
+def _check_schema(message: bytes, where: str) -> None:
+    try:
+        with decoding():
+            found = pa.ipc.read_schema(pa.py_buffer(message))
+    except Malformed as malformed:
+        raise damaged(where, f"its first message is not a schema ({malformed})") from None
+    if not found.equals(SCHEMA):
+        raise CorruptRecordingError(
+            f"{where} does not have the columns of format version {manifest.FORMAT_VERSION}, "
+            "which its run.json names. Were files of two recordings mixed? "
+            "Restore the files from where they were copied, or record again."
+        )
+
+
+def _packed(message: bytes) -> _Packed:
+    """A message, of which only the two columns are read that say which step it is of."""
+    size = checked_size(message)
+    options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in ("step", "optimizer")])
+    with decoding(), pa.ipc.open_stream(pa.BufferReader(_SCHEMA_MESSAGE + message), options=options) as stream:
+        batch = stream.read_next_batch()
+        batch.validate(full=True)
+    (optimizer,) = check_texts([batch.column("optimizer")[0].as_py()])
+    return _Packed(
+        step=batch.column("step")[0].as_py(),
+        optimizer=printable(optimizer),
+        messages=[message],
+        packed_bytes=len(message),
+        unpacked_bytes=size.num_bytes,
+    )
+
+
+def _damaged_seal(where: str, line: int) -> CorruptRecordingError:
+    return damaged(where, f"line {line} is not a checksum that follows the ones before it")

@@ -1,0 +1,298 @@
+"""Append one rank's observations to a recording, so that every finished step survives a kill."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import posixpath
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pyarrow as pa
+
+from traindiff.core.observation import Observation
+from traindiff.core.site import label
+from traindiff.core.summary import Detail, Summaries
+from traindiff.errors import LostFilesError
+from traindiff.storage import manifest, tensor_files
+from traindiff.storage.batch_metadata import too_much
+from traindiff.storage.gap import GAP_FILE, Gap, ReservedNote, dumped, reason_of
+from traindiff.storage.location import DATA, SEALS, file_system, rank_directory
+from traindiff.storage.room import RecordingLock, make_room, unusable
+from traindiff.storage.schema import SCHEMA, Stored, to_batch
+from traindiff.storage.written_files import Lost, WrittenFiles, write_all
+
+_HEAD = {"format": manifest.FORMAT_NAME, "version": manifest.FORMAT_VERSION}
+_WITHOUT = {
+    "run.json": "Without it the recording cannot be read.",
+    "rank.json": "Without it the recording does not say what the rank holds of the model.",
+}
+_logger = logging.getLogger("traindiff")
+
+NO_DETAILS: Mapping[int, Detail] = {}
+"""Details of observations that have none."""
+
+
+def seal(offset: int, data: bytes) -> bytes:
+    """The line of `observations.crc` for a message at `offset`."""
+    return b"%d %d %08x\n" % (offset, len(data), zlib.crc32(data))
+
+
+class RecordingWriter:
+    """One rank's part of a recording, being written.
+
+    Each step becomes one Arrow message. Its offset, length and checksum are written to
+    `observations.crc` *before* the message, so that a reader can tell a message that was cut off
+    (shorter than announced: everything before it is good) from one that was damaged.
+
+    Args:
+        path: Directory of the recording: a local path or any fsspec URL.
+        run: Content of `run.json`; written by the lowest rank that is recorded.
+        rank: This rank.
+        world_size: Number of ranks.
+        overwrite: Replace a recording that is already there. Anything else there is never touched.
+
+    Raises:
+        ConfigError: `path` holds something, and it is not a recording or `overwrite` is not set; or it
+            cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        run: Mapping[str, Any],
+        rank: int = 0,
+        world_size: int = 1,
+        overwrite: bool = False,
+    ) -> None:
+        self._fs, self._root = file_system(path)
+        self._directory = posixpath.join(self._root, rank_directory(rank))
+        self._arrows = posixpath.join(self._directory, DATA)
+        self._crc = posixpath.join(self._directory, SEALS)
+        recorded = run.get("settings", {}).get("ranks") or range(world_size)
+        self._leads = rank == min(recorded)
+        self._files = WrittenFiles(self._fs, self._root)
+        self._lock: RecordingLock | None = None
+        self._note: ReservedNote | None = None
+        self._gap: Gap | None = None
+        self._offset = 0
+        self._sealed = 0
+        self._rows = 0
+        self._num_steps = 0
+        self._latest: dict[str, int] = {}
+        self._unwritten: dict[str, bytes] = {}
+        self._buffer = io.BytesIO()
+        self._stream = pa.ipc.new_stream(self._buffer, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd"))
+        # Arrow writes the schema together with the first batch; a run killed before its first step
+        # should leave a readable stream too.
+        self._header = SCHEMA.serialize().to_pybytes()
+        try:
+            make_room(
+                self._fs, self._root, path=path, rank=rank, recorded=recorded, leads=self._leads, overwrite=overwrite
+            )
+            self._open(run)
+        except OSError as error:
+            raise unusable(
+                path,
+                what=f"cannot be written: {reason_of(error)}.",
+                fix="Give the path of a directory that does not exist yet, where you may write and there is room.",
+            ) from error
+
+    def _open(self, run: Mapping[str, Any]) -> None:
+        """Make the files, or none of them."""
+        with ExitStack() as undo:
+            undo.callback(self._files.discard)
+            self._files.make_directories(self._directory)
+            self._data = undo.enter_context(self._files.open(self._arrows))
+            if self._files.is_local:
+                self._lock = RecordingLock(self._arrows)
+                undo.callback(self._lock.release)
+                if self._lock.is_taken:
+                    raise FileExistsError(errno.EEXIST, "another recording has just begun there")
+                self._note = ReservedNote(posixpath.join(self._directory, GAP_FILE))
+                undo.callback(self._note.close, keep=False)
+            self._seals = undo.enter_context(self._files.open(self._crc))
+            if self._leads:
+                self._files.put(posixpath.join(self._root, "run.json"), manifest.dump({**_HEAD, **run}))
+            self._append(self._header)
+            undo.pop_all()
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """Write or replace `run.json`, if this is the lowest rank that is recorded; see `write_rank`."""
+        if self._leads:
+            self._unwritten[posixpath.join(self._root, "run.json")] = manifest.dump({**_HEAD, **run})
+            self._write_again()
+
+    def write_rank(self, content: Mapping[str, Any]) -> None:
+        """Write or replace `rank.json`: what this rank holds of the model and of the optimizers.
+
+        Where that fails it is tried again with each step, and is an error of `close` in the end.
+        """
+        self._unwritten[posixpath.join(self._directory, "rank.json")] = manifest.dump(content)
+        self._write_again()
+
+    def write_step(
+        self,
+        observations: Sequence[Observation],
+        summaries: Summaries,
+        details: Mapping[int, Detail] = NO_DETAILS,
+    ) -> None:
+        """Append the observations of one step of one optimizer and hand them to the file system.
+
+        Args:
+            observations: All of the same optimizer and step.
+            summaries: Theirs.
+            details: Optional parts, by position in `observations`. Files with tensors are written
+                before the message that names them.
+
+        Raises:
+            OSError: They could not be written, or earlier ones could not: nothing follows a gap.
+            LostFilesError: What was written is no longer there.
+        """
+        if self._gap is not None:
+            raise OSError(
+                f"{self._directory} is incomplete: an earlier step could not be written, and nothing is written "
+                "behind the gap"
+            )
+        if (lost := self._files.lost()) is not None:  # before a step is written behind what was cut off
+            self.give_up(Gap(reason=lost.says))
+            raise self._lost(lost)
+        step, optimizer = (observations[0].step, observations[0].optimizer) if observations else (None, "")
+        try:
+            self._append_step(observations, summaries, details)
+        except Exception as error:
+            lost = self._files.lost()
+            reason = reason_of(error)
+            if lost is not None:
+                self.give_up(Gap(reason=lost.says))
+                raise self._lost(lost) from error
+            self.give_up(Gap(reason=reason, step=step, optimizer=optimizer))
+            if isinstance(error, OSError):
+                raise _saying(f"step {step} could not be written: {reason}", error) from error
+            raise
+        self._write_again()
+        if step is not None and self._latest.get(optimizer) != step:
+            self._latest[optimizer] = step
+            self._num_steps += 1
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether nothing can be written any more, because something is missing."""
+        return self._gap is not None
+
+    def give_up(self, gap: Gap) -> None:
+        """Have the recording say that it ends early, and why. Nothing can be written after; later calls do nothing."""
+        if self._gap is not None:
+            return
+        self._gap = gap
+        try:
+            if self._note is not None:
+                self._note.write(gap)
+            else:
+                self._files.put(posixpath.join(self._directory, GAP_FILE), dumped(gap))
+        except Exception:  # what takes no steps may not take this
+            _logger.debug("the recording does not say why it ends early", exc_info=True)
+
+    def close(self) -> None:
+        """Mark the stream as complete, unless a step is missing. Later calls do nothing.
+
+        Raises:
+            OSError: The mark could not be written.
+            LostFilesError: What was written is no longer there.
+        """
+        if self._data.closed:
+            return
+        with ExitStack() as files:
+            if self._lock is not None:
+                files.callback(self._lock.release)
+            files.callback(self._close_note)
+            files.callback(self._data.close)
+            files.callback(self._seals.close)
+            if self._gap is None:
+                self._end()
+        if self._gap is None and not self._files.is_local and (lost := self._files.lost_at_the_end()) is not None:
+            raise self._lost(lost)
+
+    def _end(self) -> None:
+        if self._files.is_local and (lost := self._files.lost_at_the_end()) is not None:
+            self.give_up(Gap(reason=lost.says))
+            raise self._lost(lost)
+        try:
+            self._write_unwritten()
+            self._stream.close()
+            self._append(self._message())
+        except OSError as error:
+            says = f"its end could not be written: {reason_of(error)}"
+            self.give_up(Gap(reason=says))
+            raise _saying(says, error) from error
+
+    def _write_again(self) -> None:
+        try:
+            self._write_unwritten()
+        except OSError:
+            _logger.debug("a file that is not of steps could not be written yet", exc_info=True)
+
+    def _write_unwritten(self) -> None:
+        for path in list(self._unwritten):
+            try:
+                self._files.put(path, self._unwritten[path])
+            except OSError as error:
+                raise _saying(f"{posixpath.basename(path)}: {reason_of(error)}", error) from error
+            del self._unwritten[path]
+
+    def _close_note(self) -> None:
+        if self._note is not None:
+            with suppress(OSError):  # blanks that stay say nothing
+                self._note.close(keep=self._gap is not None)
+
+    def _lost(self, lost: Lost) -> LostFilesError:
+        without = _WITHOUT.get(posixpath.basename(lost.path))
+        count = f"{self._num_steps:,} step{'s' * (self._num_steps != 1)}"
+        return LostFilesError(f"{lost.says}. {without or f'What it held of the {count} recorded before went with it.'}")
+
+    def _append_step(
+        self, observations: Sequence[Observation], summaries: Summaries, details: Mapping[int, Detail]
+    ) -> None:
+        files: dict[int, str] = {}
+        for row, detail in details.items():
+            if detail.tensors:
+                seen = observations[row]
+                site = label(seen.path, seen.slot)
+                content = tensor_files.dump(detail.tensors, site=site)
+                files[row] = tensor_files.tensor_file(step=seen.step, row=self._rows + row, site=site, content=content)
+                self._files.put_in_folder(posixpath.join(self._directory, files[row]), content)
+        exponents = {row: one.exponents for row, one in details.items() if one.exponents is not None}
+        batch = to_batch(observations, summaries, Stored(exponents=exponents, files=files))
+        self._stream.write_batch(batch)
+        self._rows += len(observations)
+        message = self._message()
+        # Readers take a message that expands to more for an attack.
+        self._append(batch.serialize().to_pybytes() if too_much(batch.nbytes, len(message)) else message)
+
+    def _message(self) -> bytes:
+        """What Arrow has written since the last message, without the schema."""
+        message = self._buffer.getvalue()
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        return message.removeprefix(self._header)
+
+    def _append(self, message: bytes) -> None:
+        # Whatever stays half written (the disk is full) must remain the end of the files.
+        line = seal(self._offset, message)
+        write_all(self._seals, line)
+        self._seals.flush()
+        write_all(self._data, message)
+        self._data.flush()
+        self._offset += len(message)
+        self._sealed += len(line)
+        self._files.grow(self._arrows, self._offset)
+        self._files.grow(self._crc, self._sealed)
+
+
+def _saying(says: str, error: OSError) -> OSError:
+    """An error of the same number with other words."""
+    return OSError(error.errno, says) if error.errno else OSError(says)

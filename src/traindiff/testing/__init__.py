@@ -1,6 +1,0 @@
-"""Use traindiff in tests: `assert_equivalent`, and golden recordings for pytest (docs/testing.md)."""
-
-from traindiff.testing.equivalence import assert_equivalent
-from traindiff.testing.golden import Golden
-
-__all__ = ["Golden", "assert_equivalent"]

@@ -1,5 +1,0 @@
-"""Reports of the recordings under a directory, in a browser on this machine. Needs no framework."""
-
-from traindiff.viewer.server import Viewer
-
-__all__ = ["Viewer"]
