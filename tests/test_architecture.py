@@ -1,4 +1,4 @@
-"""Imports point down the list of layers in the design, and the analysis half never needs torch."""
+"""Imports point down the layers of the tree, and what needs no framework imports none."""
 
 from __future__ import annotations
 
@@ -12,212 +12,102 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "traindiff"
 
-VOCABULARY = frozenset(
-    {
-        "_version",
-        "bounds",
-        "csv_cells",
-        "declared_shard",
-        "detail",
-        "errors",
-        "framework",
-        "observation",
-        "region",
-        "replica_setting",
-        "rounding",
-        "settings",
-        "shards",
-        "site",
-        "steps",
-        "summary",
-        "tap_registry",
-        "untrusted",
-    }
-)
-"""Modules that every layer speaks: the lowest layer, without torch."""
-
 MAY_IMPORT: dict[str, frozenset[str]] = {
-    "vocabulary": frozenset(),
-    "kernels": frozenset({"vocabulary"}),
-    "taps": frozenset({"kernels", "vocabulary"}),
-    "replicas": frozenset({"taps", "vocabulary"}),
-    "recording": frozenset({"vocabulary"}),
-    "findings": frozenset({"vocabulary"}),
-    "merging": frozenset({"findings", "recording", "vocabulary"}),
-    "alignment": frozenset({"merging", "findings", "recording", "vocabulary"}),
-    "floors": frozenset({"alignment", "merging", "findings", "recording", "vocabulary"}),
-    "directions": frozenset({"merging", "recording", "vocabulary"}),
-    "rules": frozenset({"merging", "findings", "recording", "vocabulary"}),
-    "comparison": frozenset(
-        {"floors", "directions", "rules", "alignment", "merging", "findings", "recording", "vocabulary"}
-    ),
-    "health": frozenset({"rules", "merging", "findings", "recording", "vocabulary"}),
-    "report": frozenset({"comparison", "directions", "findings", "health", "merging", "recording", "vocabulary"}),
-    "viewer": frozenset({"comparison", "health", "recording", "report", "vocabulary"}),
-    "engines": frozenset({"taps", "kernels", "vocabulary"}),
-    "interop": frozenset({"directions", "kernels", "merging", "recording", "vocabulary"}),
-    "launching": frozenset({"vocabulary"}),
-    "sessions": frozenset({"launching", "engines", "replicas", "taps", "kernels", "recording", "vocabulary"}),
-    "watching": frozenset({"sessions", "engines", "taps", "kernels", "vocabulary"}),
-    "compat": frozenset(
-        {
-            "watching",
-            "interop",
-            "mindspore",
-            "sessions",
-            "taps",
-            "kernels",
-            "report",
-            "directions",
-            "findings",
-            "recording",
-            "vocabulary",
-        }
-    ),
-    "mindspore": frozenset({"sessions", "taps", "kernels", "recording", "vocabulary"}),
-    "recipes": frozenset(
-        {
-            "setups",
-            "launching",
-            "sessions",
-            "replicas",
-            "recording",
-            "comparison",
-            "findings",
-            "report",
-            "floors",
-            "merging",
-            "vocabulary",
-        }
-    ),
-    "setups": frozenset({"sessions", "engines", "vocabulary"}),
-    "running": frozenset({"sessions", "taps", "vocabulary"}),
-    "integrations": frozenset({"sessions", "vocabulary"}),
-    "testing": frozenset({"recipes", "sessions", "comparison", "recording", "vocabulary"}),
-    "lockstep": frozenset(
-        {
-            "setups",
-            "sessions",
-            "engines",
-            "replicas",
-            "taps",
-            "kernels",
-            "comparison",
-            "floors",
-            "alignment",
-            "merging",
-            "findings",
-            "recording",
-            "vocabulary",
-        }
-    ),
-    "doctor": frozenset({"setups", "recipes", "sessions", "taps", "kernels", "recording", "vocabulary"}),
-    "demo": frozenset({"setups", "recipes", "sessions", "taps", "recording", "comparison", "report", "vocabulary"}),
-    "cli": frozenset(
-        {
-            "demo",
-            "doctor",
-            "running",
-            "recipes",
-            "setups",
-            "launching",
-            "sessions",
-            "engines",
-            "interop",
-            "watching",
-            "viewer",
-            "report",
-            "health",
-            "comparison",
-            "recording",
-            "vocabulary",
-        }
-    ),
-    "__main__": frozenset({"cli"}),
+    "core": frozenset(),
+    "storage": frozenset({"core"}),
+    "observe": frozenset({"core", "storage"}),
+    "analyse": frozenset({"core", "storage"}),
+    "present": frozenset({"core", "storage", "analyse"}),
+    "run": frozenset({"core", "storage", "observe", "analyse", "present"}),
+    "compat": frozenset({"core", "storage", "observe", "analyse", "present"}),
+    "integrations": frozenset({"core", "observe"}),
+    "cli": frozenset({"core", "storage", "observe", "analyse", "present", "run", "compat"}),
 }
-"""The layers, and what each may import beside itself. The public module, `traindiff`, imports any of them lazily."""
+"""The layers, and what each may import beside itself."""
 
-WITHOUT_TORCH = (
-    "vocabulary", "recording", "findings", "merging", "alignment", "floors", "rules", "comparison", "health", "report",
-    "viewer",
-    "vocabulary", "recording", "findings", "merging", "alignment", "directions", "floors", "rules", "comparison",
-    "health", "report", "interop",
+PUBLIC = frozenset({"__init__", "__main__", "testing", "mindspore"})
+"""Modules that have names for users alone: they import any layer, and no layer imports them."""
+
+WITHOUT_FRAMEWORK = (
+    "core", "storage", "observe.common", "analyse", "present", "compat.msprobe.importing", "compat.msprobe.exporting",
+    "compat.onnxruntime.importing", "cli",
+)  # fmt: skip
+"""What can be imported where no framework is installed, except for:"""
+
+OF_TORCH = (
+    "core._torch_compat", "core.kernels.extent", "core.kernels.store", "core.kernels.torch_arrays", "core.kernels.parts", "core.kernels.cpu",
+    "core.kernels.gpu",
 )  # fmt: skip
 
 
-def layer_of(module: str) -> str:
-    """The layer of `traindiff.MODULE...`, given without the `traindiff.` in front."""
-    first = module.partition(".")[0]
-    return "vocabulary" if first in VOCABULARY else first
+def name_of(path: Path) -> str:
+    """Of a module, without the `traindiff.` in front."""
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
 
 
 def imported_modules(path: Path) -> Iterator[str]:
     """Every module that a file imports, at its top, in functions or for type checkers only."""
-    package = path.relative_to(SOURCE.parent).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-            module = ".".join(filter(None, (base, node.module)))
-            if module == "traindiff":
+            assert node.level == 0, f"{path} has a relative import"
+            if node.module == "traindiff":
                 yield from (f"traindiff.{alias.name}" for alias in node.names)
             else:
-                yield module
+                yield node.module or ""
 
 
-FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+FILES = sorted(SOURCE.rglob("*.py"))
 
 
-def file_layer(path: Path) -> str:
-    return layer_of(path.relative_to(SOURCE).parts[0].removesuffix(".py"))
+def layer_of(module: str) -> str:
+    """The layer of a module, given without the `traindiff.` in front."""
+    first = module.partition(".")[0]
+    return "core" if first in ("errors", "_version") else first
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_point_down(path: Path) -> None:
-    layer = file_layer(path)
+def uses(path: Path) -> set[str]:
+    """The layers that a file imports, beside its own."""
     found = {layer_of(module.partition(".")[2]) for module in imported_modules(path) if module.startswith("traindiff.")}
-    found = {other for other in found if other in MAY_IMPORT or (SOURCE / other).exists()}  # not public names
-
-    assert layer in MAY_IMPORT, f"{path} is in no layer of the design"
-    assert found - {layer} <= MAY_IMPORT[layer]
+    return found - {layer_of(name_of(path))}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in FILES if file_layer(path) in (*WITHOUT_TORCH, "mindspore")],
-    ids=lambda path: str(path.relative_to(SOURCE)),
-)
-def test_the_analysis_half_and_other_frameworks_never_import_torch(path: Path) -> None:
-    assert not [module for module in imported_modules(path) if module.partition(".")[0] == "torch"]
+def test_every_file_is_in_a_layer() -> None:
+    assert {layer_of(name_of(path)) for path in FILES} == {*MAY_IMPORT, *PUBLIC}
 
 
-PACKAGES = [
-    "traindiff",
-    *(f"traindiff.{name}" for name in sorted(VOCABULARY)),
-    *(f"traindiff.{name}" for name in (*WITHOUT_TORCH[1:], "cli") if (SOURCE / name / "__init__.py").exists()),
-    "traindiff.core.kernels",
-    "traindiff.mindspore",
-    "traindiff.observe.torch.hooks.inspect",
-    *sorted(
-        {
-            module
-            for path in FILES
-            if file_layer(path) == "mindspore"
-            for module in imported_modules(path)
-            if module.startswith(
-                ("traindiff.core.kernels.", "traindiff.observe.torch.session.", "traindiff.observe.torch.hooks.")
-            )
-        }
-    ),
-]
+@pytest.mark.parametrize("layer", MAY_IMPORT)
+def test_imports_point_down(layer: str) -> None:
+    used = {path: uses(path) for path in FILES if layer_of(name_of(path)) == layer}
+    assert {str(path): up for path, others in used.items() if (up := others - MAY_IMPORT[layer])} == {}
+    assert set().union(*used.values()) == MAY_IMPORT[layer]  # and none is allowed that is not needed
 
 
-@pytest.mark.parametrize("module", PACKAGES)
-def test_importing_what_needs_no_torch_imports_no_torch(module: str) -> None:
-    code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'mindspore' in sys.modules)"
+def test_the_analysis_and_other_frameworks_never_import_torch() -> None:
+    assert [
+        name_of(path)
+        for path in FILES
+        if name_of(path).startswith(("storage", "analyse", "present", "observe.mindspore"))
+        and any(module.partition(".")[0] == "torch" for module in imported_modules(path))
+    ] == []
 
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+def test_importing_what_needs_no_framework_imports_none() -> None:
+    """One process imports each of them in turn, so that the first that brings a framework along is named."""
+    names = [f"traindiff.{name_of(path)}".removesuffix(".__init__") for path in FILES
+             if name_of(path).startswith(WITHOUT_FRAMEWORK) and not name_of(path).startswith(OF_TORCH)]  # fmt: skip
+    code = f"""
+import importlib, sys
+for name in {[*names, "traindiff.mindspore", "traindiff.integrations"]!r}:
+    importlib.import_module(name)
+    if {{"torch", "mindspore"}} & {{*sys.modules}}:
+        sys.exit(name)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], timeout=120, check=False, stderr=subprocess.PIPE, text=True)
+
+    assert len(names) > 150
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_without_torch_recording_says_what_to_install() -> None:
@@ -244,13 +134,13 @@ import sys
 sys.modules["mindspore"] = None  # as if it were not installed
 import traindiff.mindspore
 try:
-    traindiff.observe.mindspore.record
+    traindiff.mindspore.record
 except ModuleNotFoundError as error:
     print(error)
 """
     result = subprocess.run([sys.executable, "-c", code], timeout=120, check=True, capture_output=True, text=True)
 
     assert result.stdout == (
-        "traindiff.observe.mindspore.record needs mindspore, which is not installed. "
+        "traindiff.mindspore.record needs mindspore, which is not installed. "
         "Install it with: pip install 'traindiff[mindspore]'\n"
     )

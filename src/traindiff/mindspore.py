@@ -1,6 +1,6 @@
 """Record a MindSpore training, to be compared with another one, or with a PyTorch training of the same model.
 
-    with traindiff.observe.mindspore.record("runs/mindspore", net, optimizer) as run:
+    with traindiff.mindspore.record("runs/mindspore", net, optimizer) as run:
         train(net, optimizer)
 
     record          Observe a training, step by step; gives the `Recorder`, with `log`, `step` and `close`.

@@ -179,7 +179,8 @@ def test_headers_are_looked_for_where_the_environment_says(tmp_path: Path, monke
 
 def test_finding_obstacles_does_not_import_deepspeed() -> None:
     code = (
-        "import sys; from traindiff.run.config.obstacles import obstacles; from traindiff.run.config.setup import Setup; "
+        "import sys; from traindiff.run.config.obstacles import obstacles; "
+        "from traindiff.run.config.setup import Setup; "
         "obstacles(Setup(engine='deepspeed', zero_stage=3, optimizer='engine')); sys.exit('deepspeed' in sys.modules)"
     )
 

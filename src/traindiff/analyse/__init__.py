@@ -1,1 +1,1 @@
-"""TODO."""
+"""From recordings to verdicts. Needs no framework, and imports nothing of `observe`."""

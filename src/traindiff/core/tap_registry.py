@@ -28,8 +28,8 @@ class Tap:
     """A tap, or a part of one that can fail alone.
 
     Attributes:
-        name: What its faults are filed under. A tap that is no part is the module of this name in `traindiff.observe.torch.hooks`,
-            whose `attach(context)` returns what removes it again.
+        name: What its faults are filed under. A tap that is no part is the module of this name in
+            `traindiff.observe.torch.hooks`, whose `attach(context)` returns what removes it again.
         observe: Names in `record(observe=...)`, each of which turns it on; none where it is always on. Those that are
             no phases are its own.
         by_default: Whether its own names are observed where nothing is chosen.

@@ -1,1 +1,1 @@
-"""Verdicts and recordings as people and other programs read them. Needs no framework."""
+"""Results as people and other programs read them. Needs no framework."""

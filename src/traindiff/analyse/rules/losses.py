@@ -79,9 +79,9 @@ class LossDecreases(Rule):
             return
         step, entry = self._seen
         says = (
-            f"The loss does not decrease: its median is {began:.5g} over the first {STALLED} steps, and {ended:.5g} over "
-            f"the last {STALLED} of {self._num_steps}. Look at the learning rate, at the labels, and whether the loss "
-            "depends on what is trained."
+            f"The loss does not decrease: its median is {began:.5g} over the first {STALLED} steps, and {ended:.5g} "
+            f"over the last {STALLED} of {self._num_steps}. Look at the learning rate, at the labels, and whether the "
+            "loss depends on what is trained."
         )
         evidence = {"began": began, "ended": ended, "num_steps": self._num_steps}
         yield finding_at(entry, step=step, kind="stalled-loss", says=says, evidence=evidence)

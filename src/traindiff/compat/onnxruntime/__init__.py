@@ -12,16 +12,25 @@ nothing of ONNX Runtime unless there is an ORTModule.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from traindiff.compat.onnxruntime.inspecting import _InspectActivation
-from traindiff.compat.onnxruntime.manager import SubscriberManager
-from traindiff.compat.onnxruntime.run_context import SubscriberBase
-from traindiff.compat.onnxruntime.subscriber import StatisticsSubscriber
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from traindiff.compat.onnxruntime.inspecting import _InspectActivation
+    from traindiff.compat.onnxruntime.manager import GlobalSubscriberManager, SubscriberManager, inspect_activation
+    from traindiff.compat.onnxruntime.run_context import SubscriberBase
+    from traindiff.compat.onnxruntime.subscriber import StatisticsSubscriber
 
+_LAZY = {
+    "GlobalSubscriberManager": "manager",
+    "StatisticsSubscriber": "subscriber",
+    "SubscriberBase": "run_context",
+    "SubscriberManager": "manager",
+    "_InspectActivation": "inspecting",
+    "inspect_activation": "manager",
+}
+"""Names of this module by the modules beside it: torch is not needed to read files."""
 
 __all__ = [
     "GlobalSubscriberManager",
@@ -32,21 +41,14 @@ __all__ = [
     "inspect_activation",
 ]
 
-GlobalSubscriberManager = SubscriberManager()
-"""The manager of this process, as in the original."""
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    found = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    globals()[name] = found
+    return found
 
 
-def inspect_activation(activation_name: str, tensor: Tensor) -> Tensor:
-    """Have an intermediate tensor, and its gradient, observed by the subscribers; nothing where there are none.
-
-    Args:
-        activation_name: What it is called. A name that is used several times in a step is numbered.
-        tensor: The tensor.
-
-    Returns:
-        The tensor.
-    """
-    inspected: Tensor = _InspectActivation.apply(
-        activation_name, None, GlobalSubscriberManager.get_run_context(), tensor
-    )
-    return inspected
+def __dir__() -> list[str]:
+    return __all__

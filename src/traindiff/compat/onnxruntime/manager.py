@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from traindiff.compat.onnxruntime.inspecting import Telling, end_of_forward, observed
+from traindiff.compat.onnxruntime.inspecting import Telling, _InspectActivation, end_of_forward, observed
 from traindiff.compat.onnxruntime.run_context import (
     RuntimeStates,
     SubscriberBase,
@@ -172,3 +172,23 @@ def _check(module: object, subscribers: Sequence[object]) -> None:
 def _refused(where: str, *, what: str, fix: str) -> ConfigError:
     problem = Problem(where=where, what=what, fix=fix)
     return ConfigError("GlobalSubscriberManager", [problem], consequence="nothing was attached to the model")
+
+
+GlobalSubscriberManager = SubscriberManager()
+"""The manager of this process, as in the original."""
+
+
+def inspect_activation(activation_name: str, tensor: Tensor) -> Tensor:
+    """Have an intermediate tensor, and its gradient, observed by the subscribers; nothing where there are none.
+
+    Args:
+        activation_name: What it is called. A name that is used several times in a step is numbered.
+        tensor: The tensor.
+
+    Returns:
+        The tensor.
+    """
+    inspected: Tensor = _InspectActivation.apply(
+        activation_name, None, GlobalSubscriberManager.get_run_context(), tensor
+    )
+    return inspected

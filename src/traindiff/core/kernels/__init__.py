@@ -22,7 +22,7 @@ def summarise(tensor: Tensor, shard: Shard) -> np.void:
     Args:
         tensor: Any dense tensor, any strides, in a graph or not; never changed. What cannot be read where it is (on
             another device than the CPU, which is waited for; in short runs; in a dtype that NumPy does not have) is
-            copied in parts of `traindiff.core.kernels.parts.MOST` elements, so that memory does not grow with the tensor.
+            copied in parts of `parts.MOST` elements, so that memory does not grow with the tensor.
         shard: Which elements of the global tensor `tensor` holds; `shard.shape` is its shape (with
             a last axis of real and imaginary part for complex dtypes), or one flat range of as
             many elements.

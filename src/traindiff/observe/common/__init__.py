@@ -1,1 +1,1 @@
-"""TODO."""
+"""What sessions of every framework share. Needs no framework."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Results in the terminal."""

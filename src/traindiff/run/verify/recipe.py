@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import traindiff
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.run.config.request import built
 from traindiff.run.config.setup import PLAIN, Setup
@@ -260,7 +261,7 @@ def _forget_namesakes(directory: Path) -> None:
     """
     here = {entry.stem for entry in directory.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").is_file()}
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
-    kept = [directory, *installed, Path(__file__).resolve().parents[1]]
+    kept = [directory, *installed, Path(traindiff.__file__).resolve().parent]
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name.partition(".")[0] not in here or name == "__main__" or not file:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import traindiff
 from traindiff.core._torch_compat import next_node_number, node_number
 
 _LONGEST_CODE = 120
@@ -41,9 +42,9 @@ class SourceLine:
         return {"file": self.file, "line": self.line, "function": self.function, "code": self.code}
 
 
-_TORCH, _OURS = Path(torch.__file__).absolute().parent, Path(__file__).absolute().parents[1]
+_TORCH, _OURS = (Path(one.__file__ or "").absolute().parent for one in (torch, traindiff))
 _OF_TORCH, _OF_OURS = f"{_TORCH}{os.sep}", f"{_OURS}{os.sep}"
-_OF_THE_DEMO = f"{_OURS / 'demo'}{os.sep}"
+_OF_THE_DEMO = f"{_OURS / 'run' / 'demo'}{os.sep}"
 _ENGINE = str(_TORCH / "autograd" / "graph.py")
 _MODULE = str(_TORCH / "nn" / "modules" / "module.py")
 _COMPILER = f"{_TORCH / '_dynamo'}{os.sep}"

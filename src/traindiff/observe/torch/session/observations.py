@@ -59,7 +59,8 @@ run_as_it_is(_Guard.__call__, callees=True)
 class Containment(Faults):
     """Runs torch's hooks so that an error in one disables the tap it belongs to and goes no further.
 
-    No mode of the training sees what they compute; see `traindiff.observe.torch.hooks.out_of_sight`. Args are those of `Faults`.
+    No mode of the training sees what they compute; see `traindiff.observe.torch.hooks.out_of_sight`. Args are those of
+    `Faults`.
 
     Attributes:
         paused: No hook is run but those that clean up: another training is running, beside the one that is observed.
