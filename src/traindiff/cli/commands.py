@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from traindiff.cli import check, compare, demo, doctor, export, investigate, replay, report, run, show, verify, view  # noqa: F401
+from traindiff.cli import (  # noqa: F401
+    check,
+    compare,
+    demo,
+    doctor,
+    export,
+    investigate,
+    replay,
+    report,
+    run,
+    show,
+    verify,
+    view,
+)
 from traindiff.cli.app import app
 
 __all__ = ["app"]
