@@ -67,7 +67,7 @@ unit: $(VENV)/ready
 	$(BIN)/pytest -n 2 --ignore tests/no_torch -m "not deepspeed"
 
 test-deepspeed: $(VENV)/ready
-	$(BIN)/pytest -n 2 tests/engines/test_deepspeed*.py tests/setups/test_deepspeed*.py
+	$(BIN)/pytest -n 2 tests/observe/sharding/test_deepspeed*.py tests/run/config/test_deepspeed*.py
 
 # Chromium itself comes from the system, e.g. apt-get install chromium; without it, its tests say so and are skipped.
 $(VENV)/browser-ready: $(VENV)/ready
@@ -75,7 +75,7 @@ $(VENV)/browser-ready: $(VENV)/ready
 	touch $@
 
 test-browser: $(VENV)/browser-ready
-	$(BIN)/pytest -n 2 tests/browser tests/report tests/viewer
+	$(BIN)/pytest -n 2 tests/present/browser tests/present tests/present/viewer
 
 # ORTModule runs on the CPU with Debian 12's torch 1.13 alone; where that cannot be had, this says why.
 test-ortmodule: $(VENV)/ready
@@ -97,11 +97,11 @@ no-torch: $(LIGHT)/ready
 test-mindspore: $(MINDSPORE)/ready $(VENV)/ready
 	! $(MINDSPORE)/bin/python -c "import torch" 2>/dev/null
 	OMP_NUM_THREADS=1 TRAINDIFF_TORCH_PYTHON=$(CURDIR)/$(BIN)/python \
-		$(MINDSPORE)/bin/python -m pytest -n 2 tests/mindspore
+		$(MINDSPORE)/bin/python -m pytest -n 2 tests/observe/mindspore
 
 mindspore-where-it-is:
 	@if [ -e $(MINDSPORE)/ready ]; then $(MAKE) test-mindspore; \
-	else echo "skipped: tests/mindspore, $(MINDSPORE) is not there (make test-mindspore makes it)"; fi
+	else echo "skipped: tests/observe/mindspore, $(MINDSPORE) is not there (make test-mindspore makes it)"; fi
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/overhead.py

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tests.made_up import random, summary_of
-from tests.recording.hostile import batch_of, encoded, messages_of, put_messages
+from tests.storage.hostile import batch_of, encoded, messages_of, put_messages
 from traindiff.compat.msprobe.tables import Columns, Row
 from traindiff.compat.msprobe.tables import dump as dump_table
 from traindiff.compat.onnxruntime.statistics import Statistics

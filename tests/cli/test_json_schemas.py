@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import traindiff
 from tests.cli.conftest import GOLDEN
 from tests.made_up import at, record
-from tests.recipes.recipes import one_thread
+from tests.run.verify.recipes import one_thread
 from traindiff.cli.commands import app
 from traindiff.present.data.observations import COLUMNS
 
@@ -29,7 +29,7 @@ SCHEMAS = {path.stem: json.loads(path.read_text()) for path in sorted((DOCS / "s
 REGISTRY: Any = Registry().with_resources((one["$id"], Resource.from_contents(one)) for one in SCHEMAS.values())
 
 RECIPES = """
-from tests.recipes.recipes import mlp, other_gelu
+from tests.run.verify.recipes import mlp, other_gelu
 
 recipe = mlp()
 wrong = mlp(other_gelu)
@@ -143,10 +143,10 @@ def test_a_verification_of_a_candidate_that_failed_fits_its_schema(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(RECIPES)
-    candidate = ("--candidate", "tests.recipes.divided:raising", "--verbose-logging")
+    candidate = ("--candidate", "tests.run.verify.divided:raising", "--verbose-logging")
 
     with one_thread():
-        found = printed("verify", "tests.recipes.divided:recipe", *candidate, "--steps", "2", "--replica", "ulp:1")
+        found = printed("verify", "tests.run.verify.divided:recipe", *candidate, "--steps", "2", "--replica", "ulp:1")
 
     assert_fits(found, "verification")
     assert found["failed"]["ranks"]
@@ -171,7 +171,7 @@ def test_a_matrix_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     with one_thread():
         found = printed(
-            "verify", "tests.recipes.divided:recipe", "--matrix", "grid.toml", "--steps", "1", "--no-repeat"
+            "verify", "tests.run.verify.divided:recipe", "--matrix", "grid.toml", "--steps", "1", "--no-repeat"
         )
 
     assert_fits(found, "matrix")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.conftest import Traindiff
 from tests.made_up import record
-from tests.recording.hostile import batch_of, change_columns, messages_of
+from tests.storage.hostile import batch_of, change_columns, messages_of
 from traindiff.present.data.observations import COLUMNS
 from traindiff.storage.tensor_files import tensor_file
 

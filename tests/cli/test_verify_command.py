@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from tests.recipes.recipes import one_thread
+from tests.run.verify.recipes import one_thread
 from traindiff.cli.commands import app
 from traindiff.cli.setup_options import run_progress
 
 SCRIPT = """
 from torch import nn
-from tests.recipes.recipes import doubled_gradient, mlp, other_gelu
+from tests.run.verify.recipes import doubled_gradient, mlp, other_gelu
 
 recipe = mlp()
 wrong = mlp(other_gelu)
@@ -147,7 +147,9 @@ def test_options_that_do_not_exist_exit_with_two(option: tuple[str, str], verify
 
 def run(*arguments: str) -> Result:
     few = ("--steps", "1", "--replica", "ulp:1", "--replica", "ulp:2", "--no-repeat")
-    return CliRunner().invoke(app, ["verify", "tests.recipes.divided:recipe", *few, *arguments], catch_exceptions=False)
+    return CliRunner().invoke(
+        app, ["verify", "tests.run.verify.divided:recipe", *few, *arguments], catch_exceptions=False
+    )
 
 
 def test_an_engine_is_run_on_two_ranks_and_its_report_is_left_with_the_recordings(
@@ -158,7 +160,7 @@ def test_an_engine_is_run_on_two_ranks_and_its_report_is_left_with_the_recording
     result = run("--engine", "ddp", "--gradient_accumulation_steps=2", "--iterations", "1", "--dtype", "torch.float32")
 
     assert result.exit_code == 0
-    says = "candidate  tests.recipes.divided:recipe (ddp, nproc=2, gradient_accumulation_steps=2)\n"
+    says = "candidate  tests.run.verify.divided:recipe (ddp, nproc=2, gradient_accumulation_steps=2)\n"
     assert says in result.stdout
     assert says in Path("traindiff-verify/report.txt").read_text()
     assert json.loads(Path("traindiff-verify/verification.json").read_text())["sides"][1]["setup"]["nproc"] == 2
@@ -186,13 +188,13 @@ def test_a_matrix_prints_a_table_and_a_line_as_each_combination_is_finished(
     monkeypatch.chdir(tmp_path)
     Path("grid.toml").write_text("[grid]\nnproc = [1, 2]\n")
 
-    result = run("--matrix", "grid.toml", "--candidate", "tests.recipes.divided:other_epsilon", "--pin", "never")
+    result = run("--matrix", "grid.toml", "--candidate", "tests.run.verify.divided:other_epsilon", "--pin", "never")
 
     assert result.exit_code == 1
     assert result.stderr == "nproc=1: diverged\nnproc=2: impossible\n"
     assert result.stdout.splitlines()[-1] == "2 combinations: 1 diverged, 1 impossible."
     again = run(
-        "--matrix", "grid.toml", "--candidate", "tests.recipes.divided:other_epsilon", "--pin", "never", "-f", "csv"
+        "--matrix", "grid.toml", "--candidate", "tests.run.verify.divided:other_epsilon", "--pin", "never", "-f", "csv"
     )
     assert again.stdout.splitlines()[0] == "name,verdict,says,seconds,output,exit_code,kept"
     assert again.stdout.splitlines()[1].endswith(",traindiff-verify/nproc=1,1,True")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import traindiff
-from tests.interop.onnxruntime.test_statistics import WRITTEN
+from tests.compat.onnxruntime.test_statistics import WRITTEN
 from traindiff.compat.onnxruntime import (
     GlobalSubscriberManager,
     StatisticsSubscriber,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.deepspeed_training import NEEDS_DEEPSPEED
+from tests.observe.sharding.deepspeed_training import NEEDS_DEEPSPEED
 
 pytestmark = NEEDS_DEEPSPEED
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.made_up import FC, record, scaled
 from tests.messages.provoking import Chapter
-from tests.recipes.recipes import mlp, one_thread
+from tests.run.verify.recipes import mlp, one_thread
 from traindiff.testing import Golden, assert_equivalent
 
 chapter = Chapter("Tests: assert_equivalent and golden recordings", [])

@@ -14,7 +14,7 @@ import torch
 import traindiff
 from tests.messages.provoking import Chapter
 from tests.messages.recording import Small
-from tests.recording.hostile import (
+from tests.storage.hostile import (
     batch_of,
     change_columns,
     change_json,
@@ -24,7 +24,7 @@ from tests.recording.hostile import (
     put_message,
     put_messages,
 )
-from tests.recording.samples import RUN, write
+from tests.storage.samples import RUN, write
 from traindiff.storage import RecordingWriter, manifest
 from traindiff.storage.writer import seal
 

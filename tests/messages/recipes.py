@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import traindiff
 from tests.messages.provoking import Chapter
-from tests.recipes.recipes import mlp, one_thread, other_gelu
-from tests.recording.samples import write
+from tests.run.verify.recipes import mlp, one_thread, other_gelu
+from tests.storage.samples import write
 from traindiff.analyse.compare.failed_run import FailedRank, FailedRun
 from traindiff.run.demo.model import read_text
 from traindiff.run.demo.training import train

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import traindiff
 from tests.messages.provoking import Chapter
-from tests.recording.samples import write
+from tests.storage.samples import write
 from traindiff.observe.common.writing import opened_in_time
 from traindiff.storage.room import RecordingLock
 from traindiff.storage.written_files import WrittenFiles

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.messages.provoking import Chapter
-from tests.watching.test_hostile_replay import TENSOR, UNBOUNDED, written
+from tests.observe.nonfinite.test_hostile_replay import TENSOR, UNBOUNDED, written
 from traindiff.observe.torch.nonfinite import contained_replay
 from traindiff.observe.torch.nonfinite.contained import REPORT, replay_contained
 from traindiff.observe.torch.nonfinite.replaying import replay

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 import traindiff
 from tests.messages.provoking import Chapter
-from tests.setups import recipes as small
+from tests.run.config import recipes as small
 from traindiff.errors import ConfigError
 from traindiff.run.config import obstacles
 from traindiff.run.config import obstacles as build_tools

@@ -19,8 +19,8 @@ from torch._subclasses import FakeTensorMode
 import traindiff
 from tests.messages.provoking import Chapter
 from tests.messages.recording import Small, record
-from tests.recording.full_disk import FullDisk
-from tests.recording.samples import step, write
+from tests.storage.full_disk import FullDisk
+from tests.storage.samples import step, write
 from traindiff.core.kernels import summarise
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.shards import Shard

@@ -16,7 +16,7 @@ from torch import nn
 import traindiff
 from tests.messages.provoking import Chapter
 from tests.messages.recording import Small
-from tests.watching.trainings import WIDTH, Net, Steep
+from tests.observe.nonfinite.trainings import WIDTH, Net, Steep
 from traindiff.compat.transformers import DebugUnderflowOverflow
 from traindiff.observe.torch.nonfinite.replaying import replay
 

@@ -14,16 +14,16 @@ from torch import nn
 
 import traindiff
 from tests.compat.msprobe.monitoring import configuration, directions, tables
-from tests.engines.deepspeed_training import (
+from tests.observe.sharding.deepspeed_training import (
     NEEDS_DEEPSPEED,
     PARTITION_ALL,
     global_batches,
     make_engine,
     step_engine,
 )
-from tests.engines.test_data_parallel import fully_sharded, in_ddp
-from tests.engines.test_fsdp1 import sharded
-from tests.engines.training import BATCH, LENGTH, VOCABULARY, Model, adamw, rank_and_size
+from tests.observe.sharding.test_data_parallel import fully_sharded, in_ddp
+from tests.observe.sharding.test_fsdp1 import sharded
+from tests.observe.sharding.training import BATCH, LENGTH, VOCABULARY, Model, adamw, rank_and_size
 from tests.on_ranks import run_on_ranks
 from traindiff.compat.msprobe import PrecisionDebugger
 from traindiff.compat.msprobe.exporting import export_gradients

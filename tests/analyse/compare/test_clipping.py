@@ -1,0 +1,120 @@
+"""Clipping that one run does: what is said of it, and what of the gradients before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import traindiff
+from tests.analyse.merge.test_loss_scale import EVERYTHING, train
+from tests.made_up import Edit, Seen, Step, record
+
+
+def test_clipping_by_default_is_the_first_divergence(tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", scaled=False)
+    clipped = train(tmp_path / "clipped", scaled=False, clip=0.1)
+
+    comparison = traindiff.compare(plain, clipped)
+
+    first = comparison.first_divergence
+    assert first is not None
+    assert comparison.verdict == "diverged"
+    assert (first.step, first.phase, first.stage, first.slot, first.kind) == (
+        0, "grad", "clipped", "max_norm", "clipping",
+    )  # fmt: skip
+    assert first.says.startswith("The candidate clips gradients to a norm of 0.1; the baseline does not clip.")
+    assert first.evidence["coefficient"] == pytest.approx(0.1 / first.evidence["norm"], rel=1e-3)
+    assert "(= what clipping makes of them)" in comparison.findings[1].says
+    assert not any(comparison.unaligned)
+
+
+def test_before_clipping_gradients_agree_and_after_it_they_do_not(tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", scaled=False, observe=EVERYTHING, steps=1)
+    clipped = train(tmp_path / "clipped", scaled=False, clip=0.1, observe=EVERYTHING, steps=1)
+
+    comparison = traindiff.compare(plain, clipped)
+
+    assert [finding.kind for finding in comparison.findings[:2]] == ["clipping", "scale"]
+    differing = {row.stage for row in comparison.differences if row.phase == "grad" and row.difference > 0.0}
+    equal = {row.stage for row in comparison.differences if row.phase == "grad" and row.difference == 0.0}
+    assert "reduced" in equal
+    assert "reduced" not in differing
+
+
+def test_other_limits_are_named(tmp_path: Path) -> None:
+    paths = [train(tmp_path / str(limit), scaled=False, clip=limit) for limit in (0.1, 0.05)]
+
+    first = traindiff.compare(*paths).first_divergence
+
+    assert first is not None
+    assert first.says == (
+        "The baseline clips gradients to a norm of 0.1, the candidate clips gradients to a norm of 0.05."
+    )
+
+
+@pytest.mark.parametrize(("clips_there", "other"), [(False, "the baseline does not clip"), (True, "")])
+def test_clipping_on_one_rank_only_is_said_to_be_there_only(clips_there: bool, other: str, tmp_path: Path) -> None:
+    def clip(step: int, sites: Step) -> None:
+        for slot, value in (("norm", 0.5), ("max_norm", 0.1)):
+            sites["grad", "clipped", "(all parameters)", slot] = Seen(values=np.array(value))
+
+    plain = record(tmp_path / "plain", clip if clips_there else lambda step, sites: None)
+    for rank in range(2):
+        edit = clip if rank == 0 else lambda step, sites: None
+        record(tmp_path / "run", edit, rank=rank, run={"world_size": 2})
+
+    first = traindiff.compare(plain, tmp_path / "run").first_divergence
+
+    assert first is not None
+    assert first.kind == "clipping"
+    assert "the candidate clips gradients to a norm of 0.1 on rank 0 only" in first.says.lower()
+    assert other in first.says
+
+
+@pytest.mark.parametrize("limit", [1e3, float("inf")])  # inf: to learn the norm
+def test_clipping_that_changes_nothing_is_a_note(limit: float, tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", scaled=False)
+    clipped = train(tmp_path / "clipped", scaled=False, clip=limit)
+
+    comparison = traindiff.compare(plain, clipped)
+
+    assert comparison.verdict == "identical", str(comparison)
+    assert f"Only the candidate clips gradients to a norm of {limit:g}; that changed nothing." in comparison.notes
+
+
+@pytest.mark.parametrize("limits", [(0.0, 0.25), (0.25, 0.0), (float("inf"), 0.25)])
+def test_clipping_to_nothing_or_not_at_all_is_another_limit(limits: tuple[float, float], tmp_path: Path) -> None:
+    def clip(to: float) -> Edit:
+        def edit(step: int, sites: Step) -> None:
+            for slot, value in (("norm", 0.5), ("max_norm", to)):
+                sites["grad", "clipped", "(all parameters)", slot] = Seen(values=np.array(value))
+            sites["grad", "", "fc.bias", "grad"].values *= np.float32(1 + to if to < 1.0 else 1)
+
+        return edit
+
+    comparison = traindiff.compare(*(record(tmp_path / str(limit), clip(limit)) for limit in limits))
+
+    assert [finding.says for finding in comparison.findings if finding.kind == "clipping"] == [
+        f"The baseline clips gradients to a norm of {limits[0]:g}, the candidate clips gradients to a norm of "
+        f"{limits[1]:g}."
+    ]
+
+
+def test_what_differs_before_the_gradients_is_not_said_to_come_from_clipping(tmp_path: Path) -> None:
+    def clip(norm: float, *, scaled: bool) -> Edit:
+        def edit(step: int, sites: Step) -> None:
+            for slot, value in (("norm", norm), ("max_norm", 0.1)):
+                sites["grad", "clipped", "(all parameters)", slot] = Seen(values=np.array(value))
+            if scaled:
+                sites["forward", "", "fc", "output[0]"].values *= np.float32(0.5)
+
+        return edit
+
+    baseline = record(tmp_path / "baseline", clip(0.5, scaled=False))
+    first = traindiff.compare(baseline, record(tmp_path / "candidate", clip(1.0, scaled=True))).first_divergence
+
+    assert first is not None
+    assert (first.phase, first.kind) == ("forward", "scale")
+    assert first.says == "The candidate's is 0.5 x the baseline's (= 1/2)."

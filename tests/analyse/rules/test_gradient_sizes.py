@@ -1,0 +1,157 @@
+"""Gradients that vanish, explode, do not arrive, or are lost to their dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+import traindiff
+from tests.analyse.rules.small_trainings import classifier, found, kinds, points, train
+
+
+def test_gradients_that_vanish_behind_many_sigmoids_are_found_in_the_first_layers(tmp_path: Path) -> None:
+    model = classifier(nn.Sigmoid, depth=14)
+    verdict = traindiff.check(train(tmp_path / "run", model, SGD(model.parameters(), lr=0.1), steps=12))
+
+    finding = found(verdict, "vanishing-gradients")
+    assert verdict.verdict == "unhealthy"
+    assert (finding.step, finding.phase, finding.path) == (0, "grad", "0.weight")
+    assert finding.evidence["largest_at"] == "28.weight"
+    assert finding.evidence["size"] < 1e-9 * finding.evidence["largest"]
+    assert finding.evidence["num_steps"] == 12
+    assert "The gradient of 0.weight vanishes" in finding.says
+
+
+class Chaotic(nn.Module):
+    """A recurrence whose state stays bounded, and whose derivative grows with every position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(20, 20, bias=False)
+        self.head = nn.Linear(20, 4)
+        with torch.no_grad():
+            self.step.weight.copy_(6.0 * torch.linalg.qr(torch.randn(20, 20))[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for _ in range(16):
+            hidden = torch.sin(self.step(hidden))
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def test_gradients_that_explode_in_a_recurrence_are_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Chaotic()
+    verdict = traindiff.check(train(tmp_path / "run", model, SGD(model.parameters(), lr=1e-9), steps=4))
+
+    finding = found(verdict, "exploding-gradients")
+    assert (finding.step, finding.path, finding.evidence["last_at"]) == (0, "step.weight", "head.weight")
+    assert finding.evidence["size"] > 1e5 * finding.evidence["last"]
+    assert "the layer nearest the loss" in finding.says
+
+
+def test_clipping_does_not_hide_gradients_that_explode(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Chaotic()
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=1e-9), steps=4, clip=1.0)
+
+    assert found(traindiff.check(run), "exploding-gradients").path == "step.weight"
+
+
+class WithMinorLoss(nn.Module):
+    """What it returns last counts next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.minor = nn.Linear(20, 32), nn.Linear(32, 4), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        result: Tensor = self.second(hidden) + 1e-7 * self.minor(hidden)
+        return result
+
+
+def test_a_last_layer_that_counts_little_does_not_make_the_others_explode(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = WithMinorLoss()
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=0.1), steps=12)
+
+    assert kinds(traindiff.check(run)) == set()
+
+
+class Detached(nn.Module):
+    """A second layer that the loss does not see, and a third that is multiplied by 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(20, 4), nn.Linear(20, 4), nn.Linear(20, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.first(x) + self.second(x).detach() + 0.0 * self.third(x)
+        return result
+
+
+def test_parameters_that_get_no_gradient_are_a_warning(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Detached()
+    verdict = traindiff.check(train(tmp_path / "run", model, SGD(model.parameters(), lr=0.1), steps=6))
+
+    assert verdict.verdict == "healthy"
+    assert {one.path for one in verdict.warnings} == {"second.weight", "second.bias", "third.weight", "third.bias"}
+    none = next(one for one in verdict.warnings if one.path == "second.weight")
+    zero = next(one for one in verdict.warnings if one.path == "third.weight")
+    assert (none.kind, none.evidence["none"], none.evidence["zero"]) == ("no-gradient", 6, 0)
+    assert (zero.kind, zero.evidence["none"], zero.evidence["zero"]) == ("no-gradient", 0, 6)
+    assert "it is None in all of 6 steps" in none.says
+    assert "it is 0 in every element in 6 of 6 steps" in zero.says
+
+
+def test_a_head_of_zeros_lets_gradients_through_after_one_step(tmp_path: Path) -> None:
+    model = classifier()
+    nn.init.zeros_(model[-1].weight)
+    run = train(tmp_path / "run", model, AdamW(model.parameters(), lr=1e-3), steps=12)
+
+    assert kinds(traindiff.check(run)) == set()
+
+
+def test_gradients_that_float16_loses_are_a_warning(tmp_path: Path) -> None:
+    model = classifier()
+
+    def small(outputs: Tensor, labels: Tensor) -> Tensor:
+        return 1e-4 * nn.functional.cross_entropy(outputs.float(), labels)
+
+    run = train(
+        tmp_path / "run", model, AdamW(model.parameters(), lr=1e-3), steps=6, autocast=torch.float16, loss_of=small
+    )
+
+    verdict = traindiff.check(run)
+    finding = found(verdict, "underflow")
+    assert verdict.verdict == "healthy"
+    assert (finding.phase, finding.step) == ("backward", 0)
+    assert finding.evidence["share"] > 0.5
+    assert "subnormal in float16" in finding.says
+
+
+def test_a_loss_scale_keeps_gradients_from_underflow(tmp_path: Path) -> None:
+    model = classifier()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+
+    def small(outputs: Tensor, labels: Tensor) -> Tensor:
+        return 1e-4 * nn.functional.cross_entropy(outputs.float(), labels)
+
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    run = train(
+        tmp_path / "run",
+        model,
+        optimizer,
+        steps=6,
+        autocast=torch.float16,
+        loss_of=small,
+        scaler=scaler,
+        batches=points,
+    )
+
+    assert kinds(traindiff.check(run)) == set()

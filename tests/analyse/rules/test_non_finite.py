@@ -1,0 +1,224 @@
+"""The first number that is not finite is named as the origin; infinities that are right are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+import traindiff
+from tests.analyse.rules.small_trainings import classifier, found, kinds, points, train
+from traindiff.analyse.check import Verdict
+
+
+class Faulty(nn.Module):
+    """Returns its input; from step 3 on something else."""
+
+    def __init__(self, fault: object) -> None:
+        super().__init__()
+        self.fault = fault
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fault(x) if self.step >= 3 else x  # type: ignore[operator,no-any-return]
+
+
+def with_fault(fault: object, path: Path, **settings: object) -> Verdict:
+    model = classifier()
+    model.insert(2, Faulty(fault))
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+
+    def set_step(step: int) -> None:
+        model[2].step = step
+
+    return traindiff.check(train(path, model, optimizer, steps=6, before_step=set_step, **settings))  # type: ignore[arg-type]
+
+
+def test_the_module_that_returns_the_first_nan_is_the_origin(tmp_path: Path) -> None:
+    verdict = with_fault(lambda x: torch.where(x > 0.5, x / (x - x), x), tmp_path / "run")
+
+    (finding,) = verdict.findings
+    assert verdict.verdict == "unhealthy"
+    assert (finding.kind, finding.step, finding.phase, finding.path, finding.slot, finding.micro_step) == (
+        "non-finite", 3, "forward", "2", "output[0]", 0,
+    )  # fmt: skip
+    assert finding.evidence["nan"] + finding.evidence["infinite"] > 0
+    assert finding.evidence["elements"] == 32 * 32
+    assert "all that was observed before it is finite, up to forward 1 output[0]" in finding.says
+
+
+def test_a_gradient_that_is_not_finite_behind_a_finite_forward_pass_is_the_origin(tmp_path: Path) -> None:
+    verdict = with_fault(lambda x: torch.where(x > 0, x.sqrt(), 0.0 * x), tmp_path / "run")  # sqrt has none at 0
+
+    finding = found(verdict, "non-finite")
+    assert (finding.step, finding.phase, finding.path) == (3, "backward", "1")
+    assert "The forward pass is finite" in finding.says
+
+
+def test_an_overflow_of_float16_is_called_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4))
+    with torch.no_grad():
+        model[0].weight.mul_(20000.0)
+        model[2].weight.mul_(20.0)
+    optimizer = SGD(model.parameters(), lr=1e-6)
+    verdict = traindiff.check(train(tmp_path / "run", model, optimizer, steps=2, autocast=torch.float16))
+
+    finding = found(verdict, "non-finite")
+    assert (finding.step, finding.phase) == (0, "forward")
+    assert "float16 ends at 65504: use bfloat16 or float32 here" in finding.says
+
+
+def test_minus_infinity_of_which_comes_nan_is_the_origin_where_there_was_none_before(tmp_path: Path) -> None:
+    def hide_all(x: Tensor) -> Tensor:
+        return x.masked_fill(torch.arange(len(x))[:, None] == 3, -torch.inf)
+
+    model = classifier()
+    model.insert(2, Faulty(hide_all))
+    model.insert(3, nn.Softmax(-1))  # of nothing but -inf it is NaN
+
+    def set_step(step: int) -> None:
+        model[2].step = step
+
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=0.1), steps=5, before_step=set_step)
+
+    finding = found(traindiff.check(run), "non-finite")
+    assert (finding.step, finding.phase, finding.path) == (3, "forward", "2")
+    assert finding.evidence["infinite"] == 32
+
+
+def test_a_batch_that_is_not_finite_is_the_origin(tmp_path: Path) -> None:
+    model = classifier()
+
+    def batches(step: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = points(step)
+        if step == 2:
+            inputs[5, 3] = torch.nan
+        return inputs, labels
+
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=0.1), steps=4, batches=batches)
+
+    (finding,) = traindiff.check(run).findings
+    assert (finding.step, finding.phase, finding.slot, finding.evidence["nan"]) == (2, "batch", "input[0]", 1)
+    assert finding.says.endswith("Look at how this batch was made.")
+
+
+def test_a_micro_step_is_named(tmp_path: Path) -> None:
+    model = classifier()
+
+    def batches(number: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = points(number)
+        return (inputs * torch.nan if number == 5 else inputs), labels
+
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=0.1), steps=4, micro_batches=2, batches=batches)
+
+    finding = found(traindiff.check(run), "non-finite")
+    assert (finding.step, finding.micro_step, finding.phase) == (2, 1, "batch")
+
+
+def test_an_optimizer_that_makes_finite_gradients_infinite_is_the_origin(tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = SGD(model.parameters(), lr=1e-6)
+
+    def raise_rate(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = 1e38 if step == 3 else 1e-6
+
+    def large(outputs: Tensor, labels: Tensor) -> Tensor:
+        return 1e3 * nn.functional.cross_entropy(outputs, labels)
+
+    run = train(tmp_path / "run", model, optimizer, steps=4, before_step=raise_rate, loss_of=large)
+
+    finding = found(traindiff.check(run), "non-finite")
+    assert (finding.step, finding.phase) == (3, "param")
+    assert "The gradients are finite" in finding.says
+
+
+def test_a_training_that_begins_with_nan_is_told_so(tmp_path: Path) -> None:
+    model = classifier()
+    with torch.no_grad():
+        model[0].bias[0] = torch.nan
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=0.1), steps=2)
+
+    finding = found(traindiff.check(run), "non-finite")
+    assert (finding.step, finding.phase, finding.stage, finding.path) == (0, "param", "before", "0.bias")
+    assert "The training begins with it" in finding.says
+
+
+def test_a_step_that_the_training_gives_up_is_judged_too(tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def give_up(run: Path) -> None:
+        with traindiff.record(run, model, optimizer):
+            for step in range(4):
+                inputs, labels = points(step)
+                loss = nn.functional.cross_entropy(model(inputs * (torch.inf if step == 3 else 1.0)), labels)
+                if not loss.isfinite():
+                    raise ValueError("loss")
+                loss.backward()
+                optimizer.step()
+
+    with pytest.raises(ValueError, match="loss"):
+        give_up(tmp_path / "run")
+
+    verdict = traindiff.check(tmp_path / "run")
+    finding = found(verdict, "non-finite")
+    assert (finding.step, finding.phase) == (3, "batch")
+    assert verdict.steps == (0, 1, 2)
+
+
+class Masked(nn.Module):
+    """One head of attention with a mask that is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(8, 8)
+        self.add = Adds()
+        self.head = nn.Linear(8, 4)
+        self.register_buffer("later", torch.full((6, 6), -torch.inf).triu(1))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.add(self.score(x) @ x.transpose(1, 2), mask + self.later)
+        pooled: Tensor = (scores.softmax(-1) @ x).mean(1)
+        return self.head(pooled)  # type: ignore[no-any-return]
+
+
+class Adds(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + mask
+
+
+def test_masks_of_minus_infinity_are_right(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Masked()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            mask = torch.zeros(4, 6, 6)
+            mask[:, :, 5] = -torch.inf
+            mask[:, 5, 5] = 0.0
+            model(torch.randn(4, 6, 8), mask).square().mean().backward()
+            optimizer.step()
+
+    verdict = traindiff.check(tmp_path / "run")
+
+    assert (verdict.findings, verdict.warnings) == ((), ())
+
+
+def test_a_scaler_may_find_infinite_gradients(tmp_path: Path) -> None:
+    model = classifier()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    run = train(tmp_path / "run", model, optimizer, steps=12, autocast=torch.float16, scaler=scaler)
+
+    rows = [
+        (seen, summary)
+        for step in traindiff.open_recording(run).steps(0)
+        for seen, summary in zip(step.observations, step.summaries, strict=True)
+    ]
+    assert any(seen.phase == "grad" and int(one["positive_infinity"]) + int(one["nan"]) for seen, one in rows)
+    assert kinds(traindiff.check(run)) == set()

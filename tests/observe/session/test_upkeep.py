@@ -1,0 +1,254 @@
+"""A training that removes hooks, or replaces what it trains, with the same bits, has not diverged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import traindiff
+from tests.observe.hooks.test_removal import MODULE_HOOKS, assert_nothing_left
+from tests.observe.session import changing_training as edits
+from tests.observe.session.changing_training import Edit, Model, Training, train
+from traindiff.core.site import PHASES
+from traindiff.observe.torch.hooks.compiled import NUMBER
+from traindiff.observe.torch.hooks.left_behind import _NoHook
+
+COMPLETE = (
+    edits.clear_forward_hooks, edits.clear_hooks_of_a_layer, edits.put_copied_dicts, edits.clear_step_hooks,
+    edits.clear_hooks_before_steps, edits.clear_hooks_after_steps, edits.clear_global_hooks,
+    edits.clear_parameter_hooks, edits.replace_the_head, edits.replace_the_head_around_its_parameters,
+    edits.replace_the_blocks_by_copies, edits.wrap_the_head, edits.replace_a_parameter, edits.assign_a_state_dict,
+    edits.assign_a_state_dict_and_make_an_optimizer, edits.make_an_optimizer, edits.load_the_optimizer,
+    edits.set_the_optimizers_state, edits.make_groups_anew, edits.wrap_step, edits.replace_a_forward, edits.set_data,
+    edits.freeze_and_thaw, edits.convert_there_and_back, edits.wrap_the_model,
+)  # fmt: skip
+"""After these, nothing is missing."""
+
+REMOVED = "The reason: the training removed hooks of traindiff, which attached them again."
+UNHEARD = "although its parameters have gradients"
+UNSEEN_STEP = "the step of the optimizer was called without the hooks of traindiff"
+
+PARTLY = {
+    edits.clear_all_module_hooks: ("in step 2", REMOVED),
+    edits.clear_hooks_of_the_root: ("in step 2", REMOVED),
+    edits.clear_hooks_before_the_root: ("in step 2", REMOVED),
+    edits.put_empty_dicts: ("in step 2", REMOVED),
+    edits.clear_everything: ("in step 2", REMOVED),
+    edits.put_a_plain_dict: ("in 3 steps (2 to 4)", "put a dict in place of torch's that takes none"),
+    edits.split_the_optimizer: ("in 3 steps (2 to 4)", "the optimizer that is followed no longer holds it"),
+    edits.replace_step: ("in 3 steps (2 to 4)", UNSEEN_STEP),
+    edits.replace_a_call: ("in 3 steps (2 to 4)", UNHEARD),
+    edits.replace_the_call_of_the_root: ("in 3 steps (2 to 4)", UNHEARD),
+    edits.call_forward: ("in 3 steps (2 to 4)", UNHEARD),
+    edits.go_on_with_copies: ("ends after step 1", "If the training goes on with a copy of the model, record that one"),
+}
+"""After these something is unknown: when, and why."""
+
+
+@pytest.fixture(scope="module")
+def baselines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    made: dict[int, Path] = {}
+
+    def baseline(micro_batches: int = 1) -> Path:
+        if micro_batches not in made:
+            made[micro_batches] = tmp_path_factory.mktemp("baseline") / "run"
+            train(made[micro_batches], micro_batches=micro_batches, observe=[*PHASES, "grad.micro"])
+        return made[micro_batches]
+
+    return baseline
+
+
+def same_bits(one: Training, other: Training) -> bool:
+    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    return all(torch.equal(baseline, candidate) for baseline, candidate in pairs)
+
+
+def let_copies_keep_what_does_nothing(model: nn.Module) -> None:
+    for module in model.modules():
+        vars(module).pop(NUMBER, None)
+        for of_module in MODULE_HOOKS:
+            hooks = getattr(module, of_module)
+            for key, hook in [*hooks.items()]:
+                if isinstance(hook, _NoHook):
+                    del hooks[key]
+                    for about in (f"{of_module}_with_kwargs", f"{of_module}_always_called"):
+                        getattr(module, about, {}).pop(key, None)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+@pytest.mark.parametrize("edit", COMPLETE, ids=lambda edit: edit.__name__)
+def test_what_replaces_something_is_followed_from_the_next_step_on(
+    edit: Edit, given: bool, tmp_path: Path, baselines: Callable[..., Path]
+) -> None:
+    train(tmp_path / "run", edit, given=given, observe=[*PHASES, "grad.micro"])
+
+    comparison = traindiff.compare(baselines(), tmp_path / "run")
+
+    assert comparison.verdict == "identical", str(comparison)
+    assert comparison.steps == (0, 1, 2, 3, 4)
+    assert traindiff.check(tmp_path / "run").verdict == "healthy"
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+@pytest.mark.parametrize("edit", PARTLY, ids=lambda edit: edit.__name__)
+def test_what_was_not_seen_is_unknown_and_no_difference(
+    edit: Edit, given: bool, tmp_path: Path, baselines: Callable[..., Path]
+) -> None:
+    train(tmp_path / "run", edit, given=given, observe=[*PHASES, "grad.micro"])
+
+    comparison = traindiff.compare(baselines(), tmp_path / "run")
+
+    assert comparison.verdict == "incomplete", str(comparison)
+    assert not comparison.findings
+    when, why = PARTLY[edit]
+    assert any(when in note and why in note for note in comparison.notes), comparison.notes
+    assert traindiff.check(tmp_path / "run").verdict != "unhealthy"
+
+
+@pytest.mark.parametrize("when", ["after forward", "after backward"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        edits.clear_all_module_hooks, edits.clear_step_hooks, edits.clear_everything, edits.make_an_optimizer,
+        edits.clear_hooks_of_a_layer,
+    ],
+    ids=lambda edit: edit.__name__,
+)  # fmt: skip
+def test_hooks_may_go_at_any_moment_of_a_step(
+    edit: Edit, when: str, micro_batches: int, tmp_path: Path, baselines: Callable[..., Path]
+) -> None:
+    train(tmp_path / "run", edit, when=when, micro_batches=micro_batches, observe=[*PHASES, "grad.micro"])
+
+    comparison = traindiff.compare(baselines(micro_batches), tmp_path / "run")
+
+    assert comparison.verdict in ("identical", "incomplete"), str(comparison)
+    assert comparison.steps == (0, 1, 2, 3, 4)
+    if when == "after forward" or edit is not edits.clear_everything:
+        assert comparison.verdict == "identical", str(comparison)
+
+
+def test_hooks_that_are_removed_in_every_step_leave_the_optimizers_side(
+    tmp_path: Path, baselines: Callable[..., Path]
+) -> None:
+    clear = edits.clear_all_module_hooks
+    train(tmp_path / "run", clear, also=clear)
+
+    comparison = traindiff.compare(baselines(), tmp_path / "run")
+
+    assert comparison.verdict == "incomplete", str(comparison)
+    assert any("in 3 steps (2 to 4)" in note for note in comparison.notes)
+    assert {one.phase for one in comparison.differences if one.num_steps == 5} >= {"grad", "update"}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [edits.clear_hooks_of_a_layer, edits.put_a_plain_dict, edits.clear_all_module_hooks, edits.make_an_optimizer],
+    ids=lambda edit: edit.__name__,
+)
+def test_a_fault_elsewhere_is_found_and_located(edit: Edit, tmp_path: Path, baselines: Callable[..., Path]) -> None:
+    def edit_and_break(training: Training) -> None:
+        edit(training)
+        down = training.model.blocks[1].down
+        down.forward = lambda x: nn.functional.linear(x, down.weight * 1.5, down.bias)
+
+    train(tmp_path / "run", edit_and_break)
+
+    comparison = traindiff.compare(baselines(), tmp_path / "run")
+
+    assert comparison.verdict == "diverged", str(comparison)
+    assert comparison.first_divergence is not None
+    seen = edit is not edits.clear_all_module_hooks  # then the forward pass of the first such step is unknown
+    assert not seen or comparison.first_divergence.path == "blocks.1.down"
+    assert comparison.first_divergence.step == 2
+
+
+def test_a_layer_that_a_training_takes_out_is_not_called(tmp_path: Path, baselines: Callable[..., Path]) -> None:
+    def drop(training: Training) -> None:
+        training.model.blocks = training.model.blocks[:1]
+
+    train(tmp_path / "run", drop)
+
+    comparison = traindiff.compare(baselines(), tmp_path / "run")
+
+    assert comparison.verdict == "diverged"
+    assert any(one.path.startswith("blocks.1") and one.step == 2 for one in comparison.findings)
+
+
+@pytest.mark.parametrize("edit", [*COMPLETE, *PARTLY], ids=lambda edit: edit.__name__)
+def test_the_training_is_the_same_and_no_hook_stays_behind(edit: Edit, tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", edit, ranks=[1])  # records nothing on this rank
+    before: list[Training] = []
+
+    def edit_and_keep(training: Training) -> None:
+        before.append(Training.__new__(Training))
+        before[0].model, before[0].optimizer = training.model, training.optimizer
+        edit(training)
+
+    recorded = train(tmp_path / "run", edit_and_keep, observe=[*PHASES, "grad.micro"])
+
+    assert same_bits(plain, recorded)
+    for training in (recorded, before[0]):
+        let_copies_keep_what_does_nothing(training.model)
+        made = [training.optimizer] if isinstance(training.optimizer, torch.optim.Optimizer) else []
+        assert_nothing_left(training.model, *made)
+
+
+def test_hooks_of_the_training_keep_their_order(tmp_path: Path) -> None:
+    calls: list[str] = []
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer):
+        for step in range(3):
+            if step == 1:
+                edits.clear_all_module_hooks(type("Holder", (), {"model": model})())  # type: ignore[arg-type]
+                for name in ("first", "second"):
+                    model.head.register_forward_hook(lambda *_, name=name: calls.append(name))
+                    model.register_forward_hook(lambda *_, name=name: calls.append(f"root {name}"))
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+
+    assert calls == ["first", "second", "root first", "root second"] * 2
+    assert len(model.head._forward_hooks) == len(model._forward_hooks) == 2
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("moment", ["before a pass", "between passes", "before the backward pass", "after it"])
+@pytest.mark.parametrize("dicts", [("_forward_hooks", "_forward_pre_hooks"), ("_forward_pre_hooks",)])
+def test_what_one_of_several_micro_batches_loses_is_unknown_and_no_difference(
+    dicts: tuple[str, ...], moment: str, passes: int, tmp_path: Path
+) -> None:
+    def run(path: Path, *, clears: bool) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def clear(when: str, at: bool = True) -> None:
+            for module in model.modules() if clears and at and when == moment else ():
+                for name in dicts:
+                    getattr(module, name).clear()
+
+        with traindiff.record(path, model, optimizer, observe=[*PHASES, "grad.micro"]):
+            for number, batch in enumerate(torch.randn(9, 6, 4)):
+                clear("before a pass", number == 4)
+                outputs = []
+                for number_of_pass in range(passes):
+                    clear("between passes", number == 4 and number_of_pass == 1)
+                    outputs.append(model(batch + number_of_pass).square().mean())
+                clear("before the backward pass", number == 4)
+                sum(outputs).backward()
+                clear("after it", number in (3, 4))
+                if number % 3 == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    run(tmp_path / "baseline", clears=False)
+    run(tmp_path / "candidate", clears=True)
+
+    comparison = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate")
+    nothing_is_lost = moment == "before the backward pass" or (moment == "between passes" and passes == 1)
+    assert comparison.verdict == ("identical" if nothing_is_lost else "incomplete"), str(comparison)

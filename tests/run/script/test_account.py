@@ -1,0 +1,309 @@
+"""What `traindiff run` says at the end: what it saw, and what it could not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.run.script.running_scripts import Ended, recorded
+from traindiff.run.script.account import Account, SeenModel, SeenOptimizer
+from traindiff.storage import open_recording
+
+MODEL = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def train(steps=2, call=model):
+    for _ in range(steps):
+        call(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+RECORDED = ["Recorded in run: 2 steps of SGD.", "Models: Sequential, 4 parameters."]
+
+
+def run(tmp_path: Path, source: str) -> Ended:
+    (tmp_path / "script.py").write_text(MODEL + source)
+    ended = recorded("script.py", output="run", cwd=tmp_path)
+    assert ended.code == 0, ended.errors
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (
+            "with torch.no_grad():\n    model(torch.ones(3, 4))",
+            "no module that holds parameters of SGD was called where gradients are enabled: "
+            "models that only evaluate are not recorded.",
+        ),
+        (
+            "import traindiff\nwith traindiff.record('own', model, optimizer):\n    train()",
+            "the script records itself, in own.",
+        ),
+    ],
+)
+def test_it_says_why_nothing_was_recorded(tmp_path: Path, source: str, reason: str) -> None:
+    assert run(tmp_path, source).said == [f"Nothing was recorded: {reason}"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_script_without_torch_or_optimizers_is_said_to_have_none(tmp_path: Path) -> None:
+    for source, reason in (
+        ("", "the script did not import torch."),
+        (
+            "import torch",
+            "the script made no optimizer of torch's kind, and what trains is found by its optimizers.",
+        ),
+    ):
+        (tmp_path / "script.py").write_text(source)
+        assert recorded("script.py", output="run", cwd=tmp_path).said == [f"Nothing was recorded: {reason}"]
+
+
+def test_what_is_trained_elsewhere_or_not_at_all_is_named(tmp_path: Path) -> None:
+    source = """
+loose = torch.zeros(3, requires_grad=True)
+other = torch.optim.Adam([loose])
+teacher = nn.Linear(2, 2)
+
+def child():
+    train(1)
+
+if __name__ == "__main__":
+    for _ in range(3):
+        loose.sum().backward()
+        other.step()
+    train()
+    import multiprocessing
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+"""
+    assert run(tmp_path, source).said == [
+        *RECORDED,
+        "Not followed: Adam with 1 parameter, 3 steps: they belong to none of the models above.",
+        "Not recorded: Linear, 2 parameters, which no optimizer trains.",
+        "Not followed: 1 process that the script started. Start ranks with torchrun ... -m traindiff run ..., "
+        "so that each is recorded.",
+    ]
+
+
+def test_a_first_step_that_was_not_seen_is_said(tmp_path: Path) -> None:
+    ended = run(tmp_path, "train(3, torch.compile(lambda x: model(x).square(), backend='eager'))")
+
+    assert ended.said == [
+        *RECORDED,
+        "Not seen: the first step of the training, in which no module was called in a way that can be "
+        "observed (compiled together with other code, or called by its forward method). Step 0 of the recording is "
+        "step 1 of the training.",
+    ]
+
+
+@pytest.mark.parametrize(
+    "compiles", ["call = torch.compile(model, backend='eager')", "model.compile(backend='eager'); call = model"]
+)
+def test_a_compiled_model_is_seen_from_its_first_step(tmp_path: Path, compiles: str) -> None:
+    ended = run(tmp_path, f"{compiles}\ntrain(2, call)")
+
+    assert ended.said[0] == RECORDED[0]
+    assert len(ended.said) == 2
+
+
+def test_a_script_that_begins_to_record_itself_is_not_recorded_twice(tmp_path: Path) -> None:
+    ended = run(tmp_path, "train()\nimport traindiff\nwith traindiff.record('own', model, optimizer):\n    train()")
+
+    assert ended.said == [
+        *RECORDED,
+        "The script records itself, in own; from there on, this recording ends.",
+    ]
+    assert (tmp_path / "own" / "run.json").exists()
+
+
+def test_modules_that_a_container_calls_one_by_one_have_its_paths(tmp_path: Path) -> None:
+    source = """
+class Task(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 2)])
+
+    def loss(self, x):
+        return self.head[0](self.encoder(x)).sum()
+
+task = Task()
+optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+for _ in range(2):
+    task.loss(torch.ones(3, 4)).backward()
+    optimizer.step()
+"""
+    assert run(tmp_path, source).said[:2] == ["Recorded in run: 2 steps of SGD.", "Models: Task, 4 parameters."]
+    seen = {
+        (one.phase, one.path, one.slot)
+        for one in next(iter(open_recording(str(tmp_path / "run")).steps(0))).observations
+    }
+    assert {
+        ("batch", "encoder", "input[0]"),
+        ("forward", "head.0", "input[0]"),
+        ("grad", "head.0.bias", "grad"),
+    } <= seen
+    assert ("batch", "head.0", "input[0]") not in seen
+
+
+def test_a_step_that_computes_everything_by_itself_is_seen_from_the_first(tmp_path: Path) -> None:
+    source = """
+class Task(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = model
+
+task = Task()
+
+def closure():
+    optimizer.zero_grad()
+    loss = task.net(torch.ones(3, 4)).square().sum()
+    loss.backward()
+    return loss
+
+for _ in range(3):
+    optimizer.step(closure)
+"""
+    ended = run(tmp_path, source)
+
+    assert ended.said == ["Recorded in run: 3 steps of SGD.", "Models: Task, 4 parameters."]
+    steps = list(open_recording(str(tmp_path / "run")).steps(0))
+    assert [step.step for step in steps] == [0, 1, 2]
+    for step in steps:
+        seen = {(one.phase, one.path, one.slot, one.micro_step) for one in step.observations}
+        assert {
+            ("batch", "net", "input[0]", 0), ("loss", "loss", "backward", 0), ("grad", "net.0.weight", "grad", 0),
+            ("optimizer", "optimizer.groups[0]", "lr", 0),
+        } <= seen  # fmt: skip
+
+
+def test_settings_that_do_not_fit_the_model_end_the_script_when_that_is_known(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(MODEL + "train()")
+    ended = recorded("--select", "encoder.*", "script.py", output="run", cwd=tmp_path)
+
+    assert ended.code == 2
+    assert "matches none of the model's 8 modules and parameters." in ended.errors
+    assert "Traceback" not in ended.errors
+
+
+def test_a_directory_that_is_taken_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    run(tmp_path, "train()")
+    ended = recorded("script.py", output="run", cwd=tmp_path)
+
+    assert ended.code == 2
+    assert "already holds a recording." in ended.errors
+    assert ended.output == ""
+    assert recorded("--overwrite", "script.py", output="run", cwd=tmp_path).said == RECORDED
+
+
+def test_modules_of_torchscript_are_said_not_to_be_seen(tmp_path: Path) -> None:
+    source = """
+import warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    model = nn.Sequential(nn.Linear(4, 8), torch.jit.script(nn.Linear(8, 2)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+train(2, model)
+"""
+    said = run(tmp_path, source).said
+    assert said[:2] == RECORDED
+    assert "Not seen: the outputs of 1 module of Sequential: TorchScript's cannot be observed." in said
+
+
+def test_a_model_of_torchscript_trains_on_and_is_said_not_to_be_recorded(tmp_path: Path) -> None:
+    source = """
+import warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    model = torch.jit.script(model)
+train(2, model)
+print("trained")
+"""
+    ended = run(tmp_path, source)
+    assert (ended.code, ended.output.splitlines()[-1]) == (0, "trained")
+    assert ended.said == [
+        "Nothing was recorded: the script trains a RecursiveScriptModule, which torch.jit.script has made, and in "
+        "which nothing can be observed. Train the module that torch.jit.script was given."
+    ]
+
+
+def test_a_training_that_goes_on_with_a_new_optimizer_is_one(tmp_path: Path) -> None:
+    source = "train()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.01)\ntrain(3)"
+
+    assert run(tmp_path, source).said == ["Recorded in run: 5 steps of SGD.", *RECORDED[1:]]
+    seen = [one for step in open_recording(str(tmp_path / "run")).steps(0) for one in step.observations]
+    assert {(one.step, one.micro_step) for one in seen if one.phase == "loss"} == {(step, 0) for step in range(5)}
+
+
+def test_a_further_optimizer_after_one_that_is_given_closures_is_followed(tmp_path: Path) -> None:
+    source = """
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.ones(3, 4)).sum()
+    loss.backward()
+    return loss
+
+for lr in (0.1, 0.01):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for _ in range(2):
+        optimizer.step(closure)
+"""
+    assert run(tmp_path, source).said == ["Recorded in run: 4 steps of SGD.", *RECORDED[1:]]
+    seen = [one for step in open_recording(str(tmp_path / "run")).steps(0) for one in step.observations]
+    assert {(one.step, one.micro_step) for one in seen if one.phase == "loss"} == {(step, 0) for step in range(4)}
+
+
+def test_variables_named_as_what_modules_have_themselves_name_no_model(tmp_path: Path) -> None:
+    source = """
+eval, half = model[0], model[2]
+del model
+for _ in range(2):
+    half(eval(torch.ones(3, 4))).sum().backward()
+    optimizer.step()
+"""
+    models = "Models: Linear: Linear, 2 parameters; Linear_1: Linear, 2 parameters."
+    (tmp_path / "script.py").write_text(MODEL.replace("call=model", "call=None") + source)
+
+    assert recorded("script.py", output="run", cwd=tmp_path).said == [RECORDED[0], models]
+
+
+def test_a_rank_that_was_not_asked_for_says_so(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(MODEL + "train()")
+
+    ended = recorded("--ranks", "1", "script.py", output="run", cwd=tmp_path)
+
+    assert ended.said == ["Rank 0 was not recorded: --ranks does not name it."]
+
+
+def test_a_script_that_starts_itself_again_is_said_to(tmp_path: Path) -> None:
+    source = """
+import subprocess
+if "child" not in sys.argv:
+    subprocess.run([sys.executable, *sys.argv, "child"], check=True)
+    subprocess.run(["true"], check=True)
+    train()
+"""
+    assert run(tmp_path, source).said == [
+        *RECORDED,
+        "Not followed: 1 process that the script started. Start ranks with torchrun ... -m traindiff run ..., "
+        "so that each is recorded.",
+    ]
+
+
+def test_optimizers_that_are_not_followed_are_named_up_to_a_number() -> None:
+    others = [SeenOptimizer(kind="SGD", num_parameters=2, num_steps=3) for _ in range(9)]
+    account = Account(
+        recording="run", models=[SeenModel(name="", kind="Linear", num_tensors=2)], optimizers=others
+    )  # fmt: skip
+
+    lines = [line for line in account.lines() if line.startswith("Not followed")]
+    assert len(lines) == 6
+    assert lines[-1] == "Not followed: 4 more optimizers, 12 steps, of none of the models above."

@@ -1,0 +1,138 @@
+"""`traindiff verify --matrix`: a row for each combination, baselines shared, finished ones kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.run.verify import divided
+from traindiff.analyse.compare.investigation import Matrix, MatrixRow
+from traindiff.present.text.verification import print_matrix
+from traindiff.run.config.setup import PLAIN
+from traindiff.run.verify.asked import Asked, AskedSetup
+from traindiff.run.verify.matrix import Combination, verify_matrix
+from traindiff.run.verify.trusted import Question
+
+
+def asked(output: Path, candidate: Any = divided.recipe, **question: Any) -> Asked:
+    asks = {"steps": 1, "replicas": ("ulp:1", "ulp:2"), "pin": "never", **question}
+    return Asked(
+        recipe=divided.recipe, baseline_setup=PLAIN, output=output, repeat=False,
+        question=Question(candidate=candidate, setup=PLAIN, **asks),
+    )  # fmt: skip
+
+
+def combination(**varied: Any) -> Combination:
+    own = {name: value for name, value in varied.items() if name in ("engine", "nproc", "zero_stage")}
+    further = {name: value for name, value in varied.items() if name not in own}
+    return Combination(varied=varied, asked=AskedSetup(**own, further=further))
+
+
+ALL = [
+    combination(gradient_accumulation_steps=1),
+    combination(gradient_accumulation_steps=4),
+    combination(dtype="bfloat16"),
+    combination(engine="plain", nproc=2),
+]
+
+
+def words(matrix: Matrix) -> list[str]:
+    return [row.verdict for row in matrix.rows]
+
+
+def test_combinations_share_their_baseline_and_what_cannot_be_run_is_a_row_with_the_reason(tmp_path: Path) -> None:
+    heard: list[str] = []
+    found = verify_matrix(asked(tmp_path), ALL, on_row=lambda row: heard.append(row.name))
+
+    assert words(found) == ["identical", "equivalent", "identical", "impossible"]
+    assert found.exit_code == 0
+    assert "with nothing for further ranks" in found.rows[3].says
+    assert heard == [row.name for row in found.rows]
+    assert sorted(entry.name for entry in (tmp_path / "baselines").iterdir()) == ["plain", "plain_dtype=bfloat16"]
+    assert (Path(found.rows[1].output) / "report.txt").exists()
+
+
+def test_what_is_finished_is_kept_until_something_changes(tmp_path: Path) -> None:
+    first = verify_matrix(asked(tmp_path), ALL[:2])
+    baseline = tmp_path / "baselines" / "plain" / "baseline" / "run.json"
+    recorded = baseline.stat().st_mtime_ns
+
+    again = verify_matrix(asked(tmp_path), ALL[:3])
+    assert [row.kept for row in again.rows] == [True, True, False]
+    assert [replace(row, kept=False) for row in again.rows[:2]] == list(first.rows)
+
+    changed = verify_matrix(asked(tmp_path, rtol=0.1), ALL[:1])
+    assert not changed.rows[0].kept
+    assert baseline.stat().st_mtime_ns == recorded  # on which it does not depend
+
+    longer = verify_matrix(asked(tmp_path, steps=2), ALL[:1])
+    assert not longer.rows[0].kept
+    assert baseline.stat().st_mtime_ns != recorded
+
+    assert not verify_matrix(asked(tmp_path, steps=2), ALL[:1], fresh=True).rows[0].kept
+
+
+def test_the_worst_of_those_that_ran_decides_how_it_exits(tmp_path: Path) -> None:
+    found = verify_matrix(asked(tmp_path, divided.other_epsilon), [ALL[0], ALL[3]])
+
+    assert words(found) == ["diverged", "impossible"]
+    assert found.exit_code == 1
+    assert found.rows[0].says.startswith("step 0, micro-step 0, forward, 2 output[0]: The values differ by ")
+
+
+def test_a_candidate_that_fails_is_a_row_and_the_others_are_still_run(tmp_path: Path) -> None:
+    found = verify_matrix(asked(tmp_path, divided.raising, steps=2), ALL[:2])
+
+    assert words(found) == ["incomplete", "incomplete"]
+    assert found.rows[0].says.startswith("Rank 0 raised ValueError: two steps are one too many.")
+
+
+def row(verdict: str, exit_code: int) -> MatrixRow:
+    return MatrixRow(
+        name="engine=ddp", varied={}, verdict=verdict, says="", seconds=1.25, output="x", exit_code=exit_code
+    )
+
+
+@pytest.mark.parametrize(
+    ("codes", "worst"),
+    [
+        ([("identical", 0), ("diverged", 1), ("incomplete", 3)], 1),
+        ([("identical", 0), ("incomplete", 3), ("refused", 2)], 3),
+        ([("equivalent", 0), ("refused", 2)], 2),
+        ([("identical", 0), ("impossible", 0)], 0),
+        ([("impossible", 0)], 2),
+    ],
+)
+def test_exit_codes_are_ordered_by_how_bad_they_are(codes: list[tuple[str, int]], worst: int) -> None:
+    assert Matrix(recipe="r", output="o", rows=tuple(row(*one) for one in codes)).exit_code == worst
+
+
+def test_the_table_has_a_line_for_each_combination_and_a_count_of_verdicts() -> None:
+    rows = (
+        row("equivalent", 0),
+        replace(row("diverged", 1), name="engine=fsdp2", says="step 0, grad, w grad: doubled.", kept=True),
+        replace(row("impossible", 0), name="engine=tp", says="nproc=1 is too few.", seconds=0.0),
+    )
+    console = Console(width=120, highlight=False)
+
+    with console.capture() as printed:
+        print_matrix(console, Matrix(recipe="train.py:recipe", output="out", rows=rows))
+
+    lines = [line.rstrip() for line in printed.get().splitlines()]
+    assert lines[0] == "train.py:recipe; a report of each combination is below out"
+    assert [line.split()[:2] for line in lines[2:6]] == [
+        ["combination", "verdict"], ["engine=ddp", "equivalent"], ["engine=fsdp2", "diverged"],
+        ["engine=tp", "impossible"],
+    ]  # fmt: skip
+    assert lines[3].endswith("1.2 s")
+    assert lines[4].endswith("kept")
+    assert lines[-1] == "3 combinations: 1 equivalent, 1 diverged, 1 impossible."
+
+
+def test_a_row_comes_through_json_as_it_was() -> None:
+    assert MatrixRow.from_json(json.loads(json.dumps(row("diverged", 1).to_json()))) == row("diverged", 1)
