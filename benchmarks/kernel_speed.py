@@ -10,7 +10,7 @@ from time import process_time
 import torch
 from torch import Tensor
 
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.shards import Shard
 
 ELEMENTS = 1 << 26
@@ -38,7 +38,7 @@ def measure(elements: int = ELEMENTS) -> list[Speed]:
         shard = Shard.whole((elements,))
         size, full = tensor.nbytes / 1e9, plain.nbytes / 1e9
         runs: dict[str, tuple[float, Callable[[], object]]] = {
-            "kernel": (size, lambda tensor=tensor, shard=shard: summarise(tensor, shard)),
+            "kernel": (size, lambda tensor=tensor, shard=shard: summarize(tensor, shard)),
             "sum": (full, plain.sum),
             "copy": (full, lambda: target.copy_(plain)),
         }
@@ -65,8 +65,8 @@ def measure(elements: int = ELEMENTS) -> list[Speed]:
 def of_one_call(tensor: Tensor, *, calls: int = 2000) -> float:
     """Microseconds of one call of the kernel on a small tensor."""
     shard = Shard.whole(tuple(tensor.shape))
-    summarise(tensor, shard)
+    summarize(tensor, shard)
     before = process_time()
     for _ in range(calls):
-        summarise(tensor, shard)
+        summarize(tensor, shard)
     return (process_time() - before) / calls * 1e6

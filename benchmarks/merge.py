@@ -54,7 +54,7 @@ print(json.dumps({
     "verdict": comparison.verdict, "steps": len(comparison.steps), "seconds": seconds,
     "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
     "peak_bytes": peak_bytes(), "empty_bytes": empty,
-    "notes": list(comparison.notes), "first": comparison.first_divergence and comparison.first_divergence.says,
+    "notes": list(comparison.notes), "first": comparison.first_divergence and comparison.first_divergence.message,
 }))
 """
 

@@ -60,7 +60,7 @@ class Model(nn.Module):
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The mean loss of this rank's samples, which both sides minimise."""
+    """The mean loss of this rank's samples, which both sides minimize."""
     return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 

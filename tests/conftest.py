@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(scope="module", params=["reference", "compiled"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Have `traindiff.core.kernels.summarise` use the NumPy reference, or the compiled kernel for the CPU."""
+    """Have `traindiff.core.kernels.summarize` use the NumPy reference, or the compiled kernel for the CPU."""
     from traindiff.core import kernels
 
     with pytest.MonkeyPatch.context() as patched:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.analyse.compare import Comparison
-from traindiff.core.kernels.reference import summarise_array
+from traindiff.core.kernels.reference import summarize_array
 from traindiff.core.observation import Observation
 from traindiff.core.shards import Shard
 from traindiff.core.site import PHASES
@@ -48,7 +48,7 @@ def random(*shape: int, seed: int, dtype: str = "float32") -> Array:
 def summary_of(values: Array, shard: Shard | None = None) -> Any:
     flat = np.ascontiguousarray(values).reshape(-1)
     fractions = values.dtype.kind == "f"
-    return summarise_array(
+    return summarize_array(
         flat,
         flat.view(f"u{values.dtype.itemsize}"),
         shard or Shard.whole(values.shape),

@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 120.0
 def run_on_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> list[Any]:
-    """Call `function(*args)` in `world_size` processes with an initialised process group.
+    """Call `function(*args)` in `world_size` processes with an initialized process group.
 
     Each process has one thread for computing, and `RANK`, `LOCAL_RANK` and `WORLD_SIZE` set as torchrun sets them.
 

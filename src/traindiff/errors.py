@@ -8,7 +8,7 @@
     - MixedRecordingError    its ranks are of different runs
     - FormatVersionError     written by a newer traindiff
     - LostFilesError         its files were moved, deleted or cut short while they were written
-  + UnsupportedTensorError   no kernel can summarise this tensor
+  + UnsupportedTensorError   no kernel can summarize this tensor
   + NotPerturbedError        a replica's training ran where it cannot be perturbed
   + LockstepError            the ranks, or the sides, of a lockstep cannot go on together
   + NonFiniteError           a training that is watched has made its first NaN or infinity
@@ -33,7 +33,7 @@ class TraindiffError(Exception):
 
 
 class UnsupportedTensorError(TraindiffError):
-    """No kernel can summarise this tensor; its message says why, in a few words."""
+    """No kernel can summarize this tensor; its message says why, in a few words."""
 
 
 class NotPerturbedError(TraindiffError):

@@ -115,8 +115,8 @@ def _ask(case: Case, problems: list[str]) -> None:
             answer = connection.getresponse()
             said = answer.read()
             if answer.status == 500:  # 503 says that it took too long
-                says = re.search(rb"This could not be read[^<]*", said)
-                problems.append(f"{page}: {says[0].decode(errors='replace') if says else answer.status}")
+                message = re.search(rb"This could not be read[^<]*", said)
+                problems.append(f"{page}: {message[0].decode(errors='replace') if message else answer.status}")
             connection.close()
     except Exception as error:  # noqa: BLE001  told to the other thread
         problems.append(f"{type(error).__name__}: {error}")

@@ -162,9 +162,13 @@ def _wrongs(
     warned = actual.stderr.count("TraindiffWarning: traindiff")
     if warned != (row.status != ""):
         yield f"{warned} warnings: {actual.stderr[-600:]}"
-    says = _says(run)
-    if (says is None) != (row.status is None) or (row.status or "") not in (says or "") or (row.status == "" and says):
-        yield f"the recording says {says!r}"
+    message = _says(run)
+    if (
+        (message is None) != (row.status is None)
+        or (row.status or "") not in (message or "")
+        or (row.status == "" and message)
+    ):
+        yield f"the recording says {message!r}"
 
 
 def _says(run: Path) -> str | None:
@@ -172,10 +176,10 @@ def _says(run: Path) -> str | None:
     try:
         recording = traindiff.open_recording(str(run))
         list(recording.steps(0))
-        return recording.status(0).says
+        return recording.status(0).message
     except traindiff.CorruptRecordingError as error:
         recording = traindiff.open_recording(str(run))
-        return f"{recording.status(0).says} {error}"
+        return f"{recording.status(0).message} {error}"
     except traindiff.NotARecordingError:
         return None
 

@@ -43,12 +43,12 @@ class Failure:
     Attributes:
         kind: `crash`, `signal`, `hang`, `memory` or `outside`.
         place: Where in the code; failures of one place are one.
-        says: The end of the traceback, or more of what happened.
+        message: The end of the traceback, or more of what happened.
     """
 
     kind: str
     place: str
-    says: str
+    message: str
 
     def to_json(self) -> dict[str, str]:
         """As a line of a log has it."""
@@ -103,11 +103,13 @@ class Judge:
             outcome, failure = self._outcome(reader)
         peak = peak_bytes()
         if failure is None and peak > self.most_memory:
-            failure = Failure(kind="memory", place=f"{outcome} at {peak >> 20} MB", says="")
+            failure = Failure(kind="memory", place=f"{outcome} at {peak >> 20} MB", message="")
         if failure is None and self._opened:
             failure = self._opened[0]
         if _was_opened(self._inotify) and failure is None:
-            failure = Failure(kind="outside", place=f"{self.outside} was opened", says="by code that is not Python's")
+            failure = Failure(
+                kind="outside", place=f"{self.outside} was opened", message="by code that is not Python's"
+            )
         self._opened.clear()
         return ("failed", failure) if failure else (outcome, None)
 
@@ -119,8 +121,8 @@ class Judge:
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
         except TraindiffError as error:
-            says = str(error)  # which must not fail either
-            says.encode("utf-8", "surrogatepass")
+            message = str(error)  # which must not fail either
+            message.encode("utf-8", "surrogatepass")
             return "refused", None
         except HangError as error:
             return "failed", _failure("hang", error)
@@ -153,12 +155,12 @@ class Judge:
         if not f"{whole}/".startswith(self.allowed):
             self._note(event, path)
 
-    def _note(self, event: str, says: str) -> None:
+    def _note(self, event: str, message: str) -> None:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and not frame.f_code.co_filename.startswith(SOURCE):
             frame = frame.f_back
         place = "unknown" if frame is None else _frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        self._opened.append(Failure(kind="outside", place=f"{event} from {place}", says=says))
+        self._opened.append(Failure(kind="outside", place=f"{event} from {place}", message=message))
 
 
 _ON_PATHS = {
@@ -199,8 +201,8 @@ def _of_the_interpreter() -> list[str]:
 
 
 def _failure(kind: str, error: BaseException) -> Failure:
-    says = "".join(traceback.format_exception(error, limit=-6))[-3000:]
-    return Failure(kind=kind, place=f"{type(error).__name__} {_place(error.__traceback__)}", says=says)
+    message = "".join(traceback.format_exception(error, limit=-6))[-3000:]
+    return Failure(kind=kind, place=f"{type(error).__name__} {_place(error.__traceback__)}", message=message)
 
 
 def _place(found: TracebackType | None) -> str:

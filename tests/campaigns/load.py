@@ -68,10 +68,15 @@ def _print(name: str, size: int, found: Mapping[str, Any], path: Path) -> bool:
     slows = found["repeats"] and name.endswith("compare") and seconds[-1] > 2 * seconds[1]
     wrong = found.get("verdict", "identical") != "identical"
     disk = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    says = [found.get("says", ""), "GROWS" * grows, "SLOWS DOWN" * slows, f"verdict {found.get('verdict')}" * wrong]
+    message = [
+        found.get("message", ""),
+        "GROWS" * grows,
+        "SLOWS DOWN" * slows,
+        f"verdict {found.get('verdict')}" * wrong,
+    ]
     print(
         f"{name:36}{size:10,}{sum(seconds):9.1f}{first / 1e6:10.0f} MB{last / 1e6:9.0f} MB{disk / 1e6:7.0f} MB  "
-        f"{'; '.join(filter(None, says))}",
+        f"{'; '.join(filter(None, message))}",
         flush=True,
     )
     return bool(grows or slows or wrong)
@@ -145,7 +150,7 @@ def _parameters(size: int, path: Path) -> dict[str, Any]:
             fifths.one()
     recorded = sum(fifths.seconds) - attached
     return fifths.found(
-        says=f"{recorded / 3 / plain:.1f} x a plain step of {plain:.2f} s; attached in {attached:.1f} s"
+        message=f"{recorded / 3 / plain:.1f} x a plain step of {plain:.2f} s; attached in {attached:.1f} s"
     )
 
 
@@ -218,7 +223,7 @@ def _compare(size: int, path: Path) -> dict[str, Any]:
     steps = len({one.step for one in open_recording(str(path)).steps(0)})
     fifths = Fifths(steps)
     found = traindiff.compare(path, path, progress=fifths.one)
-    return fifths.found(verdict=found.verdict, says=f"{1e3 * sum(fifths.seconds) / steps:.1f} ms a step")
+    return fifths.found(verdict=found.verdict, message=f"{1e3 * sum(fifths.seconds) / steps:.1f} ms a step")
 
 
 def _seconds(step: Callable[[], None]) -> float:

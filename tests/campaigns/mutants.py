@@ -202,7 +202,7 @@ def _report(plan: Plan, found: Judged, *, keep: bool) -> None:
     failure = found.failure
     assert failure is not None
     print(f"\nnumber {found.number}: {found.reader} of {found.seed} ({found.mutator}): {failure.kind}: {failure.place}")
-    print("\n".join(f"    {line}" for line in failure.says.splitlines()[-8:]), flush=True)
+    print("\n".join(f"    {line}" for line in failure.message.splitlines()[-8:]), flush=True)
     if keep:
         made, _, _ = plan.case(found.number)
         path = corpus.keep(found, made.tree, kind=made.seed.kind)

@@ -25,7 +25,7 @@ from traindiff.present.data.formats import FORMATS, writer
 from traindiff.present.page import page_of, write
 from traindiff.present.text.comparison import print_comparison
 from traindiff.present.text.recording import print_check, print_head, print_rows
-from traindiff.present.viewer.catalogue import Catalogue, write_listing
+from traindiff.present.viewer.catalog import Catalog, write_listing
 from traindiff.run.testing.golden import Golden
 from traindiff.storage import Recording, open_recording
 
@@ -121,10 +121,10 @@ def _compare(case: Case) -> None:
 
 
 def _view(case: Case) -> None:
-    catalogue = Catalogue(case.places.under)
-    write_listing(catalogue)
-    catalogue.find("training/baseline")
-    catalogue.state("training/baseline")
+    catalog = Catalog(case.places.under)
+    write_listing(catalog)
+    catalog.find("training/baseline")
+    catalog.state("training/baseline")
 
 
 def _golden(case: Case) -> None:
@@ -174,7 +174,7 @@ def _replay(case: Case) -> None:
     found = main(case.mutant, "cpu", "0.5")
     json.dumps(found, allow_nan=False)
     if "error" in found:
-        raise RecordingError(found["says"])
+        raise RecordingError(found["message"])
 
 
 Reader = Callable[[Case], None]

@@ -102,25 +102,25 @@ def _train(run: Path, way: str, report: int, found: Path) -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     model, optimizer = small_model()
     before = _hooks(model, optimizer)
-    says: dict[str, Any] = {}
+    message: dict[str, Any] = {}
     try:
         with traindiff.record(run, model, optimizer) if run.name != "none" else nullcontext():
             _steps(model, optimizer, report, 1_000_000)
     except BaseException as error:  # noqa: BLE001  it is what is looked at
         frames = traceback.extract_tb(error.__traceback__)
-        says = {
+        message = {
             "type": type(error).__name__,
             "text": str(error),
             "functions": [frame.name for frame in frames if frame.filename == __file__][:2],
             "inside": any("/traindiff/" in frame.filename for frame in frames),
             "frames": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames],
         }
-    says["hooks"] = [
+    message["hooks"] = [
         f"{name}: {before.get(name, 0)} -> {n}"
         for name, n in _hooks(model, optimizer).items()
         if n != before.get(name, 0)
     ]
-    found.write_text(json.dumps(says))
+    found.write_text(json.dumps(message))
     return CAUGHT
 
 
@@ -178,16 +178,18 @@ def _end(run: Path, way: str, row: Row, chance: random.Random) -> None:
     if way == WAYS[2]:
         row.other_ends += status != -signal.SIGTERM
     else:
-        says = json.loads(found.read_text()) if found.exists() else {}
+        message = json.loads(found.read_text()) if found.exists() else {}
         expected = ("KeyboardInterrupt", "") if way == WAYS[0] else ("SystemExit", "143")
         is_other = (
-            (says.get("type"), says.get("text")) != expected or says["functions"][0] != "_train" or status != CAUGHT
+            (message.get("type"), message.get("text")) != expected
+            or message["functions"][0] != "_train"
+            or status != CAUGHT
         )
         row.other_ends += is_other
-        row.inside += says.get("inside", False)
-        row.hooks += bool(says.get("hooks"))
-        if is_other or says.get("hooks"):
-            print(f"{way}: {status} {json.dumps(says, indent=1)} {log.read_text()[-3000:]}", flush=True)
+        row.inside += message.get("inside", False)
+        row.hooks += bool(message.get("hooks"))
+        if is_other or message.get("hooks"):
+            print(f"{way}: {status} {json.dumps(message, indent=1)} {log.read_text()[-3000:]}", flush=True)
     verdict = run.with_suffix(".verdict")
     assert ended(forked(partial(_look, run, finished, verdict), output=log)) == 0, log.read_text()
     lost, ending = verdict.read_text().split()

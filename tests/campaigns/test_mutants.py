@@ -99,7 +99,7 @@ def test_mutants_are_kept_as_they_are(tmp_path: Path) -> None:
         "run.json": b"{}", "a/b": Special(kind="fifo"), "c": Special(kind="link", target="../../x"),
         "d": Special(kind="socket"), "e": Special(kind="gone"), "f": Special(kind="directory"), "\x1b[2J": b"x",
     }  # fmt: skip
-    failure = workers.Failure(kind="crash", place="KeyError recording/manifest.py:80 load_run", says="")
+    failure = workers.Failure(kind="crash", place="KeyError recording/manifest.py:80 load_run", message="")
     about = Judged(
         number=1,
         seed="plain",

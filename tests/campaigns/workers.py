@@ -240,12 +240,12 @@ class Worker:
 
     def _died(self, number: int, signal_number: int) -> Judged:
         made, reader, _ = self._plan.case(number)
-        says = self._crash.read_text(encoding="utf-8", errors="replace")[-3000:] if self._crash.exists() else ""
+        message = self._crash.read_text(encoding="utf-8", errors="replace")[-3000:] if self._crash.exists() else ""
         hung = signal_number == signal.SIGKILL
         name = signal.Signals(signal_number).name
-        place = next((line.strip() for line in says.splitlines() if "src/traindiff/" in line), "unknown")
+        place = next((line.strip() for line in message.splitlines() if "src/traindiff/" in line), "unknown")
         failure = Failure(
-            kind="hang" if hung else "signal", place=f"{name} {place.rpartition('src/traindiff/')[2]}", says=says
+            kind="hang" if hung else "signal", place=f"{name} {place.rpartition('src/traindiff/')[2]}", message=message
         )
         return Judged(
             number=number, seed=made.seed.name, mutator=made.mutator, reader=reader, outcome="failed",
@@ -371,18 +371,18 @@ class Forked:
             answer = file.read() if not status else b""
         if status:
             number = os.waitstatus_to_exitcode(status)
-            says = crash.read_text(encoding="utf-8", errors="replace")[-3000:]
+            message = crash.read_text(encoding="utf-8", errors="replace")[-3000:]
             kind = "hang" if number == -signal.SIGKILL else "signal"
-            place = next((line.strip() for line in says.splitlines() if "src/traindiff/" in line), "unknown")
+            place = next((line.strip() for line in message.splitlines() if "src/traindiff/" in line), "unknown")
             return (
                 "failed",
-                Failure(kind=kind, place=f"{number} {place.rpartition('src/traindiff/')[2]}", says=says),
+                Failure(kind=kind, place=f"{number} {place.rpartition('src/traindiff/')[2]}", message=message),
                 peak,
             )
         try:
             outcome, failure = json.loads(answer)
         except ValueError:
-            return "failed", Failure(kind="crash", place="no answer", says=""), peak
+            return "failed", Failure(kind="crash", place="no answer", message=""), peak
         return outcome, None if failure is None else Failure(**failure), peak
 
 

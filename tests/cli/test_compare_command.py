@@ -81,7 +81,7 @@ def test_another_model_is_incomplete_and_exits_with_three(traindiff: Traindiff) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (
             ("nothing", "again"),
@@ -95,13 +95,13 @@ def test_another_model_is_incomplete_and_exits_with_three(traindiff: Traindiff) 
     ],
 )
 def test_unusable_input_is_explained_on_standard_error_and_exits_with_two(
-    traindiff: Traindiff, arguments: tuple[str, ...], says: str
+    traindiff: Traindiff, arguments: tuple[str, ...], message: str
 ) -> None:
     result = traindiff("compare", *arguments)
 
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert says in result.stderr
+    assert message in result.stderr
 
 
 def test_a_newer_version_is_refused_with_both_versions(traindiff: Traindiff, tmp_path: Path) -> None:

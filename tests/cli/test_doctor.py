@@ -103,7 +103,7 @@ def training(model: nn.Module, disturb: Callable[[], None] = lambda: None) -> Tr
 
 def checked(recipe: Recipe, **options: Any) -> dict[str, tuple[str, str]]:
     plan = Plan(recipe=recipe, rounds=0, **{"backend": None, **options})
-    return {check.name: (check.result, check.says) for check in run_checks(plan)}
+    return {check.name: (check.result, check.message) for check in run_checks(plan)}
 
 
 def test_this_machine_is_healthy() -> None:
@@ -138,7 +138,7 @@ def test_a_model_of_the_user_is_checked(script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "says"),
+    ("named", "message"),
     [
         ("{folder}/missing.py:build", "missing.py does not exist."),
         ("{folder}/train.py", "does not name a function in a file or module."),
@@ -155,7 +155,7 @@ def test_a_model_of_the_user_is_checked(script: str) -> None:
         ("{folder}/exits.py:build", "raised SystemExit: no arguments"),
     ],
 )
-def test_a_recipe_that_cannot_be_used_is_an_error_that_says_why(named: str, says: str, script: str) -> None:
+def test_a_recipe_that_cannot_be_used_is_an_error_that_says_why(named: str, message: str, script: str) -> None:
     folder = Path(script).parent
     (folder / "broken.py").write_text("def build(:")
     (folder / "exits.py").write_text("raise SystemExit('no arguments')")
@@ -163,11 +163,11 @@ def test_a_recipe_that_cannot_be_used_is_an_error_that_says_why(named: str, says
     result = run(named.format(folder=folder))
 
     assert result.exit_code == 2
-    assert says in result.stderr
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("again", "returns the same model when it is called again."),
         ("broken", "step\n    calling it raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
@@ -175,11 +175,11 @@ def test_a_recipe_that_cannot_be_used_is_an_error_that_says_why(named: str, says
         ("idle", "step\n    does not call step() of an optimizer, or there are no batches."),
     ],
 )
-def test_a_training_that_does_not_train_is_an_error_that_says_why(name: str, says: str, script: str) -> None:
+def test_a_training_that_does_not_train_is_an_error_that_says_why(name: str, message: str, script: str) -> None:
     result = run(f"{script}:{name}", "--rounds", "0")
 
     assert result.exit_code == 2
-    assert says in result.stderr
+    assert message in result.stderr
 
 
 def test_a_training_may_skip_its_first_steps(script: str) -> None:
@@ -205,9 +205,9 @@ def test_a_recording_that_disturbs_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Observations, "emit", disturbing)
     found = checked(lambda: training(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))))
 
-    result, says = found["same bits with and without a recording"]
+    result, message = found["same bits with and without a recording"]
     assert result == "fail"
-    assert says.startswith("with a recording, ")
+    assert message.startswith("with a recording, ")
 
 
 def test_a_slot_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,10 +245,10 @@ def test_a_training_that_differs_from_itself_is_not_held_against_the_recording()
     def recipe() -> Training:
         return training(nn.Linear(4, 2), lambda: torch.manual_seed(next(numbers)) and None)
 
-    result, says = checked(recipe)["same bits with and without a recording"]
+    result, message = checked(recipe)["same bits with and without a recording"]
 
     assert result == "skip"
-    assert says.startswith("two trainings without a recording differ")
+    assert message.startswith("two trainings without a recording differ")
 
 
 def test_one_bit_is_a_difference() -> None:

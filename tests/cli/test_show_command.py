@@ -132,7 +132,7 @@ def test_csv_and_json_can_be_written_to_a_file(traindiff: Traindiff, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("baseline", "--phase", "gradient"), '"gradient" is not a phase.\n    Did you mean "grad"?'),
         (("baseline", "--steps", "a"), "'a' is not a step or a range of steps."),
@@ -141,13 +141,13 @@ def test_csv_and_json_can_be_written_to_a_file(traindiff: Traindiff, tmp_path: P
     ],
 )
 def test_unusable_input_is_explained_on_standard_error_and_exits_with_two(
-    traindiff: Traindiff, arguments: tuple[str, ...], says: str
+    traindiff: Traindiff, arguments: tuple[str, ...], message: str
 ) -> None:
     result = traindiff("show", *arguments)
 
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert says in result.stderr
+    assert message in result.stderr
 
 
 def test_an_unknown_format_is_refused(traindiff: Traindiff) -> None:

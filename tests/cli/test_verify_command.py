@@ -105,7 +105,7 @@ def test_json_is_all_that_is_on_standard_output(verify: Command) -> None:
     assert (first["step"], first["micro_step"], first["rank"]) == (0, 0, 0)
     assert (first["phase"], first["site"], first["slot"]) == ("forward", "1", "output[0]")
     assert first["ratio"] > 1
-    assert first["says"]
+    assert first["message"]
     assert first["kind"]
     assert found["findings"][0] == first
     assert found["pin_note"] == ""
@@ -118,7 +118,7 @@ def test_an_equal_candidate_has_no_first_divergence_in_the_json(verify: Command)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--replica", "ulb:1"), 'Did you mean "ulp"?'),
         (("--candidate", "train.py:worng"), 'Did you mean "wrong"?'),
@@ -130,13 +130,13 @@ def test_an_equal_candidate_has_no_first_divergence_in_the_json(verify: Command)
     ],
 )
 def test_what_cannot_be_used_is_explained_on_standard_error_and_exits_with_two(
-    arguments: tuple[str, ...], says: str, verify: Command
+    arguments: tuple[str, ...], message: str, verify: Command
 ) -> None:
     result = verify(*arguments)
 
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert says in result.stderr
+    assert message in result.stderr
     assert not Path("traindiff-verify").exists()
 
 
@@ -160,9 +160,9 @@ def test_an_engine_is_run_on_two_ranks_and_its_report_is_left_with_the_recording
     result = run("--engine", "ddp", "--gradient_accumulation_steps=2", "--iterations", "1", "--dtype", "torch.float32")
 
     assert result.exit_code == 0
-    says = "candidate  tests.run.verify.divided:recipe (ddp, nproc=2, gradient_accumulation_steps=2)\n"
-    assert says in result.stdout
-    assert says in Path("traindiff-verify/report.txt").read_text()
+    message = "candidate  tests.run.verify.divided:recipe (ddp, nproc=2, gradient_accumulation_steps=2)\n"
+    assert message in result.stdout
+    assert message in Path("traindiff-verify/report.txt").read_text()
     assert json.loads(Path("traindiff-verify/verification.json").read_text())["sides"][1]["setup"]["nproc"] == 2
     assert sorted(path.name for path in Path("traindiff-verify/logs/candidate").iterdir()) == [
         "rank-0.txt",

@@ -88,7 +88,7 @@ def test_patterns_match_canonical_paths(pattern: str, path: str, expected: bool)
     assert matches(pattern, path) is expected
 
 
-def test_a_site_is_labelled_as_people_read_it() -> None:
+def test_a_site_is_labeled_as_people_read_it() -> None:
     assert label("encoder.0", "output[0]") == "encoder.0 output[0]"
     assert label("", "output[0]") == "(root) output[0]"
     assert label("encoder", "") == "encoder"

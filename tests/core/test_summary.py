@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tests.core.kernels.rounding import SUMMARY_NAMES, assert_equal_up_to_rounding
 from traindiff.core import summary
-from traindiff.core.kernels.reference import summarise_array
+from traindiff.core.kernels.reference import summarize_array
 from traindiff.core.shards import Shard
 from traindiff.core.summary import SUMMARY, add, empty, merge, scale
 
@@ -20,7 +20,7 @@ FLOAT64_TINY = float(np.finfo(np.float64).smallest_normal)
 def of(values: NDArray[np.float64] | list[float]) -> np.void:
     array = np.ascontiguousarray(values, dtype=np.float64)
     flat = array.reshape(-1)
-    return summarise_array(flat, flat.view(np.uint64), Shard.whole(array.shape), tiny=FLOAT64_TINY)
+    return summarize_array(flat, flat.view(np.uint64), Shard.whole(array.shape), tiny=FLOAT64_TINY)
 
 
 def random(*shape: int, seed: int = 0) -> NDArray[np.float64]:

@@ -39,4 +39,4 @@ def test_fsdp2_against_one_process(fault: bool, reference: Path, tmp_path: Path)
 
     assert comparison.verdict == ("diverged" if fault else "equivalent"), str(comparison)
     if fault:
-        assert "2 x the baseline's (= world size 2" in comparison.findings[0].says
+        assert "2 x the baseline's (= world size 2" in comparison.findings[0].message

@@ -317,7 +317,7 @@ FURTHER_FAULTS: dict[str, Fault] = {
     ),
     "one-token-untrained": Fault(
         change=after_backward(gradient("wte.weight", _zero_row)), step=0, phase="grad", path="wte.weight",
-        kind="localised",
+        kind="localized",
     ),
     "gradient-noise": Fault(
         change=after_backward(gradient("h.1.attn.q.weight", _noisy)), step=0, phase="grad", path="h.1.attn.q.weight",
@@ -325,7 +325,7 @@ FURTHER_FAULTS: dict[str, Fault] = {
     ),
     "clipped-by-value": Fault(
         change=lambda recipe: recipe.but(clip=None, after_backward=_clip_by_value), step=0, phase="grad",
-        path="(all parameters)", kind="clipping", says="The baseline clips gradients to a norm of 0.05",
+        path="(all parameters)", kind="clipping", message="The baseline clips gradients to a norm of 0.05",
         base={"clip": 0.05},
     ),
     "clipped-to-the-norm-of-a-part": Fault(
@@ -346,7 +346,7 @@ FURTHER_FAULTS: dict[str, Fault] = {
     "padding-reflects": _conv(Fault(
         change=built(setting("conv1", "padding_mode", "reflect")), step=0, phase="forward", path="conv1",
     )),
-    "colours-reversed": _conv(Fault(
+    "colors-reversed": _conv(Fault(
         change=built(forward("conv1", lambda self, x: self._conv_forward(x.flip(1), self.weight, self.bias))), step=0,
         phase="forward", path="conv1",
     )),

@@ -39,7 +39,7 @@ class Fault:
         optimizer: With which optimizer.
         precisions: In which it has an effect above rounding.
         base: Changes to the recipe of both runs.
-        says: What the sentence must hold.
+        message: What the sentence must hold.
     """
 
     change: Callable[[Recipe], Recipe]
@@ -52,7 +52,7 @@ class Fault:
     optimizer: str = "adamw"
     precisions: Dtypes = ALL
     base: Mapping[str, Any] = field(default_factory=dict)
-    says: str = ""
+    message: str = ""
 
     def baseline(self, precision: str) -> Recipe:
         return recipe(self.model, self.optimizer, precision).but(steps=6, **self.base)  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ class DroppedGpt(nn.Module):
         return self.head(self.mlp(self.embed(tokens)))
 
 
-def _unnormalised(self: Attention, x: Tensor) -> Tensor:
+def _unnormalized(self: Attention, x: Tensor) -> Tensor:
     q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
     scores = q @ k.transpose(-2, -1) / sqrt(q.shape[-1] + 1)
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -313,7 +313,7 @@ FAULTS: dict[str, Fault] = {
     # -- gradients
     "all-gradients-doubled": Fault(
         change=after_backward(all_gradients(2.0)), step=0, phase="grad", path="wte.weight", kind="scale",
-        says="All gradients are 2 x the baseline's.",
+        message="All gradients are 2 x the baseline's.",
     ),
     "gradient-doubled": Fault(
         change=after_backward(gradient("h.1.attn.v.weight", lambda g: g * 2)), step=0, phase="grad",
@@ -321,7 +321,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "gradient-halved-once": Fault(
         change=after_backward(at(AT, gradient("h.0.mlp.fc.weight", lambda g: g / 2))), step=AT, phase="grad",
-        path="h.0.mlp.fc.weight", kind="scale", says="0.5 x the baseline's (= 1/2)",
+        path="h.0.mlp.fc.weight", kind="scale", message="0.5 x the baseline's (= 1/2)",
     ),
     "gradient-doubled-under-clipping": Fault(
         change=after_backward(gradient("h.1.attn.v.weight", lambda g: g * 2)), step=0, phase="grad",
@@ -333,11 +333,11 @@ FAULTS: dict[str, Fault] = {
     ),
     "one-row-corrupted": Fault(
         change=after_backward(gradient("h.1.mlp.fc.weight", _one_row_wrong)), step=0, phase="grad",
-        path="h.1.mlp.fc.weight", kind="localised", says="rows 0 to 7 (of 128)",
+        path="h.1.mlp.fc.weight", kind="localized", message="rows 0 to 7 (of 128)",
     ),
     "gradient-one-step-late": Fault(
         change=lambda recipe: recipe.but(after_backward=_Late("h.0.attn.v.weight")), step=1, phase="grad",
-        path="h.0.attn.v.weight", kind="late", says="what the baseline has in the step before: one step late?",
+        path="h.0.attn.v.weight", kind="late", message="what the baseline has in the step before: one step late?",
     ),
     "gradient-lost": Fault(
         change=after_backward(gradient("ln_f.bias", torch.zeros_like)), step=0, phase="grad", path="ln_f.bias",
@@ -348,9 +348,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "not-clipped": Fault(
         change=lambda recipe: recipe.but(clip=None), step=0, phase="grad", path="(all parameters)", kind="clipping",
-        says="The baseline clips gradients to a norm of 0.05; the candidate does not clip", base={"clip": 0.05},
+        message="The baseline clips gradients to a norm of 0.05; the candidate does not clip", base={"clip": 0.05},
     ),
-    # -- tying, initialisation, checkpoints
+    # -- tying, initialization, checkpoints
     "tied-head-detached": Fault(
         change=built(forward("head", _lost_head)), step=0, phase="grad", path="wte.weight", base={"build": _tied},
     ),
@@ -360,7 +360,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "weights-permuted": Fault(
         change=prepared(_permute_heads), step=0, phase="param", path="h.0.attn.q.weight", kind="initial-parameter",
-        word="misaligned", says="the same values in another order",
+        word="misaligned", message="the same values in another order",
     ),
     "other-seed": Fault(
         change=lambda recipe: recipe.but(seed=1), step=0, phase="param", path="wte.weight", kind="initial-parameter",
@@ -377,7 +377,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "micro-losses-not-divided": Fault(
         change=lambda recipe: recipe.but(weigh=lambda number, sizes: 1.0), step=0, phase="loss", path="loss",
-        kind="scale", base={"micro_batches": (4, 4)}, says="its 2 micro-batches: summed instead of averaged?",
+        kind="scale", base={"micro_batches": (4, 4)}, message="its 2 micro-batches: summed instead of averaged?",
     ),
     "labels-shifted": Fault(
         change=lambda recipe: recipe.but(loss=_shifted_loss), step=0, phase="loss", path="loss",
@@ -398,7 +398,7 @@ FAULTS: dict[str, Fault] = {
         precisions=("float32",),
     ),
     "attention-scale": Fault(
-        change=built(forward("h.1.attn", _unnormalised)), step=0, phase="forward", path="h.1.attn.proj",
+        change=built(forward("h.1.attn", _unnormalized)), step=0, phase="forward", path="h.1.attn.proj",
         precisions=("float32",),
     ),
     "mean-in-bfloat16": Fault(
@@ -429,17 +429,17 @@ FAULTS: dict[str, Fault] = {
     ),
     "recomputed-with-another-mask": Fault(
         change=built(_other_mask), step=0, phase="forward", path="mlp.drop", kind="recomputed",
-        base={"build": DroppedGpt}, says="another dropout mask",
+        base={"build": DroppedGpt}, message="another dropout mask",
     ),
     # -- optimizer and user code
     "weight-decay-on-biases": Fault(
         change=lambda recipe: recipe.but(optimizer=lambda model: _groups(model, decay_biases=True)), step=0,
         phase="optimizer", path="optimizer.groups[1]", kind="hyper-parameter", word="misaligned",
-        base={"optimizer": lambda model: _groups(model, decay_biases=False)}, says="weight_decay is 0 in the baseline",
+        base={"optimizer": lambda model: _groups(model, decay_biases=False)}, message="weight_decay is 0 in the baseline",
     ),
     "beta2": Fault(
         change=adamw(betas=(0.9, 0.95)), step=0, phase="optimizer", path="optimizer.groups[0]",
-        kind="hyper-parameter", word="misaligned", says="betas[1] is 0.999 in the baseline and 0.95 in the candidate",
+        kind="hyper-parameter", word="misaligned", message="betas[1] is 0.999 in the baseline and 0.95 in the candidate",
     ),
     "learning-rate-one-step-early": Fault(
         change=lambda recipe: recipe.but(schedule=lambda step: 1e-3 * min(1.0, (step + 1) / 4)), step=0,
@@ -455,13 +455,13 @@ FAULTS: dict[str, Fault] = {
         change=lambda recipe: recipe.but(
             optimizer=lambda model: _NoBiasCorrection(model.parameters(), lr=3e-3, weight_decay=0.1)
         ),
-        step=0, phase="update", path="wte.weight", kind="update-rule", says="without bias correction",
+        step=0, phase="update", path="wte.weight", kind="update-rule", message="without bias correction",
     ),
     "weight-decay-forgotten": Fault(
         change=lambda recipe: recipe.but(
             optimizer=lambda model: _NoDecay(model.parameters(), lr=3e-3, weight_decay=0.1)
         ),
-        step=0, phase="update", path="wte.weight", kind="update-rule", says="without its weight decay",
+        step=0, phase="update", path="wte.weight", kind="update-rule", message="without its weight decay",
         precisions=("float32", "autocast"),
     ),
     "momentum-forgotten": Fault(
@@ -470,7 +470,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "running-statistics-too-slow": Fault(
         change=built(setting("bn1", "momentum", 0.01)), step=0, phase="param", path="bn1.running_mean", model="conv",
-        kind="scale", says="(= 1/10)",
+        kind="scale", message="(= 1/10)",
     ),
     "batch-norm-in-evaluation": Fault(
         change=before_step(lambda now: now.model.get_submodule("bn1").eval() and None), step=0, phase="forward",
@@ -485,7 +485,7 @@ FAULTS: dict[str, Fault] = {
         kind="never-updated",
     ),
     "frozen-by-mistake": Fault(
-        change=before_step(_freeze), says="In the candidate, h.0.mlp.fc.weight gets no gradient",
+        change=before_step(_freeze), message="In the candidate, h.0.mlp.fc.weight gets no gradient",
         step=0, phase="grad", path="h.0.mlp.fc.weight", kind="missing",
     ),
     "optimizer-without-a-parameter": Fault(
@@ -494,6 +494,6 @@ FAULTS: dict[str, Fault] = {
                 [p for name, p in model.named_parameters() if name != "h.1.ln2.weight"], lr=3e-3, weight_decay=0.1
             )
         ),
-        step=0, phase="grad", path="h.1.ln2.weight", kind="missing", says="optimizer does not hold",
+        step=0, phase="grad", path="h.1.ln2.weight", kind="missing", message="optimizer does not hold",
     ),
 }  # fmt: skip

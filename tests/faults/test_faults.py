@@ -30,7 +30,7 @@ def test_a_fault_is_found_at_its_step_phase_and_site(name: str, precision: str, 
     assert comparison.verdict == fault.word
     assert (first.step, first.phase, first.path) == (fault.step, fault.phase, fault.path), str(comparison)
     assert not fault.kind or first.kind == fault.kind, str(comparison)
-    assert fault.says in first.says
+    assert fault.message in first.message
 
 
 def test_a_kernel_that_does_not_update_is_found_in_torch_itself(tmp_path: Path) -> None:

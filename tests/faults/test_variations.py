@@ -78,7 +78,7 @@ def test_a_float64_batch_of_the_same_numbers_is_the_same_batch(model: str, tmp_p
     assert comparison.verdict == "equivalent", str(comparison)
 
 
-def test_bfloat16_against_float32_parameters_of_the_same_values_is_no_other_initialisation(tmp_path: Path) -> None:
+def test_bfloat16_against_float32_parameters_of_the_same_values_is_no_other_initialization(tmp_path: Path) -> None:
     training = recipe("gpt").but(steps=3)
     comparison = traindiff.compare(
         training.run(tmp_path / "baseline"), training.but(precision="bfloat16").run(tmp_path / "candidate")

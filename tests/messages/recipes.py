@@ -69,9 +69,13 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 
 @situation("verify whose baseline is killed")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    says = "Rank 0 was ended by signal 9, SIGKILL (was there enough memory?)."
+    message = "Rank 0 was ended by signal 9, SIGKILL (was there enough memory?)."
     killed = FailedRank(
-        rank=0, how="died", says=says, num_steps=2, last_observation="step 2, micro-step 0, forward, layers.3 output[0]"
+        rank=0,
+        how="died",
+        message=message,
+        num_steps=2,
+        last_observation="step 2, micro-step 0, forward, layers.3 output[0]",
     )
     raise refused(RunFailedError(FailedRun(run="baseline", first=0, ranks=(killed,))), "verify(...)")
 
@@ -295,7 +299,9 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
 
     with one_thread():
         checks = run_checks(Plan(recipe=recipe, steps=1, rounds=0, backend=None))
-        return "\n".join(f"    {one.result}: {one.name}: {one.says}" for one in checks if one.name.startswith("every"))
+        return "\n".join(
+            f"    {one.result}: {one.name}: {one.message}" for one in checks if one.name.startswith("every")
+        )
 
 
 @situation("the demo: a fault that there is not")

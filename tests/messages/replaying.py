@@ -50,7 +50,7 @@ def damaged(title: str, break_: Callable[[Path], object], run: Callable[[Path], 
     def provoke(here: Path, patched: pytest.MonkeyPatch) -> object:
         directory = written(here / "saved", ADD)
         break_(directory)
-        return getattr(run(directory), "says", None)
+        return getattr(run(directory), "message", None)
 
     situation(title)(provoke)
 

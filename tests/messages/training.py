@@ -21,7 +21,7 @@ from tests.messages.provoking import Chapter
 from tests.messages.recording import Small, record
 from tests.storage.full_disk import FullDisk
 from tests.storage.samples import step, write
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.shards import Shard
 from traindiff.observe.common.writing import DEPTH, BackgroundWriter
@@ -191,7 +191,7 @@ def _unreadable() -> dict[str, Callable[[], Tensor]]:
     return {
         "sparse": lambda: torch.eye(3).to_sparse(),
         "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-        "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
         "meta": lambda: torch.ones(3, device="meta"),
         "fake": fake,
         "float4": lambda: torch.empty(4, dtype=torch.float4_e2m1fn_x2),
@@ -211,15 +211,15 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
 
 @situation("a parameter before the first forward pass")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    summarise(nn.LazyLinear(3).weight, Shard.whole(()))
+    summarize(nn.LazyLinear(3).weight, Shard.whole(()))
 
 
 @situation("a tensor inside a transform of torch.func")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    torch.vmap(lambda tensor: summarise(tensor, Shard.whole(shape_of(tensor))))(torch.ones(2, 3))
+    torch.vmap(lambda tensor: summarize(tensor, Shard.whole(shape_of(tensor))))(torch.ones(2, 3))
 
 
 @situation("the same, without llvmlite")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     patched.setattr("traindiff.core.kernels.AT_ONCE", ())
-    torch.vmap(lambda tensor: summarise(tensor, Shard.whole(shape_of(tensor))))(torch.ones(2, 3))
+    torch.vmap(lambda tensor: summarize(tensor, Shard.whole(shape_of(tensor))))(torch.ones(2, 3))

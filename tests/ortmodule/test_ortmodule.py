@@ -84,7 +84,7 @@ def test_a_fault_in_the_model_under_ortmodule_is_found_where_it_is(pytorch: Run,
 
     assert first is not None
     assert (first.step, first.phase, first.path, first.call) == (0, "forward", "hidden", 1)
-    assert "1.05" in first.says
+    assert "1.05" in first.message
 
 
 def test_a_model_may_be_subscribed_before_it_is_wrapped(ortmodule: Run, tmp_path: Path) -> None:

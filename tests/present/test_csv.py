@@ -52,7 +52,7 @@ def test_the_row_of_a_site_says_what_was_found_there(compared: Compared) -> None
 
     first = result.first_divergence
     assert first is not None
-    assert (row["kind"], row["says"], row["step"]) == (first.kind, first.says, "1")
+    assert (row["kind"], row["message"], row["step"]) == (first.kind, first.message, "1")
     assert float(row["ratio"]) == first.ratio
 
 
@@ -68,12 +68,12 @@ def test_a_finding_at_a_site_that_one_run_lacks_has_a_row_too(compared: Compared
 def test_each_of_two_findings_at_one_site_has_a_row(compared: Compared) -> None:
     result = compared(doubled)
     (finding,) = result.findings
-    further = replace(finding, kind="reported-norm", says='One more,\nwith "quotes".', step=2)
+    further = replace(finding, kind="reported-norm", message='One more,\nwith "quotes".', step=2)
 
     found = rows(replace(result, findings=(finding, further)))
 
     assert len(found) == len(result.differences) + 1
-    assert [row["says"] for row in found if row["says"]] == [finding.says, further.says]
+    assert [row["message"] for row in found if row["message"]] == [finding.message, further.message]
     assert (found[-1]["kind"], found[-1]["step"], found[-1]["site"]) == ("reported-norm", "2", "fc.weight")
 
 
@@ -88,7 +88,7 @@ def test_sizes_that_are_not_finite_are_empty_cells(compared: Compared) -> None:
 
 def test_of_a_verification_the_free_runs_are_written(compared: Compared) -> None:
     comparison = compared(doubled)
-    sides = [SideOfVerification(recipe=recipe, setup={}, says="") for recipe in ("plain", "doubled")]
+    sides = [SideOfVerification(recipe=recipe, setup={}, message="") for recipe in ("plain", "doubled")]
     verification = Verification(comparison=comparison, sides=(sides[0], sides[1]), output="runs")
 
     assert rows(verification) == rows(comparison)
@@ -102,7 +102,7 @@ def test_each_finding_of_a_check_has_a_row(tmp_path: Path) -> None:
     (row,) = rows(result)
 
     assert (row["kind"], row["rank"], row["site"], row["num_steps"]) == ("ranks-disagree", "1", "fc.weight", "1")
-    assert row["says"] == result.findings[0].says
+    assert row["message"] == result.findings[0].message
 
 
 def test_ends_of_lines_in_names_end_no_row(compared: Compared) -> None:

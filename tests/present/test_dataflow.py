@@ -7,7 +7,7 @@ import numpy as np
 from tests.made_up import BATCH, FC, HEAD, Compared, Seen, Step, at, both, random, scaled
 from traindiff.analyse.compare import Comparison
 from traindiff.present.page import page_of
-from traindiff.present.page.dataflow import says, status_of
+from traindiff.present.page.dataflow import message, status_of
 
 
 def flow(result: Comparison) -> list[list[tuple[str, str, str]]]:
@@ -66,7 +66,7 @@ def test_equal_runs_have_no_such_picture(compared: Compared) -> None:
 def test_a_column_is_said_in_words(compared: Compared) -> None:
     page = page_of(compared(scaled(FC, 1e-2, step=1), history=True))
 
-    assert says(page.flow[0]) == "batch (root) input[0]: identical, same bits"
+    assert message(page.flow[0]) == "batch (root) input[0]: identical, same bits"
     assert status_of(np.nan, 1.0) == "unknown"
 
 

@@ -18,7 +18,7 @@ from traindiff.analyse.compare.verification import SideOfVerification
 from traindiff.present.data.as_markdown import MOST, code, escaped, write
 
 GRADIENT = ("grad", "", "fc.weight", "grad")
-SIDES = (SideOfVerification(recipe="a", setup={}, says=""), SideOfVerification(recipe="b", setup={}, says=""))
+SIDES = (SideOfVerification(recipe="a", setup={}, message=""), SideOfVerification(recipe="b", setup={}, message=""))
 BIAS = ("grad", "", "fc.bias", "grad")
 
 
@@ -57,7 +57,7 @@ def test_a_check_and_a_verification_are_summaries_too(tmp_path: Path, compared: 
 
 
 def test_a_candidate_that_failed_does_not_pass(compared: Compared) -> None:
-    rank = FailedRank(rank=0, how="raised", says="rank 0 raised ValueError: <b>", num_steps=2)
+    rank = FailedRank(rank=0, how="raised", message="rank 0 raised ValueError: <b>", num_steps=2)
     failed = FailedRun(run="candidate", first=0, ranks=(rank,))
     text = markdown(Verification(comparison=compared(), sides=SIDES, output="out", failed=failed))
 

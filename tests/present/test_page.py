@@ -198,7 +198,7 @@ def test_a_check_shows_sizes_and_findings(tmp_path: Path) -> None:
     elements = Elements(written(result))
 
     assert result.verdict in elements.text
-    assert all(finding.says in elements.text for finding in result.findings)
+    assert all(finding.message in elements.text for finding in result.findings)
     assert elements.data["curves"][0]["size"] == [3, 2, 1]
     assert sizes(elements.data["cells"]["size"]).shape[1] == 3
 

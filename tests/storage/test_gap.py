@@ -13,8 +13,8 @@ from traindiff.storage import Gap, RecordingWriter, gap, open_recording
 from traindiff.storage.gap import RESERVED_BYTES
 
 
-def says(run: Path) -> str:
-    return open_recording(str(run)).status(0).says
+def message(run: Path) -> str:
+    return open_recording(str(run)).status(0).message
 
 
 @pytest.mark.parametrize("file", ["_data", "_seals"])
@@ -26,7 +26,7 @@ def test_a_step_that_finds_no_room_is_named_with_the_reason(file: str, tmp_path:
         writer.write_step(*step(2))
     writer.close()
 
-    assert says(tmp_path / "run") == (
+    assert message(tmp_path / "run") == (
         "rank 0: step 2 could not be written: No space left on device; all steps before it are used."
     )
     assert [one.step for one in read(tmp_path / "run")] == [0, 1]
@@ -37,14 +37,14 @@ def test_the_space_of_the_reason_is_taken_when_the_recording_begins(tmp_path: Pa
     note = tmp_path / "run/rank-00000/gap.json"
     assert note.read_bytes() == b" " * RESERVED_BYTES
     assert note.stat().st_blocks * 512 >= RESERVED_BYTES
-    assert says(tmp_path / "run") == (
+    assert message(tmp_path / "run") == (
         "rank 0: the recording was not closed (the run was killed, could not write, or still runs)."
     )
 
     writer.give_up(Gap(reason="the reason", step=1, optimizer="generator"))
 
     assert note.stat().st_size == RESERVED_BYTES
-    assert "step 1 of generator could not be written: the reason" in says(tmp_path / "run")
+    assert "step 1 of generator could not be written: the reason" in message(tmp_path / "run")
     writer.close()
 
 
@@ -62,7 +62,9 @@ def test_an_end_that_finds_no_room_is_said(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="its end could not be written: No space left on device"):
         writer.close()
 
-    assert "the recording ends early: its end could not be written: No space left on device" in says(tmp_path / "run")
+    assert "the recording ends early: its end could not be written: No space left on device" in message(
+        tmp_path / "run"
+    )
     assert len(read(tmp_path / "run")) == 2
 
 
@@ -80,7 +82,7 @@ def test_a_rank_json_that_found_no_room_is_written_with_the_next_step(
     writer.close()
 
     assert open_recording(str(tmp_path / "run")).rank_content(0) == {"model": "Sample"}
-    assert says(tmp_path / "run") == ""
+    assert message(tmp_path / "run") == ""
 
 
 def test_a_rank_json_that_never_found_room_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +93,7 @@ def test_a_rank_json_that_never_found_room_is_said(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match=r"rank\.json: No space left on device"):
         writer.close()
 
-    assert "rank.json: No space left on device" in says(tmp_path / "run")
+    assert "rank.json: No space left on device" in message(tmp_path / "run")
 
 
 def _no_room(path: str, content: bytes) -> None:
@@ -104,7 +106,7 @@ def test_every_reason_fits_into_its_space(tmp_path: Path) -> None:
         writer.give_up(Gap(reason=text, step=2**62, optimizer=text))
         writer.close()
         assert (tmp_path / "run/rank-00000/gap.json").stat().st_size == RESERVED_BYTES
-        found = says(tmp_path / "run")
+        found = message(tmp_path / "run")
         assert found.startswith(f"rank 0: step {2**62} of ")
         assert found.isprintable()
 
@@ -117,7 +119,7 @@ def test_a_damaged_file_of_a_gap_is_refused(content: bytes, tmp_path: Path) -> N
     write(tmp_path / "run")
     (tmp_path / "run/rank-00000/gap.json").write_bytes(content)
     with pytest.raises(CorruptRecordingError, match=r"gap\.json is damaged"):
-        says(tmp_path / "run")
+        message(tmp_path / "run")
 
 
 @pytest.mark.parametrize("change", [{"step": "1"}, {"step": True}, {"reason": 3}, {"optimizer": None}])
@@ -128,10 +130,10 @@ def test_a_gap_of_other_types_is_refused_although_its_checksum_is_right(
     content = {"reason": "x", "step": 1, "optimizer": "", **change}
     (tmp_path / "run/rank-00000/gap.json").write_bytes(gap.manifest.dump(content))
     with pytest.raises(CorruptRecordingError, match=r"gap\.json is damaged"):
-        says(tmp_path / "run")
+        message(tmp_path / "run")
 
 
 def test_a_run_killed_before_the_space_was_taken_has_no_gap(tmp_path: Path) -> None:
     write(tmp_path / "run")
     (tmp_path / "run/rank-00000/gap.json").touch()
-    assert says(tmp_path / "run") == ""
+    assert message(tmp_path / "run") == ""

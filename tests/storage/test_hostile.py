@@ -63,7 +63,7 @@ def read_all(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "values", "says"),
+    ("column", "values", "message"),
     [
         ("step", [0, 0, 1], 'column "step" differs'),
         ("step", [-1] * 3, "negative number"),
@@ -96,10 +96,10 @@ def read_all(run: Path) -> None:
         ("tensors", ["tensors/step-000000/00000000-x.00000000.safetensors"] * 3, "the file is missing"),
     ],
 )
-def test_rows_that_no_observation_has_are_refused(rank: Path, column: str, values: list[Any], says: str) -> None:
+def test_rows_that_no_observation_has_are_refused(rank: Path, column: str, values: list[Any], message: str) -> None:
     change_columns(rank, **{column: values})
 
-    with pytest.raises(CorruptRecordingError, match=says):
+    with pytest.raises(CorruptRecordingError, match=message):
         read_all(rank.parent)
 
 
@@ -262,7 +262,7 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda run: run.pop("world_size"), 'has no "world_size"'),
         (lambda run: run.pop("settings"), 'has no "settings"'),
@@ -281,16 +281,16 @@ def nested(depth: int) -> Any:
     ],
 )
 def test_a_run_file_that_lacks_what_readers_need_is_damage(
-    run: Path, change: Callable[[dict[str, Any]], object], says: str
+    run: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     change_json(run / "run.json", change)
 
-    with pytest.raises(CorruptRecordingError, match=rf"run\.json is damaged: .*{says}"):
+    with pytest.raises(CorruptRecordingError, match=rf"run\.json is damaged: .*{message}"):
         open_recording(str(run))
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ({"optimizers": [{"groups": []}]}, r'optimizers\[0\] has no "name"'),
         ({"optimizers": [{"name": "o", "type": "", "groups": [[1]]}]}, r"groups\[0\]\[0\] must be a text"),
@@ -301,10 +301,10 @@ def test_a_run_file_that_lacks_what_readers_need_is_damage(
         ({"operators": {"forward": []}}, r'operators\["forward"\] must be an object'),
     ],
 )
-def test_a_rank_file_of_another_shape_is_damage(rank: Path, more: dict[str, Any], says: str) -> None:
+def test_a_rank_file_of_another_shape_is_damage(rank: Path, more: dict[str, Any], message: str) -> None:
     change_json(rank / "rank.json", lambda content: content.update(more))
 
-    with pytest.raises(CorruptRecordingError, match=rf"rank\.json is damaged: .*{says}"):
+    with pytest.raises(CorruptRecordingError, match=rf"rank\.json is damaged: .*{message}"):
         open_recording(str(rank.parent)).rank_content(0)
 
 
@@ -399,7 +399,7 @@ def value(shape: list[Any], data: list[Any], *, dtype: Any = "F32", name: str = 
 
 
 @pytest.mark.parametrize(
-    ("file", "says"),
+    ("file", "message"),
     [
         (b"", "it has 0 bytes"),
         (struct.pack("<Q", 2**63), "its header has 9223372036854775808 bytes"),
@@ -430,13 +430,13 @@ def value(shape: list[Any], data: list[Any], *, dtype: Any = "F32", name: str = 
     ],
 )
 def test_a_tensor_file_with_the_right_checksum_is_checked_all_the_same(
-    with_tensors: Path, file: bytes, says: str
+    with_tensors: Path, file: bytes, message: str
 ) -> None:
     rank = with_tensors / "rank-00000"
     name = put_tensor_file(rank, str(tensor_file(with_tensors).relative_to(rank)), file)
     change_columns(rank, tensors=[name])
 
-    with pytest.raises(CorruptRecordingError, match=says):
+    with pytest.raises(CorruptRecordingError, match=message):
         read_all(with_tensors)
 
 

@@ -42,12 +42,12 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_next_step_says_what_is_lost_and_nothing_is_made_again(change: str, tmp_path: Path) -> None:
-    act, says = CHANGES[change]
+    act, message = CHANGES[change]
     writer = write(tmp_path / "run", steps=3, close=False)
     act(tmp_path / "run")
     left = sorted(tmp_path.rglob("*"))
 
-    with pytest.raises(LostFilesError, match=says) as caught:
+    with pytest.raises(LostFilesError, match=message) as caught:
         writer.write_step(*step(3))
     with pytest.raises(OSError, match="nothing is written behind the gap"):
         writer.write_step(*step(4))
@@ -59,11 +59,11 @@ def test_the_next_step_says_what_is_lost_and_nothing_is_made_again(change: str, 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_closing_says_what_is_lost(change: str, tmp_path: Path) -> None:
-    act, says = CHANGES[change]
+    act, message = CHANGES[change]
     writer = write(tmp_path / "run", steps=3, close=False)
     act(tmp_path / "run")
 
-    with pytest.raises(LostFilesError, match=says):
+    with pytest.raises(LostFilesError, match=message):
         writer.close()
     writer.close()
 
@@ -80,7 +80,7 @@ def test_what_was_moved_says_so_where_it_is_now(tmp_path: Path) -> None:
     assert [one.step for one in read(tmp_path / "moved")] == [0, 1, 2]
     assert (
         "was moved, deleted or unmounted; the steps that are left"
-        in open_recording(str(tmp_path / "moved")).status(0).says
+        in open_recording(str(tmp_path / "moved")).status(0).message
     )
 
 
@@ -94,7 +94,9 @@ def test_steps_before_what_was_cut_off_are_kept(tmp_path: Path) -> None:
     writer.close()
 
     assert content(tmp_path / "run") == whole[:2]
-    assert "it was cut short; the steps that are left are used" in open_recording(str(tmp_path / "run")).status(0).says
+    assert (
+        "it was cut short; the steps that are left are used" in open_recording(str(tmp_path / "run")).status(0).message
+    )
 
 
 def detailed(number: int) -> tuple[object, ...]:
@@ -108,7 +110,7 @@ def _folder(run: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("act", "says"),
+    ("act", "message"),
     [
         (lambda run: shutil.rmtree(run / RANK / "tensors"), "no longer there"),
         (lambda run: next(_folder(run).iterdir()).unlink(), "holds 1 of the 2 files that were written"),
@@ -117,14 +119,14 @@ def _folder(run: Path) -> Path:
     ids=["folder", "file", "cut"],
 )
 def test_tensors_that_are_gone_are_said_when_the_recording_is_closed(
-    act: Callable[[Path], object], says: str, tmp_path: Path
+    act: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
     writer = RecordingWriter(str(tmp_path / "run"), run=RUN)
     for number in range(2):
         writer.write_step(*detailed(number))  # type: ignore[arg-type]
     act(tmp_path / "run")
 
-    with pytest.raises(LostFilesError, match=says):
+    with pytest.raises(LostFilesError, match=message):
         writer.close()
 
 

@@ -23,7 +23,7 @@ def record(path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("below", "says"),
+    ("below", "message"),
     [
         ("/".join("a" * 2100), "File name too long"),
         ("/".join(["runs"] * 2100), "File name too long"),
@@ -37,13 +37,13 @@ def record(path: Any) -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_a_path_that_cannot_be_made_is_refused_and_leaves_nothing(below: str, says: str, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_made_is_refused_and_leaves_nothing(below: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "dangling").symlink_to("nowhere")
     before = sorted(tmp_path.rglob("*"))
 
-    with pytest.raises(ConfigError, match=rf"cannot be written: {says}") as caught:
+    with pytest.raises(ConfigError, match=rf"cannot be written: {message}") as caught:
         record(f"{tmp_path}/{below}")
 
     assert len(str(caught.value)) < 1000

@@ -56,7 +56,7 @@ def test_directories_of_ranks_beyond_the_world_are_ignored(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ({"world_size": 4, "mesh": None}, "number of ranks is 2 in run.json and 4 in rank 1's"),
         (
@@ -69,7 +69,7 @@ def test_directories_of_ranks_beyond_the_world_are_ignored(tmp_path: Path) -> No
         ),
     ],
 )
-def test_ranks_of_different_runs_are_refused(content: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_ranks_of_different_runs_are_refused(content: dict[str, Any], message: str, tmp_path: Path) -> None:
     run = {**RUN, "world_size": 2, "mesh": {"engine": "DistributedDataParallel", "data_parallel": 2}}
     for rank in range(2):
         writer = RecordingWriter(str(tmp_path / "run"), run=run, rank=rank, world_size=2)
@@ -80,7 +80,7 @@ def test_ranks_of_different_runs_are_refused(content: dict[str, Any], says: str,
     with pytest.raises(MixedRecordingError) as raised:
         recording.rank_content(1)
 
-    assert says in str(raised.value)
+    assert message in str(raised.value)
     assert "overwrite=True" in str(raised.value)
 
 

@@ -81,7 +81,7 @@ def test_a_closed_recording_reads_back_in_full(tmp_path: Path) -> None:
     assert recording.run == {**RUN, "format": "traindiff-recording", "version": 1}
     assert recording.rank_content(0) == {"model": "Sample", "parameters": {}}
     assert recording.status(0).ending == "closed"
-    assert recording.status(0).says == ""
+    assert recording.status(0).message == ""
 
 
 def test_a_recording_without_steps_reads_back_empty(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def seals(rank: Path) -> list[tuple[int, int]]:
 
 
 def interesting_lengths(boundaries: list[int], size: int) -> Iterator[int]:
-    """Every boundary and its neighbours, and lengths in between."""
+    """Every boundary and its neighbors, and lengths in between."""
     near = {boundary + shift for boundary in [0, *boundaries, size] for shift in (-9, -8, -1, 0, 1, 7, 8, 9)}
     between = {number * size // 97 for number in range(97)}
     return iter(sorted(length for length in near | between if 0 <= length <= size))
@@ -57,7 +57,7 @@ def test_seals_cut_at_any_length_give_the_steps_of_the_whole_lines(rank: Path) -
             assert status.ending == "closed"
         else:
             assert status.ending == "truncated"
-            assert "observations.crc was cut off" in status.says
+            assert "observations.crc was cut off" in status.message
 
 
 def test_both_files_cut_as_a_kill_cuts_them_read_up_to_the_last_whole_step(rank: Path) -> None:
@@ -83,24 +83,24 @@ def test_the_status_says_what_happened_in_a_sentence(rank: Path) -> None:
     # As a kill leaves them.
     (rank / "observations.crc").write_bytes(b"".join(lines[:-1]))
     stream.write_bytes(data[: offset - 3])
-    assert recording.status(0).says == (
+    assert recording.status(0).message == (
         "rank 0: the last step was cut off while it was written; all steps before it are used."
     )
     (rank / "observations.crc").write_bytes(b"".join(lines[:-2]))
     stream.write_bytes(data[: seals(rank)[-1][0] + seals(rank)[-1][1]])
-    assert recording.status(0).says == (
+    assert recording.status(0).message == (
         "rank 0: the recording was not closed (the run was killed, could not write, or still runs)."
     )
 
     # As only somebody else leaves them.
     stream.write_bytes(data)
-    assert recording.status(0).says == (
+    assert recording.status(0).message == (
         f"rank 0: observations.crc was cut off: {len(data) - seals(rank)[-1][0] - seals(rank)[-1][1]} bytes at the end "
         "of observations.arrows have no checksum and are not used. Restore observations.crc from where it was copied."
     )
     (rank / "observations.crc").write_bytes(b"".join(lines))
     stream.write_bytes(data[: offset - 3])
-    assert recording.status(0).says == (
+    assert recording.status(0).message == (
         f"rank 0: observations.arrows was cut off: it has {offset - 3} bytes of {len(data)}, and 2 messages are "
         "missing or not whole; all steps before them are used. Restore it from where it was copied."
     )
@@ -119,7 +119,7 @@ def test_a_rank_without_data_and_seals_says_so(rank: Path) -> None:
     for name in ("observations.crc", "observations.arrows"):
         (rank / name).unlink()
 
-    assert open_recording(str(rank.parent)).status(0).says == (
+    assert open_recording(str(rank.parent)).status(0).message == (
         "rank 0: observations.crc is missing, and so is what it belongs to: no step can be read."
     )
 

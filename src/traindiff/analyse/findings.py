@@ -129,8 +129,8 @@ class Finding:
         kind: What the difference looks like, in a word (docs/findings.md lists them).
         difference: Relative L2 difference; inf where it has no size (exact comparisons, NaN).
         floor: The largest relative difference that would not have been a finding.
-        says: What differs and what it looks like, in one or two sentences.
-        evidence: The numbers behind `says`.
+        message: What differs and what it looks like, in one or two sentences.
+        evidence: The numbers behind `message`.
     """
 
     step: int
@@ -145,7 +145,7 @@ class Finding:
     kind: str
     difference: float = math.inf
     floor: float = 0.0
-    says: str
+    message: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -173,7 +173,7 @@ class Finding:
             "ratio": _finite(self.ratio),
             "difference": _finite(self.difference),
             "floor": _finite(self.floor),
-            "says": self.says,
+            "message": self.message,
             "evidence": {name: _finite(value) for name, value in self.evidence.items()},
         }
 

@@ -50,8 +50,10 @@ def says_what_is_wrong(command: Callable[..., Any]) -> Callable[..., Any]:
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
-            says = "this command needs torch, which is not installed. Install it with: pip install 'traindiff[torch]'"
-            messages.print(f"traindiff: {says}", markup=False, soft_wrap=True)
+            message = (
+                "this command needs torch, which is not installed. Install it with: pip install 'traindiff[torch]'"
+            )
+            messages.print(f"traindiff: {message}", markup=False, soft_wrap=True)
             raise typer.Exit(UNUSABLE) from None
 
     return run

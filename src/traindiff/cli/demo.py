@@ -41,7 +41,7 @@ def demo(
     if show_list:
         table = Table("fault", "what goes wrong", box=None, pad_edge=False)
         for known in FAULTS.values():
-            table.add_row(known.name, known.says)
+            table.add_row(known.name, known.message)
         results.print(table)
         return
     chosen = find_fault(fault or DEFAULT)
@@ -74,7 +74,7 @@ def demo(
     ):
         results.print(f"\n[bold]{title}[/bold]")
         print_verdict(results, compare(paths[0], candidate))
-    results.print(f"\nThe fault was: {chosen.says}", soft_wrap=True)
+    results.print(f"\nThe fault was: {chosen.message}", soft_wrap=True)
     results.print("\n[bold]What to run next[/bold]")
     for command in (
         f"compare {paths[0]} {paths[2]}",

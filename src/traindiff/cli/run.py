@@ -54,7 +54,7 @@ def run(
         str | None, typer.Option(metavar="A,B", help="Count elements of gradients between these, e.g. --bounds=-1,0,1.")
     ] = None,
     run_on_cpu: Annotated[
-        bool, typer.Option("--run-on-cpu", help="Copy tensors of other devices to the CPU and summarise them there.")
+        bool, typer.Option("--run-on-cpu", help="Copy tensors of other devices to the CPU and summarize them there.")
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Raise errors of traindiff's own.")] = False,
     replica: Annotated[

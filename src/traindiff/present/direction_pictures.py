@@ -138,7 +138,7 @@ def _heat_map(
                 shares, aspect="auto", interpolation="nearest", cmap="viridis", vmin=min(0.9, lowest), vmax=1,
             )  # fmt: skip
             bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
-            bar.set_label(f"similarity of directions (white: {START_PERCENT / 100:.2f}, grey: not in both runs)")
+            bar.set_label(f"similarity of directions (white: {START_PERCENT / 100:.2f}, gray: not in both runs)")
             bar.ax.axhline(START_PERCENT / 100, color="white", linewidth=1.5)
         _mark_broken(axes, found.steps, names, broken)
         every = max(1, -(-len(names) // _NAMES))

@@ -106,7 +106,7 @@ def _heat_map(page: Page, history: DifferenceHistory | RunHistory) -> Any:
     comparing = isinstance(history, DifferenceHistory)
     stops, low, high = (_RATIO_STOPS, -3, 4) if comparing else (_AROUND_STOPS, -3, 3)
     heat = LinearSegmentedColormap.from_list("heat", [((at - low) / (high - low), name) for at, name in stops])
-    colours = heat.with_extremes(bad="#ffffff")
+    colors = heat.with_extremes(bad="#ffffff")
     values = np.clip(_logarithms(history), low, high)
     rows = page.data["rows"]
     order = _order(history, rows)
@@ -114,7 +114,7 @@ def _heat_map(page: Page, history: DifferenceHistory | RunHistory) -> Any:
     axes = figure.subplots()
     extent = (-0.5, values.shape[1] - 0.5, len(values) - 0.5, -0.5)
     drawn = axes.imshow(
-        values[order], aspect="auto", interpolation="nearest", cmap=colours, norm=Normalize(low, high), extent=extent
+        values[order], aspect="auto", interpolation="nearest", cmap=colors, norm=Normalize(low, high), extent=extent
     )
     places = np.unique(np.linspace(0, values.shape[1] - 1, min(12, values.shape[1])).astype(int))
     axes.set_xticks(places, [str(history.whole.columns[at][0]) for at in places])
@@ -236,15 +236,15 @@ def _dataflow(flow: Sequence[Sequence[Node]], where: str) -> Any:
 def _box(axes: Any, node: Node, x: float, y: float) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    colour = _COLOURS[node.status]
+    color = _COLOURS[node.status]
     axes.add_patch(
         FancyBboxPatch(
-            (x - 0.42, y - 0.38), 0.84, 0.76, boxstyle="round,pad=0,rounding_size=0.04", edgecolor=colour,
+            (x - 0.42, y - 0.38), 0.84, 0.76, boxstyle="round,pad=0,rounding_size=0.04", edgecolor=color,
             linestyle=_STYLES[node.status], linewidth=2, facecolor="#fdeaec" if node.first else "#ffffff",
         )
     )  # fmt: skip
     lines = ((node.phase, 0.25, "#5a6675", "normal"), (_folded(node.site), 0.05, "#17202b", "bold"),
-             (node.shape, -0.17, "#5a6675", "normal"), (node.size, -0.29, colour, "normal"))  # fmt: skip
+             (node.shape, -0.17, "#5a6675", "normal"), (node.size, -0.29, color, "normal"))  # fmt: skip
     for text, up, shade, weight in lines:
         axes.text(
             x - 0.38, y + up, _literal(text), fontsize=8, color=shade, weight=weight, va="center",

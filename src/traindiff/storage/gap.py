@@ -34,7 +34,7 @@ class Gap:
     step: int | None = None
     optimizer: str = ""
 
-    def says(self, rank: int) -> str:
+    def message(self, rank: int) -> str:
         """The same in one sentence."""
         if self.step is None:
             return f"rank {rank}: the recording ends early: {self.reason}; the steps that are left are used."

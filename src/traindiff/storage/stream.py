@@ -67,17 +67,17 @@ class RankStatus:
         ending: `closed` by the recorder; `aborted`, closed by it because of an error that ended the training;
             `unclosed` after a whole step (killed, or still running); `truncated` inside a message, which is left out,
             or before a step that could not be written.
-        says: The same in one sentence; empty for `closed`.
+        message: The same in one sentence; empty for `closed`.
     """
 
     rank: int
     ending: Literal["closed", "aborted", "unclosed", "truncated"]
-    says: str
+    message: str
 
     def aborted(self, error: str) -> RankStatus:
         """The same of a rank whose training was ended before its time: `error` says by what, as a clause."""
         dot = "" if error.endswith((".", "!", "?")) else "."
-        return RankStatus(rank=self.rank, ending="aborted", says=f"rank {self.rank}: {error}{dot}")
+        return RankStatus(rank=self.rank, ending="aborted", message=f"rank {self.rank}: {error}{dot}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,15 +140,15 @@ class RankStream:
             else:
                 last, num_missing = seal, num_missing + (seal.end > size)
         if (found := self._found_gap()) is not None:
-            return RankStatus(rank=self._rank, ending="truncated", says=found.says(self._rank))
-        says = self._says(last, size=size, num_missing=num_missing, cut=cut)
-        if says:
-            return RankStatus(rank=self._rank, ending="truncated", says=f"rank {self._rank}: {says}")
+            return RankStatus(rank=self._rank, ending="truncated", message=found.message(self._rank))
+        message = self._says(last, size=size, num_missing=num_missing, cut=cut)
+        if message:
+            return RankStatus(rank=self._rank, ending="truncated", message=f"rank {self._rank}: {message}")
         if last.length != len(_END_OF_STREAM):
             why = "the run was killed, could not write, or still runs"
-            says = f"rank {self._rank}: the recording was not closed ({why})."
-            return RankStatus(rank=self._rank, ending="unclosed", says=says)
-        return RankStatus(rank=self._rank, ending="closed", says="")
+            message = f"rank {self._rank}: the recording was not closed ({why})."
+            return RankStatus(rank=self._rank, ending="unclosed", message=message)
+        return RankStatus(rank=self._rank, ending="closed", message="")
 
     def _says(self, last: _Seal, *, size: int, num_missing: int, cut: bool) -> str:
         """What is missing at the end of the stream; empty where nothing is."""
@@ -208,8 +208,8 @@ class RankStream:
                 continue
             before = begun.get(part.optimizer)
             if before is not None and part.step <= before:
-                says = f"step {part.step} of {quoted(part.optimizer)} follows its step {before}, and steps ascend"
-                raise damaged(self._path(DATA), says)
+                message = f"step {part.step} of {quoted(part.optimizer)} follows its step {before}, and steps ascend"
+                raise damaged(self._path(DATA), message)
             begun[part.optimizer] = part.step
             if part.optimizer in held:
                 yield held.pop(part.optimizer)
@@ -251,8 +251,8 @@ class RankStream:
         """A message; None where it was cut off."""
         there = max(0, min(sealed.length, size - sealed.offset))
         if there > MOST_MESSAGE_BYTES:
-            says = f"message {number} has {there} bytes, and may have {MOST_MESSAGE_BYTES}"
-            raise damaged(self._path(DATA), says)
+            message = f"message {number} has {there} bytes, and may have {MOST_MESSAGE_BYTES}"
+            raise damaged(self._path(DATA), message)
         file.seek(sealed.offset)
         message = file.read(there)
         checksum = zlib.crc32(message)

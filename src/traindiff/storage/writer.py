@@ -159,7 +159,7 @@ class RecordingWriter:
                 "behind the gap"
             )
         if (lost := self._files.lost()) is not None:  # before a step is written behind what was cut off
-            self.give_up(Gap(reason=lost.says))
+            self.give_up(Gap(reason=lost.message))
             raise self._lost(lost)
         step, optimizer = (observations[0].step, observations[0].optimizer) if observations else (None, "")
         try:
@@ -168,7 +168,7 @@ class RecordingWriter:
             lost = self._files.lost()
             reason = reason_of(error)
             if lost is not None:
-                self.give_up(Gap(reason=lost.says))
+                self.give_up(Gap(reason=lost.message))
                 raise self._lost(lost) from error
             self.give_up(Gap(reason=reason, step=step, optimizer=optimizer))
             if isinstance(error, OSError):
@@ -219,16 +219,16 @@ class RecordingWriter:
 
     def _end(self) -> None:
         if self._files.is_local and (lost := self._files.lost_at_the_end()) is not None:
-            self.give_up(Gap(reason=lost.says))
+            self.give_up(Gap(reason=lost.message))
             raise self._lost(lost)
         try:
             self._write_unwritten()
             self._stream.close()
             self._append(self._message())
         except OSError as error:
-            says = f"its end could not be written: {reason_of(error)}"
-            self.give_up(Gap(reason=says))
-            raise _saying(says, error) from error
+            message = f"its end could not be written: {reason_of(error)}"
+            self.give_up(Gap(reason=message))
+            raise _saying(message, error) from error
 
     def _write_again(self) -> None:
         try:
@@ -252,7 +252,9 @@ class RecordingWriter:
     def _lost(self, lost: Lost) -> LostFilesError:
         without = _WITHOUT.get(posixpath.basename(lost.path))
         count = f"{self._num_steps:,} step{'s' * (self._num_steps != 1)}"
-        return LostFilesError(f"{lost.says}. {without or f'What it held of the {count} recorded before went with it.'}")
+        return LostFilesError(
+            f"{lost.message}. {without or f'What it held of the {count} recorded before went with it.'}"
+        )
 
     def _append_step(
         self, observations: Sequence[Observation], summaries: Summaries, details: Mapping[int, Detail]
@@ -293,6 +295,6 @@ class RecordingWriter:
         self._files.grow(self._crc, self._sealed)
 
 
-def _saying(says: str, error: OSError) -> OSError:
+def _saying(message: str, error: OSError) -> OSError:
     """An error of the same number with other words."""
-    return OSError(error.errno, says) if error.errno else OSError(says)
+    return OSError(error.errno, message) if error.errno else OSError(message)

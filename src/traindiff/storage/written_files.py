@@ -38,11 +38,11 @@ class Lost:
 
     Attributes:
         path: The file, or the uppermost directory that is gone.
-        says: The same in a sentence, without a full stop.
+        message: The same in a sentence, without a full stop.
     """
 
     path: str
-    says: str
+    message: str
 
 
 class UnbufferedFile(io.FileIO):
@@ -145,13 +145,13 @@ class WrittenFiles:
     def _first_lost(self, changed: Callable[[str, _T], str], kept: Mapping[str, _T]) -> Lost | None:
         for path, one in kept.items():
             try:
-                if says := changed(path, one):
-                    return Lost(path=path, says=f"{path} {says}")
+                if message := changed(path, one):
+                    return Lost(path=path, message=f"{path} {message}")
             except (FileNotFoundError, NotADirectoryError):
                 gone = self._uppermost_gone(path)
-                return Lost(path=gone, says=f"{gone} is no longer there: it was moved, deleted or unmounted")
+                return Lost(path=gone, message=f"{gone} is no longer there: it was moved, deleted or unmounted")
             except OSError as error:
-                return Lost(path=path, says=f"{path} can no longer be reached: {error.strerror or error}")
+                return Lost(path=path, message=f"{path} can no longer be reached: {error.strerror or error}")
         return None
 
     def _changed_elsewhere(self, path: str, written: _Written) -> str:

@@ -32,17 +32,17 @@ def test_other_values_in_the_batch(compared: Compared) -> None:
     finding = first(compared, at(INPUT, lambda x: x + np.float32(1e-6), step=2))
 
     assert (finding.kind, finding.step, finding.phase) == ("batch", 2, "batch")
-    assert finding.says == "The batch differs: (root) input[0] holds other values."
+    assert finding.message == "The batch differs: (root) input[0] holds other values."
 
 
 def test_the_same_batch_in_another_order(compared: Compared) -> None:
-    assert first(compared, at(INPUT, lambda x: x[::-1])).says == (
+    assert first(compared, at(INPUT, lambda x: x[::-1])).message == (
         "The batch differs: (root) input[0] holds the same values in another order."
     )
 
 
 def test_a_batch_of_another_shape(compared: Compared) -> None:
-    assert first(compared, at(INPUT, lambda x: x[:, :5])).says == (
+    assert first(compared, at(INPUT, lambda x: x[:, :5])).message == (
         "The batch differs: (root) input[0] has shape [5, 6] in the baseline, [5, 5] in the candidate."
     )
 
@@ -50,7 +50,7 @@ def test_a_batch_of_another_shape(compared: Compared) -> None:
 def test_a_batch_of_another_kind_of_number(compared: Compared) -> None:
     finding = first(compared, at(INPUT, lambda x: x.astype(np.int64)))
 
-    assert finding.says == "The batch differs: (root) input[0] is float32 in the baseline, int64 in the candidate."
+    assert finding.message == "The batch differs: (root) input[0] is float32 in the baseline, int64 in the candidate."
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
@@ -100,13 +100,15 @@ def test_other_initial_parameters(compared: Compared) -> None:
     finding = first(compared, at(INITIAL, lambda x: x + 1, step=0))
 
     assert finding.kind == "initial-parameter"
-    assert finding.says == "fc.weight starts with other values: another seed, initialisation or checkpoint?"
+    assert finding.message == "fc.weight starts with other values: another seed, initialization or checkpoint?"
 
 
 def test_permuted_initial_parameters(compared: Compared) -> None:
     finding = first(compared, at(INITIAL, lambda x: x[[1, 0, 2, 3, 4, 5, 6, 7]], step=0))
 
-    assert finding.says == "fc.weight starts with the same values in another order (a converted checkpoint, permuted?)."
+    assert (
+        finding.message == "fc.weight starts with the same values in another order (a converted checkpoint, permuted?)."
+    )
 
 
 def test_initial_parameters_in_another_precision_are_the_same_if_their_values_are(compared: Compared) -> None:
@@ -133,7 +135,7 @@ def test_random_state_counts_only_where_a_forward_pass_draws_from_it(compared: C
     assert equal.verdict == "identical"
     assert drawn.verdict == "misaligned"
     assert drawn.first_divergence is not None
-    assert drawn.first_divergence.says == (
+    assert drawn.first_divergence.message == (
         "torch's cpu random state differs before the forward pass, which draws from it: "
         "masks and samples cannot be the same."
     )
@@ -161,7 +163,7 @@ def test_masks_of_another_number_of_micro_batches_cannot_be_the_same(tmp_path: P
     finding = compare(passes(1, 2), passes(1, 3, 4)).first_divergence
     assert finding is not None
     assert finding.kind == "random-state"
-    assert finding.says.startswith(
+    assert finding.message.startswith(
         "2 forward passes of the candidate draw from torch's cpu generator in a step, and 1 of the baseline: "
     )
     assert compare(passes(1, 1), passes(1, 1, 1)).verdict == "identical"
@@ -171,7 +173,7 @@ def test_another_learning_rate_names_values_and_parameters(compared: Compared) -
     finding = first(compared, at(("optimizer", "", "optimizer.groups[0]", "lr"), lambda x: x * 2, step=1))
 
     assert (finding.kind, finding.step, finding.slot) == ("hyper-parameter", 1, "lr")
-    assert finding.says == (
+    assert finding.message == (
         "lr is 0.1 in the baseline and 0.2 in the candidate, for 2 parameters (fc.weight, head.weight, ...)."
     )
     assert finding.evidence["paths"] == ["fc.weight", "head.weight"]
@@ -201,7 +203,7 @@ def test_settings_are_compared_by_parameter_and_not_by_group(compared: Compared)
     assert same.verdict == "identical", str(same)
     assert not any(same.unaligned)
     assert other.first_divergence is not None
-    assert other.first_divergence.says == "weight_decay is 0 in the baseline and 0.01 in the candidate, for fc.bias."
+    assert other.first_divergence.message == "weight_decay is 0 in the baseline and 0.01 in the candidate, for fc.bias."
 
 
 def test_updates_under_other_settings_are_no_further_finding(compared: Compared) -> None:
@@ -242,7 +244,7 @@ def test_a_setting_that_differs_by_its_own_rounding_is_the_same(compared: Compar
 def test_a_small_difference_of_a_setting_is_shown_with_enough_digits(compared: Compared) -> None:
     finding = first(compared, at(("optimizer", "", "optimizer.groups[1]", "lr"), lambda x: np.array(0.1000001)))
 
-    assert finding.says == "lr is 0.1 in the baseline and 0.1000001 in the candidate, for fc.bias."
+    assert finding.message == "lr is 0.1 in the baseline and 0.1000001 in the candidate, for fc.bias."
 
 
 VALUES = np.arange(6, dtype=np.float32)

@@ -96,7 +96,7 @@ def test_a_module_that_is_called_more_often_is_a_finding(compared: Compared) -> 
 
     first = compared(twice).first_divergence
     assert first is not None
-    assert first.says == "The candidate calls fc 2 times in one micro-step, the baseline fewer."
+    assert first.message == "The candidate calls fc 2 times in one micro-step, the baseline fewer."
 
 
 def test_recordings_of_other_models_are_told(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_module_that_is_not_called_is_a_finding(compared: Compared) -> None:
     first = compared(without).first_divergence
     assert first is not None
     assert (first.kind, first.step, first.phase, first.path) == ("missing", 0, "forward", "fc")
-    assert first.says == "The candidate does not call fc; the baseline does."
+    assert first.message == "The candidate does not call fc; the baseline does."
 
 
 def test_a_missing_gradient_is_not_outdone_by_the_clipping_that_follows_from_it(compared: Compared) -> None:
@@ -144,7 +144,7 @@ def test_a_missing_gradient_is_not_outdone_by_the_clipping_that_follows_from_it(
 
     first = compared(without, baseline_edit=more).first_divergence
     assert first is not None
-    assert first.says == "In the candidate, head.weight gets no gradient; in the baseline it does."
+    assert first.message == "In the candidate, head.weight gets no gradient; in the baseline it does."
 
 
 def test_a_module_that_only_the_candidate_calls_is_a_finding(compared: Compared) -> None:
@@ -154,7 +154,7 @@ def test_a_module_that_only_the_candidate_calls_is_a_finding(compared: Compared)
     first = compared(baseline_edit=without).first_divergence
     assert first is not None
     assert (first.kind, first.path) == ("extra", "fc")
-    assert first.says == "The baseline does not call fc; the candidate does."
+    assert first.message == "The baseline does not call fc; the candidate does."
 
 
 def test_a_site_of_an_unknown_module_is_unaligned_and_no_finding(compared: Compared) -> None:
@@ -178,7 +178,7 @@ def test_a_gradient_that_only_one_run_has_is_a_finding(compared: Compared) -> No
     first = compared(without).first_divergence
     assert first is not None
     assert (first.kind, first.phase, first.path) == ("missing", "grad", "fc.bias")
-    assert first.says == "In the candidate, fc.bias gets no gradient; in the baseline it does."
+    assert first.message == "In the candidate, fc.bias gets no gradient; in the baseline it does."
 
 
 def test_a_gradient_that_neither_run_has_is_nothing(compared: Compared) -> None:
@@ -200,7 +200,7 @@ def test_an_optimizer_that_does_not_hold_a_parameter_is_named(compared: Compared
     first = comparison.first_divergence
     assert first is not None
     assert (first.kind, first.path) == ("missing", "fc.bias")
-    assert first.says == "The candidate's optimizer does not hold fc.bias; the baseline's does."
+    assert first.message == "The candidate's optimizer does not hold fc.bias; the baseline's does."
     assert len(comparison.findings) == 1
 
 
@@ -213,7 +213,7 @@ def test_what_could_not_be_observed_is_unknown_and_not_equal(compared: Compared)
         assert "Not observed, so unknown: forward fc output[0] (a sparse tensor)." in comparison.notes
 
 
-def test_a_batch_axis_that_was_not_recognised_is_explained(compared: Compared) -> None:
+def test_a_batch_axis_that_was_not_recognized_is_explained(compared: Compared) -> None:
     comparison = compared(at(("forward", "", "fc", "output[0]"), lambda x: np.vstack([x, x])))
 
     assert comparison.verdict == "incomplete"
@@ -226,7 +226,7 @@ def test_another_shape_is_a_finding(compared: Compared) -> None:
 
     assert first is not None
     assert first.kind == "shape"
-    assert first.says == "The shape is [5, 8] in the baseline and [5, 7] in the candidate."
+    assert first.message == "The shape is [5, 8] in the baseline and [5, 7] in the candidate."
 
 
 def test_execution_order_is_the_baselines(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_gradient_that_is_missing_on_one_rank_is_missing_there(tmp_path: Path)
     first = compare(tmp_path / "one", tmp_path / "run").first_divergence
 
     assert first is not None
-    assert first.says == "In the candidate, head.weight gets no gradient on rank 1; in the baseline it does."
+    assert first.message == "In the candidate, head.weight gets no gradient on rank 1; in the baseline it does."
     assert first.rank == 1
 
 
@@ -263,7 +263,7 @@ OUTPUT = ("forward", "", "fc", "output[0]")
 
 
 def aligned(baseline: list[Part], candidate: list[Part]) -> tuple[int, int, int]:
-    """How many sites are paired, stand alone, and have a batch axis that was not recognised."""
+    """How many sites are paired, stand alone, and have a batch axis that was not recognized."""
     found = align(step_table(baseline), step_table(candidate))
     return len(found.pairs), len(found.only_baseline) + len(found.only_candidate), len(found.unmerged)
 
@@ -281,7 +281,7 @@ def aligned(baseline: list[Part], candidate: list[Part]) -> tuple[int, int, int]
         (((4, 6), (8, 6)), ("grad", "", "fc.weight", "grad"), 0),
     ],
 )
-def test_one_shape_that_is_a_multiple_of_the_other_along_axis_0_is_a_batch_axis_that_was_not_recognised(
+def test_one_shape_that_is_a_multiple_of_the_other_along_axis_0_is_a_batch_axis_that_was_not_recognized(
     shapes: tuple[tuple[int, ...], tuple[int, ...]], site: Site, unmerged: int
 ) -> None:
     baseline, candidate = ([part(random(*shape, seed=0), site=site)] for shape in shapes)

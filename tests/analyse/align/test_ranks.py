@@ -60,8 +60,8 @@ def test_a_parameter_that_starts_otherwise_on_one_rank_only_is_put_down_to_it(va
     finding = check_initial_parameter(pair, step=0)
 
     assert finding is not None
-    assert finding.says.startswith("fc.weight starts with other values")
-    assert finding.says.endswith("Only what rank 1 holds differs.")
+    assert finding.message.startswith("fc.weight starts with other values")
+    assert finding.message.endswith("Only what rank 1 holds differs.")
 
 
 def test_runs_that_are_cut_alike_are_compared_part_by_part(values: NDArray[np.float32]) -> None:

@@ -24,7 +24,7 @@ def batch(*ranks: Sequence[int], micro_step: int = 0) -> list[Sample]:
 
 
 @pytest.mark.parametrize(
-    ("candidate", "says"),
+    ("candidate", "message"),
     [
         (batch([2, 0, 1, 3]), "holds the same samples in another order: the baseline's 2, 0, 1, 3."),
         (
@@ -59,8 +59,8 @@ def batch(*ranks: Sequence[int], micro_step: int = 0) -> list[Sample]:
         ([], ""),
     ],
 )
-def test_what_is_said_of_the_samples(candidate: Sequence[Sample], says: str) -> None:
-    assert says_of_samples(batch([0, 1, 2, 3]), candidate) == says
+def test_what_is_said_of_the_samples(candidate: Sequence[Sample], message: str) -> None:
+    assert says_of_samples(batch([0, 1, 2, 3]), candidate) == message
 
 
 def sample(number: int, *, rank: int, place: int, term: int = 0, micro_step: int = 0) -> Part:

@@ -54,7 +54,7 @@ def _section(rule: type[Rule]) -> Iterator[str]:
     if rule.limits:
         yield "| limit | default | what it is |"
         yield "| --- | --- | --- |"
-        yield from (f"| `{name}` | {limit.default:g} | {limit.says} |" for name, limit in rule.limits.items())
+        yield from (f"| `{name}` | {limit.default:g} | {limit.message} |" for name, limit in rule.limits.items())
         yield ""
 
 

@@ -73,7 +73,7 @@ def test_a_rank_that_is_alone_is_named(site: tuple[str, str, str, str], where: s
     assert (finding.kind, finding.step, finding.rank, finding.phase, finding.slot) == (
         "ranks-disagree", 1, 1, site[0], site[3],
     )  # fmt: skip
-    assert finding.says == f"Rank 1 holds another copy of {where} than ranks 0 and 2."
+    assert finding.message == f"Rank 1 holds another copy of {where} than ranks 0 and 2."
 
 
 def test_what_is_wrong_in_several_steps_is_one_finding(tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_ranks_with_the_same_samples_draw_the_same_random_numbers(tmp_path: Path
 
     first = verdict.findings[0]
     assert (first.kind, first.step, first.rank, first.phase, first.path) == ("ranks-disagree", 0, 2, "batch", "rng")
-    assert "Rank 2 holds another random state" in first.says
-    assert "dropout" in first.says
+    assert "Rank 2 holds another random state" in first.message
+    assert "dropout" in first.message
 
 
 def test_random_state_that_nothing_is_drawn_from_may_differ(tmp_path: Path) -> None:

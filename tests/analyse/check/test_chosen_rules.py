@@ -88,7 +88,7 @@ def test_everything_that_is_wrong_in_a_file_is_said_at_once(run: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("[spike]\ndeviations = 0x" + "f" * 4_000, "is an int, not a number from 0 up."),
         ("[spike]\ndeviations = 0x" + "f" * 400, "..., not a number from 0 up."),
@@ -100,13 +100,15 @@ def test_everything_that_is_wrong_in_a_file_is_said_at_once(run: Path, tmp_path:
         ("a = " + "[" * 10_000, "is not TOML: maximum recursion depth exceeded"),
     ],
 )
-def test_a_file_of_a_stranger_with_anything_in_it_is_refused(run: Path, tmp_path: Path, text: str, says: str) -> None:
+def test_a_file_of_a_stranger_with_anything_in_it_is_refused(
+    run: Path, tmp_path: Path, text: str, message: str
+) -> None:
     (tmp_path / "limits.toml").write_text(text)
 
     with pytest.raises(traindiff.ConfigError) as error:
         traindiff.check(run, config=tmp_path / "limits.toml")
 
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert "\x1b" not in str(error.value)
 
 
@@ -130,13 +132,13 @@ def test_no_rule_at_all_is_an_error(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [(None, "cannot be read"), ("a = ", "is not TOML"), ("spike = 3", "is an int")]
+    ("text", "message"), [(None, "cannot be read"), ("a = ", "is not TOML"), ("spike = 3", "is an int")]
 )
-def test_a_file_that_cannot_be_used_is_an_error(text: str | None, says: str, run: Path, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_used_is_an_error(text: str | None, message: str, run: Path, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "limits.toml").write_text(text)
 
-    with pytest.raises(traindiff.ConfigError, match=says):
+    with pytest.raises(traindiff.ConfigError, match=message):
         traindiff.check(run, config=tmp_path / "limits.toml")
 
 

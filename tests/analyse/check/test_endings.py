@@ -102,18 +102,18 @@ def aborted(path: Path, error: Any) -> Verdict:
 
 
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("error", "message"),
     [
         ({"type": "ValueError", "message": "a\nb\x1b[31m", "step": 3}, r"ended by ValueError in step 3: a\nb\x1b[31m."),
         ({"type": "E", "message": "Why?", "step": 3}, "ended by E in step 3: Why? "),
         ({"type": "", "message": "", "step": 3}, "the program ended in the middle of step 3."),
     ],
 )
-def test_what_a_recording_says_of_its_end_is_shown_as_text(error: Any, says: str, tmp_path: Path) -> None:
+def test_what_a_recording_says_of_its_end_is_shown_as_text(error: Any, message: str, tmp_path: Path) -> None:
     verdict = aborted(tmp_path / "run", error)
 
     assert verdict.verdict == "incomplete"
-    assert says in verdict.notes[0]
+    assert message in verdict.notes[0]
 
 
 @pytest.mark.parametrize(

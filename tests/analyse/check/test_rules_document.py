@@ -28,7 +28,7 @@ def test_every_rule_says_what_it_finds(rule: type[Rule]) -> None:
     assert rule.finds.endswith(".")
     assert len(rule.finds) < 120
     assert set(rule.kinds) <= set(SCHEMA["properties"]["kind"]["enum"])
-    assert all(limit.says and limit.default > 0 for limit in rule.limits.values())
+    assert all(limit.message and limit.default > 0 for limit in rule.limits.values())
 
 
 def test_a_kind_is_of_rules_that_warn_or_of_rules_that_do_not() -> None:

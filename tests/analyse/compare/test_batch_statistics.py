@@ -49,7 +49,7 @@ def test_a_run_that_forgot_to_leave_evaluation_mode_is_named(run: str, tmp_path:
     first = first_of(baseline, candidate)
 
     assert (first.step, first.phase, first.path) == (2, "forward", "1")
-    assert first.says.endswith(
+    assert first.message.endswith(
         f"The {run}'s BatchNorm1d does not take note of this batch, the other run's does: is it in eval mode?"
     )
 
@@ -58,7 +58,7 @@ def test_statistics_of_micro_batches_are_said_to_differ_rightly(tmp_path: Path) 
     first = first_of(trained(tmp_path / "whole"), trained(tmp_path / "divided", micro_batches=2))
 
     assert (first.step, first.phase, first.path) == (0, "forward", "1")
-    assert first.says.endswith(
+    assert first.message.endswith(
         "BatchNorm1d takes the statistics of each micro-batch, and the step has 1 in the baseline and 2 in the "
         "candidate: such runs differ rightly."
     )
@@ -68,7 +68,7 @@ def test_where_only_the_loss_differs_it_says_how_to_see_labels(tmp_path: Path) -
     first = first_of(trained(tmp_path / "right"), trained(tmp_path / "wrong", wrong_label_at=1))
 
     assert (first.step, first.phase, first.site) == (1, "loss", "loss backward")
-    assert first.says.endswith('traindiff.inspect("labels", labels) records them.')
+    assert first.message.endswith('traindiff.inspect("labels", labels) records them.')
 
 
 def test_labels_that_were_inspected_are_found_themselves(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_labels_that_were_inspected_are_found_themselves(tmp_path: Path) -> None
     first = comparison.first_divergence
     assert first is not None
     assert (first.step, first.site) == (1, "labels value")
-    assert all("traindiff.inspect" not in finding.says for finding in comparison.findings)
+    assert all("traindiff.inspect" not in finding.message for finding in comparison.findings)
 
 
 def test_nothing_is_said_of_labels_where_the_factor_of_the_loss_has_a_meaning(tmp_path: Path) -> None:
@@ -95,4 +95,4 @@ def test_nothing_is_said_of_labels_where_the_factor_of_the_loss_has_a_meaning(tm
 
     first = first_of(edited(tmp_path / "whole", 1.0), edited(tmp_path / "half", 0.5))
 
-    assert first.says == "The candidate's is 0.5 x the baseline's (= 1/2)."
+    assert first.message == "The candidate's is 0.5 x the baseline's (= 1/2)."

@@ -24,9 +24,9 @@ def test_clipping_by_default_is_the_first_divergence(tmp_path: Path) -> None:
     assert (first.step, first.phase, first.stage, first.slot, first.kind) == (
         0, "grad", "clipped", "max_norm", "clipping",
     )  # fmt: skip
-    assert first.says.startswith("The candidate clips gradients to a norm of 0.1; the baseline does not clip.")
+    assert first.message.startswith("The candidate clips gradients to a norm of 0.1; the baseline does not clip.")
     assert first.evidence["coefficient"] == pytest.approx(0.1 / first.evidence["norm"], rel=1e-3)
-    assert "(= what clipping makes of them)" in comparison.findings[1].says
+    assert "(= what clipping makes of them)" in comparison.findings[1].message
     assert not any(comparison.unaligned)
 
 
@@ -49,7 +49,7 @@ def test_other_limits_are_named(tmp_path: Path) -> None:
     first = traindiff.compare(*paths).first_divergence
 
     assert first is not None
-    assert first.says == (
+    assert first.message == (
         "The baseline clips gradients to a norm of 0.1, the candidate clips gradients to a norm of 0.05."
     )
 
@@ -69,8 +69,8 @@ def test_clipping_on_one_rank_only_is_said_to_be_there_only(clips_there: bool, o
 
     assert first is not None
     assert first.kind == "clipping"
-    assert "the candidate clips gradients to a norm of 0.1 on rank 0 only" in first.says.lower()
-    assert other in first.says
+    assert "the candidate clips gradients to a norm of 0.1 on rank 0 only" in first.message.lower()
+    assert other in first.message
 
 
 @pytest.mark.parametrize("limit", [1e3, float("inf")])  # inf: to learn the norm
@@ -96,7 +96,7 @@ def test_clipping_to_nothing_or_not_at_all_is_another_limit(limits: tuple[float,
 
     comparison = traindiff.compare(*(record(tmp_path / str(limit), clip(limit)) for limit in limits))
 
-    assert [finding.says for finding in comparison.findings if finding.kind == "clipping"] == [
+    assert [finding.message for finding in comparison.findings if finding.kind == "clipping"] == [
         f"The baseline clips gradients to a norm of {limits[0]:g}, the candidate clips gradients to a norm of "
         f"{limits[1]:g}."
     ]
@@ -117,4 +117,4 @@ def test_what_differs_before_the_gradients_is_not_said_to_come_from_clipping(tmp
 
     assert first is not None
     assert (first.phase, first.kind) == ("forward", "scale")
-    assert first.says == "The candidate's is 0.5 x the baseline's (= 1/2)."
+    assert first.message == "The candidate's is 0.5 x the baseline's (= 1/2)."

@@ -42,12 +42,12 @@ def test_a_factor(factor: float) -> None:
 
 
 def test_a_factor_in_words() -> None:
-    assert look(X, X * 2).says == "The candidate's is 2 x the baseline's."
-    assert look(X, X / 4).says == "The candidate's is 0.25 x the baseline's (= 1/4)."
-    assert look(X, X / 4, micro_steps=4).says == (
+    assert look(X, X * 2).message == "The candidate's is 2 x the baseline's."
+    assert look(X, X / 4).message == "The candidate's is 0.25 x the baseline's (= 1/4)."
+    assert look(X, X / 4, micro_steps=4).message == (
         "The candidate's is 0.25 x the baseline's (= 1/4, one over its micro-batches: divided once too often?)."
     )
-    assert look(X, X * 4, micro_steps=4).says == (
+    assert look(X, X * 4, micro_steps=4).message == (
         "The candidate's is 4 x the baseline's (= its 4 micro-batches: summed instead of averaged?)."
     )
 
@@ -102,8 +102,8 @@ def test_a_factor_with_a_sign_is_a_factor() -> None:
 
 
 def test_all_zero() -> None:
-    assert look(X, X * 0).says == "The candidate's is all zero; the baseline's is not."
-    assert look(X * 0, X).says == "The baseline's is all zero; the candidate's is not."
+    assert look(X, X * 0).message == "The candidate's is all zero; the baseline's is not."
+    assert look(X * 0, X).message == "The baseline's is all zero; the candidate's is not."
 
 
 def test_an_update_of_zero() -> None:
@@ -115,18 +115,18 @@ def test_an_offset() -> None:
 
     assert found.kind == "offset"
     assert found.evidence["offset"] == pytest.approx(0.25, rel=1e-4)
-    assert found.says == "Every element is about +0.25 off."
+    assert found.message == "Every element is about +0.25 off."
 
 
 def test_a_permutation() -> None:
-    assert look(X, X[::-1]).says == "The candidate holds the same values in another order."
+    assert look(X, X[::-1]).message == "The candidate holds the same values in another order."
 
 
 def test_a_row() -> None:
     candidate = X.copy()
     candidate[9] *= 3
 
-    assert look(X, candidate).says == "The difference is in rows 8 to 9 (of 32) only."
+    assert look(X, candidate).message == "The difference is in rows 8 to 9 (of 32) only."
 
 
 def test_a_range_of_columns() -> None:
@@ -134,7 +134,7 @@ def test_a_range_of_columns() -> None:
     candidate = wide.copy()
     candidate[:, 70] *= 5
 
-    assert look(wide, candidate).says == "The difference is in columns 64 to 79 (of 128) only."
+    assert look(wide, candidate).message == "The difference is in columns 64 to 79 (of 128) only."
 
 
 def test_a_position_of_an_activation() -> None:
@@ -143,11 +143,11 @@ def test_a_position_of_an_activation() -> None:
     candidate[:, 3] *= 5
 
     # A batched activation has its rows along axis 1.
-    found = _localised_activation(values, candidate)
-    assert found.says == "The difference is in rows 2 to 3 of axis 1 (of 32) only."
+    found = _localized_activation(values, candidate)
+    assert found.message == "The difference is in rows 2 to 3 of axis 1 (of 32) only."
 
 
-def _localised_activation(baseline: Array, candidate: Array) -> Diagnosis:
+def _localized_activation(baseline: Array, candidate: Array) -> Diagnosis:
     from traindiff.core.shards import Shard
 
     shard = Shard.of_batch(baseline.shape, first=0)
@@ -170,7 +170,7 @@ def test_a_shorter_dtype_inside_is_told_by_the_size_of_its_rounding(dtype: str) 
     found = look(X, rounded(X, dtype))
 
     assert (found.kind, found.evidence["dtype"]) == ("precision", dtype)
-    assert f"is as small as rounding to {dtype} would make it: a shorter dtype inside" in found.says
+    assert f"is as small as rounding to {dtype} would make it: a shorter dtype inside" in found.message
 
 
 def test_values_that_are_not_finite_are_counted() -> None:
@@ -178,7 +178,7 @@ def test_values_that_are_not_finite_are_counted() -> None:
     candidate[0, :2] = np.nan
     candidate[1, 0] = np.inf
 
-    assert look(X, candidate).says == (
+    assert look(X, candidate).message == (
         "The candidate holds 2 NaN where the baseline has 0, 1 +inf where the baseline has 0, of 1280 elements."
     )
 
@@ -187,11 +187,11 @@ def test_values_that_are_not_finite_elsewhere() -> None:
     baseline, candidate = X.copy(), X.copy()
     baseline[0, 0] = candidate[0, 1] = np.nan
 
-    assert look(baseline, candidate).says == "NaN or infinities stand at other places than in the baseline."
+    assert look(baseline, candidate).message == "NaN or infinities stand at other places than in the baseline."
 
 
 @pytest.mark.parametrize(
-    ("factors", "says"),
+    ("factors", "message"),
     [
         (
             (1.0, 0.0, 1.0),
@@ -215,7 +215,7 @@ def test_values_that_are_not_finite_elsewhere() -> None:
         ),
     ],
 )
-def test_a_micro_batch_that_is_lost_doubled_or_scaled(factors: tuple[float, ...], says: str) -> None:
+def test_a_micro_batch_that_is_lost_doubled_or_scaled(factors: tuple[float, ...], message: str) -> None:
     parts = [random(32, 40, seed=10 + number) for number in range(len(factors))]
     baseline = np.sum(parts, axis=0)
     candidate = np.sum([part * np.float32(factor) for part, factor in zip(parts, factors, strict=True)], axis=0)
@@ -224,11 +224,11 @@ def test_a_micro_batch_that_is_lost_doubled_or_scaled(factors: tuple[float, ...]
     found = look(baseline, candidate, micro_steps=len(factors), contributions=contributions)
 
     assert found.kind == "lost-contribution"
-    assert found.says == says
+    assert found.message == message
 
 
 @pytest.mark.parametrize(
-    ("lost", "says"),
+    ("lost", "message"),
     [
         (
             [(1, 0)],
@@ -242,7 +242,7 @@ def test_a_micro_batch_that_is_lost_doubled_or_scaled(factors: tuple[float, ...]
         ([(0, 0), (0, 1)], "lacks what micro-step 0 of 3 contributed; it is the sum of the other 2."),
     ],
 )
-def test_what_one_rank_brought_in_a_micro_step_may_be_lost_alone(lost: list[tuple[int, int]], says: str) -> None:
+def test_what_one_rank_brought_in_a_micro_step_may_be_lost_alone(lost: list[tuple[int, int]], message: str) -> None:
     parts = {(step, rank): random(32, 40, seed=2 * step + rank) for step in range(3) for rank in range(2)}
     baseline = np.sum(list(parts.values()), axis=0)
     candidate = np.sum([part for place, part in parts.items() if place not in lost], axis=0)
@@ -251,9 +251,9 @@ def test_what_one_rank_brought_in_a_micro_step_may_be_lost_alone(lost: list[tupl
         baseline, candidate, micro_steps=3, contributions={place: summary_of(part) for place, part in parts.items()}
     )
 
-    assert found.says == f"The optimizer's gradient {says}"
+    assert found.message == f"The optimizer's gradient {message}"
     assert found.evidence["micro_step"] == lost[0][0]
-    assert found.evidence.get("rank") == (lost[0][1] if says.startswith("lacks what rank") else None)
+    assert found.evidence.get("rank") == (lost[0][1] if message.startswith("lacks what rank") else None)
 
 
 def test_more_than_half_of_the_contributions_are_not_all_odd() -> None:
@@ -267,13 +267,13 @@ def test_more_than_half_of_the_contributions_are_not_all_odd() -> None:
 
 def test_a_factor_next_to_one_is_told_from_one() -> None:
     assert (
-        look(np.float32(2.0), np.float32(2.0 + 1e-6), floor=0.0).says
+        look(np.float32(2.0), np.float32(2.0 + 1e-6), floor=0.0).message
         == "The candidate's is (1 + 4.8e-07) x the baseline's."
     )
 
 
 def test_an_optimizers_count_of_steps() -> None:
-    assert look(np.array(4.0), np.array(1.0), phase="optimizer", slot="step").says == (
+    assert look(np.array(4.0), np.array(1.0), phase="optimizer", slot="step").message == (
         "The candidate's optimizer is at its step 1 for this parameter, the baseline's at its step 4. "
         "Was its state lost, or not loaded, at a resume?"
     )
@@ -294,11 +294,11 @@ def test_none_of_these() -> None:
     found = look(X, X + NOISE)
 
     assert found.kind == "value"
-    assert found.says.startswith("The values differ by ")
+    assert found.message.startswith("The values differ by ")
 
 
 def test_noise_is_not_a_factor() -> None:
-    assert look(X, X + NOISE * np.float32(0.01), floor=1e-6).says == (
+    assert look(X, X + NOISE * np.float32(0.01), floor=1e-6).message == (
         "The values differ by 0.011 of the baseline's size (relative L2)."
     )
 
@@ -325,7 +325,7 @@ def test_what_the_baseline_had_in_the_step_before_is_one_step_late(compared: Com
 
     assert first is not None
     assert (first.step, first.kind) == (1, "late")
-    assert first.says == "The candidate's is what the baseline has in the step before: one step late?"
+    assert first.message == "The candidate's is what the baseline has in the step before: one step late?"
 
 
 def test_a_setting_of_the_step_before_is_one_step_late(compared: Compared) -> None:
@@ -341,7 +341,7 @@ def test_a_setting_of_the_step_before_is_one_step_late(compared: Compared) -> No
 
     assert first is not None
     assert (first.step, first.kind) == (1, "hyper-parameter")
-    assert "one step late?" in first.says
+    assert "one step late?" in first.message
 
 
 @pytest.mark.parametrize("micro_steps", [1, 4])
@@ -351,7 +351,7 @@ def test_a_gradient_that_was_not_set_to_zero_is_the_sum_of_two(micro_steps: int)
     found = look(X, X + NOISE * np.float32(0.3), previous=before, micro_steps=micro_steps)
 
     assert found.kind == "accumulated"
-    assert "of this step and of the step before" in found.says
+    assert "of this step and of the step before" in found.message
 
 
 def test_another_gradient_on_top_is_not_that_of_the_step_before() -> None:

@@ -11,7 +11,7 @@ FC = ("forward", "", "fc", "output[0]")
 
 
 @pytest.mark.parametrize(
-    ("module", "says"),
+    ("module", "message"),
     [
         ("BatchNorm2d", "BatchNorm2d takes the statistics of each rank's own samples; SyncBatchNorm takes those of"),
         ("Dropout", "Dropout draws other numbers where the batch is divided over ranks: compare with it turned off."),
@@ -20,7 +20,7 @@ FC = ("forward", "", "fc", "output[0]")
 )
 @pytest.mark.parametrize("divided", [2, 1])
 def test_it_is_said_where_only_one_run_divides_the_batch(
-    module: str, says: str, divided: int, compared: Compared
+    module: str, message: str, divided: int, compared: Compared
 ) -> None:
     run = {"mesh": {"data_parallel": divided, "engine": "DistributedDataParallel"}}
     content = {**CONTENT, "modules": {**CONTENT["modules"], "fc": module}}
@@ -29,4 +29,4 @@ def test_it_is_said_where_only_one_run_divides_the_batch(
 
     assert first is not None
     assert first.path == "fc"
-    assert (says in first.says) if divided == 2 else ("rank" not in first.says)
+    assert (message in first.message) if divided == 2 else ("rank" not in first.message)

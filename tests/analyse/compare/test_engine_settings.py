@@ -16,14 +16,14 @@ ENGINE = {"gradient_clipping": 1.0, "optimizer": "AdamW", "decoupled_weight_deca
 def finding(kind: str, slot: str, **evidence: Any) -> Finding:
     return Finding(
         step=0, micro_step=None, rank=None, phase="optimizer", stage="", path="embed.weight", slot=slot, call=0,
-        order=0, kind=kind, difference=math.inf, floor=0.0, says="They differ.", evidence=evidence,
+        order=0, kind=kind, difference=math.inf, floor=0.0, message="They differ.", evidence=evidence,
     )  # fmt: skip
 
 
 def test_clipping_by_default_is_explained() -> None:
     found = explained(finding("clipping", "max_norm", run="candidate", limit=1.0), {}, {"engine": ENGINE})
 
-    assert found.says == (
+    assert found.message == (
         'They differ. DeepSpeed does so by default since 0.19.3: write "gradient_clipping": 0.0 in its configuration, '
         "or clip in both runs."
     )
@@ -46,7 +46,7 @@ def test_other_findings_are_left_as_they_are(given: Finding) -> None:
 def test_adamw_in_place_of_adam_is_explained() -> None:
     given = finding("hyper-parameter", "decoupled_weight_decay")
 
-    assert explained(given, {}, {"engine": ENGINE}).says == (
+    assert explained(given, {}, {"engine": ENGINE}).message == (
         "They differ. The candidate's configuration asks DeepSpeed for Adam, and it makes AdamW of that (AdamW): "
         'write "adam_w_mode": false for Adam.'
     )

@@ -41,7 +41,7 @@ def test_another_output_is_a_finding_where_only_the_candidate_gets_it(compared: 
         "diverged", 0, "recomputed", "forward", "recomputed", "head",
     )  # fmt: skip
     assert first.difference == pytest.approx(0.5, rel=1e-5)
-    assert first.says == (
+    assert first.message == (
         "In the candidate, activation checkpointing computes head again and gets another output: another dropout mask, "
         "or an operation that is not deterministic?"
     )

@@ -111,7 +111,7 @@ def test_a_weight_that_one_run_holds_transposed_is_another_representation(measur
 
     assert (found.verdict, found.findings) == ("equivalent", ())
     assert [(one.path, one.kind) for one in found.representation] == [("fc.weight", "initial-parameter")]
-    assert "fc.weight starts with the same values, transposed: [" in found.representation[0].says
+    assert "fc.weight starts with the same values, transposed: [" in found.representation[0].message
 
 
 @pytest.mark.parametrize("site", TRANSPOSED[:2])

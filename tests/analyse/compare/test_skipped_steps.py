@@ -21,7 +21,7 @@ def test_a_step_that_only_one_run_skips_is_a_finding(compared: Compared) -> None
         first = comparison.first_divergence
         assert first is not None
         assert (comparison.verdict, first.step, first.kind) == ("diverged", 1, "skipped")
-        assert first.says == (
+        assert first.message == (
             f"The {run}'s loss scaler leaves out this step of optimizer, because a gradient is not finite; the other "
             "run takes it."
         )

@@ -18,7 +18,7 @@ def test_the_last_site_before_it_is_named(compared: Compared) -> None:
 
     assert first is not None
     assert first.evidence["after"] == "fc output[0]"
-    assert "one hop late" not in first.says
+    assert "one hop late" not in first.message
 
 
 def test_a_gradient_of_a_parameter_follows_from_no_site_in_particular(compared: Compared) -> None:
@@ -42,8 +42,8 @@ def test_what_a_fused_kernel_hides_shows_one_hop_late(tmp_path: Path) -> None:
     first = comparison.first_divergence
     assert first is not None
     assert (first.path, first.evidence["one_hop_late"]) == ("head", ["act output[0]"])
-    assert "the candidate did not observe 1 site that the other run has (act output[0])" in first.says
-    assert "one hop late" in first.says
+    assert "the candidate did not observe 1 site that the other run has (act output[0])" in first.message
+    assert "one hop late" in first.message
 
 
 def before(site: Site, *more: Site) -> Edit:
@@ -61,14 +61,14 @@ def before(site: Site, *more: Site) -> Edit:
 
 
 @pytest.mark.parametrize(
-    ("count", "says"),
+    ("count", "message"),
     [
         (1, "1 site that the other run has (act0 output[0]): if what goes wrong is it, it shows here"),
         (3, "3 sites that the other run has (act0 output[0], act1 output[0], act2 output[0]): if what goes"),
         (5, "5 sites that the other run has (act0 output[0], act1 output[0], act2 output[0] and 2 more): if what goes"),
     ],
 )
-def test_what_only_the_candidate_shows_just_before_it_is_counted(count: int, says: str, tmp_path: Path) -> None:
+def test_what_only_the_candidate_shows_just_before_it_is_counted(count: int, message: str, tmp_path: Path) -> None:
     def with_activations(step: int, sites: Step) -> None:
         at(HEAD, lambda x: x * np.float32(1.5))(step, sites)
         before(HEAD, *(("forward", "", f"act{number}", "output[0]") for number in range(count)))(step, sites)
@@ -82,7 +82,7 @@ def test_what_only_the_candidate_shows_just_before_it_is_counted(count: int, say
 
     assert first is not None
     assert first.evidence["one_hop_late"] == [f"act{number} output[0]" for number in range(count)]
-    assert f"Just before it, the baseline did not observe {says}" in first.says
+    assert f"Just before it, the baseline did not observe {message}" in first.message
 
 
 def test_what_is_unseen_before_the_last_site_that_agrees_is_not_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ COPIES = {1: {"head.weight": "wte.weight", "other.weight": "fc.weight"}, 3: {"ta
 
 
 def finding(kind: str = "ranks-disagree", phase: str = "grad", path: str = "wte.weight") -> Finding:
-    return Finding(step=0, phase=phase, path=path, slot="grad", order=0, kind=kind, says="They disagree.")
+    return Finding(step=0, phase=phase, path=path, slot="grad", order=0, kind=kind, message="They disagree.")
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def finding(kind: str = "ranks-disagree", phase: str = "grad", path: str = "wte.
     [("grad", " Are the gradients of a tied parameter added up over the ranks that have it?"), ("param", "")],
 )
 def test_other_names_are_said(phase: str, why: str) -> None:
-    assert with_names(finding(phase=phase), COPIES).says == (
+    assert with_names(finding(phase=phase), COPIES).message == (
         f"They disagree. (rank 1 calls it head.weight, rank 3 calls it tail.weight.){why}"
     )
 
@@ -27,7 +27,7 @@ def test_other_names_are_said(phase: str, why: str) -> None:
 def test_names_are_compared_as_the_baseline_has_them() -> None:
     renamed = with_names(finding(path="model.wte.weight"), COPIES, lambda path: f"model.{path}")
 
-    assert "rank 1 calls it head.weight" in renamed.says
+    assert "rank 1 calls it head.weight" in renamed.message
 
 
 @pytest.mark.parametrize("given", [finding(kind="scale"), finding(path="norm.weight")])

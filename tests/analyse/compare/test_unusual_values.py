@@ -39,7 +39,7 @@ def test_nan_at_other_places_is_a_finding(compared: Compared) -> None:
 
     assert comparison.verdict == "diverged"
     assert comparison.first_divergence is not None
-    assert comparison.first_divergence.says == "NaN or infinities stand at other places than in the baseline."
+    assert comparison.first_divergence.message == "NaN or infinities stand at other places than in the baseline."
 
 
 def test_nan_at_the_same_places_in_both_is_said(compared: Compared) -> None:

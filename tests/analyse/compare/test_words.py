@@ -117,7 +117,7 @@ def test_a_wider_model_is_misaligned(compared: Compared) -> None:
 
     assert comparison.verdict == "misaligned"
     assert comparison.first_divergence is not None
-    assert comparison.first_divergence.says == (
+    assert comparison.first_divergence.message == (
         "head.weight has shape [4, 8] in the baseline and [8, 8] in the candidate: "
         "another model, or another layout of the same one?"
     )

@@ -102,7 +102,7 @@ def first(comparison: Comparison) -> Zoom:
     assert (zoom.step, zoom.phase, zoom.path, zoom.slot) == (
         divergence.step, divergence.phase, divergence.path, divergence.slot,
     )  # fmt: skip
-    assert divergence.says.endswith(f"Inside it: {zoom.says}")
+    assert divergence.message.endswith(f"Inside it: {zoom.message}")
     return zoom
 
 
@@ -117,9 +117,9 @@ def test_a_wrong_epsilon_is_the_operator_whose_setting_differs(compared: Compare
     zoom = first(compared("eps"))
 
     assert (zoom.path, zoom.cause, zoom.operator) == ("1.norm", "operator", "1.norm/aten.native_layer_norm[0]")
-    assert "its inputs have the same bits" in zoom.says
-    assert "It is called with eps = 1e-05 in the baseline, 0.001 in the candidate." in zoom.says
-    assert zoom.says.endswith(f"Called from {place('x = x + self.attention(self.norm(x))')}")
+    assert "its inputs have the same bits" in zoom.message
+    assert "It is called with eps = 1e-05 in the baseline, 0.001 in the candidate." in zoom.message
+    assert zoom.message.endswith(f"Called from {place('x = x + self.attention(self.norm(x))')}")
 
 
 def test_a_wrong_scale_is_found_where_the_scores_are_multiplied(compared: Compared) -> None:
@@ -128,18 +128,18 @@ def test_a_wrong_scale_is_found_where_the_scores_are_multiplied(compared: Compar
     assert zoom.path == "1.out"  # the next module whose output is seen; the fault is in the code around it
     assert (zoom.module, zoom.cause, zoom.operator) == ("1", "operator", "1/aten.mul[0]")
     assert zoom.difference == pytest.approx(1.0, rel=0.3)  # twice the baseline's, estimated
-    assert "other = 0.25 in the baseline, 0.5 in the candidate" in zoom.says
-    assert zoom.says.endswith(f"Called from {place('scores = scores * scale')}")
+    assert "other = 0.25 in the baseline, 0.5 in the candidate" in zoom.message
+    assert zoom.message.endswith(f"Called from {place('scores = scores * scale')}")
 
 
 def test_a_scale_that_is_left_out_is_an_operator_that_only_the_baseline_runs(compared: Compared) -> None:
     zoom = first(compared("no scale"))
 
     assert (zoom.cause, zoom.operator) == ("other-operators", "1/aten._softmax[0]")
-    assert "Before that, the baseline alone runs aten.mul[0]" in zoom.says
+    assert "Before that, the baseline alone runs aten.mul[0]" in zoom.message
     alone = [row for row in zoom.rows if row.candidate is None]
     assert [row.shown.path for row in alone] == ["1/aten.mul[0]"]
-    assert alone[0].says == "only in the baseline"
+    assert alone[0].message == "only in the baseline"
     assert place("scores = scores * scale").startswith(alone[0].shown.source)
 
 
@@ -148,9 +148,9 @@ def test_a_transposed_product_is_found_at_its_line(compared: Compared) -> None:
 
     assert (zoom.cause, zoom.operator.partition("[")[0]) == ("other-operators", "1/aten.mm")
     assert zoom.operator_slot == "input[1]"
-    assert "the baseline alone runs aten.t[0]" in zoom.says
-    assert f"Called from {place('return x @ self.mix')}" in zoom.says
-    assert zoom.says.endswith(f"In the baseline, from {place('return x @ self.mix.t()')}")
+    assert "the baseline alone runs aten.t[0]" in zoom.message
+    assert f"Called from {place('return x @ self.mix')}" in zoom.message
+    assert zoom.message.endswith(f"In the baseline, from {place('return x @ self.mix.t()')}")
 
 
 def test_a_wrong_backward_pass_is_found_inside_the_function_that_has_it(compared: Compared) -> None:
@@ -159,9 +159,9 @@ def test_a_wrong_backward_pass_is_found_inside_the_function_that_has_it(compared
 
     assert zoom.phase == "backward"
     assert (zoom.module, zoom.cause, zoom.operator) == ("1", "operator", "1/aten.mul[1]")
-    assert "other = 1.702 in the baseline, 1.0 in the candidate" in zoom.says
+    assert "other = 1.702 in the baseline, 1.0 in the candidate" in zoom.message
     line = "return gradients[0] * (gate + slope * x * gate * (1 - gate)), None  # the wrong derivative"
-    assert zoom.says.endswith(f"(GeluBackward), called from {place(line)}")
+    assert zoom.message.endswith(f"(GeluBackward), called from {place(line)}")
 
 
 def test_other_operators_that_compute_the_same_are_no_finding(compared: Compared) -> None:
@@ -179,8 +179,8 @@ def test_a_fused_operator_that_computes_something_else_is_shown_beside_those_it_
 
     assert zoom.path == "1.out"
     assert zoom.cause == "other-operators"
-    assert "the baseline alone runs" in zoom.says
-    assert "the candidate alone runs" in zoom.says
+    assert "the baseline alone runs" in zoom.message
+    assert "the candidate alone runs" in zoom.message
     assert any("scaled_dot_product" in row.shown.path for row in zoom.rows if row.baseline is None)
 
 

@@ -12,7 +12,7 @@ from traindiff.analyse.findings import Finding, also_text, micro_steps_text, ran
 
 def finding(difference: float, floor: float) -> Finding:
     return Finding(
-        step=1, phase="forward", path="fc", slot="output[0]", order=0, kind="value", says="They differ.",
+        step=1, phase="forward", path="fc", slot="output[0]", order=0, kind="value", message="They differ.",
         difference=difference, floor=floor,
     )  # fmt: skip
 
@@ -31,7 +31,7 @@ def test_a_size_is_given_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "says"),
+    ("numbers", "message"),
     [
         ([], "no step"),
         ([4], "step 4"),
@@ -40,12 +40,12 @@ def test_a_size_is_given_where_there_is_one() -> None:
         ([0, 2, 4], "3 steps (0 to 4, with gaps)"),
     ],
 )
-def test_steps_in_words(numbers: Sequence[int], says: str) -> None:
-    assert steps_text(numbers) == says
+def test_steps_in_words(numbers: Sequence[int], message: str) -> None:
+    assert steps_text(numbers) == message
 
 
 @pytest.mark.parametrize(
-    ("numbers", "says"),
+    ("numbers", "message"),
     [
         ([1], "Rank 1"),
         ([0, 2, 3], "Ranks 0, 2 and 3"),
@@ -53,9 +53,9 @@ def test_steps_in_words(numbers: Sequence[int], says: str) -> None:
         (range(9), "Ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"),
     ],
 )
-def test_ranks_in_words(numbers: Sequence[int], says: str) -> None:
-    assert ranks_text(numbers) == says
-    assert ranks_text(numbers, capital=False) == says.replace("Rank", "rank")
+def test_ranks_in_words(numbers: Sequence[int], message: str) -> None:
+    assert ranks_text(numbers) == message
+    assert ranks_text(numbers, capital=False) == message.replace("Rank", "rank")
 
 
 def test_micro_steps_in_words() -> None:
@@ -64,7 +64,7 @@ def test_micro_steps_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ((), ""),
         (("b.weight",), "The same holds for 1 more parameter: b.weight."),
@@ -73,5 +73,5 @@ def test_micro_steps_in_words() -> None:
         (("adam.groups[1]",), "The same holds for 1 more group: adam.groups[1]."),
     ],
 )
-def test_where_else_the_same_was_found(more: tuple[str, ...], says: str) -> None:
-    assert also_text(["a", *more]) == says
+def test_where_else_the_same_was_found(more: tuple[str, ...], message: str) -> None:
+    assert also_text(["a", *more]) == message

@@ -22,8 +22,8 @@ SITES: list[Site] = [
 ]
 
 
-def fault(tap: str, *, rank: int = 0, says: str = "") -> Part:
-    reason = says or f"{TAP_FAILED.format(tap=tap)}: ValueError"
+def fault(tap: str, *, rank: int = 0, message: str = "") -> Part:
+    reason = message or f"{TAP_FAILED.format(tap=tap)}: ValueError"
     return part(np.zeros(()), rank=rank, site=("forward", "", ITSELF, tap), unobserved=reason)
 
 
@@ -67,7 +67,7 @@ def test_what_failed_is_said_once_with_its_ranks_and_the_step() -> None:
 
 
 def test_what_traindiff_says_of_itself_otherwise_is_no_fault() -> None:
-    told = fault("replica", says="no replica: the model is compiled")
+    told = fault("replica", message="no replica: the model is compiled")
 
     assert seen(told).lost == ()
     assert len(left(told)) == len(SITES)

@@ -16,7 +16,7 @@ from tests.core.kernels.oracle import FORMATS
 from tests.core.kernels.rounding import assert_equal_up_to_rounding
 from tests.core.kernels.tensors import arrays, from_bits
 from traindiff.core import summary
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.shards import OPEN, Shard
 from traindiff.core.summary import SUMMARY, empty, merge
 
@@ -50,7 +50,7 @@ def cuts(draw: st.DrawFn, length: int, *, most: int = 4) -> list[tuple[int, int]
 def box(tensor: Tensor, spans: tuple[tuple[int, int], ...]) -> np.void:
     part = tensor[tuple(slice(first, last) for first, last in spans)]
     offset = tuple(first for first, _ in spans)
-    return summarise(part, Shard(shape=tuple(part.shape), global_shape=tuple(tensor.shape), offset=offset))
+    return summarize(part, Shard(shape=tuple(part.shape), global_shape=tuple(tensor.shape), offset=offset))
 
 
 @st.composite
@@ -58,7 +58,7 @@ def flat_ranges(draw: st.DrawFn, tensor: Tensor) -> list[np.void]:
     """Summaries of ranges of the flattened tensor, as an optimizer with flat parameters holds them."""
     flat, shape = tensor.reshape(-1), tuple(tensor.shape)
     return [
-        summarise(flat[first:last], Shard(shape=(last - first,), global_shape=shape, offset=(first,)))
+        summarize(flat[first:last], Shard(shape=(last - first,), global_shape=shape, offset=(first,)))
         for first, last in cuts(draw, flat.numel())
     ]
 
@@ -90,32 +90,32 @@ def interleaved_slices(draw: st.DrawFn, tensor: Tensor) -> list[np.void]:
 def test_ranges_of_the_flattened_tensor_merge_to_the_whole(tensor: Tensor, data: st.DataObject) -> None:
     parts = data.draw(flat_ranges(tensor))
 
-    assert_equal_up_to_rounding(merge(parts), summarise(tensor, Shard.whole(tuple(tensor.shape))))
+    assert_equal_up_to_rounding(merge(parts), summarize(tensor, Shard.whole(tuple(tensor.shape))))
 
 
 @given(tensors(), st.data())
 def test_boxes_merge_to_the_whole(tensor: Tensor, data: st.DataObject) -> None:
     parts = data.draw(grids_of_boxes(tensor))
 
-    assert_equal_up_to_rounding(merge(parts), summarise(tensor, Shard.whole(tuple(tensor.shape))))
+    assert_equal_up_to_rounding(merge(parts), summarize(tensor, Shard.whole(tuple(tensor.shape))))
 
 
 @given(tensors(shapes.filter(len)), st.data())
 def test_interleaved_slices_merge_to_the_whole(tensor: Tensor, data: st.DataObject) -> None:
     parts = data.draw(interleaved_slices(tensor))
 
-    assert_equal_up_to_rounding(merge(parts), summarise(tensor, Shard.whole(tuple(tensor.shape))))
+    assert_equal_up_to_rounding(merge(parts), summarize(tensor, Shard.whole(tuple(tensor.shape))))
 
 
 @given(tensors(shapes.filter(len)), st.data())
 def test_rows_of_a_batch_merge_to_the_batch(tensor: Tensor, data: st.DataObject) -> None:
     shape = tuple(tensor.shape)
     parts = [
-        summarise(tensor[first:last], Shard.of_batch((last - first, *shape[1:]), first=first))
+        summarize(tensor[first:last], Shard.of_batch((last - first, *shape[1:]), first=first))
         for first, last in cuts(data.draw, shape[0])
     ]
 
-    assert_equal_up_to_rounding(merge(parts), summarise(tensor, Shard.of_batch(shape, first=0)))
+    assert_equal_up_to_rounding(merge(parts), summarize(tensor, Shard.of_batch(shape, first=0)))
 
 
 @given(tensors(shapes.filter(len)), st.data())
@@ -127,9 +127,9 @@ def test_boxes_of_a_batch_merge_to_the_batch(tensor: Tensor, data: st.DataObject
         part = tensor[tuple(slice(first, last) for first, last in spans)]
         offset = tuple(first for first, _ in spans)
         shard = Shard(shape=tuple(part.shape), global_shape=(OPEN, *shape[1:]), offset=offset)
-        parts.append(summarise(part, shard))
+        parts.append(summarize(part, shard))
 
-    assert_equal_up_to_rounding(merge(parts), summarise(tensor, Shard.of_batch(shape, first=0)))
+    assert_equal_up_to_rounding(merge(parts), summarize(tensor, Shard.of_batch(shape, first=0)))
 
 
 @given(tensors(shapes.filter(len)), st.integers(1, 3), st.integers(1, 4), st.data())
@@ -148,16 +148,16 @@ def test_rows_that_ranks_take_in_turn_merge_to_the_batch(
     for rank in range(ranks):
         part = samples[:, rank].reshape(rows // ranks, *shape[1:])
         spacing = (together, together * ranks)
-        parts.append(summarise(part, Shard.of_batch(tuple(part.shape), first=rank * together, spacing=spacing)))
+        parts.append(summarize(part, Shard.of_batch(tuple(part.shape), first=rank * together, spacing=spacing)))
 
-    assert_equal_up_to_rounding(merge(parts), summarise(tensor, Shard.of_batch(shape, first=0)))
+    assert_equal_up_to_rounding(merge(parts), summarize(tensor, Shard.of_batch(shape, first=0)))
 
 
 def test_shards_of_many_chunks_merge_to_the_whole() -> None:
     tensor = torch.randn(300, 401, generator=torch.Generator().manual_seed(1))
     quarters = [box(tensor, spans) for spans in product(((0, 111), (111, 300)), ((0, 200), (200, 401)))]
 
-    assert_equal_up_to_rounding(merge(quarters), summarise(tensor, Shard.whole((300, 401))))
+    assert_equal_up_to_rounding(merge(quarters), summarize(tensor, Shard.whole((300, 401))))
 
 
 @settings(max_examples=30)
@@ -175,7 +175,7 @@ def test_merging_is_commutative_and_associative(tensor: Tensor, data: st.DataObj
 
 @given(tensors())
 def test_the_summary_of_nothing_is_neutral(tensor: Tensor) -> None:
-    seen = summarise(tensor, Shard.whole(tuple(tensor.shape)))
+    seen = summarize(tensor, Shard.whole(tuple(tensor.shape)))
 
     assert merge([empty(), seen, empty()]).tobytes() == merge([seen]).tobytes()
     assert merge([seen])["fingerprint"] == seen["fingerprint"]
@@ -189,7 +189,7 @@ def test_merging_no_summaries_gives_the_summary_of_nothing() -> None:
 
 def test_merging_works_on_many_sites_at_once() -> None:
     first, second = (
-        np.array([summarise(torch.randn(5), Shard.whole((5,))) for _ in range(3)], dtype=SUMMARY) for _ in range(2)
+        np.array([summarize(torch.randn(5), Shard.whole((5,))) for _ in range(3)], dtype=SUMMARY) for _ in range(2)
     )
 
     merged = merge(np.stack([first, second]))

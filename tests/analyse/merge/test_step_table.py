@@ -65,7 +65,7 @@ def test_batches_on_two_ranks_merge_in_whatever_order_they_come() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_of_buffers_that_differ_between_ranks_the_odd_one_is_judged(dtype: str) -> None:
-    """No rule says that they agree: a batch normalisation has each rank's own statistics."""
+    """No rule says that they agree: a batch normalization has each rank's own statistics."""
     values = (10 * random(4, seed=0)).astype(dtype)
     site = ("param", "", "counter", "buffer")
     entry = only([part(values + (rank == 1), rank=rank, site=site) for rank in range(3)])

@@ -110,7 +110,7 @@ def test_an_update_that_did_not_happen_is_named(compared: Compared) -> None:
     first = comparison.first_divergence
     assert first is not None
     assert (first.phase, first.path, first.kind, first.step) == ("update", "fc.weight", "never-updated", 0)
-    assert first.says == "The candidate's step did not change this parameter; the baseline's did."
+    assert first.message == "The candidate's step did not change this parameter; the baseline's did."
 
 
 def test_an_update_over_steps_that_were_not_recorded_is_not_derived() -> None:

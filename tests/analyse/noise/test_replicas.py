@@ -233,7 +233,7 @@ def test_steps_that_no_replica_has_are_named_and_the_verdict_is_uncalibrated(mea
 
 
 @pytest.mark.parametrize(
-    ("edit", "says"),
+    ("edit", "message"),
     [
         (at(("param", "before", "fc.weight", "value"), lambda x: x + 1, step=0), "fc.weight starts with other values"),
         (at(BATCH, lambda x: x + 1), "The batch differs: (root) input[0] holds other values."),
@@ -245,7 +245,7 @@ def test_steps_that_no_replica_has_are_named_and_the_verdict_is_uncalibrated(mea
     ],
     ids=["seed", "batch", "random state", "learning rate"],
 )
-def test_a_run_of_another_training_is_no_replica(edit: Edit, says: str, measured: Measured) -> None:
+def test_a_run_of_another_training_is_no_replica(edit: Edit, message: str, measured: Measured) -> None:
     def draws(step: int) -> Step:
         return {**plain_step(step), ("batch", "after", "rng", "cpu"): Seen(values=np.full(4, 99, dtype=np.uint8))}
 
@@ -255,7 +255,7 @@ def test_a_run_of_another_training_is_no_replica(edit: Edit, says: str, measured
     message = str(caught.value)
     assert "noise-2" in message
     assert "is no other run of the baseline's training. In step 0:" in message
-    assert says in message
+    assert message in message
     assert "Record it with the baseline's script, seed and data" in message
 
 

@@ -51,7 +51,7 @@ def test_parameters_that_differ_raise_the_floor_of_their_module() -> None:
     assert floors.activation("head", ["float32"]) == GAIN * 1e-6
 
 
-def test_a_cancelled_sum_is_as_uncertain_as_its_terms() -> None:
+def test_a_canceled_sum_is_as_uncertain_as_its_terms() -> None:
     assert Floors().gradient(1e5) == 0.0
     floors = Floors(precision=1e-6)
     assert floors.gradient(1e5) == pytest.approx(0.15)

@@ -21,7 +21,7 @@ Moment = Callable[[int], None]
 
 
 def points(step: int, *, samples: int = 32) -> tuple[Tensor, Tensor]:
-    """Noisy points around four centres, and which centre: a batch of its own for each step."""
+    """Noisy points around four centres, and which center: a batch of its own for each step."""
     centres = 2.0 * torch.randn(4, 20, generator=torch.Generator().manual_seed(99))
     generator = torch.Generator().manual_seed(step)
     labels = torch.randint(4, (samples,), generator=generator)
@@ -50,7 +50,7 @@ def classifier(
 
 
 def convolutions() -> nn.Sequential:
-    """Two convolutions with batch normalisation, the same for every call."""
+    """Two convolutions with batch normalization, the same for every call."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),

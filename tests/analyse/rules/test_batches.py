@@ -42,7 +42,7 @@ def test_micro_steps_with_the_same_samples_are_a_warning(tmp_path: Path) -> None
 
     (warning,) = verdict.warnings
     assert (warning.kind, warning.step, warning.evidence["num_steps"]) == ("repeated-batch", 0, 8)
-    assert "All micro-steps of a step have the same samples" in warning.says
+    assert "All micro-steps of a step have the same samples" in warning.message
 
 
 def test_a_batch_of_copies_is_a_warning(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_batch_of_copies_is_a_warning(tmp_path: Path) -> None:
 
     assert (warning.kind, warning.step) == ("duplicate-samples", 0)
     assert (warning.evidence["copies"], warning.evidence["samples"], warning.evidence["ranks"]) == (24, 32, [])
-    assert "24 of the 32 samples of a batch are copies of others" in warning.says
+    assert "24 of the 32 samples of a batch are copies of others" in warning.message
 
 
 def test_few_copies_are_none(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_ranks_with_the_same_samples_are_a_warning(tmp_path: Path) -> None:
     (warning,) = traindiff.check(tmp_path / "run").warnings
 
     assert (warning.kind, warning.step, warning.evidence["ranks"]) == ("duplicate-samples", 0, [0, 1])
-    assert "Ranks 0 and 1 have the same samples, in 5 steps in a row" in warning.says
+    assert "Ranks 0 and 1 have the same samples, in 5 steps in a row" in warning.message
 
 
 def test_ranks_with_samples_of_their_own_are_right(tmp_path: Path) -> None:

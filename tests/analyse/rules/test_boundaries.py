@@ -51,14 +51,14 @@ def test_what_arrives_as_it_was_sent_is_no_finding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("received", "says"),
+    ("received", "message"),
     [
         (activations(1) * np.float32(1.5), "it differs by 0.5 of its size."),
         (activations(0), "what it sent in micro-step 0. Was a buffer read before it was filled?"),
         (np.float32(1.001) * activations(1), "as rounding to bfloat16 would make it."),
     ],
 )
-def test_what_arrives_as_something_else_is_described(received: np.ndarray, says: str) -> None:
+def test_what_arrives_as_something_else_is_described(received: np.ndarray, message: str) -> None:
     table = step_table(handed_on({0: activations(0), 1: received, 2: activations(2)}))
 
     (finding,) = BoundariesHold(RunFacts()).step(table, step=3)
@@ -66,10 +66,10 @@ def test_what_arrives_as_something_else_is_described(received: np.ndarray, says:
     assert (finding.kind, finding.step, finding.micro_step, finding.rank, finding.path, finding.slot) == (
         "boundary", 3, 1, 1, "layer.2", "received[0]",
     )  # fmt: skip
-    assert finding.says.startswith(
+    assert finding.message.startswith(
         "Stage 1 (rank 1) received something else than stage 0 (rank 0) sent, in micro-step 1 of 3: "
     )
-    assert finding.says.endswith(says)
+    assert finding.message.endswith(message)
 
 
 def test_gradients_are_handed_back_to_the_stage_before() -> None:
@@ -86,7 +86,7 @@ def test_gradients_are_handed_back_to_the_stage_before() -> None:
 
     (finding,) = BoundariesHold(RunFacts()).step(table, step=0)
 
-    assert finding.says == (
+    assert finding.message == (
         "Stage 0 (rank 0) received something else than the gradient that stage 1 (rank 1) sent, in micro-step 1 of 2: "
         "it differs by 2 of its size."
     )

@@ -33,7 +33,7 @@ def test_dropout_that_is_active_in_evaluation_is_a_warning(tmp_path: Path) -> No
     assert verdict.verdict == "healthy"
     assert (finding.step, finding.phase, finding.stage, finding.path) == (1, "forward", "evaluation", "1")
     assert finding.evidence["share"] == pytest.approx(0.2, abs=0.04)
-    assert "Call model.eval() before evaluating" in finding.says
+    assert "Call model.eval() before evaluating" in finding.message
 
 
 def test_dropout_that_rests_in_evaluation_is_right(tmp_path: Path) -> None:

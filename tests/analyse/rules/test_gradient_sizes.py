@@ -22,7 +22,7 @@ def test_gradients_that_vanish_behind_many_sigmoids_are_found_in_the_first_layer
     assert finding.evidence["largest_at"] == "28.weight"
     assert finding.evidence["size"] < 1e-9 * finding.evidence["largest"]
     assert finding.evidence["num_steps"] == 12
-    assert "The gradient of 0.weight vanishes" in finding.says
+    assert "The gradient of 0.weight vanishes" in finding.message
 
 
 class Chaotic(nn.Module):
@@ -50,7 +50,7 @@ def test_gradients_that_explode_in_a_recurrence_are_found(tmp_path: Path) -> Non
     finding = found(verdict, "exploding-gradients")
     assert (finding.step, finding.path, finding.evidence["last_at"]) == (0, "step.weight", "head.weight")
     assert finding.evidence["size"] > 1e5 * finding.evidence["last"]
-    assert "the layer nearest the loss" in finding.says
+    assert "the layer nearest the loss" in finding.message
 
 
 def test_clipping_does_not_hide_gradients_that_explode(tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_parameters_that_get_no_gradient_are_a_warning(tmp_path: Path) -> None:
     zero = next(one for one in verdict.warnings if one.path == "third.weight")
     assert (none.kind, none.evidence["none"], none.evidence["zero"]) == ("no-gradient", 6, 0)
     assert (zero.kind, zero.evidence["none"], zero.evidence["zero"]) == ("no-gradient", 0, 6)
-    assert "it is None in all of 6 steps" in none.says
-    assert "it is 0 in every element in 6 of 6 steps" in zero.says
+    assert "it is None in all of 6 steps" in none.message
+    assert "it is 0 in every element in 6 of 6 steps" in zero.message
 
 
 def test_a_head_of_zeros_lets_gradients_through_after_one_step(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_gradients_that_float16_loses_are_a_warning(tmp_path: Path) -> None:
     assert verdict.verdict == "healthy"
     assert (finding.phase, finding.step) == ("backward", 0)
     assert finding.evidence["share"] > 0.5
-    assert "subnormal in float16" in finding.says
+    assert "subnormal in float16" in finding.message
 
 
 def test_a_loss_scale_keeps_gradients_from_underflow(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_an_update_that_makes_the_loss_spike_is_what_moved_first(tmp_path: Path)
     )
     assert (
         "What moved first is the learning rate of optimizer.groups[0] in step 22, 1e+03 x as large as usual."
-        in finding.says
+        in finding.message
     )
 
 

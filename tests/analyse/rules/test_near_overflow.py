@@ -25,7 +25,7 @@ def test_activations_near_the_end_of_float16_are_a_warning(tmp_path: Path) -> No
     assert (finding.step, finding.phase, finding.path) == (0, "forward", "2")
     assert 65504 / 4 < finding.evidence["largest"] < 65504
     assert finding.evidence["end"] == 65504
-    assert "float16 ends at 65504" in finding.says
+    assert "float16 ends at 65504" in finding.message
 
 
 def test_the_same_activations_are_right_in_bfloat16(tmp_path: Path) -> None:

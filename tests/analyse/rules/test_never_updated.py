@@ -18,7 +18,7 @@ Chosen = Callable[[nn.Module], Iterable[nn.Parameter]]
 
 
 class Net(nn.Module):
-    """Two layers around a batch normalisation, whose mean takes any bias before it away."""
+    """Two layers around a batch normalization, whose mean takes any bias before it away."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_a_parameter_that_no_optimizer_holds_is_found(tmp_path: Path) -> None:
     (finding,) = train(tmp_path / "run", chosen=without("second.weight"))
 
     assert (finding.kind, finding.phase, finding.path, finding.step) == ("never-updated", "param", "second.weight", 0)
-    assert finding.says == (
+    assert finding.message == (
         "No recorded optimizer holds second.weight, although it requires a gradient: at least 2 steps leave it as "
         "it was. If that is meant, set requires_grad=False."
     )
@@ -103,7 +103,7 @@ def test_a_parameter_that_its_optimizer_leaves_out_is_found(tmp_path: Path) -> N
 
     (finding,) = verdict.findings
 
-    assert finding.says == "second.weight gets gradients that should move it in 3 steps, and never changes."
+    assert finding.message == "second.weight gets gradients that should move it in 3 steps, and never changes."
 
 
 def test_what_the_optimizer_replay_has_said_is_not_said_again(tmp_path: Path) -> None:
@@ -125,11 +125,11 @@ def test_what_is_never_updated_for_other_reasons_is_not_said_to_be_the_same(tmp_
     optimizer.left_out = model.second.weight
     verdict = checked(tmp_path / "run", model, optimizer, steps=5, observe=WITHOUT_REPLAY)
 
-    says = str(verdict)
+    message = str(verdict)
 
-    assert "No recorded optimizer holds first.weight" in says
-    assert "second.weight gets gradients that should move it in 5 steps" in says
-    assert "The same holds" not in says
+    assert "No recorded optimizer holds first.weight" in message
+    assert "second.weight gets gradients that should move it in 5 steps" in message
+    assert "The same holds" not in message
 
 
 class Hasty(torch.optim.SGD):

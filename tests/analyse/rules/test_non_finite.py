@@ -47,7 +47,7 @@ def test_the_module_that_returns_the_first_nan_is_the_origin(tmp_path: Path) -> 
     )  # fmt: skip
     assert finding.evidence["nan"] + finding.evidence["infinite"] > 0
     assert finding.evidence["elements"] == 32 * 32
-    assert "all that was observed before it is finite, up to forward 1 output[0]" in finding.says
+    assert "all that was observed before it is finite, up to forward 1 output[0]" in finding.message
 
 
 def test_a_gradient_that_is_not_finite_behind_a_finite_forward_pass_is_the_origin(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_gradient_that_is_not_finite_behind_a_finite_forward_pass_is_the_origi
 
     finding = found(verdict, "non-finite")
     assert (finding.step, finding.phase, finding.path) == (3, "backward", "1")
-    assert "The forward pass is finite" in finding.says
+    assert "The forward pass is finite" in finding.message
 
 
 def test_an_overflow_of_float16_is_called_one(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_an_overflow_of_float16_is_called_one(tmp_path: Path) -> None:
 
     finding = found(verdict, "non-finite")
     assert (finding.step, finding.phase) == (0, "forward")
-    assert "float16 ends at 65504: use bfloat16 or float32 here" in finding.says
+    assert "float16 ends at 65504: use bfloat16 or float32 here" in finding.message
 
 
 def test_minus_infinity_of_which_comes_nan_is_the_origin_where_there_was_none_before(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_batch_that_is_not_finite_is_the_origin(tmp_path: Path) -> None:
 
     (finding,) = traindiff.check(run).findings
     assert (finding.step, finding.phase, finding.slot, finding.evidence["nan"]) == (2, "batch", "input[0]", 1)
-    assert finding.says.endswith("Look at how this batch was made.")
+    assert finding.message.endswith("Look at how this batch was made.")
 
 
 def test_a_micro_step_is_named(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_an_optimizer_that_makes_finite_gradients_infinite_is_the_origin(tmp_pat
 
     finding = found(traindiff.check(run), "non-finite")
     assert (finding.step, finding.phase) == (3, "param")
-    assert "The gradients are finite" in finding.says
+    assert "The gradients are finite" in finding.message
 
 
 def test_a_training_that_begins_with_nan_is_told_so(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_training_that_begins_with_nan_is_told_so(tmp_path: Path) -> None:
 
     finding = found(traindiff.check(run), "non-finite")
     assert (finding.step, finding.phase, finding.stage, finding.path) == (0, "param", "before", "0.bias")
-    assert "The training begins with it" in finding.says
+    assert "The training begins with it" in finding.message
 
 
 def test_a_step_that_the_training_gives_up_is_judged_too(tmp_path: Path) -> None:

@@ -111,12 +111,12 @@ MISTAKES = {
 @pytest.mark.parametrize("wrong", MISTAKES)
 def test_a_mistake_of_adamw_is_named(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(inspect.unwrap(Adam.step).__globals__, "adam", written_out(wrong))
-    says, step = MISTAKES[wrong]
+    message, step = MISTAKES[wrong]
 
     found = train(tmp_path / "run", lambda model: AdamW(model.parameters(), lr=0.01, weight_decay=0.1))
 
     found = [one for one in found if one.step == step]
-    assert found[0].says.startswith(says), found[0].says
+    assert found[0].message.startswith(message), found[0].message
     assert (found[0].phase, found[0].path, found[0].kind) == ("update", "0.weight", "update-rule")
     assert found[0].ratio > 5
 
@@ -144,7 +144,7 @@ def test_a_frozen_parameter_never_moves(tmp_path: Path) -> None:
     found = train(tmp_path / "run", lambda model: SGD(model.parameters(), lr=0.1), after_step=put_back)
 
     assert {(one.path, one.kind) for one in found} == {("2.weight", "never-updated")}
-    assert found[0].says.startswith("SGD never moves 2.weight: its settings ask for an update of norm ")
+    assert found[0].message.startswith("SGD never moves 2.weight: its settings ask for an update of norm ")
 
 
 def test_what_no_known_mistake_explains_is_still_a_finding(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_what_no_known_mistake_explains_is_still_a_finding(tmp_path: Path) -> No
     found = train(tmp_path / "run", lambda model: AdamW(model.parameters()), after_step=disturb)
 
     assert {(one.path, one.kind) for one in found} == {("2.weight", "update-rule")}
-    assert "by something else than its settings ask for" in found[0].says
+    assert "by something else than its settings ask for" in found[0].message
 
 
 def test_updates_that_a_short_parameter_swallows_are_lost(tmp_path: Path) -> None:
@@ -162,14 +162,14 @@ def test_updates_that_a_short_parameter_swallows_are_lost(tmp_path: Path) -> Non
 
     assert {one.kind for one in found} == {"lost-update"}
     first = found[0]
-    assert "of the elements of 0.weight do not move, although SGD computes an update for them" in first.says
-    assert "half the spacing of bfloat16" in first.says
+    assert "of the elements of 0.weight do not move, although SGD computes an update for them" in first.message
+    assert "half the spacing of bfloat16" in first.message
     assert first.evidence["share"] > 0.9
     assert train(tmp_path / "long", lambda model: SGD(model.parameters(), lr=1e-4)) == []
 
 
 def test_gradients_that_are_mathematically_zero_are_no_lost_updates(tmp_path: Path) -> None:
-    path = recipe("conv", "sgd").but(steps=2).run(tmp_path / "run")  # its biases stand before batch normalisation
+    path = recipe("conv", "sgd").but(steps=2).run(tmp_path / "run")  # its biases stand before batch normalization
 
     assert findings(path) == []
 
@@ -196,7 +196,7 @@ def test_a_subclass_of_its_own_is_found_only_where_a_known_mistake_fits(tmp_path
 
     found = train(tmp_path / "mine", lambda model: Mine(model.parameters()))
     start = "Mine (a subclass of AdamW with a step of its own) moves 0.weight without bias correction."
-    assert found[0].says.startswith(start)
+    assert found[0].message.startswith(start)
     assert [
         one for one in train(tmp_path / "own", lambda model: Cautious(model.parameters(), lr=0.01)) if one.step
     ] == []
@@ -213,7 +213,7 @@ def test_fused_sgd_of_torch_that_leaves_bfloat16_as_it_is(tmp_path: Path) -> Non
     found = train(tmp_path / "run", lambda model: SGD(model.parameters(), lr=0.1, fused=True), dtype=torch.bfloat16)
 
     assert {one.kind for one in found} == {"never-updated"}
-    assert found[0].says.startswith("SGD never moves 0.weight")
+    assert found[0].message.startswith("SGD never moves 0.weight")
 
 
 def test_what_is_wrong_in_both_runs_does_not_tell_them_apart(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_what_is_wrong_in_one_run_is_said_of_that_run(tmp_path: Path, monkeypatc
         assert comparison.verdict == "diverged"
         assert first is not None
         assert (first.step, first.phase, first.stage, first.path) == (0, "update", "replayed", "fc1.weight")
-        assert first.says.startswith(f"In the {name}, AdamW moves fc1.weight without bias correction.")
+        assert first.message.startswith(f"In the {name}, AdamW moves fc1.weight without bias correction.")
 
 
 def test_an_optimizer_that_was_not_replayed_leaves_the_verdict_as_it_is(tmp_path: Path) -> None:

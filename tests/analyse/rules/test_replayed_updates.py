@@ -34,7 +34,7 @@ def judged(
 def said(*given: Any, **more: Any) -> str:
     (finding,) = judged(*given, **more)
     assert (finding.step, finding.phase, finding.path, finding.order) == (4, "update", "fc.weight", 3)
-    return finding.says
+    return finding.message
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,9 @@ def test_a_right_update_that_is_rounded_away_is_lost_where_it_would_have_mattere
 
     assert [one.kind for one in lost] == ["lost-update"] * found
     if lost:
-        assert lost[0].says.startswith("62% of the elements of fc.weight do not move, although SGD computes an update")
+        assert lost[0].message.startswith(
+            "62% of the elements of fc.weight do not move, although SGD computes an update"
+        )
         assert judged(taken, asked=asked, residual=0.9, dtype=dtype, rounding=np.abs(ASKED), strictness=0.5) == []
 
 

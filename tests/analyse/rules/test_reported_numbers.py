@@ -99,12 +99,12 @@ REPORTED: dict[str, tuple[Report, str]] = {
 
 @pytest.mark.parametrize("name", REPORTED)
 def test_a_norm_that_is_not_that_of_all_gradients_is_found(name: str, tmp_path: Path) -> None:
-    report, says = REPORTED[name]
+    report, message = REPORTED[name]
 
     found = train(tmp_path / "run", report)
 
     assert {(one.kind, one.path, one.phase) for one in found} == {("reported-norm", "grad_norm", "loss")}
-    assert says in found[0].says
+    assert message in found[0].message
     assert found[0].step == 1  # once may be chance
 
 
@@ -129,7 +129,7 @@ def test_a_clip_coefficient_that_the_gradients_do_not_show_is_found(times: int, 
     found = train(tmp_path / "run", coefficient(times), observe=["loss", "grad", "grad.micro"])
 
     assert {(one.kind, one.path) for one in found} == {("clip-coefficient", "clip_coef")}
-    assert how in found[0].says
+    assert how in found[0].message
     assert train(tmp_path / "right", coefficient(1), observe=["loss", "grad", "grad.micro"]) == []
 
 
@@ -143,7 +143,7 @@ def test_gradients_divided_twice_by_the_loss_scale_are_found(tmp_path: Path) -> 
     found = train(tmp_path / "run", report, observe=["loss", "grad", "grad.micro"])
 
     assert {(one.kind, one.path) for one in found} == {("loss-scale", "loss_scale")}
-    assert "divided by the loss scale 1024 twice" in found[0].says
+    assert "divided by the loss scale 1024 twice" in found[0].message
 
 
 def lose_head(now: Moment) -> None:
@@ -162,7 +162,7 @@ def test_a_tied_gradient_without_the_head_is_found(tmp_path: Path) -> None:
     assert findings(tied.run(tmp_path / "right")) == []
     found = findings(tied.but(after_backward=lose_head).run(tmp_path / "wrong"))
     assert {(one.kind, one.path, one.phase) for one in found} == {("tied-gradient", "wte.weight", "grad")}
-    assert "which is also head.weight, lacks what head contributes" in found[0].says
+    assert "which is also head.weight, lacks what head contributes" in found[0].message
 
 
 @pytest.mark.parametrize("model", ["gpt", "conv", "lstm", "mlp"])

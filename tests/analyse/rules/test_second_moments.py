@@ -26,7 +26,7 @@ def test_second_moments_that_float32_loses_are_found(tmp_path: Path) -> None:
     assert verdict.verdict == "unhealthy"
     assert (finding.phase, finding.slot, finding.step) == ("optimizer", "exp_avg_sq", 0)
     assert finding.evidence["share"] > 0.9
-    assert "Adam then divides by eps alone" in finding.says
+    assert "Adam then divides by eps alone" in finding.message
 
 
 def test_an_eps_that_is_larger_than_all_gradients_is_a_warning(tmp_path: Path) -> None:

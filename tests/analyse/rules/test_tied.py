@@ -29,7 +29,7 @@ def findings(gradient: Array, sent: Array = SENT, *, facts: RunFacts = FACTS, **
         part(sent, site=("backward", "", "head", "output[0]")),
         part(gradient, site=("grad", "", "wte.weight", "grad"), **about),
     ])  # fmt: skip
-    return [finding.says for finding in TiedGradientsAddUp(facts).step(table, step=3)]
+    return [finding.message for finding in TiedGradientsAddUp(facts).step(table, step=3)]
 
 
 @pytest.mark.parametrize("zero_rows", [1, 6])

@@ -47,7 +47,9 @@ def test_a_head_that_is_only_a_copy_of_the_embedding_is_a_warning(tmp_path: Path
     finding = found(verdict, "tying-changed")
     assert verdict.verdict == "healthy"
     assert (finding.step, finding.phase, finding.path) == (0, "param", "head.weight")
-    assert "head.weight and embed.weight hold the same numbers before the first step and part in step 0" in finding.says
+    assert (
+        "head.weight and embed.weight hold the same numbers before the first step and part in step 0" in finding.message
+    )
 
 
 def test_a_head_that_becomes_the_embedding_is_a_warning(tmp_path: Path) -> None:
@@ -64,7 +66,7 @@ def test_a_head_that_becomes_the_embedding_is_a_warning(tmp_path: Path) -> None:
     finding = found(traindiff.check(trained(tmp_path / "run", model, after_step=copy)), "tying-changed")
 
     assert finding.step == 3
-    assert "something has tied or copied them since" in finding.says
+    assert "something has tied or copied them since" in finding.message
 
 
 def test_a_tied_head_and_one_of_its_own_are_right(tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ def test_a_layer_whose_units_are_dead_is_found(tmp_path: Path) -> None:
     assert verdict.verdict == "unhealthy"
     assert (finding.phase, finding.path, finding.step) == ("forward", "3", 0)
     assert (finding.evidence["dead"], finding.evidence["units"], finding.evidence["num_steps"]) == (48, 64, 12)
-    assert "At least 48 of 64 units of 3 are dead" in finding.says
+    assert "At least 48 of 64 units of 3 are dead" in finding.message
 
 
 def test_channels_that_die_during_a_training_are_found_with_the_step(tmp_path: Path) -> None:
     model = convolutions()
-    model.eval()  # the bias of a batch normalisation is what decides
+    model.eval()  # the bias of a batch normalization is what decides
 
     def kill(step: int) -> None:
         if step == 4:
@@ -60,7 +60,7 @@ def test_a_saturated_layer_is_a_warning(tmp_path: Path) -> None:
     assert verdict.verdict == "healthy"
     assert (finding.phase, finding.path, finding.step) == ("forward", "1", 0)
     assert finding.evidence["sensitivity"] < 0.01
-    assert "1 (Tanh) is saturated" in finding.says
+    assert "1 (Tanh) is saturated" in finding.message
 
 
 def test_saturated_sigmoids_are_a_warning_and_a_sure_classifier_is_not(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_updates_that_replace_a_weight_are_found(tmp_path: Path) -> None:
     assert (finding.phase, finding.path) == ("update", "0.weight")
     assert finding.evidence["ratio"] > 0.5
     assert finding.evidence["num_steps"] >= 10
-    assert "lower the learning rate" in finding.says
+    assert "lower the learning rate" in finding.message
 
 
 def test_updates_that_change_nothing_are_a_warning(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_weights_that_have_gradients_and_do_not_move_at_all_are_a_warning(tmp_pa
     finding = found(
         traindiff.check(train(tmp_path / "run", model, optimizer, steps=24, batches=batches)), "small-updates"
     )
-    assert "Steps move half of all weights not at all, although they have gradients, in 24 steps" in finding.says
-    assert "bfloat16 rounds their updates away" in finding.says
+    assert "Steps move half of all weights not at all, although they have gradients, in 24 steps" in finding.message
+    assert "bfloat16 rounds their updates away" in finding.message
 
 
 def test_frozen_weights_in_an_optimizer_and_groups_that_rest_are_no_small_updates(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_an_optimizer_that_steps_without_a_gradient_is_found(tmp_path: Path) -> 
     finding = found(verdict, "idle-optimizer")
     assert verdict.verdict == "unhealthy"
     assert finding.evidence == {"num_steps": 12, "num_parameters": 6}
-    assert "Look for zero_grad() between backward() and step()" in finding.says
+    assert "Look for zero_grad() between backward() and step()" in finding.message
 
 
 def test_learning_rates_that_stay_0_are_found(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_learning_rates_that_stay_0_are_found(tmp_path: Path) -> None:
         "zero-learning-rate", 5, "optimizer.groups[0]", "lr",
     )  # fmt: skip
     assert finding.evidence["num_steps"] == 11
-    assert "0 in 11 steps in a row, from step 5 on" in finding.says
+    assert "0 in 11 steps in a row, from step 5 on" in finding.message
 
 
 @pytest.mark.parametrize("rates", [{0: 0.0, 1: 0.1}, {0: 0.1, 1: 0.0}])

@@ -70,7 +70,7 @@ def test_the_step_and_the_parameter_that_break_the_rule_are_named(tmp_path: Path
         "value",
         "scale",
         "zero",
-        "localised",
+        "localized",
         "offset",
     }
     assert_fits(comparison.to_json(), "comparison")

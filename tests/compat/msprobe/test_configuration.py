@@ -56,7 +56,7 @@ def test_sections_of_other_tasks_are_let_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [
         ({"dump_pth": "x"}, 'Did you mean "dump_path"?'),
         ({"param_lst": ["x"]}, '"param_lst" is not an entry'),
@@ -78,10 +78,10 @@ def test_sections_of_other_tasks_are_let_alone(tmp_path: Path) -> None:
         ({"overwrite": "yes"}, 'Write "overwrite": true.'),
     ],
 )
-def test_what_is_wrong_is_said_with_what_to_write_instead(tmp_path: Path, wrong: dict[str, Any], says: str) -> None:
+def test_what_is_wrong_is_said_with_what_to_write_instead(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(traindiff.ConfigError) as error:
         read_configuration(configuration(tmp_path, **wrong))
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert len(error.value.problems) == 1
 
 

@@ -123,8 +123,8 @@ def test_shards_are_recorded_and_make_the_files_of_whole_gradients(
     engine: str, reference: Path, tmp_path: Path
 ) -> None:
     config = configuration(tmp_path, grad_level="L2", bounds=[-0.01, 0, 0.01])
-    for (says,) in run_on_ranks(monitored, 2, str(config), ENGINES[engine]):
-        assert "traindiff export msprobe" in says
+    for (message,) in run_on_ranks(monitored, 2, str(config), ENGINES[engine]):
+        assert "traindiff export msprobe" in message
 
     assert_whole(tmp_path, reference)
 

@@ -119,7 +119,7 @@ def edited(dump: Path, before: str, after: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("shape", "says"),
+    ("shape", "message"),
     [
         ("__import__('os')", "is no shape"),
         ("[-1, 6]", "is no shape"),
@@ -129,9 +129,9 @@ def edited(dump: Path, before: str, after: str) -> Path:
         ("[99999999999999999999, 6]", "more elements than there can be"),
     ],
 )
-def test_a_shape_that_is_none_is_named(tmp_path: Path, shape: str, says: str) -> None:
+def test_a_shape_that_is_none_is_named(tmp_path: Path, shape: str, message: str) -> None:
     dump = edited(tmp_path / "dump", "[8, 6]", shape)
-    with pytest.raises(traindiff.NotARecordingError, match=rf"grad_summary_1\.csv.*{says}"):
+    with pytest.raises(traindiff.NotARecordingError, match=rf"grad_summary_1\.csv.*{message}"):
         import_gradients(str(dump), str(tmp_path / "run"))
 
 
@@ -147,7 +147,7 @@ def test_a_rank_of_a_number_that_none_has_is_refused_beside_others(tmp_path: Pat
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
-    for number, (name, content, says) in enumerate(
+    for number, (name, content, message) in enumerate(
         [
             ("grad_summary_1.csv", b"param_name,max\r\nfc.weight\r\n", "is no table of gradients"),
             ("grad_summary_1.csv", b"\xff\xfe", "is no table of gradients"),
@@ -164,7 +164,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         dump = tmp_path / f"dump{number}"
         shutil.copytree(FIRST, dump)
         (dump / "rank0" / name).write_bytes(content)
-        with pytest.raises(traindiff.NotARecordingError, match=says) as error:
+        with pytest.raises(traindiff.NotARecordingError, match=message) as error:
             import_gradients(str(dump), str(tmp_path / f"run{number}"))
         assert str(dump / "rank0" / name) in str(error.value)
 
@@ -240,8 +240,8 @@ CONTRADICTING = {
 
 @pytest.mark.parametrize("name", CONTRADICTING)
 def test_a_table_that_contradicts_itself_is_refused(name: str) -> None:
-    content, says = CONTRADICTING[name]
-    with pytest.raises(traindiff.NotARecordingError, match=says):
+    content, message = CONTRADICTING[name]
+    with pytest.raises(traindiff.NotARecordingError, match=message):
         tables.load(content.encode(), where="here")
 
 

@@ -134,7 +134,7 @@ def profile_buckets(index: int, *, rows: int, columns: int) -> tuple[int, int]:
     return (index // columns // row_block) % 16, (index % columns) // column_block
 
 
-def summarise(bits: Sequence[int], indices: Sequence[int], dtype: str, *, rows: int, columns: int) -> np.void:
+def summarize(bits: Sequence[int], indices: Sequence[int], dtype: str, *, rows: int, columns: int) -> np.void:
     """The summary of the elements with these bits at these global indices."""
     form = FORMATS[dtype]
     result = np.zeros((), dtype=SUMMARY)

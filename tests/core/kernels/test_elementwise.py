@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from traindiff.core.kernels import element_details as elementwise
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.kernels.element_details import intervals, packed_signs
 from traindiff.core.kernels.torch_arrays import detail_of
 from traindiff.core.settings import checked_bounds, interval_names
@@ -64,7 +64,7 @@ def test_what_a_summary_knows_of_signs_need_not_be_looked_for(found: Any) -> Non
     tensor = torch.from_numpy(found.reshape(1, -1))
     kept = (
         detail_of(tensor, {"signs"}),
-        detail_of(tensor, {"signs"}, summary=summarise(tensor, Shard.whole(tuple(tensor.shape)))),
+        detail_of(tensor, {"signs"}, summary=summarize(tensor, Shard.whole(tuple(tensor.shape)))),
     )
 
     assert kept[0] == kept[1]

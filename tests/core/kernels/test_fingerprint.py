@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.core.kernels.tensors import Case, cases, from_bits
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.kernels.reference import LANE_WEIGHTS, block_weights, fold
 from traindiff.core.shards import Shard
 
@@ -20,7 +20,7 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def summary_of(tensor: Tensor) -> np.void:
-    return summarise(tensor, Shard.whole(tuple(tensor.shape)))
+    return summarize(tensor, Shard.whole(tuple(tensor.shape)))
 
 
 @given(cases(), st.data())

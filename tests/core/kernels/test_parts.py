@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import traindiff.core.kernels
 from tests.core.kernels.rounding import assert_equal_up_to_rounding
 from traindiff.core.kernels import parts as dividing
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.kernels.parts import parts_of
-from traindiff.core.kernels.reference import summarise_array
+from traindiff.core.kernels.reference import summarize_array
 from traindiff.core.shards import OPEN, Shard
 from traindiff.core.summary import merge
 
@@ -71,9 +71,9 @@ def test_each_element_is_in_one_part_at_its_place(given_: tuple[torch.Tensor, Sh
 def test_summaries_of_the_parts_merge_to_that_of_the_tensor(given_: tuple[torch.Tensor, Shard], most: int) -> None:
     tensor, shard = given_
 
-    merged = merge([summarise(view, part) for view, part in parts_of(tensor, shard, most)])
+    merged = merge([summarize(view, part) for view, part in parts_of(tensor, shard, most)])
 
-    assert_equal_up_to_rounding(merged, summarise(tensor, shard))
+    assert_equal_up_to_rounding(merged, summarize(tensor, shard))
 
 
 def test_what_is_not_larger_than_a_part_stays_whole() -> None:
@@ -94,21 +94,21 @@ def test_a_batch_may_still_grow_in_every_part() -> None:
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
-def test_a_tensor_is_summarised_in_parts_and_no_copy_is_larger(
+def test_a_tensor_is_summarized_in_parts_and_no_copy_is_larger(
     dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = torch.arange(60 * 40 * 2).reshape(60, 80).remainder(251).to(dtype)
     tensor = {"contiguous": values, "transposed": values.t(), "strided": values[:, ::2]}[layout]
     shard = Shard.whole(tuple(tensor.shape))
-    whole = summarise(tensor.contiguous(), shard)
+    whole = summarize(tensor.contiguous(), shard)
     sizes = []
 
     def noted(values: np.ndarray, bits: np.ndarray, shard: Shard, *, tiny: float) -> np.void:
         sizes.append(bits.size)
-        return summarise_array(values, bits, shard, tiny=tiny)
+        return summarize_array(values, bits, shard, tiny=tiny)
 
-    monkeypatch.setattr(traindiff.core.kernels.reference, "summarise_array", noted)
+    monkeypatch.setattr(traindiff.core.kernels.reference, "summarize_array", noted)
     monkeypatch.setattr(dividing.parts_of, "__defaults__", (100,))
 
-    assert_equal_up_to_rounding(summarise(tensor, shard), whole)
+    assert_equal_up_to_rounding(summarize(tensor, shard), whole)
     assert all(size <= 100 for size in sizes)

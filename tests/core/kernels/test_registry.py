@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.kernels.registry import AT_ONCE, PUT_OFF, Kernel
 from traindiff.core.shards import Shard
 
@@ -18,7 +18,7 @@ def test_a_kernel_has_what_it_is_called_by(kernel: Kernel) -> None:
     if module is None:
         pytest.skip(f"{kernel.needs} is not installed")
 
-    names = {"reads", "summarise"} if kernel in AT_ONCE else {"reads", "DeviceRows"}
+    names = {"reads", "summarize"} if kernel in AT_ONCE else {"reads", "DeviceRows"}
     assert {name for name in names if callable(getattr(module, name, None))} == names
 
 
@@ -27,7 +27,7 @@ def test_a_kernel_whose_package_is_missing_is_passed_over(monkeypatch: pytest.Mo
     monkeypatch.setattr("traindiff.core.kernels.AT_ONCE", (missing,))
 
     assert missing.load() is None
-    assert summarise(torch.ones(3), Shard.whole((3,)))["sum"] == 3.0
+    assert summarize(torch.ones(3), Shard.whole((3,)))["sum"] == 3.0
 
 
 def test_a_kernel_that_cannot_be_imported_for_another_reason_says_so() -> None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from traindiff.core import summary
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.kernels.reference import BLOCK, block_signs, block_weights
 from traindiff.core.shards import Shard
 from traindiff.core.summary import SKETCH_SIZE
@@ -83,6 +83,6 @@ def test_the_measured_estimate_is_the_one_that_two_summaries_give() -> None:
     for pair in range(20):
         baseline = generator.standard_normal(SIZE)
         shard = Shard(shape=(SIZE,), global_shape=(2**31,), offset=(int(first[pair]),))
-        seen = [summarise(torch.from_numpy(x), shard) for x in (baseline, baseline + differences[pair])]
+        seen = [summarize(torch.from_numpy(x), shard) for x in (baseline, baseline + differences[pair])]
 
         np.testing.assert_allclose(summary.distance(*seen), expected[pair], rtol=1e-9)

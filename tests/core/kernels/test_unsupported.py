@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.shards import Shard
 from traindiff.errors import UnsupportedTensorError
@@ -22,7 +22,7 @@ def fake() -> Tensor:
         return torch.ones(3)
 
 
-def quantised() -> Tensor:
+def quantized() -> Tensor:
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
 
@@ -33,7 +33,7 @@ def nested(layout: torch.layout) -> Tensor:
 CASES: dict[str, tuple[Callable[[], Tensor], str]] = {
     "sparse_coo": (lambda: torch.eye(3).to_sparse(), "layout sparse_coo has no dense elements"),
     "sparse_csr": (lambda: torch.eye(3).to_sparse_csr(), "layout sparse_csr has no dense elements"),
-    "quantised": (quantised, "quantised dtype qint8 is not supported"),
+    "quantized": (quantized, "quantized dtype qint8 is not supported"),
     "meta": (lambda: torch.ones(3, device="meta"), "a tensor on the meta device has no elements"),
     "nested": (lambda: nested(torch.strided), "a nested tensor has no dense elements"),
     "jagged": (lambda: nested(torch.jagged), "a nested tensor has no dense elements"),
@@ -50,7 +50,7 @@ def test_a_tensor_without_readable_elements_is_refused_with_the_reason(name: str
     tensor = make()
 
     with pytest.raises(UnsupportedTensorError) as caught:
-        summarise(tensor, Shard.whole(shape_of(tensor)))
+        summarize(tensor, Shard.whole(shape_of(tensor)))
 
     assert str(caught.value).startswith(reason)
     assert "\n" not in str(caught.value)
@@ -61,7 +61,7 @@ def test_a_tensor_inside_a_transform_is_refused_with_the_reason() -> None:
 
     def look(tensor: Tensor) -> Tensor:
         with pytest.raises(UnsupportedTensorError) as caught:
-            summarise(tensor, Shard.whole(shape_of(tensor)))
+            summarize(tensor, Shard.whole(shape_of(tensor)))
         seen.append(str(caught.value))
         return tensor
 

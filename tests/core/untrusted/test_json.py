@@ -48,7 +48,7 @@ def test_any_bytes_are_a_value_or_damage(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         (b"[" * 100_000, "nested 100000 deep"),
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested 100000 deep"),
@@ -63,8 +63,8 @@ def test_any_bytes_are_a_value_or_damage(data: bytes) -> None:
     ],
     ids=range(10),
 )
-def test_what_would_cost_too_much_is_refused_before_it_is_parsed(data: bytes, says: str) -> None:
-    with pytest.raises(CorruptRecordingError, match=says):
+def test_what_would_cost_too_much_is_refused_before_it_is_parsed(data: bytes, message: str) -> None:
+    with pytest.raises(CorruptRecordingError, match=message):
         parse(data, where="x")
 
 
@@ -95,7 +95,7 @@ RUN = shaped(
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "message"),
     [
         ([], "it must be an object, found a list"),
         ({}, 'it has no "settings"'),
@@ -111,8 +111,8 @@ RUN = shaped(
         ({"settings": {"detail": []}, "share": "1"}, "share must be a number, found a text"),
     ],
 )
-def test_what_is_not_as_demanded_is_damage_with_its_place(value: Any, says: str) -> None:
-    with pytest.raises(CorruptRecordingError, match=f"run.json is damaged: {says}"):
+def test_what_is_not_as_demanded_is_damage_with_its_place(value: Any, message: str) -> None:
+    with pytest.raises(CorruptRecordingError, match=f"run.json is damaged: {message}"):
         demanded(value, RUN, where="run.json")
 
 

@@ -35,7 +35,7 @@ def test_what_numpy_writes_is_read(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         (b"", "cannot be read as an array"),
         (b"PK\x03\x04" + bytes(40), "cannot be read as an array"),
@@ -54,8 +54,8 @@ def test_what_numpy_writes_is_read(shape: tuple[int, ...]) -> None:
         (with_header("{}", length=60_000), "header of 60000 bytes"),
     ],
 )
-def test_what_is_no_whole_array_of_booleans_is_refused(data: bytes, says: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(says)):
+def test_what_is_no_whole_array_of_booleans_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         booleans(data)
 
 

@@ -25,7 +25,7 @@ def losses(path: Path, step: int = 0) -> list[tuple[int, int, float]]:
     return [(seen.micro_step, seen.call, float(summary["sum"])) for seen, summary in found]
 
 
-def test_each_loss_is_recorded_as_a_term_of_the_sum_that_the_step_minimises(tmp_path: Path) -> None:
+def test_each_loss_is_recorded_as_a_term_of_the_sum_that_the_step_minimizes(tmp_path: Path) -> None:
     model = mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
     expected = []

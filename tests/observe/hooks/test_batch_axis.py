@@ -169,7 +169,7 @@ def test_a_declared_axis_of_the_root_gives_the_batch() -> None:
     assert BatchAxis({"(root)": -1}).of_batch([torch.ones(7, 4).shape]) == expected
 
 
-def test_a_batch_of_sequences_flattened_to_tokens_is_recognised() -> None:
+def test_a_batch_of_sequences_flattened_to_tokens_is_recognized() -> None:
     where = Progress(batch=BatchAxis({}).of_batch([torch.ones(4, 6, dtype=torch.int64).shape]))
 
     assert split(torch.ones(24, 5), where) == (0, Shard.of_batch((24, 5), first=0))

@@ -155,7 +155,7 @@ def test_another_order_of_samples_is_found_at_the_loader(size: int | None, tmp_p
     assert comparison.verdict == "misaligned"
     first = comparison.findings[0]
     assert (first.kind, first.step, first.path, first.slot) == ("batch", 0, "dataloader", "batch[0]")
-    assert first.says == (
+    assert first.message == (
         "The batch differs: dataloader batch[0] holds other samples: 1 of its 3 samples are none of the baseline's, "
         "first number 0 of rank 0 in micro-step 0."
     )
@@ -168,7 +168,7 @@ def test_samples_in_another_order_within_a_batch_are_said_to_be(tmp_path: Path) 
 
     comparison = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate")
 
-    assert comparison.findings[0].says == (
+    assert comparison.findings[0].message == (
         "The batch differs: dataloader batch[0] holds the same samples in another order: the baseline's 2, 0, 1."
     )
 

@@ -13,7 +13,7 @@ import traindiff
 from tests.observe.hooks.models import mlp
 from tests.observe.hooks.reading import row, rows
 from tests.observe.hooks.trainings import batches
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.shards import OPEN, Shard
 from traindiff.observe.torch.hooks import inspect
 
@@ -63,7 +63,7 @@ def test_a_tensor_inside_nested_modules_is_seen_forward_and_backward(tmp_path: P
     forward, summary = row(tmp_path / "run", phase="forward", path="attention.scores")
     backward, _ = row(tmp_path / "run", phase="backward", path="attention.scores")
 
-    assert summary["fingerprint"] == summarise(scores, Shard.whole((6, 6)))["fingerprint"]
+    assert summary["fingerprint"] == summarize(scores, Shard.whole((6, 6)))["fingerprint"]
     assert (forward.slot, backward.slot) == ("value", "value")
     assert (forward.call, backward.call) == (0, 0)
     inside = [seen.path for seen, _ in rows(tmp_path / "run", phase="forward")]

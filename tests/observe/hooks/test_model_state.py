@@ -13,7 +13,7 @@ import traindiff
 from tests.observe.hooks.models import mlp
 from tests.observe.hooks.reading import row, rows
 from tests.observe.hooks.trainings import TRAININGS, batches
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.shards import Shard
 
 
@@ -37,7 +37,7 @@ def test_parameters_are_recorded_before_the_first_step_only(tmp_path: Path) -> N
 
     assert before(tmp_path / "run") == [0]
     torch.manual_seed(0)
-    expected = summarise(mlp()[0].weight, Shard.whole((16, 8)))
+    expected = summarize(mlp()[0].weight, Shard.whole((16, 8)))
     assert row(tmp_path / "run", phase="param", stage="before", path="0.weight")[1] == expected
 
 
@@ -104,7 +104,7 @@ def test_buffers_are_recorded_before_the_first_step_and_when_they_may_have_been_
         assert buffers(tmp_path / "run", name) == written
         counted = rows(tmp_path / "run", path=name)
         assert [int(summary["maximum"]) for _, summary in counted] == [0, 1, 2, 3]
-    # Batch normalisation writes these without moving their version counters.
+    # Batch normalization writes these without moving their version counters.
     for name in ("1.running_mean", "1.running_var"):
         assert buffers(tmp_path / "run", name) == written
         assert len({int(summary["fingerprint"]) for _, summary in rows(tmp_path / "run", path=name)}) == 4

@@ -14,12 +14,12 @@ import traindiff
 from tests.observe.hooks.models import CONTAINERS, Checkpointed, Returning, WithTable, mlp
 from tests.observe.hooks.reading import row, rows, sites, unobserved
 from tests.observe.hooks.trainings import TRAININGS, batches
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.shards import Shard
 
 
 def fingerprint(tensor: Tensor) -> int:
-    return int(summarise(tensor, Shard.whole(tuple(tensor.shape)))["fingerprint"])
+    return int(summarize(tensor, Shard.whole(tuple(tensor.shape)))["fingerprint"])
 
 
 def record_one_step(path: Path, model: nn.Module, *args: Tensor, **options: object) -> None:
@@ -203,7 +203,7 @@ def test_a_complex_activation_has_a_last_axis_of_two(tmp_path: Path) -> None:
 
 
 class Odd(nn.Module):
-    """Returns tensors that no kernel can summarise."""
+    """Returns tensors that no kernel can summarize."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Odd(nn.Module):
             "meta": lambda: x.to("meta"),
             "nested": lambda: torch.nested.nested_tensor([x[0], x[1]]),
             "jagged": lambda: torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged),
-            "quantised": lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+            "quantized": lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
         }[self.kind]()
         return {"odd": odd, "plain": self.layer(x)}
 
@@ -228,10 +228,10 @@ class Odd(nn.Module):
         ("meta", "a tensor on the meta device has no elements"),
         ("nested", "a nested tensor has no dense elements"),
         ("jagged", "a nested tensor has no dense elements"),
-        ("quantised", "quantised dtype qint8 is not supported"),
+        ("quantized", "quantized dtype qint8 is not supported"),
     ],
 )
-def test_what_cannot_be_summarised_is_recorded_as_unobserved_with_the_reason(
+def test_what_cannot_be_summarized_is_recorded_as_unobserved_with_the_reason(
     kind: str, reason: str, tmp_path: Path
 ) -> None:
     model = Odd(kind)

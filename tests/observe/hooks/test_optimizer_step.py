@@ -13,7 +13,7 @@ import traindiff
 from tests.observe.hooks.models import mlp
 from tests.observe.hooks.reading import row, rows, sites, unobserved
 from tests.observe.hooks.trainings import TRAININGS, batches
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.shards import Shard
 from traindiff.core.summary import add
 from traindiff.observe.torch.hooks import optimizer_step as sparse_gradients
@@ -40,7 +40,7 @@ def test_gradients_are_those_that_the_optimizer_sees(tmp_path: Path) -> None:
         optimizer.step()
 
     _, summary = row(tmp_path / "run", phase="grad", path="0.weight")
-    assert summary["fingerprint"] == summarise(clipped, Shard.whole((16, 8)))["fingerprint"]
+    assert summary["fingerprint"] == summarize(clipped, Shard.whole((16, 8)))["fingerprint"]
 
 
 def test_gradients_come_before_and_state_and_parameters_after_the_step(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_gradients_come_before_and_state_and_parameters_after_the_step(tmp_path:
     assert sites(state) == [(path, slot) for path in PARAMETERS for slot in ("step", "exp_avg", "exp_avg_sq")]
     assert max(seen.order for seen, _ in grads) < min(seen.order for seen, _ in state)
     assert row(tmp_path / "run", path="2.bias", slot="step")[1]["sum"] == 1
-    expected = summarise(model[2].weight, Shard.whole((4, 16)))
+    expected = summarize(model[2].weight, Shard.whole((4, 16)))
     assert row(tmp_path / "run", phase="param", stage="", path="2.weight")[1] == expected
 
 
@@ -226,7 +226,7 @@ def test_gradients_that_a_closure_computes_belong_to_its_own_step(tmp_path: Path
         for step in range(3):
             expected = outcome[f"step {step} grad 0.weight"]
             _, summary = row(tmp_path / name, phase="grad", path="0.weight", step=step)
-            assert summary["fingerprint"] == summarise(expected, Shard.whole((16, 8)))["fingerprint"]
+            assert summary["fingerprint"] == summarize(expected, Shard.whole((16, 8)))["fingerprint"]
         assert unobserved(tmp_path / name) == []
 
 

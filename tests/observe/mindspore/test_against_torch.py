@@ -124,7 +124,7 @@ def test_a_gradient_that_one_framework_doubles_is_named(
 
     assert first is not None
     assert (first.step, first.phase, first.path, first.kind) == (0, "grad", "last.weight", "scale")
-    assert "2 x the baseline's" in first.says
+    assert "2 x the baseline's" in first.message
 
 
 def test_mindspores_adam_subtracts_its_beta_from_one_in_float32_and_that_is_found(
@@ -150,7 +150,7 @@ def test_weights_that_one_framework_holds_transposed_are_another_representation(
 
     assert (found.verdict, found.findings) == ("equivalent", ())
     assert [(one.path, one.kind) for one in found.representation] == [("last.weight", "initial-parameter")]
-    assert "same values, transposed" in found.representation[0].says
+    assert "same values, transposed" in found.representation[0].message
 
 
 def test_a_transposed_weight_does_not_hide_that_its_gradient_is_doubled(baselines: Baselines, tmp_path: Path) -> None:

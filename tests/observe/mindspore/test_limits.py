@@ -32,17 +32,19 @@ def test_a_training_that_was_compiled_before_is_said_not_to_be_seen(way: str, tm
     training = Training("graph", "momentum")
     training.run(way)
 
-    says = "have changed, and no step was seen: what calls it was compiled before"
+    message = "have changed, and no step was seen: what calls it was compiled before"
     with (
-        pytest.warns(TraindiffWarning, match=says),
+        pytest.warns(TraindiffWarning, match=message),
         record(tmp_path / "run", training.net, training.optimizer) as run,
     ):
         training.run(way, run.log)
 
-    (reason,) = [says for (_, _, path, _), says in unobserved(tmp_path / "run").items() if path == "traindiff"]
+    (reason,) = [message for (_, _, path, _), message in unobserved(tmp_path / "run").items() if path == "traindiff"]
     assert reason.startswith("the optimizer_step tap failed")
-    says = "Call record(...), or monitor(...), before the first call of what mindspore.jit has decorated, or of Model"
-    assert says in reason
+    message = (
+        "Call record(...), or monitor(...), before the first call of what mindspore.jit has decorated, or of Model"
+    )
+    assert message in reason
 
 
 def test_where_it_is_strict_steps_that_are_not_seen_are_an_error(tmp_path: Path) -> None:
@@ -177,8 +179,8 @@ def test_an_error_in_a_tap_ends_no_training(tmp_path: Path, monkeypatch: pytest.
         raise ValueError("broken on purpose")
 
     monkeypatch.setattr("traindiff.observe.mindspore.step_tap.StepTap.gradient", broken)
-    says = r"optimizer_step\) failed and observes nothing more: ValueError: broken"
-    with pytest.warns(TraindiffWarning, match=says), record(tmp_path / "run", training.net, training.optimizer):
+    message = r"optimizer_step\) failed and observes nothing more: ValueError: broken"
+    with pytest.warns(TraindiffWarning, match=message), record(tmp_path / "run", training.net, training.optimizer):
         training.run("jit")
 
     monkeypatch.undo()
@@ -188,7 +190,7 @@ def test_an_error_in_a_tap_ends_no_training(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"observe": "forward"}, 'forward" cannot be seen in graph mode, in which MindSpore compiles cells as a whole'),
         ({"observe": "backward"}, 'backward" cannot be observed of a MindSpore training'),
@@ -201,7 +203,7 @@ def test_an_error_in_a_tap_ends_no_training(tmp_path: Path, monkeypatch: pytest.
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_written(
-    settings: dict[str, Any], says: str, tmp_path: Path
+    settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     training = Training("graph", "momentum")
     given = {"cell": training.net, "optimizer": training.optimizer, **settings}
@@ -209,7 +211,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError) as caught:
         record(tmp_path / "run", given.pop("cell"), given.pop("optimizer"), **given)
 
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert not (tmp_path / "run").exists()
     assert "construct" not in vars(training.optimizer)
 

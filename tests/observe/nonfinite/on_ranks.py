@@ -75,7 +75,7 @@ def train(engine: str, where: str, on_detect: str, watched: bool = True) -> Says
             if where == "none":
                 continue
     watch.close()
-    return [[[one.step, one.rank, one.phase, one.path, one.says] for one in origins], _bits(model)]
+    return [[[one.step, one.rank, one.phase, one.path, one.message] for one in origins], _bits(model)]
 
 
 def gather_late(engine: Any) -> None:
@@ -117,7 +117,7 @@ def train_engine(stage: int, where: str) -> Says:
                 if distributed.get_rank() == 1 and step == 1 and where in ("forward", "backward"):
                     setattr(breaks, f"{where}_factor", math.nan)
                 step_engine(engine, tokens, 1.0)
-    return [[[one.step, one.rank, one.phase, one.path, one.says] for one in origins], [printed.getvalue()]]
+    return [[[one.step, one.rank, one.phase, one.path, one.message] for one in origins], [printed.getvalue()]]
 
 
 def _bits(model: nn.Module) -> list[str]:

@@ -22,10 +22,10 @@ def test_every_setting_that_is_wrong_is_listed() -> None:
             nn.Linear(2, 2), frames=0, trace="x", abort_after=-1, on_detect="rise", output=3, masks=[1], warn="zero",
             keep_inputs=1, file=7,
         )  # type: ignore[arg-type]  # fmt: skip
-    says = str(caught.value)
-    assert says.startswith("9 problems in watch(...); nothing was attached to the model.")
+    message = str(caught.value)
+    assert message.startswith("9 problems in watch(...); nothing was attached to the model.")
     for part in ('Did you mean "raise"?', 'Did you mean "zeros"?', "watch(frames=0)", "watch(keep_inputs=1)"):
-        assert part in says
+        assert part in message
 
 
 def test_a_misspelt_setting_is_named() -> None:

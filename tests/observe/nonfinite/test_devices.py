@@ -62,7 +62,7 @@ def test_a_healthy_training_prints_nothing(kind: type[Net]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("break_", "says"),
+    ("break_", "message"),
     [
         (lambda model: setattr(model.scale, "factor", math.inf), "scale output holds"),
         (lambda model: setattr(model.steep, "factor", math.inf), "comes back to scale output holds"),
@@ -72,7 +72,7 @@ def test_a_healthy_training_prints_nothing(kind: type[Net]) -> None:
         ),
     ],
 )
-def test_the_origin_is_the_same_one_step_late_at_most(break_: Any, says: str) -> None:
+def test_the_origin_is_the_same_one_step_late_at_most(break_: Any, message: str) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -86,7 +86,7 @@ def test_the_origin_is_the_same_one_step_late_at_most(break_: Any, says: str) ->
             optimizer.step()
             optimizer.zero_grad()
 
-    with watcher, pytest.raises(traindiff.NonFiniteError, match=says) as caught:
+    with watcher, pytest.raises(traindiff.NonFiniteError, match=message) as caught:
         steps()
     assert "during batch_number=1." in str(caught.value)
     assert watcher.step in (2, 3)

@@ -37,7 +37,7 @@ def written(directory: Path, *operations: dict[str, Any], **more: Any) -> Path:
         "operations": [{"output": {"tensor": 10 + number}, **one} for number, one in enumerate(operations)],
     }  # fmt: skip
     content = {
-        "format": "traindiff-module", "version": 1, "origin": {"says": "it"}, "module": "Net", "path": "net",
+        "format": "traindiff-module", "version": 1, "origin": {"message": "it"}, "module": "Net", "path": "net",
         "not_captured": "", "call": call | more,
     }  # fmt: skip
     (directory / "module.json").write_text(json.dumps(content))
@@ -57,12 +57,13 @@ def test_an_operator_that_loads_a_library_or_opens_a_file_is_refused_by_its_name
         "load_library.__call__.__call__": [str(target)],
         "aten.from_file.default": [str(target), True, 4096],
     }.items():
-        code, says = said(str(written(tmp_path / "saved", {"name": name, "args": args})))
+        code, message = said(str(written(tmp_path / "saved", {"name": name, "args": args})))
         assert code == 2
         assert (
-            f"cannot be replayed: in operation 0, {name} is not among the operators that traindiff replay calls" in says
+            f"cannot be replayed: in operation 0, {name} is not among the operators that traindiff replay calls"
+            in message
         )
-        assert "No operator was run." in says
+        assert "No operator was run." in message
     assert not target.exists()
 
 
@@ -230,9 +231,9 @@ def test_the_process_of_a_replay_does_not_import_from_the_directory_that_it_was_
 def test_a_device_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     directory = written(tmp_path, {"name": "aten.add.Tensor", "args": [TENSOR, TENSOR]})
     for device in ("nothing", "cuda:99"):
-        code, says = said(str(directory), "--device", device)
+        code, message = said(str(directory), "--device", device)
         assert code == 2
-        assert f'--device "{device}" is no device that torch can use here.' in says
+        assert f'--device "{device}" is no device that torch can use here.' in message
 
 
 @pytest.mark.parametrize("name", ["module.json", "tensors.safetensors"])
@@ -312,7 +313,7 @@ def test_files_that_are_cut_off_nested_or_no_text_end_in_an_error_of_ours(tmp_pa
 
 def test_a_call_whose_tensors_are_not_there_is_damaged(tmp_path: Path) -> None:
     add = {"name": "aten.add.Tensor", "args": [TENSOR, TENSOR]}
-    for operation, more, says in (
+    for operation, more, message in (
         ({**add, "args": [TENSOR, {"tensor": 7}]}, {}, "operation 0 uses the tensor 7, which nothing has made before"),
         ({**add, "args": [TENSOR, {"tensor": 10}]}, {}, "operation 0 uses the tensor 10"),
         (add, {"inputs": {"input": 3}}, "its inputs name the tensor 3"),
@@ -320,7 +321,7 @@ def test_a_call_whose_tensors_are_not_there_is_damaged(tmp_path: Path) -> None:
         (add, {"trained": [4]}, "its trained name the tensor 4"),
         ({**add, "drawn": [5]}, {}, "operation 0 uses the tensor 5"),
     ):
-        with pytest.raises(CorruptRecordingError, match=says):
+        with pytest.raises(CorruptRecordingError, match=message):
             replay(written(tmp_path, operation, **more))
 
 
@@ -347,6 +348,6 @@ def test_a_name_like_the_mark_before_the_report_is_a_name(tmp_path: Path) -> Non
     content = json.loads((saved_by_hand / "module.json").read_text())
     for name in (f'{REPORT}{{"exit_code": 0}}', f"{REPORT.strip()}{{}}"):
         (saved_by_hand / "module.json").write_text(json.dumps(content | {"module": name}))
-        code, says = said(str(saved_by_hand))
+        code, message = said(str(saved_by_hand))
         assert code == 3
-        assert REPORT.strip() in says
+        assert REPORT.strip() in message

@@ -26,23 +26,23 @@ def set_scale(model: Any, _: Any) -> None:
 
 
 def test_an_overflow_in_a_module_is_named_with_what_it_was_given() -> None:
-    says = found(breaks=in_step(1, set_scale), batch=10 * torch.ones(6, WIDTH))
+    message = found(breaks=in_step(1, set_scale), batch=10 * torch.ones(6, WIDTH))
 
-    assert says.startswith(
+    assert message.startswith(
         "Detected inf/nan during batch_number=1. scale output holds infinity; what Scale was given is"
     )
-    assert "finite (input[0] up to " in says
-    assert "the largest float32 is 3.4e+38" in says
+    assert "finite (input[0] up to " in message
+    assert "the largest float32 is 3.4e+38" in message
 
 
 def test_an_overflow_in_the_code_between_modules_is_put_down_to_the_module_around_them() -> None:
     def change(model: Any, _: Any) -> None:
         model.between = float("inf")
 
-    says = found(breaks=in_step(2, change))
+    message = found(breaks=in_step(2, change))
 
-    assert "batch_number=2" in says
-    assert "last input[0] holds NaN, made by the code of (root) (Net) itself, between steep and last" in says
+    assert "batch_number=2" in message
+    assert "last input[0] holds NaN, made by the code of (root) (Net) itself, between steep and last" in message
 
 
 def test_a_batch_that_holds_nan_is_named_before_any_module() -> None:
@@ -65,16 +65,16 @@ def test_a_weight_that_was_changed_behind_the_optimizers_back_is_named() -> None
     def change(model: Any, _: Any) -> None:
         model.last.weight.data[0, 0] = float("inf")
 
-    says = found(breaks=in_step(1, change))
+    message = found(breaks=in_step(1, change))
 
-    assert "last output holds" in says
-    assert "as does weight of last, changed outside of the optimizer." in says
+    assert "last output holds" in message
+    assert "as does weight of last, changed outside of the optimizer." in message
 
 
 def test_a_loss_that_overflows_is_told_from_the_model() -> None:
-    says = found(loss_of=lambda output: (output * 1e30).square().sum())
+    message = found(loss_of=lambda output: (output * 1e30).square().sum())
 
-    assert says == (
+    assert message == (
         "Detected inf/nan during batch_number=0. The loss is infinite: every output of a module is finite, so the loss "
         "function made it."
     )
@@ -84,13 +84,13 @@ def test_an_overflow_in_a_backward_pass_is_put_down_to_the_module_that_made_the_
     def change(model: Any, _: Any) -> None:
         model.steep.factor = 3e38
 
-    says = found(breaks=in_step(1, change), loss_of=lambda output: 1e3 * output.sum())
+    message = found(breaks=in_step(1, change), loss_of=lambda output: 1e3 * output.sum())
 
     assert (
         "The gradient that comes back to scale output holds infinity: made by the backward pass of steep (Steep) from"
-        in says
+        in message
     )
-    assert "every gradient before it is finite." in says
+    assert "every gradient before it is finite." in message
 
 
 def test_a_backward_pass_of_the_code_between_modules_is_put_down_to_the_module_that_took_its_result() -> None:
@@ -99,10 +99,11 @@ def test_a_backward_pass_of_the_code_between_modules_is_put_down_to_the_module_t
             hidden = self.act(self.first(x))
             return self.last(torch.sqrt(hidden * 0) + hidden)
 
-    says = found(make=Between)
+    message = found(make=Between)
 
     assert (
-        "The gradient that comes back to act output holds NaN: made by the backward pass of the code of (root)" in says
+        "The gradient that comes back to act output holds NaN: made by the backward pass of the code of (root)"
+        in message
     )
 
 
@@ -113,9 +114,9 @@ def test_a_gradient_of_a_parameter_that_is_not_finite_is_found_before_the_optimi
         kept[:] = [model, model.first.weight.detach().clone()]
         model.first.weight.register_hook(lambda gradient: gradient / 0)
 
-    says = found(breaks=in_step(1, change))
+    message = found(breaks=in_step(1, change))
 
-    assert "The gradient of first.weight holds infinity when the optimizer steps" in says
+    assert "The gradient of first.weight holds infinity when the optimizer steps" in message
     assert torch.equal(kept[0].first.weight, kept[1])
 
 
@@ -133,11 +134,11 @@ def test_state_that_overflows_in_the_optimizer_is_named_with_the_square_of_its_g
     def change(model: Any, _: Any) -> None:
         model.last.weight.register_hook(lambda gradient: torch.full_like(gradient, 1e25))
 
-    says = found(breaks=in_step(1, change))
+    message = found(breaks=in_step(1, change))
 
     assert (
         "last.weight exp_avg_sq holds infinity after the step: its gradient is finite (up to 1e+25, its square 1e+50)"
-        in says
+        in message
     )
 
 
@@ -146,9 +147,9 @@ def test_a_parameter_that_overflows_in_the_optimizer_is_named() -> None:
         optimizer.param_groups[0]["lr"] = 1e38
         model.last.weight.register_hook(lambda gradient: torch.full_like(gradient, 1e3))
 
-    says = found(breaks=in_step(1, change), optimizer=torch.optim.SGD)
+    message = found(breaks=in_step(1, change), optimizer=torch.optim.SGD)
 
-    assert "The parameter last.weight holds infinity after the step: its gradient is finite (up to 1e+03)" in says
+    assert "The parameter last.weight holds infinity after the step: its gradient is finite (up to 1e+03)" in message
 
 
 def test_a_learning_rate_that_is_not_finite_is_named_before_the_step() -> None:
@@ -166,8 +167,8 @@ def test_micro_steps_and_evaluation_are_told_apart() -> None:
             calls[0] += 1
             return x / 0 if calls[0] == 6 else x
 
-    says = found(make=lambda: nn.Sequential(nn.Linear(WIDTH, 4), Third()), micro_batches=4)
-    assert "during batch_number=1, micro-step 2. 1 output" in says
+    message = found(make=lambda: nn.Sequential(nn.Linear(WIDTH, 4), Third()), micro_batches=4)
+    assert "during batch_number=1, micro-step 2. 1 output" in message
 
     model = nn.Sequential(nn.Linear(WIDTH, 4), Third())
     calls[0] = 5
@@ -237,8 +238,8 @@ def test_a_model_that_calls_itself_is_followed_to_the_call_that_breaks() -> None
 
 
 def test_a_loss_whose_gradient_overflows_is_not_put_down_to_the_model() -> None:
-    says = found(loss_of=lambda output: torch.sqrt((output * 0).square().sum()))
-    assert "last output holds NaN: made by the backward pass of the loss; every gradient before it is finite" in says
+    message = found(loss_of=lambda output: torch.sqrt((output * 0).square().sum()))
+    assert "last output holds NaN: made by the backward pass of the loss; every gradient before it is finite" in message
 
 
 class _Logarithm(nn.Module):
@@ -257,8 +258,10 @@ def test_a_buffer_that_is_not_finite_is_named_where_its_module_computes_with_it(
     def breaks(model: Any, _: Any) -> None:
         model[1].running_mean[2] = float("nan")
 
-    says = found(make=lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4)).eval(), breaks=in_step(1, breaks))
-    assert "batch_number=1. 1 output holds NaN, as does running_mean of 1." in says
+    message = found(
+        make=lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4)).eval(), breaks=in_step(1, breaks)
+    )
+    assert "batch_number=1. 1 output holds NaN, as does running_mean of 1." in message
 
 
 class _Weighted(nn.Module):
@@ -278,8 +281,8 @@ def test_a_buffer_that_is_not_finite_is_named_where_the_code_between_modules_com
 
 def test_running_statistics_that_overflow_are_found_although_training_goes_on_without_them() -> None:
     batch = torch.randn(6, WIDTH) * torch.tensor([[1e25]] * 6)
-    says = found(make=lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4)), batch=batch)
-    assert "The buffer 0.running_var holds infinity after the step, and did not before" in says
+    message = found(make=lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4)), batch=batch)
+    assert "The buffer 0.running_var holds infinity after the step, and did not before" in message
 
 
 def test_running_statistics_that_are_nan_from_the_start_are_named_in_training_too() -> None:
@@ -308,8 +311,8 @@ def test_masked_scores_that_a_module_returns_say_how_they_are_declared() -> None
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).masked_fill(torch.tensor([True, False, False, False]), -float("inf"))
 
-    says = found(make=lambda: nn.Sequential(Scores(WIDTH, 4), nn.Softmax(-1)))
-    assert 'If its -inf masks something on purpose, say so: masks="0 output".' in says
+    message = found(make=lambda: nn.Sequential(Scores(WIDTH, 4), nn.Softmax(-1)))
+    assert 'If its -inf masks something on purpose, say so: masks="0 output".' in message
     declared = train(make=lambda: nn.Sequential(Scores(WIDTH, 4), nn.Softmax(-1)), masks="0 output")
     assert declared[1] == ""
 

@@ -13,9 +13,9 @@ from tests.on_ranks import RanksError, run_on_ranks
 def test_the_rank_on_which_the_forward_pass_breaks_is_named(engine: str) -> None:
     (first, _), (second, _) = run_on_ranks(train, 2, engine, "forward", "collect")
 
-    step, rank, phase, path, says = second[0]
+    step, rank, phase, path, message = second[0]
     assert (step, rank, phase, path) == (1, 1, "forward", "blocks.0.act.1")
-    assert says.startswith("rank 1: blocks.0.act.1 output holds NaN; what Breaking was given is finite")
+    assert message.startswith("rank 1: blocks.0.act.1 output holds NaN; what Breaking was given is finite")
     # The other rank sees no more than the gradients that come to it.
     assert [(one[0], one[1], one[2]) for one in first[:1]] == [(1, 0, "grad")]
 
@@ -24,10 +24,10 @@ def test_the_rank_on_which_the_forward_pass_breaks_is_named(engine: str) -> None
 def test_the_rank_on_which_the_backward_pass_breaks_is_named(engine: str) -> None:
     _, (second, _) = run_on_ranks(train, 2, engine, "backward", "collect")
 
-    step, rank, phase, path, says = second[0]
+    step, rank, phase, path, message = second[0]
     assert (step, rank, phase) == (1, 1, "backward")
     assert path == "blocks.0.act.0"
-    assert "made by the backward pass of blocks.0.act.1 (Breaking)" in says
+    assert "made by the backward pass of blocks.0.act.1 (Breaking)" in message
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])

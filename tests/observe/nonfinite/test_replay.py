@@ -59,8 +59,8 @@ def test_an_overflow_of_float16_is_told_from_one_of_the_mathematics(tmp_path: Pa
     first = found.native.first_non_finite
     assert first is not None
     assert first.name == "aten.mul.Tensor"
-    assert "The overflow is float16's: operator" in found.says
-    assert "above float16's 65504, and what comes out is finite." in found.says
+    assert "The overflow is float16's: operator" in found.message
+    assert "above float16's 65504, and what comes out is finite." in found.message
 
 
 def test_the_division_by_zero_is_the_mathematics(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_the_division_by_zero_is_the_mathematics(tmp_path: Path) -> None:
     found = replay(saved(nn.Sequential(nn.Linear(WIDTH, 4), Ratio()), torch.randn(2, WIDTH), directory=tmp_path))
 
     assert (found.cause, found.exit_code) == ("mathematics", 1)
-    assert "aten.div.Tensor makes NaN or infinity of finite numbers, in float64 there too" in found.says
+    assert "aten.div.Tensor makes NaN or infinity of finite numbers, in float64 there too" in found.message
 
 
 def test_an_overflow_of_float32_is_seen_against_float64(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_an_overflow_of_float32_is_seen_against_float64(tmp_path: Path) -> None:
     found = replay(saved(nn.Sequential(Power()), torch.ones(2, WIDTH), directory=tmp_path))
 
     assert found.cause == "dtype"
-    assert "The overflow is float32's" in found.says
-    assert "in float64 the largest is 3.32e+39, above float32's 3.40282e+38" in found.says
+    assert "The overflow is float32's" in found.message
+    assert "in float64 the largest is 3.32e+39, above float32's 3.40282e+38" in found.message
 
 
 def test_masks_of_dropout_are_those_of_the_call(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_names_that_somebody_else_has_saved_are_no_codes_for_the_terminal(tmp_pa
     directory = saved(nn.Sequential(Mlp()).half(), torch.randn(4, WIDTH).half(), directory=tmp_path)
     file = directory / "module.json"
     content = json.loads(file.read_text())
-    content |= {"path": "a\x1b[31m", "module": "\u202eb", "origin": {**content["origin"], "says": "c\r\x00"}}
+    content |= {"path": "a\x1b[31m", "module": "\u202eb", "origin": {**content["origin"], "message": "c\r\x00"}}
     file.write_text(json.dumps(content))
 
     _, printed, _ = run_command(str(directory))
@@ -264,9 +264,9 @@ def test_names_that_somebody_else_has_saved_are_no_codes_for_the_terminal(tmp_pa
 
 
 def test_what_is_no_saved_call_exits_with_2(tmp_path: Path) -> None:
-    code, _, says = run_command(str(tmp_path))
+    code, _, message = run_command(str(tmp_path))
     assert code == 2
-    assert "holds no module.json" in says.replace("\n", " ")
+    assert "holds no module.json" in message.replace("\n", " ")
 
     where = saved(nn.Sequential(Mlp()).half(), torch.randn(4, WIDTH).half() + 1, directory=tmp_path / "saved")
     text = (where / "module.json").read_text()
@@ -276,9 +276,9 @@ def test_what_is_no_saved_call_exits_with_2(tmp_path: Path) -> None:
         (text.replace('"operations"', '"operation"', 1), "is damaged"),
     ):
         (where / "module.json").write_text(content)
-        code, _, says = run_command(str(where))
+        code, _, message = run_command(str(where))
         assert code == 2
-        assert message in says.replace("\n", " ")
+        assert message in message.replace("\n", " ")
 
 
 def test_a_call_that_comes_out_finite_is_not_reproduced(tmp_path: Path) -> None:

@@ -36,10 +36,10 @@ def test_numbers_near_the_end_of_float16_are_warned_of_once() -> None:
     def breaks(model: Any, _: Any, step: int) -> None:
         model.scale.factor = 2e4 if step >= 2 else 1.0
 
-    (says,) = warned(make=lambda: Wide(torch.float16), breaks=breaks, steps=6)
+    (message,) = warned(make=lambda: Wide(torch.float16), breaks=breaks, steps=6)
 
-    assert says.startswith("step 2: scale output reaches ")
-    assert "within a factor of 4 of float16's largest number, 6.55e+04" in says
+    assert message.startswith("step 2: scale output reaches ")
+    assert "within a factor of 4 of float16's largest number, 6.55e+04" in message
 
 
 def test_the_warning_comes_again_after_a_hundred_steps() -> None:
@@ -73,7 +73,7 @@ def test_subnormal_numbers_are_warned_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "factor", "says"),
+    ("name", "factor", "message"),
     [
         ("float16", 1e6, "would overflow in float16"),
         ("float8_e4m3fn", 1e4, "would overflow in float8_e4m3fn"),
@@ -81,15 +81,15 @@ def test_subnormal_numbers_are_warned_of() -> None:
         ("float8_e5m2", 1e-7, "would become zero in float8_e5m2"),
     ],
 )
-def test_what_a_shorter_dtype_would_lose_is_said_where_it_is_asked_for(name: str, factor: float, says: str) -> None:
+def test_what_a_shorter_dtype_would_lose_is_said_where_it_is_asked_for(name: str, factor: float, message: str) -> None:
     def breaks(model: Any, _: Any, step: int) -> None:
         model.scale.factor = factor
 
     def run(**settings: Any) -> list[str]:
         return warned(make=Wide, breaks=breaks, steps=1, loss_of=lambda output: output.sum() * 1e9, **settings)
 
-    assert any(says in one for one in run(warn=name))
-    assert not any(says in one for one in run())
+    assert any(message in one for one in run(warn=name))
+    assert not any(message in one for one in run())
 
 
 def test_a_healthy_training_gives_no_sign() -> None:

@@ -66,7 +66,7 @@ def test_a_mask_is_not_what_makes_a_product_overflow(name: str, tmp_path: Path) 
     assert (found.cause, first and first.name) == ("dtype", "aten.mul.Tensor")
     assert first is not None
     assert first.position == len(found.native.made) - 1
-    assert "in float32 the largest is 2.5e+05, above float16's 65504, and what comes out is finite." in found.says
+    assert "in float32 the largest is 2.5e+05, above float16's 65504, and what comes out is finite." in found.message
 
 
 def test_a_row_that_is_masked_whole_makes_nan_of_the_mask(tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_a_row_that_is_masked_whole_makes_nan_of_the_mask(tmp_path: Path) -> Non
         lambda w, x: (x * w).masked_fill(torch.tensor(True), -math.inf).softmax(-1), FULL, directory=tmp_path
     )
     assert found.cause == "mathematics"
-    assert "aten._softmax.default makes NaN or infinity of an infinity that is a mask or a constant" in found.says
-    assert "put a large finite number in its place" in found.says
+    assert "aten._softmax.default makes NaN or infinity of an infinity that is a mask or a constant" in found.message
+    assert "put a large finite number in its place" in found.message
 
 
 def test_an_infinity_in_the_code_is_named_as_a_constant(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_an_infinity_in_the_code_is_named_as_a_constant(tmp_path: Path) -> None:
     for number, function in enumerate((writes, lambda w, x: x * w * math.inf)):
         found = replayed(function, FULL, directory=tmp_path / str(number))
         assert found.cause == "mathematics"
-        assert "makes NaN or infinity of an infinity that is a mask or a constant" in found.says
+        assert "makes NaN or infinity of an infinity that is a mask or a constant" in found.message
 
 
 def test_nan_that_is_overwritten_is_no_source(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_complex_numbers_that_overflow_are_seen(name: str, tmp_path: Path) -> No
     found = replayed(function, torch.full((2, 4), 3e38 if name == "a spectrum" else 1e3), directory=tmp_path)
     first = found.native.first_non_finite
     assert (found.cause, first and first.name) == ("dtype", operator)
-    assert found.says.startswith("The overflow is complex64's")
+    assert found.message.startswith("The overflow is complex64's")
 
 
 def test_a_complex_number_whose_magnitude_alone_overflows_is_finite() -> None:

@@ -49,7 +49,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["filled", "a boolean keyword", "an additive input"])
-def test_masks_are_recognised(way: str) -> None:
+def test_masks_are_recognized(way: str) -> None:
     torch.manual_seed(0)
     model = Attention(way)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -88,8 +88,8 @@ def test_a_declared_mask_may_hold_no_nan() -> None:
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return self.scores(self.given(x), mask=self.causal * 0)
 
-    says = found(make=lambda: Bad("added inside"), masks=["*"])
-    assert "scores input.mask holds NaN" in says
+    message = found(make=lambda: Bad("added inside"), masks=["*"])
+    assert "scores input.mask holds NaN" in message
 
 
 def test_scores_of_which_a_whole_row_is_masked_are_the_origin_of_the_softmaxs_nan() -> None:
@@ -97,9 +97,10 @@ def test_scores_of_which_a_whole_row_is_masked_are_the_origin_of_the_softmaxs_na
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return self.softmax(self.scores(self.given(x)) + torch.full((6, 6), -math.inf))
 
-    says = found(make=lambda: Whole("filled"))
+    message = found(make=lambda: Whole("filled"))
     assert (
-        "softmax input[0] holds infinity, made by the code of (root) (Whole) itself, between scores and softmax" in says
+        "softmax input[0] holds infinity, made by the code of (root) (Whole) itself, between scores and softmax"
+        in message
     )
 
 
@@ -202,6 +203,6 @@ def test_frames_of_recomputation_are_marked_and_the_origin_is_in_the_first_pass(
     def steep(model: Any, _: Any, step: int) -> None:
         model.inner.steep.factor = math.inf if step == 1 else 1.0
 
-    says = found(make=lambda: Checkpointed(use_reentrant), breaks=steep, batch=torch.randn(6, WIDTH))
-    assert "comes back to inner.scale output holds" in says
-    assert "made by the backward pass of inner.steep (Steep)" in says
+    message = found(make=lambda: Checkpointed(use_reentrant), breaks=steep, batch=torch.randn(6, WIDTH))
+    assert "comes back to inner.scale output holds" in message
+    assert "made by the backward pass of inner.steep (Steep)" in message

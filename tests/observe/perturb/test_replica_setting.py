@@ -28,7 +28,7 @@ def test_a_replica_is_written_as_it_is_read(written: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "says"),
+    ("written", "message"),
     [
         ("ulps:1", ["  record(replica='ulps:1')", '"ulps" is not a replica.', 'Did you mean "ulp"? Known: float64,']),
         ("float32", ['Did you mean "float64"? ']),
@@ -38,11 +38,11 @@ def test_a_replica_is_written_as_it_is_read(written: str) -> None:
         (1, ["1 is not a replica."]),
     ],
 )  # fmt: skip
-def test_a_wrong_replica_is_one_problem(written: object, says: list[str]) -> None:
+def test_a_wrong_replica_is_one_problem(written: object, message: list[str]) -> None:
     found = problems_of(replica=written)
 
     assert found.startswith("1 problem")
-    for text in says:
+    for text in message:
         assert text in found
 
 

@@ -113,7 +113,7 @@ def test_a_step_that_was_dropped_leaves_the_recording_without_its_end(
     written = [number for _, number, _, _ in content(tmp_path / "run")]
     assert written == list(range(len(written)))  # what had been taken over, and nothing behind the gap
     assert len(written) >= DEPTH
-    assert open_recording(str(tmp_path / "run")).status(0).says == (
+    assert open_recording(str(tmp_path / "run")).status(0).message == (
         f"rank 0: step {len(written)} could not be written: the file system took no data for 0.05 seconds; "
         "all steps before it are used."
     )
@@ -137,7 +137,7 @@ def test_a_step_whose_summaries_never_come_is_an_error_and_nothing_follows_it(
     writer.close()
 
     assert [number for _, number, _, _ in content(tmp_path / "run")] == [0]
-    assert open_recording(str(tmp_path / "run")).status(0).says == (
+    assert open_recording(str(tmp_path / "run")).status(0).message == (
         "rank 0: the recording ends early: RuntimeError: the device is gone; the steps that are left are used."
     )
 

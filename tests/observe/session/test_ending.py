@@ -102,14 +102,14 @@ ABORTED = {
 
 @pytest.mark.parametrize("how", ABORTED)
 def test_a_training_that_is_aborted_is_incomplete_and_says_why(how: str, tmp_path: Path) -> None:
-    code, says = ABORTED[how]
+    code, message = ABORTED[how]
 
     run = script if code.startswith(PLAIN[:40]) else ended
     verdict = run(tmp_path / "run", code)
 
     last = "Its last finished step is 2; its last observation is backward (root) output[0] in step 3."
     assert (verdict.verdict, verdict.exit_code, verdict.steps) == ("incomplete", 3, (0, 1, 2))
-    assert verdict.notes[0] == f"{says} {last}"
+    assert verdict.notes[0] == f"{message} {last}"
 
 
 KILLED = ("os._exit(0)", "os.kill(os.getpid(), signal.SIGTERM)")
@@ -127,19 +127,19 @@ def test_a_training_that_is_killed_is_incomplete(kill: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("code", "says"),
+    ("code", "message"),
     [
         ("train(3)\nbackward()\nfail()", "by RuntimeError in step 3: boom."),
         ("train(3)\nsys.exit('no')", "by SystemExit in step 3: no."),
     ],
 )
-def test_a_script_under_traindiff_run_that_is_aborted_is_incomplete(code: str, says: str, tmp_path: Path) -> None:
+def test_a_script_under_traindiff_run_that_is_aborted_is_incomplete(code: str, message: str, tmp_path: Path) -> None:
     launcher = ("-m", "traindiff", "run", "-o", str(tmp_path / "run"))
 
     verdict = script(tmp_path / "run", code, launcher=launcher)
 
     assert verdict.verdict == "incomplete"
-    assert says in verdict.notes[0]
+    assert message in verdict.notes[0]
 
 
 ORDINARY = {

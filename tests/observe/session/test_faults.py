@@ -154,9 +154,11 @@ def test_what_a_tap_did_not_see_is_unknown_and_neither_absent_nor_healthy(
         assert comparison.verdict == "incomplete", str(comparison)
         assert verdict.verdict == "incomplete"
         step = row(tmp_path / tap, path="traindiff")[0].step
-        says = f"the {tap} tap failed: BrokenError: on purpose. What it would have seen from step {step} on is unknown."
-        assert comparison.notes[0] == f"candidate: on rank 0, {says}"
-        assert verdict.notes[0] == f"On rank 0, {says}"
+        message = (
+            f"the {tap} tap failed: BrokenError: on purpose. What it would have seen from step {step} on is unknown."
+        )
+        assert comparison.notes[0] == f"candidate: on rank 0, {message}"
+        assert verdict.notes[0] == f"On rank 0, {message}"
 
 
 def fails_the_second_time(target: str) -> Callable[..., Any]:
@@ -175,7 +177,7 @@ def test_a_kernel_that_fails_disables_every_tap_that_uses_it_and_the_training_go
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = TRAINING(lambda *_: nullcontext())
-    monkeypatch.setattr("traindiff.core.kernels.store.summarise", broken)
+    monkeypatch.setattr("traindiff.core.kernels.store.summarize", broken)
 
     with pytest.warns(traindiff.TraindiffWarning) as caught:
         actual = train(tmp_path / "run")
@@ -282,7 +284,7 @@ def test_an_interrupt_inside_a_tap_reaches_the_training(tmp_path: Path, monkeypa
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("traindiff.core.kernels.store.summarise", interrupt)
+    monkeypatch.setattr("traindiff.core.kernels.store.summarize", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run")

@@ -91,11 +91,11 @@ def test_a_wrong_gradient_is_found_and_nothing_that_follows_from_it(forced: Forc
 
 
 def test_errors_that_cancel_are_both_found(forced: Forced) -> None:
-    def cancelling(model: nn.Sequential) -> None:
+    def canceling(model: nn.Sequential) -> None:
         model[0].register_forward_hook(lambda _, __, output: 2 * output)
         model[1].register_forward_pre_hook(lambda _, args: (args[0] / 2,))
 
-    found = forced(mlp(cancelling))
+    found = forced(mlp(canceling))
 
     assert "forward 0 output[0]" in found
     assert "forward 1 output[0]" in found

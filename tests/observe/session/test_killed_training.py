@@ -50,5 +50,5 @@ def test_every_finished_step_of_a_killed_training_can_be_read(tmp_path: Path) ->
         assert seen == whole[step][0][: len(seen)]
         assert numbers == whole[step][1][: len(numbers)]
         assert recording.status(0).ending in ("unclosed", "truncated")
-        assert recording.status(0).says
+        assert recording.status(0).message
         assert recording.rank_content(0)["optimizers"][0]["type"] == "AdamW"

@@ -25,7 +25,7 @@ def expected() -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "says"),
+    ("what", "message"),
     [
         ("removed", "run is no longer there: it was moved, deleted or unmounted. What it held of the 4 steps"),
         ("moved", "run is no longer there: it was moved, deleted or unmounted. What it held of the 4 steps"),
@@ -36,7 +36,7 @@ def expected() -> str:
     ],
 )
 def test_the_training_goes_on_and_one_warning_says_what_is_lost(
-    what: str, says: str, expected: str, tmp_path: Path
+    what: str, message: str, expected: str, tmp_path: Path
 ) -> None:
     began = time.monotonic()
     result = train(tmp_path / "run", what)
@@ -44,12 +44,12 @@ def test_the_training_goes_on_and_one_warning_says_what_is_lost(
     assert result.returncode == 5, result.stderr
     assert result.stdout == expected
     assert result.stderr.count("TraindiffWarning: traindiff") == 1
-    assert says in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert time.monotonic() - began < 90
     left = {"removed": None, "moved": tmp_path / "run-moved"}.get(what, tmp_path / "run")
     if left is not None and what != "hang at the end":  # there its last byte is written, and the call hangs after it
-        assert traindiff.open_recording(str(left)).status(0).says
+        assert traindiff.open_recording(str(left)).status(0).message
     assert sorted(tmp_path.iterdir()) == ([] if left is None else [left])
 
 

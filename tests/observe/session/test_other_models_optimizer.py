@@ -25,8 +25,8 @@ def warned(tmp_path: Path, model: object, optimizer: object) -> list[str]:
 
 def test_an_optimizer_of_another_model_is_said_with_the_names(tmp_path: Path) -> None:
     model, other = mlp(), mlp()
-    (says,) = warned(tmp_path, model, SGD(other.parameters(), lr=0.1))
-    assert says.startswith(
+    (message,) = warned(tmp_path, model, SGD(other.parameters(), lr=0.1))
+    assert message.startswith(
         "record(optimizer=...), optimizer: this SGD holds 4 parameters, and none of the model's 4 (0.bias, 0.weight, "
         "2.bias, ...). Its steps are counted, and what it holds is observed; what changes the model is not. Give the "
         "optimizer of this model"
@@ -36,8 +36,8 @@ def test_an_optimizer_of_another_model_is_said_with_the_names(tmp_path: Path) ->
 def test_of_several_optimizers_the_one_is_named(tmp_path: Path) -> None:
     model = mlp()
     given = {"right": SGD(model.parameters(), lr=0.1), "wrong": SGD(mlp().parameters(), lr=0.1)}
-    (says,) = warned(tmp_path, model, given)
-    assert "record(optimizer=...), wrong: this SGD" in says
+    (message,) = warned(tmp_path, model, given)
+    assert "record(optimizer=...), wrong: this SGD" in message
 
 
 def test_parameters_that_were_replaced_after_the_optimizer_was_made_are_said(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_parameters_that_were_replaced_after_the_optimizer_was_made_are_said(tmp
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(module.weight.detach().clone())
             module.bias = nn.Parameter(module.bias.detach().clone())
-    (says,) = warned(tmp_path, model, optimizer)
-    assert "the model's parameters were replaced after it was made: make it afterwards" in says
+    (message,) = warned(tmp_path, model, optimizer)
+    assert "the model's parameters were replaced after it was made: make it afterwards" in message
 
 
 def test_what_holds_some_of_the_model_is_right(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tensors of other devices are summarised on the CPU where that is asked for."""
+"""Tensors of other devices are summarized on the CPU where that is asked for."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train(path: Path, **settings: Any) -> str:
     return str(path)
 
 
-def test_no_kernel_of_a_device_is_asked_where_all_is_summarised_on_the_cpu(on_device: OnDevice, tmp_path: Path) -> None:
+def test_no_kernel_of_a_device_is_asked_where_all_is_summarized_on_the_cpu(on_device: OnDevice, tmp_path: Path) -> None:
     here = train(tmp_path / "here", run_on_cpu=True)
     assert on_device.asked == 0
 

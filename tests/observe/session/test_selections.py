@@ -44,7 +44,7 @@ def test_only_the_chosen_steps_are_recorded(options: dict[str, Any], steps: list
     for phase in ("batch", "forward", "loss", "backward", "grad", "optimizer", "param"):
         found = rows(tmp_path / "run", phase=phase)
         assert sorted({seen.step for seen, _ in found}) == steps
-    # A step is the same whether or not its neighbours are recorded.
+    # A step is the same whether or not its neighbors are recorded.
     assert {len(rows(tmp_path / "run", phase="forward", step=step)) for step in steps} <= {4}
 
 

@@ -113,7 +113,7 @@ def test_the_same_training_is_the_same_recording(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "says"),
+    ("models", "message"),
     [
         ({}, "is empty: nothing would be recorded."),
         ({"a.b": nn.Linear(1, 1)}, "is no name for a model."),
@@ -122,10 +122,10 @@ def test_the_same_training_is_the_same_recording(tmp_path: Path) -> None:
         ({"model": 3}, "is an int, not a torch.nn.Module."),
     ],
 )
-def test_names_that_cannot_be_are_refused(tmp_path: Path, models: dict[str, Any], says: str) -> None:
+def test_names_that_cannot_be_are_refused(tmp_path: Path, models: dict[str, Any], message: str) -> None:
     with pytest.raises(traindiff.ConfigError) as error:
         traindiff.record(tmp_path / "run", models)
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert not (tmp_path / "run").exists()
 
 

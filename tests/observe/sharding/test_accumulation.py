@@ -103,7 +103,7 @@ def test_a_micro_batch_that_is_lost_on_all_ranks_is_named(runs: Path) -> None:
 
     assert first is not None
     assert (first.step, first.phase, first.stage, first.kind) == (0, "grad", "", "lost-contribution")
-    assert "lacks what micro-step 0 of 4 contributed; it is the sum of the other 3" in first.says
+    assert "lacks what micro-step 0 of 4 contributed; it is the sum of the other 3" in first.message
 
 
 def test_a_micro_batch_that_is_lost_on_one_rank_is_named_with_the_rank(runs: Path) -> None:
@@ -111,4 +111,4 @@ def test_a_micro_batch_that_is_lost_on_one_rank_is_named_with_the_rank(runs: Pat
 
     assert first is not None
     assert (first.step, first.phase, first.stage, first.kind) == (0, "grad", "", "lost-contribution")
-    assert "lacks what rank 1 in micro-step 0 of 8 contributed; it is the sum of the other 7" in first.says
+    assert "lacks what rank 1 in micro-step 0 of 8 contributed; it is the sum of the other 7" in first.message

@@ -126,7 +126,7 @@ def train(
             optimizer.zero_grad()
 
 
-def train_normalised_locally(path: str) -> None:
+def train_normalized_locally(path: str) -> None:
     """The loss is divided by the number of ranks, and then the gradients are averaged over them."""
     train(path, in_ddp, loss_scale=1 / world_size())
 
@@ -151,14 +151,14 @@ def test_context_parallelism_is_equivalent_to_one_process(
     assert_equivalent(reference, tmp_path / "run")
 
 
-def test_a_loss_that_is_normalised_on_each_rank_halves_everything(reference: Path, tmp_path: Path) -> None:
-    run_on_ranks(train_normalised_locally, 2, str(tmp_path / "run"))
+def test_a_loss_that_is_normalized_on_each_rank_halves_everything(reference: Path, tmp_path: Path) -> None:
+    run_on_ranks(train_normalized_locally, 2, str(tmp_path / "run"))
 
     comparison = traindiff.compare(reference, tmp_path / "run")
     first = comparison.first_divergence
     assert first is not None
     assert (first.kind, first.step, first.phase) == ("scale", 0, "loss"), str(comparison)
-    assert "0.5 x" in first.says
+    assert "0.5 x" in first.message
 
 
 def test_positions_that_restart_on_each_rank_are_located(reference: Path, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_rank_that_drifts_is_named(reference: Path, tmp_path: Path) -> None:
     assert (first.kind, first.rank, first.step, first.phase, first.path) == (
         "ranks-disagree", 1, 0, "grad", "blocks.1.up.bias",
     ), str(comparison)  # fmt: skip
-    assert "rank 1 holds another copy of blocks.1.up.bias grad than ranks 0, 2 and 3" in first.says
+    assert "rank 1 holds another copy of blocks.1.up.bias grad than ranks 0, 2 and 3" in first.message
 
 
 def test_a_gradient_that_is_missing_from_the_all_reduce_disagrees_between_ranks(
@@ -115,7 +115,7 @@ def test_gradients_that_are_summed_instead_of_averaged(reference: Path, tmp_path
     first = comparison.first_divergence
     assert first is not None
     assert (first.kind, first.phase) == ("scale", "grad"), str(comparison)
-    assert "2 x the baseline's (= world size 2: summed over ranks instead of averaged?)" in first.says
+    assert "2 x the baseline's (= world size 2: summed over ranks instead of averaged?)" in first.message
 
 
 def test_a_loss_that_is_divided_once_too_often(reference: Path, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_loss_that_is_divided_once_too_often(reference: Path, tmp_path: Path) 
     first = comparison.first_divergence
     assert first is not None
     assert (first.kind, first.step, first.phase) == ("scale", 0, "loss"), str(comparison)
-    assert "0.5 x" in first.says
+    assert "0.5 x" in first.message
 
 
 def die_on_rank_1(model: nn.Module) -> None:

@@ -140,7 +140,7 @@ def test_a_wrong_declaration_does_not_pass(reference: Path, tmp_path: Path) -> N
     first = traindiff.compare(reference, tmp_path / "run").first_divergence
     assert first is not None
     assert (first.step, first.path) == (0, "blocks.0.down.weight")
-    assert "has shape [16, 64] in the baseline and [32, 32] in the candidate" in first.says
+    assert "has shape [16, 64] in the baseline and [32, 32] in the candidate" in first.message
 
 
 def test_a_reduction_that_is_missing_between_ranks_is_located(reference: Path, tmp_path: Path) -> None:

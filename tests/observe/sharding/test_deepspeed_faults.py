@@ -31,8 +31,8 @@ def test_clipping_by_default_is_named(stage: int, tmp_path: Path) -> None:
     first = comparison.first_divergence
     assert first is not None
     assert (first.kind, first.step, first.phase, first.stage) == ("clipping", 0, "grad", "clipped"), str(comparison)
-    assert "The candidate clips gradients to a norm of 1; the baseline does not clip." in first.says
-    assert 'DeepSpeed does so by default since 0.19.3: write "gradient_clipping": 0.0' in first.says
+    assert "The candidate clips gradients to a norm of 1; the baseline does not clip." in first.message
+    assert 'DeepSpeed does so by default since 0.19.3: write "gradient_clipping": 0.0' in first.message
     assert not [one for one in comparison.findings if one.stage == "reduced"]
     stages = {
         seen.stage for step in traindiff.open_recording(str(tmp_path / "run")).steps(0) for seen in step.observations
@@ -49,7 +49,7 @@ def test_adamw_in_place_of_adam_is_named(tmp_path: Path) -> None:
     first = comparison.first_divergence
     assert first is not None
     assert (first.kind, first.slot) == ("hyper-parameter", "decoupled_weight_decay"), str(comparison)
-    assert "asks DeepSpeed for Adam, and it makes AdamW of that" in first.says
+    assert "asks DeepSpeed for Adam, and it makes AdamW of that" in first.message
 
 
 def scale_the_loss(engine: Any) -> None:
@@ -85,7 +85,7 @@ def test_dividing_by_a_loss_scale_that_was_never_applied_is_found(tmp_path: Path
     first = comparison.first_divergence
     assert first is not None
     assert (first.kind, first.step, first.phase) == ("scale", 0, "grad"), str(comparison)
-    assert first.says == "All gradients are 0.0009766 x the baseline's."  # 1 / 1024
+    assert first.message == "All gradients are 0.0009766 x the baseline's."  # 1 / 1024
 
 
 def test_a_step_that_is_taken_before_the_first_is_found(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def train(
 ) -> None:
     """Three steps. `masked` says how many tokens at the end of each sample have no label.
 
-    `globally` normalises the loss by the number of labels in the global batch, as DDP's averaging needs it.
+    `globally` normalizes the loss by the number of labels in the global batch, as DDP's averaging needs it.
     """
     torch.manual_seed(0)
     model = prepare(make())
@@ -197,7 +197,7 @@ def test_what_is_correct_is_equivalent(baseline: str, candidate: str, runs: Path
     assert comparison.verdict == "equivalent", str(comparison)
 
 
-def test_a_loss_normalised_by_each_ranks_own_count_shows_where_masks_are_unequal(runs: Path) -> None:
+def test_a_loss_normalized_by_each_ranks_own_count_shows_where_masks_are_unequal(runs: Path) -> None:
     first, following, *_ = compared(runs, "masked", "local-count").findings
 
     assert (first.step, first.phase, first.path, first.slot) == (0, "loss", "loss", "backward")
@@ -205,20 +205,20 @@ def test_a_loss_normalised_by_each_ranks_own_count_shows_where_masks_are_unequal
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("norm-without-biases", "leaves out all parameters with one axis (biases, norms)"),
         ("norm-twice", "counts all of blocks.0.* twice"),
     ],
 )
-def test_a_reported_norm_is_held_against_the_gradients_of_all_ranks(name: str, says: str, runs: Path) -> None:
+def test_a_reported_norm_is_held_against_the_gradients_of_all_ranks(name: str, message: str, runs: Path) -> None:
     first, following = compared(runs, "reporting", name).findings
 
     assert (first.step, first.phase, first.path) == (0, "loss", "grad_norm")
     # It might be a coincidence; the second time in a row it is not.
     assert (following.phase, following.path, following.kind) == ("loss", "grad_norm", "reported-norm")
     assert following.step > 0
-    assert says in following.says
+    assert message in following.message
 
 
 def test_a_weight_that_is_stale_on_one_rank_from_the_beginning_is_found_there(runs: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_weight_that_is_stale_on_one_rank_from_the_beginning_is_found_there(ru
     assert (first.step, first.rank, first.phase, first.stage, first.path, first.kind) == (
         0, 3, "param", "before", "blocks.1.up.weight", "ranks-disagree",
     )  # fmt: skip
-    assert "rank 3 holds another copy of blocks.1.up.weight value than ranks 0, 1 and 2" in first.says
+    assert "rank 3 holds another copy of blocks.1.up.weight value than ranks 0, 1 and 2" in first.message
 
 
 def test_a_weight_that_becomes_stale_is_found_at_once_and_the_rank_named(runs: Path) -> None:
@@ -243,7 +243,9 @@ def test_a_loss_scale_that_is_divided_out_without_being_applied(runs: Path) -> N
     first = first_of(compared(runs, "plain", "scale-not-applied"))
 
     assert (first.step, first.phase, first.slot, first.kind) == (0, "loss", "backward", "scale")
-    assert "(= 1/1024, one over the candidate's loss scale: divided out without being applied, or twice?)" in first.says
+    assert (
+        "(= 1/1024, one over the candidate's loss scale: divided out without being applied, or twice?)" in first.message
+    )
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
@@ -251,12 +253,12 @@ def test_clipping_by_default(engine: str, runs: Path) -> None:
     first, following, *_ = compared(runs, "plain", f"clipped-{engine}").findings
 
     assert (first.step, first.phase, first.stage, first.kind) == (0, "grad", "clipped", "clipping")
-    assert "clips gradients to a norm of 0.05; the baseline does not clip" in first.says
-    assert following.says.startswith("All gradients are 0.0601 x the baseline's (= what clipping makes of them).")
+    assert "clips gradients to a norm of 0.05; the baseline does not clip" in first.message
+    assert following.message.startswith("All gradients are 0.0601 x the baseline's (= what clipping makes of them).")
 
 
 def test_the_contribution_of_a_tied_head_is_missed(runs: Path) -> None:
     first = first_of(compared(runs, "plain-tied", "tied-lost"))
 
     assert (first.step, first.phase, first.path, first.kind) == (0, "grad", "embed.weight", "tied-gradient")
-    assert "lacks what head contributes" in first.says
+    assert "lacks what head contributes" in first.message

@@ -88,4 +88,4 @@ def test_a_wrong_reduction_is_found_all_the_same(reference: str, runs: Path) -> 
 
     assert first is not None
     assert (first.step, first.phase, first.kind) == (0, "grad", "scale")
-    assert "(= world size 2: summed over ranks instead of averaged?)" in first.says
+    assert "(= world size 2: summed over ranks instead of averaged?)" in first.message

@@ -89,7 +89,7 @@ def test_a_fault_on_one_rank_is_found_in_the_operators_of_that_rank(tmp_path: Pa
     assert (first.path, first.rank) == ("blocks.1.act", 1)
     zoom = comparison.zooms[0]
     assert (zoom.rank, zoom.cause, zoom.operator) == (1, "operator", "blocks.1.act/aten.gelu[0]")
-    assert "approximate = left out in the baseline, tanh in the candidate" in zoom.says
+    assert "approximate = left out in the baseline, tanh in the candidate" in zoom.message
 
 
 def test_operators_of_another_number_of_ranks_are_not_taken_for_a_difference(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_gradients_of_a_stage_that_are_scaled_twice(faulty: Path) -> None:
 
     assert (first.kind, first.step, first.phase, first.path.split(".")[1]) == ("scale", 0, "grad", "2"), str(comparison)
     assert first.rank == 1
-    assert "0.25 x the baseline's (= 1/4, one over its micro-batches: divided once too often?)" in first.says
+    assert "0.25 x the baseline's (= 1/4, one over its micro-batches: divided once too often?)" in first.message
 
 
 def test_a_micro_batch_that_is_dropped_from_the_gradient(faulty: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_micro_batch_that_is_dropped_from_the_gradient(faulty: Path) -> None:
 
     assert (first.kind, first.step, first.micro_step, first.rank) == ("lost-contribution", 0, 2, 1), str(comparison)
     assert first.path.startswith("blocks.2.")
-    assert "lacks what micro-step 2 of 4 contributed" in first.says
+    assert "lacks what micro-step 2 of 4 contributed" in first.message
 
 
 def test_activations_that_are_sent_in_a_shorter_dtype(faulty: Path) -> None:
@@ -212,8 +212,8 @@ def test_activations_that_are_sent_in_a_shorter_dtype(faulty: Path) -> None:
     assert (first.kind, first.step, first.phase, first.path, first.rank) == (
         "boundary", 0, "forward", "blocks.2.norm", 1,
     ), str(comparison)  # fmt: skip
-    assert "In the candidate, stage 1 (rank 1) received something else than stage 0 (rank 0) sent" in first.says
-    assert "as rounding to bfloat16 would make it" in first.says
+    assert "In the candidate, stage 1 (rank 1) received something else than stage 0 (rank 0) sent" in first.message
+    assert "as rounding to bfloat16 would make it" in first.message
 
 
 def test_a_buffer_that_is_read_before_it_is_filled(faulty: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_buffer_that_is_read_before_it_is_filled(faulty: Path) -> None:
     assert (first.kind, first.step, first.micro_step, first.path) == (
         "boundary", 0, 2, "blocks.2.norm",
     ), str(comparison)  # fmt: skip
-    assert "what it sent in micro-step 1. Was a buffer read before it was filled?" in first.says
+    assert "what it sent in micro-step 1. Was a buffer read before it was filled?" in first.message
 
 
 def test_gradients_that_arrive_as_something_else(faulty: Path) -> None:
@@ -231,7 +231,7 @@ def test_gradients_that_arrive_as_something_else(faulty: Path) -> None:
     assert (first.kind, first.step, first.phase, first.path, first.rank) == (
         "boundary", 0, "backward", "blocks.1", 0,
     ), str(comparison)  # fmt: skip
-    assert "stage 0 (rank 0) received something else than the gradient that stage 1 (rank 1) sent" in first.says
+    assert "stage 0 (rank 0) received something else than the gradient that stage 1 (rank 1) sent" in first.message
 
 
 def test_a_tied_gradient_that_is_not_added_up_over_its_stages(faulty: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_tied_gradient_that_is_not_added_up_over_its_stages(faulty: Path) -> N
     assert (first.kind, first.step, first.phase, first.path) == (
         "ranks-disagree", 0, "grad", "embed.weight",
     ), str(comparison)  # fmt: skip
-    assert "rank 1 calls it head.weight" in first.says
+    assert "rank 1 calls it head.weight" in first.message
 
 
 def test_a_stage_that_left_no_recording_is_named_and_the_rest_is_compared(faulty: Path, tmp_path: Path) -> None:

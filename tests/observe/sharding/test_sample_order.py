@@ -85,6 +85,6 @@ def test_another_order_is_named_with_what_brings_both_together(reference: Path, 
     comparison = traindiff.compare(reference, tmp_path / "run")
 
     assert comparison.verdict == "equivalent", str(comparison)  # what is learned is the same
-    says = comparison.representation[0].says
-    assert "of the baseline's, rank 0 has 0, 2, 4, 6, rank 1 has 1, 3, 5, 7, in turn" in says
-    assert 'record it with sample_order="interleaved"' in says
+    message = comparison.representation[0].message
+    assert "of the baseline's, rank 0 has 0, 2, 4, 6, rank 1 has 1, 3, 5, 7, in turn" in message
+    assert 'record it with sample_order="interleaved"' in message

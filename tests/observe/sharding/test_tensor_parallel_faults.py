@@ -94,4 +94,4 @@ def test_random_state_that_is_used_on_one_rank_only(tmp_path: Path) -> None:
     first = comparison.first_divergence
     assert first is not None
     assert (first.step, first.phase, first.path) == (1, "batch", "rng"), str(comparison)
-    assert "rank 1" in first.says
+    assert "rank 1" in first.message

@@ -61,7 +61,7 @@ class Drawn:
 
 
 def drawn(page: Opened) -> list[Drawn]:
-    """What is drawn when the page is drawn again, in its other colours."""
+    """What is drawn when the page is drawn again, in its other colors."""
     page.tab.evaluate(RECORDER)
     page.tab.wait_for_timeout(300)
     return [Drawn(**one) for one in page.tab.evaluate("window.drawn")]

@@ -306,12 +306,12 @@ def test_what_follows_from_another_batch_is_not_shown_as_equal(opened: Open, tmp
     page.screenshot("misaligned")
     sites = sites_of(page)
 
-    for site, says in (
+    for site, message in (
         ("(root) input[0]", "differs, without a size, and must not differ"),
         ("fc output[0]", "not judged"),
     ):
         click_cell(page, [name for _, name in sites].index(site), 1, num_columns=3)
-        assert says in page.text("#details .now")
+        assert message in page.text("#details .now")
         assert "the same bits" not in page.text("#details")
     assert page.tab.locator("#sites tr:nth-child(2) td:last-child").inner_text() == "–"
     assert page.said == []

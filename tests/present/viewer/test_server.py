@@ -207,16 +207,16 @@ def instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "says"), [(FAILING, "ValueError: &lt;b&gt;odd"), (DYING, "ended with signal SIGABRT")]
+    ("code", "message"), [(FAILING, "ValueError: &lt;b&gt;odd"), (DYING, "ended with signal SIGABRT")]
 )
 def test_whatever_goes_wrong_there_is_an_answer(
-    ask: Ask, monkeypatch: pytest.MonkeyPatch, code: str, says: str
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:
     instead(monkeypatch, code)
     answer, text = ask("/run/baseline")
 
     assert answer.status == 500
-    assert says in text
+    assert message in text
     monkeypatch.undo()
     assert ask("/run/baseline")[0].status == 200
 

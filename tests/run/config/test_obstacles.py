@@ -50,7 +50,7 @@ def test_what_can_be_run_has_no_obstacles(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"engine": "fsdp3"}, 'engine=fsdp3 "fsdp3" is not a choice of engine.'),
         ({"dtype": "half"}, 'dtype=half "half" is not a choice of dtype.'),
@@ -80,8 +80,8 @@ def test_what_can_be_run_has_no_obstacles(settings: dict[str, Any]) -> None:
         ({"engine": "deepspeed", "deepcompile": True}, "deepcompile=True runs on GPUs only"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_said(settings: dict[str, Any], says: str) -> None:
-    assert [found for found in said(**settings) if found.startswith(says)]
+def test_what_makes_no_sense_is_said(settings: dict[str, Any], message: str) -> None:
+    assert [found for found in said(**settings) if found.startswith(message)]
 
 
 def test_everything_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

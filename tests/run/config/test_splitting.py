@@ -72,18 +72,18 @@ def test_a_recipes_own_way_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "says"),
+    ("batch", "message"),
     [
         (7, "is an int without tensors, so that its samples cannot be told apart."),
         ((ROWS, np.zeros(5)), "has tensors with 5, 6 rows, so that its samples cannot be told apart."),
         (ROWS[:4], "has 4 samples, which cannot be divided into 3 equal parts (ranks x micro-batches)."),
     ],
 )
-def test_what_cannot_be_divided_is_refused(batch: Any, says: str) -> None:
+def test_what_cannot_be_divided_is_refused(batch: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parts(batch)
 
-    assert [problem.what for problem in caught.value.problems] == [says]
+    assert [problem.what for problem in caught.value.problems] == [message]
 
 
 def test_a_recipes_own_way_must_give_as_many_parts_as_asked_for() -> None:

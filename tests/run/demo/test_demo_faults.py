@@ -27,8 +27,8 @@ def test_there_are_many_faults_and_each_is_described() -> None:
     assert DEFAULT in FAULTS
     for name, fault in FAULTS.items():
         assert fault.name == name
-        assert fault.says[0].isupper()
-        assert fault.says.endswith(".") or ". " not in fault.says
+        assert fault.message[0].isupper()
+        assert fault.message.endswith(".") or ". " not in fault.message
 
 
 @every_fault

@@ -176,6 +176,6 @@ def test_the_lost_micro_batch_is_named_as_the_readme_shows_it(
 
     assert first is not None
     assert (first.kind, first.step, first.micro_step, first.phase) == ("lost-contribution", 2, 2, "grad")
-    assert first.says == (
+    assert first.message == (
         "The optimizer's gradient lacks what micro-step 2 of 3 contributed; it is the sum of the other 2."
     )

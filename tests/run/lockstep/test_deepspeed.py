@@ -97,27 +97,27 @@ def outcomes() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["ddp, stage 1", "ddp, stage 3", "stage 0, stage 1"])
 def test_a_stage_passes_to_the_bit(name: str, outcomes: dict[str, Any]) -> None:
-    verdict, says, printed = outcomes[name]
+    verdict, message, printed = outcomes[name]
 
-    assert verdict == "identical", says
+    assert verdict == "identical", message
     assert "SETTING DIFFERS" not in printed
     assert printed.endswith("TEST PASSED\n")
 
 
 def test_clipping_by_default_is_found_and_said_before_the_first_batch(outcomes: dict[str, Any]) -> None:
-    _, says, printed = outcomes["default clipping"]
+    _, message, printed = outcomes["default clipping"]
 
     before, after = printed.split("STATUS", maxsplit=1)
     assert "SETTING DIFFERS name=gradient_clipping baseline=none candidate=1\n" in before
     assert "DIVERGED GRADIENT rank=0 batch=0 " in after
     assert "DeepSpeed does so by default since 0.19.3" in after
-    assert printed.endswith("TEST FAILED\n"), says
+    assert printed.endswith("TEST FAILED\n"), message
 
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if name.startswith("resync")])
 def test_resync_sets_an_engine_back_in_every_stage(name: str, outcomes: dict[str, Any]) -> None:
-    _, says, printed = outcomes[name]
+    _, message, printed = outcomes[name]
 
-    assert sorted({line.split()[3] for line in lines(printed, "DIVERGED LOSS")}) == ["batch=1", "batch=3"], says
+    assert sorted({line.split()[3] for line in lines(printed, "DIVERGED LOSS")}) == ["batch=1", "batch=3"], message
     assert "MISALIGNED" not in printed
     assert "Not set back" not in printed

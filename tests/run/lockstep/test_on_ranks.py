@@ -126,9 +126,9 @@ def test_all_ranks_agree_and_only_rank_0_tells_more(name: str, outcomes: list[di
 
 @pytest.mark.parametrize("name", ["ddp, ddp", "ddp, fsdp2", "fsdp2, ddp", "ddp, tensor parallel"])
 def test_the_same_training_under_another_engine_passes(name: str, outcomes: list[dict[str, Any]]) -> None:
-    verdict, _, says, printed = outcomes[0][name]
+    verdict, _, message, printed = outcomes[0][name]
 
-    assert verdict in ("identical", "equivalent"), says
+    assert verdict in ("identical", "equivalent"), message
     assert printed.endswith("TEST PASSED\n")
 
 
@@ -162,8 +162,8 @@ def runs_out() -> str:
 
 
 def test_a_rank_that_runs_out_of_batches_is_named_on_every_rank() -> None:
-    says = "Rank 1 ran out of batches after 2, and rank 0 has more. Give all ranks as many, or batches=2."
-    assert run_on_ranks(runs_out, 2, timeout_seconds=60) == [says, says]
+    message = "Rank 1 ran out of batches after 2, and rank 0 has more. Give all ranks as many, or batches=2."
+    assert run_on_ranks(runs_out, 2, timeout_seconds=60) == [message, message]
 
 
 def fails_on_rank_1() -> str:
@@ -225,9 +225,9 @@ def never_comes() -> str:
 
 
 def test_a_rank_that_never_comes_is_named_after_the_time_given() -> None:
-    says, _ = run_on_ranks(never_comes, 2, timeout_seconds=60)
+    message, _ = run_on_ranks(never_comes, 2, timeout_seconds=60)
 
-    assert says.startswith("Rank 0 has waited 1 seconds for rank 1: still in a step, hanging in a collective")
+    assert message.startswith("Rank 0 has waited 1 seconds for rank 1: still in a step, hanging in a collective")
 
 
 def changes_a_batch_on_rank_1() -> str:

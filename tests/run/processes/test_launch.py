@@ -104,25 +104,25 @@ def test_a_rank_that_is_killed_still_says_what_it_saw_last(tmp_path: Path) -> No
     error = failed("is killed", tmp_path)
 
     assert (error.first.rank, error.first.how) == (1, "died")
-    assert error.first.says == "was ended by signal 9, SIGKILL (was there enough memory?)."
+    assert error.first.message == "was ended by signal 9, SIGKILL (was there enough memory?)."
     assert error.first.last_observation == "step 2, micro-step 0, forward, layers.0 output[0]"
 
 
 def test_a_rank_that_leaves_without_a_word_is_not_taken_for_one_that_returned(tmp_path: Path) -> None:
-    assert failed("leaves", tmp_path).first.says == "ended with exit code 7, without an exception."
+    assert failed("leaves", tmp_path).first.message == "ended with exit code 7, without an exception."
 
 
 def test_of_ranks_that_hang_the_one_that_waits_for_no_other_comes_first_with_its_stack(tmp_path: Path) -> None:
     error = failed("hangs", tmp_path)
 
     assert [end.how for end in error.ends] == ["hung", "hung"]
-    assert (error.first.rank, error.first.says) == (1, "did not end step 0 in 3 seconds.")
+    assert (error.first.rank, error.first.message) == (1, "did not end step 0 in 3 seconds.")
     assert "in sleep_here" in error.first.stack
-    assert error.ends[0].says == "did not end step 0 in 3 seconds, waiting for other ranks."
+    assert error.ends[0].message == "did not end step 0 in 3 seconds, waiting for other ranks."
 
 
 def test_an_end_comes_through_json_as_it_was() -> None:
-    end = RankEnd(rank=1, how="raised", says="raised.", problems=({"where": "x", "what": "y", "fix": "z"},))
+    end = RankEnd(rank=1, how="raised", message="raised.", problems=({"where": "x", "what": "y", "fix": "z"},))
 
     assert RankEnd.from_json(end.to_json()) == end
 

@@ -30,8 +30,8 @@ def test_recordings_of_the_same_bits_pass(recordings: tuple[str, str]) -> None:
 def test_a_recording_that_parts_fails_with_the_first_divergence(tmp_path: Path, recordings: tuple[str, str]) -> None:
     other = record(tmp_path / "other", SCALED)
 
-    says = r"(?s)^diverged.*First divergence: step 1, micro-step 0, forward, fc output\[0\].*candidate: .*other$"
-    with pytest.raises(AssertionError, match=says):
+    message = r"(?s)^diverged.*First divergence: step 1, micro-step 0, forward, fc output\[0\].*candidate: .*other$"
+    with pytest.raises(AssertionError, match=message):
         assert_equivalent(recordings[0], other)
 
 
@@ -72,19 +72,19 @@ def test_recordings_of_recipes_that_agree_are_not_kept(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"output": "runs"}, "output is not a setting for two recordings"),
         ({"replicas": ()}, "replicas is not a setting for two recordings"),
     ],
 )
 def test_settings_of_recipes_are_refused_for_recordings(
-    recordings: tuple[str, str], settings: dict[str, object], says: str
+    recordings: tuple[str, str], settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
         assert_equivalent(*recordings, **settings)  # type: ignore[arg-type]
 
-    assert says in " ".join(str(raised.value).split())
+    assert message in " ".join(str(raised.value).split())
 
 
 def test_a_recipe_is_not_compared_with_a_recording(recordings: tuple[str, str]) -> None:

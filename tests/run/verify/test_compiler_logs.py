@@ -31,7 +31,7 @@ def test_breaks_recompilations_and_guards_of_all_ranks_are_gathered(tmp_path: Pa
     assert found.graph_breaks == ("train.py:6: a call of print",) * 2
     assert found.recompiles == ("step in train.py:4: k == 1",) * 2
     assert found.num_guards == 4
-    assert found.says == f"Compiler: 2 graph breaks, 2 recompilations, 4 guards; see {tmp_path / 'compiler.txt'}."
+    assert found.message == f"Compiler: 2 graph breaks, 2 recompilations, 4 guards; see {tmp_path / 'compiler.txt'}."
     gathered = (tmp_path / "compiler.txt").read_text().splitlines()
     assert len(gathered) == 22
     assert gathered[0].startswith("rank-0: V1121")

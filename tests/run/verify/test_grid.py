@@ -48,7 +48,7 @@ def test_json_says_the_same(tmp_path: Path) -> None:
 
     setups = [candidate_setup(one.asked, world_size=None) for one in found]
     assert [(one.engine, one.nproc, one.zero_stage) for one in setups] == [("deepspeed", 2, 1), ("deepspeed", 2, 2)]
-    assert trusted_setup(found[0].asked, setups[0]).says == "ddp, nproc=2"
+    assert trusted_setup(found[0].asked, setups[0]).message == "ddp, nproc=2"
 
 
 def test_all_that_is_wrong_with_a_file_is_said_at_once(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "says"),
+    ("name", "text", "message"),
     [
         ("grid.toml", "engine = [", "is no TOML ("),
         ("grid.json", "{", "is no JSON ("),
@@ -73,7 +73,7 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once(tmp_path: Path) -> None:
         ("missing.toml", None, "does not exist."),
     ],
 )
-def test_a_file_that_is_no_grid_is_refused(name: str, text: str | None, says: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_grid_is_refused(name: str, text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if text is not None:
         path.write_text(text)
@@ -81,7 +81,7 @@ def test_a_file_that_is_no_grid_is_refused(name: str, text: str | None, says: st
     with pytest.raises(traindiff.ConfigError) as caught:
         read_grid(path, AskedSetup())
 
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_what_was_left_out_follows_from_the_rest() -> None:
@@ -104,4 +104,4 @@ def test_a_baseline_under_an_engine_has_the_candidates_ranks_dtype_clipping_and_
     asked = AskedSetup(zero_stage=2, nproc=4, baseline_engine="ddp", further=further)
     found = trusted_setup(asked, candidate_setup(asked, world_size=None))
 
-    assert found.says == "ddp, nproc=4, dtype=bfloat16, gradient_accumulation_steps=2, gradient_clipping=1.0"
+    assert found.message == "ddp, nproc=4, dtype=bfloat16, gradient_accumulation_steps=2, gradient_clipping=1.0"

@@ -83,11 +83,11 @@ def test_the_same_training_is_asked_no_more_than_whether_it_differs(investigate:
 
     assert names(found) == ["repeats", "seeds", "differs"]
     assert (found.verdict, found.exit_code) == ("identical", 0)
-    assert stage(found, "repeats").says == "Yes: run again, it gives the same bits."
-    assert stage(found, "differs").says.startswith("No: identical, every recorded tensor has the same bits.")
+    assert stage(found, "repeats").message == "Yes: run again, it gives the same bits."
+    assert stage(found, "differs").message.startswith("No: identical, every recorded tensor has the same bits.")
     spread = stage(found, "seeds").numbers["spread"]
     assert spread > 0
-    assert stage(found, "seeds").says.endswith(f"a spread of {spread:.2g}.")
+    assert stage(found, "seeds").message.endswith(f"a spread of {spread:.2g}.")
     assert (tmp_path / "runs" / "report.txt").read_text().count("\nVerdict: identical\n") == 1
 
 
@@ -99,7 +99,7 @@ def test_a_candidate_within_noise_is_equivalent_and_held_against_the_seed(invest
     differs = stage(found, "differs")
     assert differs.final
     assert differs.numbers["loss_apart"] < 1e-5 * stage(found, "seeds").numbers["spread"]
-    assert "x what the seed changes" in differs.says
+    assert "x what the seed changes" in differs.message
 
 
 def test_a_fault_in_one_module_ends_at_the_operator(investigate: Investigate, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_fault_in_one_module_ends_at_the_operator(investigate: Investigate, tm
     assert "forward of 2 output[0]" in stage(found, "pinned").numbers["sites"]
     last = stage(found, "operators")
     assert last.numbers["operators"][0]["operator"] == "2/aten.native_layer_norm[0]"
-    assert "eps = 1e-05 in the baseline, 0.001 in the candidate" in last.says
+    assert "eps = 1e-05 in the baseline, 0.001 in the candidate" in last.message
 
     content = json.loads((tmp_path / "runs" / "investigation.json").read_text())
     assert [one["name"] for one in content["stages"]] == ALL
@@ -142,7 +142,7 @@ def test_a_difference_that_dropout_makes_vanishes_without_it(investigate: Invest
     assert remains.final
     assert remains.numbers["verdict"] == "identical"
     assert remains.numbers["alone"] == {"dropout": "identical", "algorithms": "diverged", "threads": "diverged"}
-    assert "no dropout alone makes it vanish." in remains.says
+    assert "no dropout alone makes it vanish." in remains.message
 
 
 def test_a_recipe_that_prepares_another_training_each_time_is_said_to_be_that(investigate: Investigate) -> None:
@@ -157,8 +157,8 @@ def test_a_recipe_that_prepares_another_training_each_time_is_said_to_be_that(in
 
     assert names(found) == ["repeats"]
     assert (found.verdict, found.exit_code) == ("misaligned", 3)
-    assert found.stages[0].says.startswith("No, it is not the same training when it is called again. step 0, ")
-    assert "starts with other values" in found.stages[0].says
+    assert found.stages[0].message.startswith("No, it is not the same training when it is called again. step 0, ")
+    assert "starts with other values" in found.stages[0].message
 
 
 def test_a_baseline_that_is_not_deterministic_is_named_by_its_first_site_and_is_no_reason_to_stop(
@@ -180,7 +180,7 @@ def test_a_baseline_that_is_not_deterministic_is_named_by_its_first_site_and_is_
     repeats = stage(found, "repeats")
     assert not repeats.final
     assert repeats.numbers["first"]["site"] == "1"
-    assert repeats.says.startswith(
+    assert repeats.message.startswith(
         "Not to the bit: it first differs at step 0, micro-step 0, forward, 1 output[0], by "
     )
     assert names(found)[:3] == ["repeats", "seeds", "differs"]
@@ -207,8 +207,8 @@ def test_a_candidate_that_crashes_ends_the_investigation_with_where_it_was(inves
     assert names(found) == ["repeats", "seeds", "differs"]
     assert (found.verdict, found.exit_code) == ("incomplete", 3)
     differs = stage(found, "differs")
-    assert differs.says.startswith("The candidate fails. Rank 0 raised RuntimeError: out of luck")
-    assert differs.says.endswith("Up to there: what could be compared agrees, but not everything could be.")
+    assert differs.message.startswith("The candidate fails. Rank 0 raised RuntimeError: out of luck")
+    assert differs.message.endswith("Up to there: what could be compared agrees, but not everything could be.")
 
 
 def failing_where(fails: Callable[[], bool]) -> Recipe:
@@ -238,9 +238,9 @@ def test_a_baseline_that_fails_with_another_seed_is_said_and_no_reason_to_stop(i
     assert found.verdict == "identical"
     of_seeds = stage(found, "seeds")
     assert sorted(of_seeds.numbers["losses"]) == ["0", "2"]
-    assert " With seed 1 the baseline fails. Rank 0 raised RuntimeError: out of luck" in of_seeds.says
+    assert " With seed 1 the baseline fails. Rank 0 raised RuntimeError: out of luck" in of_seeds.message
     alone = investigate(baseline, baseline, seeds=1)
-    assert stage(alone, "seeds").says.startswith("With seed 1 the baseline fails.")
+    assert stage(alone, "seeds").message.startswith("With seed 1 the baseline fails.")
 
 
 def test_a_baseline_that_fails_without_what_varies_ends_it_there(investigate: Investigate) -> None:
@@ -250,7 +250,7 @@ def test_a_baseline_that_fails_without_what_varies_ends_it_there(investigate: In
     assert found.verdict == "diverged"
     remains = stage(found, "remains")
     assert remains.final
-    assert remains.says.startswith("That is not known: run so, the baseline fails. Rank 0 raised RuntimeError")
+    assert remains.message.startswith("That is not known: run so, the baseline fails. Rank 0 raised RuntimeError")
 
 
 def test_other_batches_are_the_end_of_the_investigation(investigate: Investigate) -> None:
@@ -263,7 +263,7 @@ def test_other_batches_are_the_end_of_the_investigation(investigate: Investigate
 
     assert names(found) == ["repeats", "seeds", "differs"]
     assert (found.verdict, found.exit_code) == ("misaligned", 3)
-    assert "It was not given the same to compute." in stage(found, "differs").says
+    assert "It was not given the same to compute." in stage(found, "differs").message
 
 
 def test_stages_are_told_while_they_come(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_loss_that_is_not_finite_is_said_and_written(investigate: Investigate,
 
     assert (found.verdict, found.exit_code) == ("diverged", 1)
     differs = stage(found, "differs")
-    assert differs.says.endswith("The loss of step 1 is not finite in one of them, or in both.")
+    assert differs.message.endswith("The loss of step 1 is not finite in one of them, or in both.")
     assert differs.numbers["loss_apart"] is None
     content = json.loads((tmp_path / "runs" / "investigation.json").read_text())
     assert content["stages"][2]["numbers"]["loss_apart"] is None
@@ -294,8 +294,8 @@ def test_a_baseline_whose_loss_is_not_finite_with_some_seed_has_a_spread_of_the_
     found = seeds({0: {1: 1.0}, 1: {1: math.nan}, 2: {1: 1.5}})
 
     assert found.numbers == {"step": 1, "spread": 0.5, "losses": {"0": 1.0, "1": None, "2": 1.5}}
-    assert found.says.endswith("a spread of 0.5. A loss that is not finite is left out of the spread.")
-    assert seeds({0: {1: math.nan}, 1: {1: math.nan}}).says.endswith("nan with seed 1. No loss is finite.")
+    assert found.message.endswith("a spread of 0.5. A loss that is not finite is left out of the spread.")
+    assert seeds({0: {1: math.nan}, 1: {1: math.nan}}).message.endswith("nan with seed 1. No loss is finite.")
 
 
 @pytest.mark.parametrize("name", ["seed-1/baseline", "steady/candidate", "steady-threads/ulp-1"])

@@ -51,7 +51,7 @@ def test_combinations_share_their_baseline_and_what_cannot_be_run_is_a_row_with_
 
     assert words(found) == ["identical", "equivalent", "identical", "impossible"]
     assert found.exit_code == 0
-    assert "with nothing for further ranks" in found.rows[3].says
+    assert "with nothing for further ranks" in found.rows[3].message
     assert heard == [row.name for row in found.rows]
     assert sorted(entry.name for entry in (tmp_path / "baselines").iterdir()) == ["plain", "plain_dtype=bfloat16"]
     assert (Path(found.rows[1].output) / "report.txt").exists()
@@ -82,19 +82,19 @@ def test_the_worst_of_those_that_ran_decides_how_it_exits(tmp_path: Path) -> Non
 
     assert words(found) == ["diverged", "impossible"]
     assert found.exit_code == 1
-    assert found.rows[0].says.startswith("step 0, micro-step 0, forward, 2 output[0]: The values differ by ")
+    assert found.rows[0].message.startswith("step 0, micro-step 0, forward, 2 output[0]: The values differ by ")
 
 
 def test_a_candidate_that_fails_is_a_row_and_the_others_are_still_run(tmp_path: Path) -> None:
     found = verify_matrix(asked(tmp_path, divided.raising, steps=2), ALL[:2])
 
     assert words(found) == ["incomplete", "incomplete"]
-    assert found.rows[0].says.startswith("Rank 0 raised ValueError: two steps are one too many.")
+    assert found.rows[0].message.startswith("Rank 0 raised ValueError: two steps are one too many.")
 
 
 def row(verdict: str, exit_code: int) -> MatrixRow:
     return MatrixRow(
-        name="engine=ddp", varied={}, verdict=verdict, says="", seconds=1.25, output="x", exit_code=exit_code
+        name="engine=ddp", varied={}, verdict=verdict, message="", seconds=1.25, output="x", exit_code=exit_code
     )
 
 
@@ -115,8 +115,8 @@ def test_exit_codes_are_ordered_by_how_bad_they_are(codes: list[tuple[str, int]]
 def test_the_table_has_a_line_for_each_combination_and_a_count_of_verdicts() -> None:
     rows = (
         row("equivalent", 0),
-        replace(row("diverged", 1), name="engine=fsdp2", says="step 0, grad, w grad: doubled.", kept=True),
-        replace(row("impossible", 0), name="engine=tp", says="nproc=1 is too few.", seconds=0.0),
+        replace(row("diverged", 1), name="engine=fsdp2", message="step 0, grad, w grad: doubled.", kept=True),
+        replace(row("impossible", 0), name="engine=tp", message="nproc=1 is too few.", seconds=0.0),
     )
     console = Console(width=120, highlight=False)
 

@@ -93,9 +93,9 @@ def test_everything_wrong_with_a_training_is_said_at_once() -> None:
     assert "step\n    is an int, not a function." in message
 
 
-@pytest.mark.parametrize(("returned", "says"), [(None, "None."), ((1, 2), "a tuple of 2."), (7, "an int.")])
-def test_what_is_no_training_is_refused_with_what_to_return(returned: object, says: str) -> None:
-    with pytest.raises(ConfigError, match=f"returned {says}") as caught:
+@pytest.mark.parametrize(("returned", "message"), [(None, "None."), ((1, 2), "a tuple of 2."), (7, "an int.")])
+def test_what_is_no_training_is_refused_with_what_to_return(returned: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"returned {message}") as caught:
         prepared(lambda: returned, seed=0, asked_by="test")  # type: ignore[arg-type, return-value]
 
     assert "Return traindiff.Training(model=..., optimizer=..., batches=..., step=...)" in str(caught.value)
@@ -173,7 +173,7 @@ def failing_batches() -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("batches", "says"),
+    ("batches", "message"),
     [
         ([], "batches\n    are none.\n    Give at least one batch."),
         ([torch.randn(4, 6), torch.randn(4, 5)], "step\n    calling it with batch 1 raised RuntimeError: mat1 and"),
@@ -181,7 +181,7 @@ def failing_batches() -> Iterator[torch.Tensor]:
     ],
     ids=["none", "wrong shape", "failing"],
 )
-def test_a_training_that_fails_says_where(batches: Any, says: str, tmp_path: Path) -> None:
+def test_a_training_that_fails_says_where(batches: Any, message: str, tmp_path: Path) -> None:
     def recipe() -> traindiff.Training:
         training = mlp()()
         assert isinstance(training, traindiff.Training)
@@ -192,7 +192,7 @@ def test_a_training_that_fails_says_where(batches: Any, says: str, tmp_path: Pat
     with pytest.raises(ConfigError) as caught:
         run(recipe, tmp_path / "run")
 
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_losses_and_numbers_by_name_are_logged_and_nothing_else() -> None:
@@ -225,11 +225,11 @@ def width(recipe: Any) -> int:
     return int(prepared(recipe, seed=0, asked_by="test").model.in_features)  # type: ignore[arg-type]
 
 
-def test_a_script_may_import_its_neighbours(tmp_path: Path) -> None:
+def test_a_script_may_import_its_neighbors(tmp_path: Path) -> None:
     assert width(load_recipe(script(tmp_path / "here", width=3), asked_by="test")) == 3
 
 
-def test_two_scripts_of_one_name_get_each_its_own_neighbours(tmp_path: Path) -> None:
+def test_two_scripts_of_one_name_get_each_its_own_neighbors(tmp_path: Path) -> None:
     before, after = script(tmp_path / "before", width=3), script(tmp_path / "after", width=5)
 
     found = [load_recipe(named, asked_by="test") for named in (before, after)]
@@ -257,7 +257,7 @@ def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("named", "says"),
+    ("named", "message"),
     [
         ("train.py", "does not name a function in a file or module."),
         (":recipe", "does not name a function in a file or module."),
@@ -271,7 +271,7 @@ def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch:
     ],
 )
 def test_a_recipe_that_cannot_be_found_is_refused_with_what_to_write(
-    named: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script(tmp_path / "here", width=3)
     (tmp_path / "broken.py").write_text("def recipe(:")
@@ -282,7 +282,7 @@ def test_a_recipe_that_cannot_be_found_is_refused_with_what_to_write(
         load_recipe(named, asked_by="verify")
 
     assert str(caught.value).startswith("1 problem in verify; nothing was done.")
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_script_that_reads_its_command_line_finds_no_arguments(

@@ -120,10 +120,10 @@ def test_a_training_in_bfloat16_agrees_with_itself_in_float32_too(verify: Verify
 
 
 def test_runs_that_were_not_given_the_same_are_misaligned_and_not_pinned_down(verify: Verify) -> None:
-    def initialised(model: nn.Sequential) -> None:
+    def initialized(model: nn.Sequential) -> None:
         nn.init.zeros_(model.get_parameter("3.bias"))
 
-    found = verify(mlp(initialised))
+    found = verify(mlp(initialized))
 
     assert (found.verdict, found.exit_code, found.pinned) == ("misaligned", 3, ())
 
@@ -217,7 +217,7 @@ def test_a_candidate_that_cannot_be_used_is_refused_before_anything_runs(verify:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"replicas": ("ulp:1", "ulb:1")}, 'Did you mean "ulp"?'),
         ({"pin": "allways"}, 'Did you mean "always"?'),
@@ -227,12 +227,12 @@ def test_a_candidate_that_cannot_be_used_is_refused_before_anything_runs(verify:
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_runs(
-    options: dict[str, Any], says: str, verify: Verify, tmp_path: Path
+    options: dict[str, Any], message: str, verify: Verify, tmp_path: Path
 ) -> None:
     with pytest.raises(traindiff.ConfigError) as caught:
         verify(mlp(), **options)
 
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert not (tmp_path / "runs").exists()
 
 
@@ -246,7 +246,7 @@ def test_a_candidate_that_fails_is_incomplete_and_says_where_it_was(verify: Veri
     assert (found.verdict, found.exit_code) == ("incomplete", 3)
     assert found.failed is not None
     assert (found.failed.run, found.failed.first) == ("candidate", 0)
-    assert found.failed.says == (
+    assert found.failed.message == (
         "Rank 0 raised ZeroDivisionError: division by zero. Before that it had ended no step. "
         "Its last observation: step 0, micro-step 0, forward, 2 output[0]."
     )
@@ -271,7 +271,7 @@ def test_what_a_candidate_recorded_before_it_failed_is_compared(verify: Verify) 
     assert found.first_divergence is not None
     assert (found.first_divergence.step, found.first_divergence.path) == (0, "1")
     assert found.failed is not None
-    assert "Before that it had ended 1 step." in found.failed.says
+    assert "Before that it had ended 1 step." in found.failed.message
 
 
 def test_a_baseline_that_fails_is_refused_with_the_batch_and_the_exception(verify: Verify) -> None:
@@ -332,7 +332,7 @@ def test_the_json_has_the_keys_of_a_comparison_and_what_was_pinned_down(verify: 
 
     assert found["schema"] == {"name": "traindiff-verification", "version": 1}
     assert (found["verdict"], found["calibrated"]) == ("diverged", True)
-    assert {"step", "micro_step", "rank", "phase", "site", "slot", "kind", "ratio", "says"} <= set(
+    assert {"step", "micro_step", "rank", "phase", "site", "slot", "kind", "ratio", "message"} <= set(
         found["first_divergence"]
     )
     assert found["first_divergence"]["site"] == "3.weight"

@@ -87,7 +87,7 @@ def test_a_candidate_that_raises_on_one_rank_is_incomplete_with_what_that_rank_s
 
     assert (found.verdict, found.exit_code) == ("incomplete", 3)
     assert found.failed is not None
-    assert found.failed.says == (
+    assert found.failed.message == (
         "Rank 1 raised ValueError: two steps are one too many. Before that it had ended 1 step. "
         "Its last observation: step 1, micro-step 0, forward, 1 output[0]."
     )
@@ -101,8 +101,8 @@ def test_a_candidate_of_which_a_rank_is_killed_keeps_the_steps_that_it_has_ended
 
     assert (found.verdict, found.exit_code) == ("incomplete", 3)
     assert found.failed is not None
-    assert "Rank 1 was ended by signal 9, SIGKILL" in found.failed.says
-    assert "Its last observation: step 1, micro-step 0, forward, 1 output[0]." in found.failed.says
+    assert "Rank 1 was ended by signal 9, SIGKILL" in found.failed.message
+    assert "Its last observation: step 1, micro-step 0, forward, 1 output[0]." in found.failed.message
     assert found.comparison.steps == (0,)
     assert found.comparison.findings == ()
 
@@ -112,7 +112,7 @@ def test_a_candidate_that_hangs_is_ended_and_shows_where_it_hangs(verify: Verify
 
     assert (found.verdict, found.exit_code) == ("incomplete", 3)
     assert found.failed is not None
-    assert found.failed.says.startswith("Rank 1 did not end step 1 in 8 seconds.")
+    assert found.failed.message.startswith("Rank 1 did not end step 1 in 8 seconds.")
     assert "divided.py" in next(rank.stack for rank in found.failed.ranks if rank.rank == 1)
 
 
@@ -161,4 +161,4 @@ def test_a_compiled_candidate_is_not_forced_and_what_the_compiler_said_is_gather
     assert found.compiler.num_guards > 0
     assert any("divided.py" in one for one in found.compiler.graph_breaks)
     assert "__graph_breaks" in Path(found.compiler.file).read_text()
-    assert found.compiler.says in (tmp_path / "runs" / "report.txt").read_text()
+    assert found.compiler.message in (tmp_path / "runs" / "report.txt").read_text()

@@ -105,17 +105,17 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
     site = (baseline.key.path, baseline.key.slot)
     single = (one.get(site, ()) for one in samples) if baseline.dtype == candidate.dtype else ((), ())
     if detail := says_of_samples(*single):
-        says = f"The batch differs: {where} {detail}"
+        message = f"The batch differs: {where} {detail}"
     elif baseline.shape != candidate.shape:
         shapes = f"{list(baseline.shape)} in the baseline, {list(candidate.shape)} in the candidate"
-        says = f"The batch differs: {where} has shape {shapes}."
+        message = f"The batch differs: {where} has shape {shapes}."
     elif baseline.dtype != candidate.dtype:
-        says = f"The batch differs: {where} is {baseline.dtype} in the baseline, {candidate.dtype} in the candidate."
+        message = f"The batch differs: {where} is {baseline.dtype} in the baseline, {candidate.dtype} in the candidate."
     elif permuted:
-        says = f"The batch differs: {where} holds the same values in another order."
+        message = f"The batch differs: {where} holds the same values in another order."
     else:
-        says = f"The batch differs: {where} holds other values."
-    return finding_at(pair.baseline, step=step, kind="batch", says=says, evidence={"permuted": permuted})
+        message = f"The batch differs: {where} holds other values."
+    return finding_at(pair.baseline, step=step, kind="batch", message=message, evidence={"permuted": permuted})
 
 
 def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
@@ -126,19 +126,23 @@ def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
     path, permuted = baseline.key.path, False
     if is_transposed(pair) and (permuted := _is_permuted(pair)):
         shapes = f"{list(baseline.shape)} in the baseline, {list(candidate.shape)} in the candidate"
-        says = f"{path} starts with the same values, transposed: {shapes}. What depends on their order is not compared."
+        message = (
+            f"{path} starts with the same values, transposed: {shapes}. What depends on their order is not compared."
+        )
     elif baseline.shape != candidate.shape:
-        says = (
+        message = (
             f"{path} has shape {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate: "
             "another model, or another layout of the same one?"
         )
     elif permuted := _is_permuted(pair):
-        says = f"{path} starts with the same values in another order (a converted checkpoint, permuted?)."
+        message = f"{path} starts with the same values in another order (a converted checkpoint, permuted?)."
     else:
-        says = f"{path} starts with other values: another seed, initialisation or checkpoint?"
+        message = f"{path} starts with other values: another seed, initialization or checkpoint?"
     if ranks := differing_ranks(pair, 0.0):
-        says += f" Only what {ranks_text(ranks, capital=False)} holds differs."
-    return finding_at(pair.baseline, step=step, kind="initial-parameter", says=says, evidence={"permuted": permuted})
+        message += f" Only what {ranks_text(ranks, capital=False)} holds differs."
+    return finding_at(
+        pair.baseline, step=step, kind="initial-parameter", message=message, evidence={"permuted": permuted}
+    )
 
 
 def permuted_paths(pairs: Iterable[Pair]) -> set[str]:
@@ -190,12 +194,12 @@ def check_random_state(
         if key.path != "rng" or key.stage != "before" or key.slot not in drawn:
             continue
         if other is not None and not equal_bits(Pair(baseline=entry, candidate=other)):
-            says = (
+            message = (
                 f"torch's {key.slot} random state differs before the forward pass, which draws from it: "
                 "masks and samples cannot be the same."
             )
             pair = Pair(baseline=entry, candidate=other)
-            yield finding_at(pair.baseline, step=step, kind="random-state", says=says)
+            yield finding_at(pair.baseline, step=step, kind="random-state", message=message)
             return
     for slot in sorted(_drawn(baseline) & _drawn(candidate)):
         passes = [
@@ -203,13 +207,13 @@ def check_random_state(
             for table in (baseline, candidate)
         ]
         if all(passes) and len(passes[0]) != len(passes[1]):
-            says = (
+            message = (
                 f"{len(passes[1])} forward passes of the candidate draw from torch's {slot} generator in a step, and "
                 f"{len(passes[0])} of the baseline: split like this, masks and samples cannot be the same. "
                 "Compare without dropout, or with masks that depend on the sample."
             )
             pair = Pair(baseline=passes[0][0], candidate=passes[1][0])
-            yield finding_at(pair.baseline, step=step, kind="random-state", says=says)
+            yield finding_at(pair.baseline, step=step, kind="random-state", message=message)
             return
 
 

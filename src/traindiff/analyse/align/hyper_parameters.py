@@ -51,10 +51,10 @@ def check_hyper_parameters(
         among = paths[0] if len(paths) == 1 else f"{len(paths)} parameters ({', '.join(paths[:2])}, ...)"
         digits = 6 if f"{before:g}" != f"{after:g}" else 9
         values = f"{before:.{digits}g} in the baseline and {after:.{digits}g} in the candidate"
-        says = f"{slot} is {values}, for {among}."
+        message = f"{slot} is {values}, for {among}."
         evidence = {"baseline": before, "candidate": after, "parameters": len(paths), "paths": paths}
         entry = entries[slot, before, after]
-        yield finding_at(entry, step=step, kind="hyper-parameter", says=says, evidence=evidence)
+        yield finding_at(entry, step=step, kind="hyper-parameter", message=message, evidence=evidence)
 
 
 def _same_setting(baseline: float, candidate: float) -> bool:
@@ -87,5 +87,5 @@ def _one_step_late(finding: Finding, before: Mapping[tuple[str, str], tuple[floa
     held = before.get((finding.evidence["paths"][0], finding.slot))
     if held is None or not _same_setting(held[0], finding.evidence["candidate"]):
         return finding
-    says = finding.says + " That is what the baseline had in the step before: one step late?"
-    return replace(finding, says=says, evidence={**finding.evidence, "late": True})
+    message = finding.message + " That is what the baseline had in the step before: one step late?"
+    return replace(finding, message=message, evidence={**finding.evidence, "late": True})

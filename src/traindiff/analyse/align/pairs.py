@@ -24,7 +24,7 @@ class Aligned:
         pairs: In the baseline's execution order.
         only_baseline: Entries without a counterpart in the candidate.
         only_candidate: Entries without a counterpart in the baseline.
-        unmerged: Pairs whose shapes show that a batch axis was not recognised on one side.
+        unmerged: Pairs whose shapes show that a batch axis was not recognized on one side.
     """
 
     pairs: tuple[Pair, ...]
@@ -69,7 +69,7 @@ def in_baseline_order(pairs: Iterable[Pair]) -> Callable[[int], int]:
 
 
 def _is_unmerged(baseline: Entry, candidate: Entry, *, split_alike: bool) -> bool:
-    """Shapes that a batch axis explains which was not recognised on one side.
+    """Shapes that a batch axis explains which was not recognized on one side.
 
     Either the shapes agree except in axis 0, where one is a whole multiple of the other, or the runs split
     their batches into different numbers of micro-batches, and the shapes differ in one axis.
@@ -242,17 +242,17 @@ class Presence:
         self._reported.add((str(side), key.path))
         run, other = (("baseline", "candidate"), ("candidate", "baseline"))[side]
         if key.phase == "forward" and key.call:
-            says = f"The {other} calls {key.path} {key.call + 1} times in one micro-step, the {run} fewer."
+            message = f"The {other} calls {key.path} {key.call + 1} times in one micro-step, the {run} fewer."
         elif key.phase == "forward":
-            says = f"The {run} does not call {key.path}; the {other} does."
+            message = f"The {run} does not call {key.path}; the {other} does."
         elif self.held[side] and key.path not in self.held[side]:
-            says = f"The {run}'s optimizer does not hold {key.path}; the {other}'s does."
+            message = f"The {run}'s optimizer does not hold {key.path}; the {other}'s does."
         else:
             ranks = sorted({part.rank for part in lacking.parts}) if lacking is not None else []
             where = f" on {ranks_text(ranks, capital=False)}" if 0 < len(ranks) < self.ranks[side] else ""
-            says = f"In the {run}, {key.path} gets no gradient{where}; in the {other} it does."
+            message = f"In the {run}, {key.path} gets no gradient{where}; in the {other} it does."
         kind = "missing" if side else "extra"
-        yield finding_at(entry, step=step, kind=kind, says=says, rank=only_rank(lacking or entry))
+        yield finding_at(entry, step=step, kind=kind, message=message, rank=only_rank(lacking or entry))
 
     def _skip(self, entry: Entry | None) -> None:
         if entry is not None:
@@ -284,16 +284,16 @@ def _is_output(entry: Entry) -> bool:
 def _skipped(entry: Entry, *, side: int, step: int) -> Finding:
     """A finding for a step that a loss scaler left out in the run `side` only."""
     key, run = entry.key, ("baseline", "candidate")[side]
-    says = (
+    message = (
         f"The {run}'s loss scaler leaves out this step of {key.path}, because a gradient is not finite; the other "
         "run takes it."
     )
-    return finding_at(entry, step=step, kind="skipped", says=says, rank=only_rank(entry), evidence={"run": run})
+    return finding_at(entry, step=step, kind="skipped", message=message, rank=only_rank(entry), evidence={"run": run})
 
 
 def _batch_axis_hint(pair: Pair) -> str:
     baseline, candidate = list(pair.baseline.shape), list(pair.candidate.shape)
     return (
         f"its shape is {baseline} in the baseline and {candidate} in the candidate: a batch axis that was not "
-        f'recognised, or wrongly; declare it with record(batch_axis={{"{pair.baseline.key.path or ROOT}": 0 or None}})'
+        f'recognized, or wrongly; declare it with record(batch_axis={{"{pair.baseline.key.path or ROOT}": 0 or None}})'
     )

@@ -49,7 +49,7 @@ class Endings:
         for rank in self._run.ranks:
             status = self._run.status(rank)
             if status.ending != "closed":
-                (lacking if self._lacks_steps(rank) else whole).append(f"{status.says} {self._came_to(rank)}")
+                (lacking if self._lacks_steps(rank) else whole).append(f"{status.message} {self._came_to(rank)}")
         return lacking, whole
 
     def _lacks_steps(self, rank: int) -> bool:

@@ -171,6 +171,6 @@ class Verdict:
         lines = [self.sentence()]
         for word, findings in (("", self.findings), ("Warning: ", self.warnings)):
             for group in grouped(findings):
-                says = " ".join(filter(None, (group.first.says, also_text(group.paths))))
-                lines += ["", f"{word}{where_text(group.first)}", f"  {says}"]
+                message = " ".join(filter(None, (group.first.message, also_text(group.paths))))
+                lines += ["", f"{word}{where_text(group.first)}", f"  {message}"]
         return "\n".join([*lines, *([""] if self.notes else []), *self.notes])

@@ -44,7 +44,7 @@ class BothRuns:
         ]
 
     def findings(self, tables: Sequence[Mapping[Key, Entry]], *, step: int) -> list[Finding]:
-        """What is wrong with one run of the two and not with the other, labelled with which it is."""
+        """What is wrong with one run of the two and not with the other, labeled with which it is."""
         for judge, table in zip(self._strict, tables, strict=True):
             judge.note_unknown(table)
         strict = [judge.step(table, step=step) for judge, table in zip(self._strict, tables, strict=True)]
@@ -58,10 +58,10 @@ class BothRuns:
                 if one.kind == "lost-update" and one.path in {path for _, path in other - {_what(one)}}:
                     continue  # worse than lost there, and said of that run
                 if _what(one) in other:
-                    self.shared.setdefault(one.kind, f"In both runs: {_within(one.says)}")
+                    self.shared.setdefault(one.kind, f"In both runs: {_within(one.message)}")
                 else:
-                    says = f"In the {name}, {_within(one.says)}"
-                    found.append(replace(one, says=says, evidence={**one.evidence, "run": name}))
+                    message = f"In the {name}, {_within(one.message)}"
+                    found.append(replace(one, message=message, evidence={**one.evidence, "run": name}))
         return found
 
 

@@ -32,9 +32,9 @@ def factor_meaning(factor: float, micro_steps: int, ranks: int = 1, known: Itera
         ranks: Over how many ranks the batch is divided, in the run that has more of them.
         known: Factors of which something is known, and what to say of them.
     """
-    for one, says in known:
+    for one, message in known:
         if one and abs(factor / one - 1.0) < min(0.01, 0.1 * abs(one - 1.0)):  # near 1 every factor is near every other
-            return f" ({says})"
+            return f" ({message})"
     size = abs(factor)
     whole = Fraction(size).limit_denominator(64) if math.isfinite(size) else Fraction(0)
     if size == 0 or (whole.numerator != 1 and whole.denominator != 1) or abs(float(whole) / size - 1) > 0.01:
@@ -56,10 +56,10 @@ def factor_meaning(factor: float, micro_steps: int, ranks: int = 1, known: Itera
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """A recognised shape: a word for it, what to say, and the numbers behind it."""
+    """A recognized shape: a word for it, what to say, and the numbers behind it."""
 
     kind: str
-    says: str
+    message: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -111,7 +111,7 @@ def lost_contribution(case: Case) -> Diagnosis | None:
     evidence = {"micro_step": first, "factor": odd[0][1], "residual": left_over}
     return Diagnosis(
         kind="lost-contribution",
-        says=f"The optimizer's gradient {said}.",
+        message=f"The optimizer's gradient {said}.",
         evidence=evidence if rank is None else {**evidence, "rank": rank},
     )
 

@@ -28,12 +28,14 @@ def with_each_ranks_own(finding: Finding, modules: Mapping[str, str], sizes: tup
         return finding
     name = modules.get(finding.path, "")
     if _OWN_STATISTICS.fullmatch(name):
-        says = f" {name} takes the statistics of each rank's own samples; SyncBatchNorm takes those of the whole batch."
+        message = (
+            f" {name} takes the statistics of each rank's own samples; SyncBatchNorm takes those of the whole batch."
+        )
     elif _RANDOM.fullmatch(name):
-        says = f" {name} draws other numbers where the batch is divided over ranks: compare with it turned off."
+        message = f" {name} draws other numbers where the batch is divided over ranks: compare with it turned off."
     else:
         return finding
-    return replace(finding, says=finding.says + says)
+    return replace(finding, message=finding.message + message)
 
 
 _STATISTICS = re.compile(r"(Lazy)?BatchNorm[123]d|SyncBatchNorm")
@@ -73,7 +75,7 @@ def of_unseen_targets(finding: Finding, pairs: Iterable[Pair]) -> str:
         finding: The first one.
         pairs: Of its step. Where the training hands over tensors of its own (`traindiff.inspect`), it knows how.
     """
-    looks_like_labels = finding.kind in ("value", "scale", "offset") and "(=" not in finding.says
+    looks_like_labels = finding.kind in ("value", "scale", "offset") and "(=" not in finding.message
     if (finding.phase, finding.slot) != ("loss", "backward") or not looks_like_labels:
         return ""
     if any(pair.baseline.key.phase == "forward" and pair.baseline.key.slot == "value" for pair in pairs):

@@ -33,18 +33,18 @@ def clipping_findings(baseline: list[Clip], candidate: list[Clip], *, step: int)
         acting = [one for one in own if one.effective]
         if acting and not others:
             first = acting[0]
-            says = f"The {name} clips {first.what}; the {other} does not clip."
+            message = f"The {name} clips {first.what}; the {other} does not clip."
             if first.norm is not None:
                 where = " there" if first.only else ""
-                says += f" Their norm was {first.norm:.4g}, so all of them{where} were multiplied by "
-                says += f"{first.coefficient:.4g}."
-            yield _finding(first, step=step, says=says, run=name)
+                message += f" Their norm was {first.norm:.4g}, so all of them{where} were multiplied by "
+                message += f"{first.coefficient:.4g}."
+            yield _finding(first, step=step, message=message, run=name)
     if len(baseline) != len(candidate):
         return
     for expected, actual in zip(baseline, candidate, strict=True):
         if (expected.effective or actual.effective) and expected.what != actual.what:
-            says = f"The baseline clips {expected.what}, the candidate clips {actual.what}."
-            yield _finding(expected, step=step, says=says, run="baseline")
+            message = f"The baseline clips {expected.what}, the candidate clips {actual.what}."
+            yield _finding(expected, step=step, message=message, run="baseline")
 
 
 def clipping_note(baseline: list[Clip], candidate: list[Clip]) -> str:
@@ -55,10 +55,10 @@ def clipping_note(baseline: list[Clip], candidate: list[Clip]) -> str:
     return ""
 
 
-def _finding(clip: Clip, *, step: int, says: str, run: str) -> Finding:
+def _finding(clip: Clip, *, step: int, message: str, run: str) -> Finding:
     evidence = {"run": run, "limit": clip.limit, "norm": clip.norm, "coefficient": clip.coefficient}
     size = abs(clip.coefficient - 1.0) or math.inf
-    return finding_at(clip.entry, step=step, kind=KIND, says=says, evidence=evidence, difference=size)
+    return finding_at(clip.entry, step=step, kind=KIND, message=message, evidence=evidence, difference=size)
 
 
 FLOAT32_COEFFICIENTS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
@@ -88,8 +88,8 @@ def explained(finding: Finding, baseline: Mapping[str, Any], candidate: Mapping[
     """
     for name, run in (("baseline", baseline), ("candidate", candidate)):
         engine = run.get("engine") or {}
-        if says := _clips_by_default(finding, name, engine) or _makes_adamw(finding, name, engine):
-            return replace(finding, says=finding.says + says, evidence={**finding.evidence, "run": name})
+        if message := _clips_by_default(finding, name, engine) or _makes_adamw(finding, name, engine):
+            return replace(finding, message=finding.message + message, evidence={**finding.evidence, "run": name})
     return finding
 
 

@@ -1,4 +1,4 @@
-"""What a difference looks like: each test reads two summaries and may recognise one shape."""
+"""What a difference looks like: each test reads two summaries and may recognize one shape."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def diagnose(case: Case) -> Diagnosis:
         if (found := test(case)) is not None:
             return found
     size = f"{case.difference:.2g}"
-    return Diagnosis(kind="value", says=f"The values differ by {size} of the baseline's size (relative L2).")
+    return Diagnosis(kind="value", message=f"The values differ by {size} of the baseline's size (relative L2).")
 
 
 def late(case: Case) -> Diagnosis | None:
@@ -39,7 +39,7 @@ def late(case: Case) -> Diagnosis | None:
         return None
     return Diagnosis(
         kind="late",
-        says="The candidate's is what the baseline has in the step before: one step late?",
+        message="The candidate's is what the baseline has in the step before: one step late?",
         evidence={"difference_from_the_step_before": apart},
     )
 
@@ -57,7 +57,7 @@ def accumulated(case: Case) -> Diagnosis | None:
         return None
     return Diagnosis(
         kind="accumulated",
-        says="The candidate's is the sum of the baseline's of this step and of the step before: was zero_grad() left "
+        message="The candidate's is the sum of the baseline's of this step and of the step before: was zero_grad() left "
         "out after that?",
         evidence={"residual": left_over},
     )
@@ -73,13 +73,13 @@ def nonfinite(case: Case) -> Diagnosis | None:
     differing = [entry for entry in counts if entry[0] != entry[1]]
     if not differing:
         if nonfinite_count(baseline) and baseline["nonfinite"] != candidate["nonfinite"]:
-            return Diagnosis(kind="non-finite", says="NaN or infinities stand at other places than in the baseline.")
+            return Diagnosis(kind="non-finite", message="NaN or infinities stand at other places than in the baseline.")
         return None
-    says = ", ".join(f"{there} {words} where the baseline has {here}" for here, there, words in differing)
+    message = ", ".join(f"{there} {words} where the baseline has {here}" for here, there, words in differing)
     evidence = {words: there for _, there, words in counts}
     return Diagnosis(
         kind="non-finite",
-        says=f"The candidate holds {says}, of {int(candidate['count'])} elements.",
+        message=f"The candidate holds {message}, of {int(candidate['count'])} elements.",
         evidence=evidence,
     )
 
@@ -91,7 +91,7 @@ def counted(case: Case) -> Diagnosis | None:
     before, after = (number(entry.summary) for entry in (case.baseline, case.candidate))
     return Diagnosis(
         kind="step-count",
-        says=f"The candidate's optimizer is at its step {after:g} for this parameter, the baseline's at its step "
+        message=f"The candidate's optimizer is at its step {after:g} for this parameter, the baseline's at its step "
         f"{before:g}. Was its state lost, or not loaded, at a resume?",
         evidence={"baseline": before, "candidate": after},
     )
@@ -101,18 +101,18 @@ def whole_numbers(case: Case) -> Diagnosis | None:
     """Indices and masks, of which neither size nor distance are known."""
     if case.baseline.dtype in UNIT_ROUNDOFF or case.candidate.dtype in UNIT_ROUNDOFF:
         return None
-    return permuted(case) or Diagnosis(kind="value", says="Whole numbers (indices, a mask) differ.")
+    return permuted(case) or Diagnosis(kind="value", message="Whole numbers (indices, a mask) differ.")
 
 
 def vanished(case: Case) -> Diagnosis | None:
     """All zero on one side only."""
     if float(norm(case.candidate.summary)) == 0.0:
         if case.candidate.key.phase == "update":
-            says = "The candidate's step did not change this parameter; the baseline's did."
-            return Diagnosis(kind="never-updated", says=says)
-        return Diagnosis(kind="zero", says="The candidate's is all zero; the baseline's is not.")
+            message = "The candidate's step did not change this parameter; the baseline's did."
+            return Diagnosis(kind="never-updated", message=message)
+        return Diagnosis(kind="zero", message="The candidate's is all zero; the baseline's is not.")
     if float(norm(case.baseline.summary)) == 0.0:
-        return Diagnosis(kind="zero", says="The baseline's is all zero; the candidate's is not.")
+        return Diagnosis(kind="zero", message="The baseline's is all zero; the candidate's is not.")
     return None
 
 
@@ -121,7 +121,7 @@ def permuted(case: Case) -> Diagnosis | None:
     baseline, candidate = case.baseline, case.candidate
     known = baseline.exact and candidate.exact and baseline.dtype == candidate.dtype
     if known and baseline.summary["multiset"] == candidate.summary["multiset"]:
-        return Diagnosis(kind="permuted", says="The candidate holds the same values in another order.")
+        return Diagnosis(kind="permuted", message="The candidate holds the same values in another order.")
     return None
 
 
@@ -133,13 +133,13 @@ def scaled(case: Case) -> Diagnosis | None:
     if abs(s + 1.0) < 0.02:
         return Diagnosis(
             kind="sign",
-            says="The candidate's is the baseline's with the sign flipped.",
+            message="The candidate's is the baseline's with the sign flipped.",
             evidence={"factor": s},
         )
     meaning = factor_meaning(s, case.micro_steps, case.ranks, case.factors)
     return Diagnosis(
         kind="scale",
-        says=f"The candidate's is {factor_text(s)} x the baseline's{meaning}.",
+        message=f"The candidate's is {factor_text(s)} x the baseline's{meaning}.",
         evidence={"factor": s, "residual": left_over},
     )
 
@@ -157,10 +157,10 @@ def shifted(case: Case) -> Diagnosis | None:
     moved = [float(candidate[name] - baseline[name]) for name in ("minimum", "maximum")]
     if any(abs(one - k) > 0.25 * abs(k) for one in moved):  # relu for gelu: one-sided, but not of one size
         return None
-    return Diagnosis(kind="offset", says=f"Every element is about {k:+.4g} off.", evidence={"offset": k})
+    return Diagnosis(kind="offset", message=f"Every element is about {k:+.4g} off.", evidence={"offset": k})
 
 
-def localised(case: Case) -> Diagnosis | None:
+def localized(case: Case) -> Diagnosis | None:
     """One bucket of rows, or of columns, holds the whole difference."""
     for axis in ("row", "column"):
         baseline = np.sqrt(case.baseline.summary[f"{axis}_squares"])
@@ -173,8 +173,8 @@ def localised(case: Case) -> Diagnosis | None:
         rest = np.delete(change, worst)
         if change[worst] > 20 * float(rest.max(initial=0.0)) and change[worst] > 4 * case.floor * baseline.max():
             return Diagnosis(
-                kind="localised",
-                says=f"The difference is in {_bucket(case.baseline, axis, worst)} only.",
+                kind="localized",
+                message=f"The difference is in {_bucket(case.baseline, axis, worst)} only.",
                 evidence={"axis": axis, "bucket": worst},
             )
     return None
@@ -206,7 +206,7 @@ def precision(case: Case) -> Diagnosis | None:
         if 0.15 * u < case.difference < 1.2 * u:
             return Diagnosis(
                 kind="precision",
-                says=f"The difference, {case.difference:.2g} of the baseline's size, is as small as rounding to "
+                message=f"The difference, {case.difference:.2g} of the baseline's size, is as small as rounding to "
                 f"{dtype} would make it: a shorter dtype inside, or an approximation?",
                 evidence={"dtype": dtype},
             )
@@ -224,7 +224,7 @@ TESTS: tuple[Callable[[Case], Diagnosis | None], ...] = (
     permuted,
     scaled,
     shifted,
-    localised,
+    localized,
     precision,
 )
 """In the order in which they are tried; each is independent of the others."""

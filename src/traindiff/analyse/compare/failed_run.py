@@ -24,7 +24,7 @@ class CompilerLog:
     file: str
 
     @property
-    def says(self) -> str:
+    def message(self) -> str:
         """The counts, in a line."""
         breaks, again = len(self.graph_breaks), len(self.recompiles)
         return (
@@ -53,7 +53,7 @@ class FailedRank:
     Attributes:
         rank: The rank.
         how: `returned`, `raised`, `died`, `hung`, or `stopped` because another rank had failed.
-        says: What happened, a sentence with the rank in it.
+        message: What happened, a sentence with the rank in it.
         num_steps: Steps that it had ended.
         last_observation: What it observed last; empty where nothing.
         stack: Where it was.
@@ -63,7 +63,7 @@ class FailedRank:
 
     rank: int
     how: str
-    says: str
+    message: str
     num_steps: int
     last_observation: str = ""
     stack: str = ""
@@ -86,20 +86,20 @@ class FailedRun:
     ranks: tuple[FailedRank, ...]
 
     @property
-    def says(self) -> str:
+    def message(self) -> str:
         """What happened, in a sentence or two."""
         first = next(rank for rank in self.ranks if rank.rank == self.first)
         seen = f" Its last observation: {first.last_observation}." if first.last_observation else ""
-        return f"{_sentence(first.says)} Before that it had ended {_steps(first.num_steps)}.{seen}"
+        return f"{_sentence(first.message)} Before that it had ended {_steps(first.num_steps)}.{seen}"
 
     def lines(self) -> Iterator[str]:
         """What is shown in a terminal: the rank that explains the others in full, these in a line each."""
-        yield f"The run {self.run} failed. {self.says}"
+        yield f"The run {self.run} failed. {self.message}"
         for rank in sorted(self.ranks, key=lambda one: one.rank != self.first):
             if rank.rank != self.first:
                 seen = f" Its last observation: {rank.last_observation}." if rank.last_observation else ""
                 yield ""
-                yield f"{_sentence(rank.says)}{seen}"
+                yield f"{_sentence(rank.message)}{seen}"
             yield from _indented(rank.stack, rank.rank)
             if rank.rank == self.first and rank.output.strip():
                 yield f"  The end of what it printed ({rank.output_file}):"
@@ -109,14 +109,14 @@ class FailedRun:
         """All of it, as JSON values."""
         return {
             "run": self.run,
-            "says": self.says,
+            "message": self.message,
             "first": self.first,
             "ranks": [asdict(rank) for rank in self.ranks],
         }
 
 
-def _sentence(says: str) -> str:
-    return says if says.endswith((".", "!", "?")) else f"{says}."
+def _sentence(message: str) -> str:
+    return message if message.endswith((".", "!", "?")) else f"{message}."
 
 
 def _steps(count: int) -> str:

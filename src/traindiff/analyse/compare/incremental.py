@@ -235,7 +235,7 @@ class RunningComparison:
         if not findings:
             return ()
         first, *rest = findings
-        first = replace(first, says=first.says + self._aside)
+        first = replace(first, message=first.message + self._aside)
         if self._surroundings:
             first = with_surroundings(first, self._surroundings)
         sizes = (self.runs.sides[0].data_parallel, self.runs.sides[1].data_parallel)

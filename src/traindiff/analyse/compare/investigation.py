@@ -28,7 +28,7 @@ class MatrixRow:
         name: The settings that vary: `engine=ddp, dtype=float32`.
         varied: The same, by setting.
         verdict: A word of a verdict, `impossible`, or `refused`.
-        says: Of a combination with a finding, the first divergence; of one that was not run, why.
+        message: Of a combination with a finding, the first divergence; of one that was not run, why.
         seconds: What it took, its share of the baseline left out; 0 where it was not run.
         output: Directory of its recordings and report.
         exit_code: That `traindiff verify` would have; 0 for one that is impossible here.
@@ -38,7 +38,7 @@ class MatrixRow:
     name: str
     varied: Mapping[str, Any]
     verdict: str
-    says: str
+    message: str
     seconds: float
     output: str
     exit_code: int
@@ -95,14 +95,14 @@ class Stage:
     Attributes:
         name: What is asked, in a word or two; the same in every investigation.
         asks: The question.
-        says: The conclusion, one sentence or two.
+        message: The conclusion, one sentence or two.
         numbers: What it rests on, by name.
         final: Whether nothing needs to be asked after it.
     """
 
     name: str
     asks: str
-    says: str
+    message: str
     numbers: Mapping[str, Any]
     final: bool = False
 
@@ -111,7 +111,7 @@ class Stage:
         return {
             "name": self.name,
             "asks": self.asks,
-            "says": self.says,
+            "message": self.message,
             "numbers": dict(self.numbers),
             "final": self.final,
         }
@@ -188,5 +188,5 @@ def story(investigation: Investigation) -> list[str]:
     """The stages, numbered, each with its question and its conclusion, and the verdict."""
     lines: list[str] = []
     for number, stage in enumerate(investigation.stages, start=1):
-        lines += [f"{number}. {stage.asks}", f"   {stage.says}", ""]
+        lines += [f"{number}. {stage.asks}", f"   {stage.message}", ""]
     return [*lines, f"Verdict: {investigation.verdict}"]

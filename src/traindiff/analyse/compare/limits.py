@@ -39,12 +39,12 @@ def hints(runs: TwoRuns) -> list[str]:
 def _endings(runs: TwoRuns) -> Iterator[str]:
     """How ranks ended whose recording was not closed."""
     for name, run in zip(RUNS, runs.runs, strict=True):
-        yield from (f"{name}: {status.says}" for rank in run.ranks if (status := run.status(rank)).says)
+        yield from (f"{name}: {status.message}" for rank in run.ranks if (status := run.status(rank)).message)
 
 
 def _failures(runs: TwoRuns) -> Iterator[str]:
     for name, failed in zip(RUNS, runs.failed, strict=True):
-        yield from (f"{name}: {says[0].lower()}{says[1:]}" for says in failed.notes())
+        yield from (f"{name}: {message[0].lower()}{message[1:]}" for message in failed.notes())
 
 
 def _missing_ranks(runs: TwoRuns) -> Iterator[str]:

@@ -27,7 +27,7 @@ def text(comparison: Comparison) -> str:
     own = own_noise(comparison)
     lines = [*([own, ""] if own else []), verdict(comparison)]
     if (first := comparison.first_divergence) is not None:
-        lines += ["", f"First divergence: {where_text(first)}", f"  {first.says}"]
+        lines += ["", f"First divergence: {where_text(first)}", f"  {first.message}"]
         lines += [f"  {line}" for line in (size_text(first), before_text(first)) if line]
         lines += [f"  {also}" for also in [also_at(comparison)] if also]
         if further := len(grouped(comparison.findings)) - 1:
@@ -70,7 +70,7 @@ def representation_note(found: Sequence[Finding]) -> str:
     more = more_text(len(found) - 1, "site", before=" and at")
     return (
         f"The representation differs, not the computation: {where_text(first)}{more}, while no loss, gradient or "
-        f"update does. {first.says}"
+        f"update does. {first.message}"
     )
 
 

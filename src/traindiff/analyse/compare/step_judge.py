@@ -183,16 +183,16 @@ class StepJudge:
         if not found:
             return [self._all_gradients(pairs, factor, floors)]
         aside = f" (All other gradients are {factor_text(factor)} x the baseline's, as clipping to a norm makes them.)"
-        return [replace(finding, says=finding.says + aside) for finding in found]
+        return [replace(finding, message=finding.message + aside) for finding in found]
 
     def _all_gradients(self, pairs: list[Pair], factor: float, floors: Mapping[Key, float]) -> Finding:
         first = pairs[0]
         size, floor = abs(factor - 1.0), min(floors.values())
         finding = self._as_finding(first, size, floor, self._shape(first, size, floor))
         meaning = factor_meaning(factor, self._given.micro_steps, self._given.ranks, self._factors(first))
-        says = f"All gradients are {factor_text(factor)} x the baseline's{meaning}."
+        message = f"All gradients are {factor_text(factor)} x the baseline's{meaning}."
         evidence = {**finding.evidence, "factor": factor, "parameters": len(pairs)}
-        return replace(finding, kind="scale", says=says, evidence=evidence)
+        return replace(finding, kind="scale", message=message, evidence=evidence)
 
     def _finding(self, pair: Pair, size: float, floor: float, *, observed: Pair | None = None) -> Finding | None:
         """A finding if the difference exceeds its floor. `observed` is the pair before it was rescaled."""
@@ -225,7 +225,7 @@ class StepJudge:
         rank = only_rank(pair.candidate) if len(apart) != 1 else apart[0]
         aside = f" Only what {ranks_text(apart, capital=False)} holds differs." if apart else ""
         return finding_at(
-            pair.baseline, step=self._given.step, kind=shape.kind, says=shape.says + aside, difference=size,
+            pair.baseline, step=self._given.step, kind=shape.kind, message=shape.message + aside, difference=size,
             floor=floor, rank=rank, micro_step=shape.evidence.get("micro_step", only),
             evidence={
                 **shape.evidence,
@@ -244,13 +244,15 @@ class StepJudge:
         baseline, candidate = pair.baseline, pair.candidate
         if is_transposed(pair) and math.isfinite(size):
             norms = f"{float(norm(baseline.summary)):.6g} in the baseline and {float(norm(candidate.summary)):.6g}"
-            says = f"One run holds it transposed, and the norms differ: {norms} in the candidate."
-            return Diagnosis(kind="value", says=says)
+            message = f"One run holds it transposed, and the norms differ: {norms} in the candidate."
+            return Diagnosis(kind="value", message=message)
         if baseline.shape != candidate.shape:
-            says = f"The shape is {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate."
-            return Diagnosis(kind="shape", says=says)
+            message = (
+                f"The shape is {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate."
+            )
+            return Diagnosis(kind="shape", message=message)
         if self._judged.is_broken(pair) and difference(pair) != math.inf:
-            return Diagnosis(kind="non-finite", says=_says_of_both(pair))
+            return Diagnosis(kind="non-finite", message=_says_of_both(pair))
         summed = baseline.key.phase == "grad" and baseline.key.stage in ("", "reduced", "unscaled")
         return diagnose(
             Case(

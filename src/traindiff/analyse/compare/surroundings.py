@@ -49,13 +49,13 @@ def recomputation_findings(
         if key in known:
             continue
         size = difference(pair)
-        says = (
+        message = (
             f"In the candidate, activation checkpointing computes {key.path} again and gets another output: "
             "another dropout mask, or an operation that is not deterministic?"
         )
         found.append(
             finding_at(
-                pair.candidate, step=step, kind="recomputed", says=says,
+                pair.candidate, step=step, kind="recomputed", message=message,
                 difference=math.inf if size is None else size, floor=rounding(pair.candidate.dtype),
             )
         )  # fmt: skip
@@ -87,7 +87,7 @@ def with_names(finding: Finding, copies: Copies, rename: Rename = str) -> Findin
     if finding.kind != DISAGREEMENT or not names:
         return finding
     why = " Are the gradients of a tied parameter added up over the ranks that have it?"
-    return replace(finding, says=f"{finding.says} ({', '.join(names)}.){why if finding.phase == 'grad' else ''}")
+    return replace(finding, message=f"{finding.message} ({', '.join(names)}.){why if finding.phase == 'grad' else ''}")
 
 
 FLOW = ("batch", "forward", "loss", "backward")
@@ -141,7 +141,7 @@ def with_surroundings(finding: Finding, found: Surroundings) -> Finding:
         f" Just before it, the {run} did not observe {len(names)} {site} that the other run has ({', '.join(names[:3])}"
         f"{more}): if what goes wrong is {it}, it shows here, one hop late."
     )
-    return replace(finding, says=finding.says + hop, evidence={**evidence, "one_hop_late": names})
+    return replace(finding, message=finding.message + hop, evidence={**evidence, "one_hop_late": names})
 
 
 def _placed(entry: Entry, candidates: Sequence[Entry], place: dict[int, int]) -> int:

@@ -57,12 +57,12 @@ class SideOfVerification:
     Attributes:
         recipe: Its name.
         setup: How it was run, all settings.
-        says: The same in a line, what is as by default left out.
+        message: The same in a line, what is as by default left out.
     """
 
     recipe: str
     setup: Mapping[str, Any]
-    says: str
+    message: str
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as JSON values."""
@@ -160,7 +160,7 @@ class Verification:
         ]
         for one in self.pinned:
             lines += ["", pinned_heading(one)]
-            lines += [f"  {where_text(found)}: {found.says}" for found in one.comparison.findings]
+            lines += [f"  {where_text(found)}: {found.message}" for found in one.comparison.findings]
             lines += pinned_limits(self, one)
         lines += zoomed_lines(self)
         return "\n".join([*lines, "", cost(self)])
@@ -175,8 +175,8 @@ def what_is_run(sides: Sides, output: str) -> list[str]:
     """
     baseline, candidate = sides
     return [
-        f"baseline   {baseline.recipe} ({baseline.says})",
-        f"candidate  {candidate.recipe} ({candidate.says})",
+        f"baseline   {baseline.recipe} ({baseline.message})",
+        f"candidate  {candidate.recipe} ({candidate.message})",
         f"files      {output}",
     ]
 
@@ -187,7 +187,7 @@ def beside_the_comparison(verification: Verification) -> list[str]:
     if verification.failed:
         lines += ["", *verification.failed.lines()]
     if verification.compiler:
-        lines += ["", verification.compiler.says]
+        lines += ["", verification.compiler.message]
     return [*lines, *(["", verification.pin_note] if verification.pin_note else [])]
 
 
@@ -201,7 +201,7 @@ def pinned_heading(pinned: Pinned) -> str:
 
 
 def pinned_limits(verification: Verification, pinned: Pinned) -> list[str]:
-    """What limits the judgement of a forced step, e.g. tensors that could not be forced: notes of it alone."""
+    """What limits the judgment of a forced step, e.g. tensors that could not be forced: notes of it alone."""
     return [note for note in pinned.comparison.notes if note not in verification.comparison.notes]
 
 
@@ -211,7 +211,7 @@ def zoomed_lines(verification: Verification) -> list[str]:
         return ["", verification.zoom_note] if verification.zoom_note else []
     told: dict[str, str] = {}  # of several sites behind one operator, the first
     for zoom in verification.zoomed.comparison.zooms:
-        told.setdefault(zoom.operator or zoom.site, f"  {zoom.phase} of {zoom.site}: {zoom.says}")
+        told.setdefault(zoom.operator or zoom.site, f"  {zoom.phase} of {zoom.site}: {zoom.message}")
     found = list(told.values())
     lines = ["", f"Operators, {verification.zoomed.where}:", *found]
     return lines if found else ["", "No operator was recorded on the way to what is wrong."]

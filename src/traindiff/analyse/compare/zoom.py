@@ -62,7 +62,7 @@ class OperatorRow:
         given: Largest relative L2 difference of its inputs; inf without a size, NaN where it is in one run only.
         made: The same of its outputs.
         floor: What `made` may be: of the output that is furthest above its own.
-        says: What it is, in a word or two.
+        message: What it is, in a word or two.
     """
 
     baseline: AboutOperator | None
@@ -70,7 +70,7 @@ class OperatorRow:
     given: float = math.nan
     made: float = math.nan
     floor: float = 0.0
-    says: str = ""
+    message: str = ""
 
     @property
     def shown(self) -> AboutOperator:
@@ -87,7 +87,7 @@ class OperatorRow:
             "inputs": _finite(self.given),
             "outputs": _finite(self.made),
             "floor": _finite(self.floor),
-            "says": self.says,
+            "message": self.message,
         }
 
 
@@ -108,7 +108,7 @@ class Zoom:
         operator_slot: Which of its outputs, or inputs.
         difference: How far that is from the baseline's.
         floor: How far it might be.
-        says: Two or three sentences.
+        message: Two or three sentences.
         rows: The walk up to there, and a little further.
         num_operators: How many operators of the module, or modules, both runs have together.
     """
@@ -125,7 +125,7 @@ class Zoom:
     operator_slot: str = ""
     difference: float = math.nan
     floor: float = 0.0
-    says: str
+    message: str
     rows: tuple[OperatorRow, ...] = ()
     num_operators: int = 0
 
@@ -149,7 +149,7 @@ class Zoom:
             "operator_slot": self.operator_slot,
             "difference": _finite(self.difference),
             "ratio": _finite(ratio_of(self.difference, self.floor)),
-            "says": self.says,
+            "message": self.message,
             "rows": [row.to_json() for row in self.rows],
             "num_operators": self.num_operators,
         }

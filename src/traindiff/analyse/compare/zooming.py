@@ -171,7 +171,7 @@ def _walked(
         operator="" if cause == "none" else rows[place].shown.path,
         operator_slot=size.slot if size else "", difference=size.size if size else math.nan,
         floor=size.floor if size else 0.0,
-        says=first_says(cause, rows[place], since, size),
+        message=first_says(cause, rows[place], since, size),
         rows=(*rows[max(0, place - BEFORE) :], *further),
         num_operators=sum(pair.baseline is not None and pair.candidate is not None for pair in pairs),
     )  # fmt: skip
@@ -202,14 +202,14 @@ def _row(pair: OperatorPair, measured: _Measured | None, given: ZoomInput, expla
     both = zip((pair.baseline, pair.candidate), given.described, strict=True)
     baseline, candidate = (None if one is None else _about(one, described) for one, described in both)
     if measured is None:
-        says = f"only in the {'candidate' if baseline is None else 'baseline'}"
-        return OperatorRow(baseline=baseline, candidate=candidate, says=says)
-    says = "its inputs agree, its output does not" if measured.makes_other else "agrees"
+        message = f"only in the {'candidate' if baseline is None else 'baseline'}"
+        return OperatorRow(baseline=baseline, candidate=candidate, message=message)
+    message = "its inputs agree, its output does not" if measured.makes_other else "agrees"
     if not measured.makes_other and measured.is_given_other(explained):
-        says = "is given other inputs"
+        message = "is given other inputs"
     return OperatorRow(
         baseline=baseline, candidate=candidate, given=measured.given, made=measured.made, floor=measured.made_floor,
-        says=says,
+        message=message,
     )  # fmt: skip
 
 
@@ -335,7 +335,7 @@ class Zooms:
             seen_at = (one.step, one.phase, one.path, one.slot)
             if seen_at == (first.step, first.phase, first.path, first.slot) and one.cause != "none":
                 evidence = {**first.evidence, "operator": one.operator}
-                return replace(first, says=f"{first.says} Inside it: {one.says}", evidence=evidence)
+                return replace(first, message=f"{first.message} Inside it: {one.message}", evidence=evidence)
         return first
 
     @property

@@ -91,7 +91,7 @@ class Pair:
 
 
 def best_fit(baseline: Entry, candidate: Entry) -> tuple[float, float]:
-    """The s that minimises `||candidate - s * baseline||`, and what that leaves of the candidate."""
+    """The s that minimizes `||candidate - s * baseline||`, and what that leaves of the candidate."""
     b, c = baseline.summary["sketch"], candidate.summary["sketch"]
     power = float(b @ b)
     if power == 0.0:

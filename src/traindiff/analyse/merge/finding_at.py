@@ -15,7 +15,7 @@ def finding_at(
     *,
     step: int,
     kind: str,
-    says: str,
+    message: str,
     evidence: Mapping[str, Any] | None = None,
     difference: float = math.inf,
     floor: float = 0.0,
@@ -28,8 +28,8 @@ def finding_at(
         entry: Where it is.
         step: Number of the step.
         kind: What it is, in a word (docs/findings.md).
-        says: What is wrong, in a sentence or two.
-        evidence: The numbers behind `says`.
+        message: What is wrong, in a sentence or two.
+        evidence: The numbers behind `message`.
         difference: Relative L2 difference; inf for what has no size.
         floor: The largest relative difference that would not have been a finding.
         rank: Rank, where it is on one only.
@@ -49,6 +49,6 @@ def finding_at(
         kind=kind,
         difference=difference,
         floor=floor,
-        says=says,
+        message=message,
         evidence=evidence or {},
     )

@@ -40,7 +40,7 @@ def without_missing_samples(
 class _Fault(NamedTuple):
     tap: str
     step: int
-    says: str
+    message: str
 
 
 class Lost(NamedTuple):
@@ -113,7 +113,7 @@ class FailedTaps:
         """What was not observed, one sentence each."""
         return [
             *(
-                f"On {ranks_text(sorted({*ranks}), capital=False)}, {fault.says}. What it would have seen from step "
+                f"On {ranks_text(sorted({*ranks}), capital=False)}, {fault.message}. What it would have seen from step "
                 f"{fault.step} on is unknown."
                 for fault, ranks in self.ranks.items()
             ),

@@ -160,7 +160,7 @@ class Calibrating:
         if found:
             problem = Problem(
                 where=f"noise {side.recording.path}",
-                what=f"is no other run of the baseline's training. In step {step}: {found[0].says}",
+                what=f"is no other run of the baseline's training. In step {step}: {found[0].message}",
                 fix="Record it with the baseline's script, seed and data, and record(replica=...) or nothing else "
                 "changed.",
             )

@@ -137,7 +137,7 @@ class Floors:
     def factor(self, path: str, dtypes: Iterable[str], *, left_over: float, storage: float) -> float:
         """Floor of a difference that is a constant factor and nothing else.
 
-        Where a floor is higher than what came in explains, it stands for noise without a direction: cancelled
+        Where a floor is higher than what came in explains, it stands for noise without a direction: canceled
         sums, gates, signs of small gradients. Such noise does not multiply a tensor by a constant.
         It leaves a residual beside the best-fitting multiple of the baseline, and that measures it.
 

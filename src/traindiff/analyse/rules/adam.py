@@ -58,8 +58,8 @@ class SecondMomentsHold(Rule):
     kinds = ("zero-second-moment",)
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "share": Limit(default=0.1, says="largest share of all elements with a first moment"),
-        "least_steps": Limit(default=5, says="steps in a row in which it must be so"),
+        "share": Limit(default=0.1, message="largest share of all elements with a first moment"),
+        "least_steps": Limit(default=5, message="steps in a row in which it must be so"),
     }
 
     def begin(self) -> None:
@@ -88,19 +88,19 @@ class SecondMomentsHold(Rule):
     def end(self) -> Iterator[Finding]:
         """See the class."""
         for _, (entry, share), first, num_steps in self._in_a_row:
-            says = (
+            message = (
                 f"{share:.0%} of all elements have a gradient whose square is lost: their second moment is 0 or "
                 f"subnormal in {entry.dtype}, most of them in {entry.key.path}, in {num_steps} steps. Adam then "
                 "divides by eps alone. Keep its state in float32, or scale the loss up."
             )
             evidence = {"share": share, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="zero-second-moment", says=says, evidence=evidence)
+            yield finding_at(entry, step=first, kind="zero-second-moment", message=message, evidence=evidence)
 
 
 class EpsIsSmall(Rule):
     """Parameters whose largest root of the second moment is below eps, where they are most of a model.
 
-    Then Adam is gradient descent with the learning rate lr / eps. Biases before a normalisation, and keys of attention,
+    Then Adam is gradient descent with the learning rate lr / eps. Biases before a normalization, and keys of attention,
     have gradients that are 0 but for rounding, and a model that fits its data perfectly has them everywhere; so it is
     asked of more than half of all elements, and is a warning.
     """
@@ -111,8 +111,8 @@ class EpsIsSmall(Rule):
     warns = True
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "share": Limit(default=0.5, says="largest share of all elements that such parameters may have"),
-        "least_steps": Limit(default=10, says="steps in a row in which it must be so"),
+        "share": Limit(default=0.5, message="largest share of all elements that such parameters may have"),
+        "least_steps": Limit(default=10, message="steps in a row in which it must be so"),
     }
 
     def begin(self) -> None:
@@ -159,10 +159,10 @@ class EpsIsSmall(Rule):
     def end(self) -> Iterator[Finding]:
         """See the class."""
         for _, (entry, size, eps, share), first, num_steps in self._in_a_row:
-            says = (
+            message = (
                 f"eps = {eps:g} is larger than the root of every second moment in parameters that hold {share:.0%} of "
                 f"all elements, in {num_steps} steps: {entry.key.path} has {size:.2g} at most. Adam then does not "
                 "adapt. Use a smaller eps, or look at why gradients are so small."
             )
             evidence = {"eps": eps, "largest_root": size, "share": share, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="eps-dominates", says=says, evidence=evidence)
+            yield finding_at(entry, step=first, kind="eps-dominates", message=message, evidence=evidence)

@@ -19,7 +19,7 @@ FEW = 16
 
 
 class SamplesVary(Rule):
-    """Batches most of whose samples are constant, in every input of fractions: an image of one colour, features of 0.
+    """Batches most of whose samples are constant, in every input of fractions: an image of one color, features of 0.
 
     Whole numbers (tokens, masks, labels) may be constant, and so may masks of fractions beside an input that varies.
     Black frames and silence exist, so it is a warning.
@@ -31,8 +31,8 @@ class SamplesVary(Rule):
     warns = True
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "share": Limit(default=0.5, says="largest share of a batch's samples that may be constant"),
-        "least_steps": Limit(default=3, says="steps in a row in which it must be so"),
+        "share": Limit(default=0.5, message="largest share of a batch's samples that may be constant"),
+        "least_steps": Limit(default=3, message="steps in a row in which it must be so"),
     }
 
     def begin(self) -> None:
@@ -63,12 +63,12 @@ class SamplesVary(Rule):
     def end(self) -> Iterator[Finding]:
         """See the class."""
         for _, (entry, share, value), first, num_steps in self._in_a_row:
-            says = (
+            message = (
                 f"{share:.0%} of the samples of {entry.key.slot} are constant (the first is {value:g} throughout), in "
-                f"{num_steps} steps in a row. Look at how samples are read, and at their normalisation."
+                f"{num_steps} steps in a row. Look at how samples are read, and at their normalization."
             )
             evidence = {"share": share, "value": value, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="constant-batch", says=says, evidence=evidence)
+            yield finding_at(entry, step=first, kind="constant-batch", message=message, evidence=evidence)
 
 
 class WholeSample(NamedTuple):
@@ -123,10 +123,10 @@ class SamplesDiffer(Rule):
     warns = True
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "share": Limit(default=0.5, says="largest share of a batch's samples that may be copies of an earlier one"),
-        "least_samples": Limit(default=8, says="samples that a batch must have; of few, some may be alike"),
-        "least_elements": Limit(default=8, says="numbers that a sample must have; short ones are often alike"),
-        "least_steps": Limit(default=3, says="steps in a row in which it must be so"),
+        "share": Limit(default=0.5, message="largest share of a batch's samples that may be copies of an earlier one"),
+        "least_samples": Limit(default=8, message="samples that a batch must have; of few, some may be alike"),
+        "least_elements": Limit(default=8, message="numbers that a sample must have; short ones are often alike"),
+        "least_steps": Limit(default=3, message="steps in a row in which it must be so"),
     }
 
     def begin(self) -> None:
@@ -153,17 +153,17 @@ class SamplesDiffer(Rule):
         """See the class."""
         for _, (entry, copies, samples, alike), first, num_steps in self._in_a_row:
             if alike:
-                says = (
+                message = (
                     f"{ranks_text(alike)} have the same samples, in {num_steps} steps in a row: the work of all but "
                     "one of them is lost. Give the loader a DistributedSampler, or a seed of each rank's own."
                 )
             else:
-                says = (
+                message = (
                     f"{copies} of the {samples} samples of a batch are copies of others, in {num_steps} steps in a "
                     "row. Look at the sampler, and at what collates the batch."
                 )
             evidence = {"copies": copies, "samples": samples, "ranks": list(alike), "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="duplicate-samples", says=says, evidence=evidence)
+            yield finding_at(entry, step=first, kind="duplicate-samples", message=message, evidence=evidence)
 
 
 def _ranks_alike(samples: Sequence[WholeSample]) -> tuple[int, ...]:
@@ -197,7 +197,9 @@ class BatchesChange(Rule):
     warns = True
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "least_steps": Limit(default=3, says="steps in a row that repeat the one before, or their own micro-batches"),
+        "least_steps": Limit(
+            default=3, message="steps in a row that repeat the one before, or their own micro-batches"
+        ),
     }
 
     def begin(self) -> None:
@@ -223,14 +225,16 @@ class BatchesChange(Rule):
     def end(self) -> Iterator[Finding]:
         """See the class."""
         for what, entry, first, num_steps in self._in_a_row:
-            says = (
+            message = (
                 f"{num_steps} steps in a row have the same batch as the step before. If it is not meant, look at the "
                 "sampler, and at whether the loader is made anew in each step."
                 if what == "the step before"
                 else f"All micro-steps of a step have the same samples, in {num_steps} steps: gradients are "
                 "accumulated over one micro-batch. Is the next one taken inside the loop over micro-steps?"
             )
-            yield finding_at(entry, step=first, kind="repeated-batch", says=says, evidence={"num_steps": num_steps})
+            yield finding_at(
+                entry, step=first, kind="repeated-batch", message=message, evidence={"num_steps": num_steps}
+            )
 
 
 def _same_in_micro_steps(table: Mapping[Key, Entry]) -> bool:

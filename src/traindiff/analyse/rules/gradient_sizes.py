@@ -43,7 +43,7 @@ class WeightGradient:
 def weight_gradients(table: Mapping[Key, Entry]) -> list[WeightGradient]:
     """Gradients of weights that are finite and not 0, in the order of the forward pass.
 
-    Biases and norms are left out: those before a normalisation have gradients that are 0 but for rounding.
+    Biases and norms are left out: those before a normalization have gradients that are 0 but for rounding.
     """
     places = {key.path: entry.order for key, entry in table.items() if key.phase == "forward" and not key.stage}
     found = []
@@ -62,7 +62,7 @@ class GradientsReachEveryLayer(Rule):
     """Weights whose gradients are many orders of magnitude smaller than those of the layer that gets most.
 
     What is compared is the root mean square of a gradient's elements. In the trainings on which the limit was tried
-    (GPT, MLP, convolutions with batch normalisation) the smallest is 0.005 of the largest; layers whose output is
+    (GPT, MLP, convolutions with batch normalization) the smallest is 0.005 of the largest; layers whose output is
     scaled by 1e-6 at first, as some are on purpose, begin with a millionth, and the limit is a thousandth of that.
     Behind twelve sigmoids it is 7e-11 (Hochreiter, 1991; Glorot and Bengio, 2010). Gradients that are exactly 0, as
     those behind a head of zeros are in the first step, are another rule's (`no-gradient`).
@@ -73,8 +73,10 @@ class GradientsReachEveryLayer(Rule):
     kinds = ("vanishing-gradients",)
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "ratio": Limit(default=1e-9, says="smallest part of the largest layer's gradient"),
-        "least_steps": Limit(default=10, says="steps in a row in which it must be so; heads of zeros wake up sooner"),
+        "ratio": Limit(default=1e-9, message="smallest part of the largest layer's gradient"),
+        "least_steps": Limit(
+            default=10, message="steps in a row in which it must be so; heads of zeros wake up sooner"
+        ),
     }
 
     def begin(self) -> None:
@@ -94,14 +96,14 @@ class GradientsReachEveryLayer(Rule):
     def end(self) -> Iterator[Finding]:
         """See the class."""
         for path, (entry, size, most), first, num_steps in self._in_a_row:
-            says = (
+            message = (
                 f"The gradient of {path} vanishes: its elements are {size:.2g} (root mean square), and those of "
                 f"{most.path} {most.size:.2g}, {most.size / size:.2g} x as much, in {num_steps} steps. Look for "
-                "saturated units and for too small an initialisation between the two; residual connections and "
-                "normalisation help."
+                "saturated units and for too small an initialization between the two; residual connections and "
+                "normalization help."
             )
             evidence = {"size": size, "largest": most.size, "largest_at": most.path, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="vanishing-gradients", says=says, evidence=evidence)
+            yield finding_at(entry, step=first, kind="vanishing-gradients", message=message, evidence=evidence)
 
 
 class GradientsStayBounded(Rule):
@@ -119,9 +121,9 @@ class GradientsStayBounded(Rule):
     kinds = ("exploding-gradients",)
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "ratio": Limit(default=1e5, says="largest multiple of the last layer's gradient"),
-        "size": Limit(default=10.0, says="norm of the gradient before clipping, as a multiple of the weight's norm"),
-        "least_steps": Limit(default=3, says="steps in a row in which it must be so; a run does not survive many"),
+        "ratio": Limit(default=1e5, message="largest multiple of the last layer's gradient"),
+        "size": Limit(default=10.0, message="norm of the gradient before clipping, as a multiple of the weight's norm"),
+        "least_steps": Limit(default=3, message="steps in a row in which it must be so; a run does not survive many"),
     }
 
     def begin(self) -> None:
@@ -145,13 +147,13 @@ class GradientsStayBounded(Rule):
     def end(self) -> Iterator[Finding]:
         """See the class."""
         for path, (entry, size, last), first, num_steps in self._in_a_row:
-            says = (
+            message = (
                 f"The gradient of {path} explodes: its elements are {size:.2g} (root mean square), "
                 f"{size / last.size:.2g} x those of {last.path}, the layer nearest the loss, in {num_steps} steps. Use "
-                "a smaller initialisation or normalisation between the two, or shorter sequences; clipping hides it."
+                "a smaller initialization or normalization between the two, or shorter sequences; clipping hides it."
             )
             evidence = {"size": size, "last": last.size, "last_at": last.path, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="exploding-gradients", says=says, evidence=evidence)
+            yield finding_at(entry, step=first, kind="exploding-gradients", message=message, evidence=evidence)
 
 
 def _relative(table: Mapping[Key, Entry], gradient: WeightGradient) -> float:

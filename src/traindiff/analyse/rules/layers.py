@@ -39,7 +39,7 @@ class EvaluationIsCertain(Rule):
     warns = True
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "least_share": Limit(default=0.01, says="smallest share of zeros that is put down to dropout"),
+        "least_share": Limit(default=0.01, message="smallest share of zeros that is put down to dropout"),
     }
 
     def begin(self) -> None:
@@ -69,12 +69,12 @@ class EvaluationIsCertain(Rule):
             chance = math.sqrt(usual * (1.0 - usual) / int(entry.summary["count"]))
             if abs(share - usual) > 6.0 * math.sqrt(2.0) * chance:
                 continue
-            says = (
+            message = (
                 f"{entry.key.path} is active in a forward pass without gradients: {share:.1%} of what it returns is 0, "
                 f"as in training ({usual:.1%}). Call model.eval() before evaluating, and model.train() after it."
             )
             evidence = {"share": share, "share_in_training": usual}
-            yield finding_at(entry, step=step, kind="dropout-in-evaluation", says=says, evidence=evidence)
+            yield finding_at(entry, step=step, kind="dropout-in-evaluation", message=message, evidence=evidence)
 
 
 def _share(entry: Entry) -> float:
@@ -110,8 +110,8 @@ class UnitsAreSensitive(Rule):
     warns = True
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "sensitivity": Limit(default=0.01, says="smallest mean derivative, as a share of the largest there can be"),
-        "least_steps": Limit(default=10, says="steps in a row in which it must be so"),
+        "sensitivity": Limit(default=0.01, message="smallest mean derivative, as a share of the largest there can be"),
+        "least_steps": Limit(default=10, message="steps in a row in which it must be so"),
     }
 
     def begin(self) -> None:
@@ -139,13 +139,13 @@ class UnitsAreSensitive(Rule):
     def end(self) -> Iterator[Finding]:
         """See the class."""
         for key, (entry, sensitivity), first, num_steps in self._in_a_row:
-            says = (
+            message = (
                 f"{key.path} ({self.facts.modules[key.path]}) is saturated: its mean derivative is {sensitivity:.2g} "
                 f"of the largest there can be, in {num_steps} steps in a row. Look at how large its inputs are: "
-                "initialisation, learning rate, or a normalisation before it."
+                "initialization, learning rate, or a normalization before it."
             )
             evidence = {"sensitivity": sensitivity, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="saturated-units", says=says, evidence=evidence)
+            yield finding_at(entry, step=first, kind="saturated-units", message=message, evidence=evidence)
 
 
 RECTIFIERS = frozenset({"ReLU", "ReLU6"})
@@ -183,8 +183,8 @@ class UnitsLive(Rule):
     kinds = ("dead-units",)
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "share": Limit(default=0.5, says="largest share of a layer's units that may be dead"),
-        "least_steps": Limit(default=10, says="steps at the end of the run in which they return nothing but 0"),
+        "share": Limit(default=0.5, message="largest share of a layer's units that may be dead"),
+        "least_steps": Limit(default=10, message="steps at the end of the run in which they return nothing but 0"),
     }
 
     def begin(self) -> None:
@@ -216,17 +216,17 @@ class UnitsLive(Rule):
                 continue
             path = layer.entry.key.path
             num_steps = int(layer.steps[layer.steps >= self.limit("least_steps")].min())
-            says = (
+            message = (
                 f"At least {dead} of {units} units of {path} are dead: they return 0 for every sample in the last "
                 f"{num_steps} steps, and get no gradient. Lower the learning rate, look at biases far below 0, or use "
-                "LeakyReLU, GELU or normalisation."
+                "LeakyReLU, GELU or normalization."
             )
             evidence = {"dead": dead, "units": units, "num_steps": num_steps}
             yield finding_at(
                 layer.entry,
                 step=max(0, self._last_step - num_steps + 1),
                 kind="dead-units",
-                says=says,
+                message=message,
                 evidence=evidence,
             )
 

@@ -39,7 +39,7 @@ class ScheduleIsFollowed(Rule):
     warns = True
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "least_steps": Limit(default=200, says="steps that a run must have; schedules by epoch wait for long"),
+        "least_steps": Limit(default=200, message="steps that a run must have; schedules by epoch wait for long"),
     }
 
     def begin(self) -> None:
@@ -72,12 +72,14 @@ class ScheduleIsFollowed(Rule):
         for path, rate in self._rates.items():
             if rate.num_steps < self.limit("least_steps"):
                 continue
-            says = (
+            message = (
                 f"The learning rate of {path} is {rate.value:g} in all of {rate.num_steps} steps, although a scheduler "
                 "was made for it. Does anything call scheduler.step()?"
             )
             evidence = {"learning_rate": rate.value, "num_steps": rate.num_steps}
-            yield finding_at(rate.entry, step=rate.first, kind="unchanged-learning-rate", says=says, evidence=evidence)
+            yield finding_at(
+                rate.entry, step=rate.first, kind="unchanged-learning-rate", message=message, evidence=evidence
+            )
 
 
 def may_be_left_out(table: Mapping[Key, Entry]) -> bool:
@@ -133,7 +135,7 @@ class LearningRateIsSet(Rule):
     kinds = ("zero-learning-rate",)
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "least_steps": Limit(default=10, says="steps in a row in which it must be so; warm-ups begin with one"),
+        "least_steps": Limit(default=10, message="steps in a row in which it must be so; warm-ups begin with one"),
     }
 
     def begin(self) -> None:
@@ -155,9 +157,9 @@ class LearningRateIsSet(Rule):
         """See the class."""
         for row in self._in_a_row.values():
             for _, entry, first, num_steps in row:
-                says = (
+                message = (
                     f"The learning rate is 0 in {num_steps} steps in a row, from step {first} on: nothing is learned. "
                     "Look at the schedule: does it end before the training, and does anything step it?"
                 )
                 evidence = {"num_steps": num_steps}
-                yield finding_at(entry, step=first, kind="zero-learning-rate", says=says, evidence=evidence)
+                yield finding_at(entry, step=first, kind="zero-learning-rate", message=message, evidence=evidence)

@@ -47,7 +47,7 @@ class LossDecreases(Rule):
     warns = True
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "least_steps": Limit(default=100, says="steps that a run must have; fewer may be warm-up"),
+        "least_steps": Limit(default=100, message="steps that a run must have; fewer may be warm-up"),
     }
 
     def begin(self) -> None:
@@ -78,13 +78,13 @@ class LossDecreases(Rule):
         if ended < began:
             return
         step, entry = self._seen
-        says = (
+        message = (
             f"The loss does not decrease: its median is {began:.5g} over the first {STALLED} steps, and {ended:.5g} "
             f"over the last {STALLED} of {self._num_steps}. Look at the learning rate, at the labels, and whether the "
             "loss depends on what is trained."
         )
         evidence = {"began": began, "ended": ended, "num_steps": self._num_steps}
-        yield finding_at(entry, step=step, kind="stalled-loss", says=says, evidence=evidence)
+        yield finding_at(entry, step=step, kind="stalled-loss", message=message, evidence=evidence)
 
 
 ENDS = 5
@@ -103,8 +103,8 @@ class LossDoesNotDiverge(Rule):
     kinds = ("diverging-loss",)
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "factor": Limit(default=2.0, says="largest multiple of the first losses that the last ones may be"),
-        "least_steps": Limit(default=20, says="steps that a run must have"),
+        "factor": Limit(default=2.0, message="largest multiple of the first losses that the last ones may be"),
+        "least_steps": Limit(default=20, message="steps that a run must have"),
     }
 
     def begin(self) -> None:
@@ -135,9 +135,9 @@ class LossDoesNotDiverge(Rule):
         if min(value for _, value, _ in self._last) <= began or ended <= self.limit("factor") * began:
             return
         step, _, entry = self._last[0]
-        says = (
+        message = (
             f"The loss ends at {ended:.4g}, {ended / began:.3g} x the largest of the first {ENDS} steps ({began:.4g}). "
             "Lower the learning rate, warm it up, or clip gradients."
         )
         evidence = {"began": began, "ended": ended}
-        yield finding_at(entry, step=step, kind="diverging-loss", says=says, evidence=evidence)
+        yield finding_at(entry, step=step, kind="diverging-loss", message=message, evidence=evidence)

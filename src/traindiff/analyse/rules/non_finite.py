@@ -121,19 +121,19 @@ def _finding(table: Mapping[Key, Entry], origin: Entry, part: Held | None, *, st
     infinite = int(nonfinite_count(summary)) - nan
     before = _before(table, origin)
     what = " and ".join(f"{number} {name}" for number, name in ((nan, "NaN"), (infinite, "infinite")) if number)
-    says = f"{label(origin.key.path, origin.key.slot)} has {what} of {count} elements"
+    message = f"{label(origin.key.path, origin.key.slot)} has {what} of {count} elements"
     size = 0.0
     if before is None:
-        says += ", and nothing was observed before it."
+        message += ", and nothing was observed before it."
     else:
         size = float(largest(before.summary))
         name = f"{before.key.phase} {label(before.key.path, before.key.slot)}"
-        says += f", and all that was observed before it is finite, up to {name} (largest magnitude {size:.3g})."
+        message += f", and all that was observed before it is finite, up to {name} (largest magnitude {size:.3g})."
     evidence = {"nan": nan, "infinite": infinite, "elements": count, "largest_before": size}
     ranks = {one.rank for one in origin.parts}
-    says = f"{says} {_advice(origin, overflows=_overflows(origin, summary, size))}"
+    message = f"{message} {_advice(origin, overflows=_overflows(origin, summary, size))}"
     return finding_at(
-        origin, step=step, kind="non-finite", says=says, evidence=evidence,
+        origin, step=step, kind="non-finite", message=message, evidence=evidence,
         micro_step=part.micro_step if part and origin.key.phase in _PASS else None,
         rank=part.rank if part and len(ranks) > 1 else None,
     )  # fmt: skip
@@ -163,7 +163,7 @@ def _advice(origin: Entry, *, overflows: bool) -> str:
     if key.phase == "batch":
         return "Look at how this batch was made."
     if key.stage == "before":
-        return "The training begins with it: look at the initialisation, or at the checkpoint."
+        return "The training begins with it: look at the initialization, or at the checkpoint."
     if key.phase in ("forward", "backward") and overflows:
         return f"{origin.dtype} ends at {LARGEST[origin.dtype]:.5g}: use bfloat16 or float32 here, or smaller numbers."
     if key.phase == "forward":

@@ -29,9 +29,9 @@ class LossScaleSettles(Rule):
     kinds = ("skipped-steps", "loss-scale-floor")
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "floor": Limit(default=1.0, says="scale at which no step may be left out any more"),
-        "most": Limit(default=20, says="steps that may be left out in a window"),
-        "window": Limit(default=40, says="steps in that window"),
+        "floor": Limit(default=1.0, message="scale at which no step may be left out any more"),
+        "most": Limit(default=20, message="steps that may be left out in a window"),
+        "window": Limit(default=40, message="steps in that window"),
     }
 
     def begin(self) -> None:
@@ -49,22 +49,22 @@ class LossScaleSettles(Rule):
         scale = number(scales[0].summary)
         where = _first_overflow(table) or scales[0]
         if scale <= self.limit("floor"):
-            says = (
+            message = (
                 f"Step {step} is left out although the loss scale is down to {scale:g}: the gradients overflow by "
                 f"themselves, first that of {where.key.path}. Look there for what is infinite or NaN; no scale helps."
             )
             evidence = {"scale": scale}
-            yield finding_at(where, step=step, kind="loss-scale-floor", says=says, evidence=evidence)
+            yield finding_at(where, step=step, kind="loss-scale-floor", message=message, evidence=evidence)
         count = sum(self._left_out)
         if count > self.limit("most") and not self._told:
             self._told = True
-            says = (
+            message = (
                 f"{count} of the last {len(self._left_out)} steps are left out by the loss scaler, whose scale is "
                 f"{scale:g}: the parameters hardly move. The first gradient that is not finite is that of "
                 f"{where.key.path}."
             )
             evidence = {"left_out": count, "of": len(self._left_out), "scale": scale}
-            yield finding_at(where, step=step, kind="skipped-steps", says=says, evidence=evidence)
+            yield finding_at(where, step=step, kind="skipped-steps", message=message, evidence=evidence)
 
 
 def _first_overflow(table: Mapping[Key, Entry]) -> Entry | None:
@@ -101,7 +101,7 @@ class FarFromOverflow(Rule):
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "headroom": Limit(
-            default=4.0, says="how many times larger a tensor must be able to become; 4 leaves two doublings"
+            default=4.0, message="how many times larger a tensor must be able to become; 4 leaves two doublings"
         ),
     }
 
@@ -119,12 +119,12 @@ class FarFromOverflow(Rule):
             size = entry.factor * max((one for one in ends if one < FILLED * end), default=0.0)
             if size * headroom < end:
                 continue
-            says = (
+            message = (
                 f"{label(key.path, key.slot)} reaches {size:.3g}, and {entry.dtype} ends at {end:.5g}: "
                 f"{end / size:.2g} x as much is infinite. Use bfloat16 or float32 here, or find what makes it so large."
             )
             evidence = {"largest": size, "end": end}
-            yield finding_at(entry, step=step, kind="near-overflow", says=says, evidence=evidence)
+            yield finding_at(entry, step=step, kind="near-overflow", message=message, evidence=evidence)
 
 
 FEW = 64
@@ -145,8 +145,10 @@ class FarFromUnderflow(Rule):
     warns = True
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "share": Limit(default=0.5, says="share of the elements that are not zero that may be subnormal"),
-        "least_steps": Limit(default=3, says="steps in a row in which it must be so; one batch may have no gradient"),
+        "share": Limit(default=0.5, message="share of the elements that are not zero that may be subnormal"),
+        "least_steps": Limit(
+            default=3, message="steps in a row in which it must be so; one batch may have no gradient"
+        ),
     }
 
     def begin(self) -> None:
@@ -171,10 +173,10 @@ class FarFromUnderflow(Rule):
     def end(self) -> Iterator[Finding]:
         """See the class."""
         for key, (entry, share), first, num_steps in self._in_a_row:
-            says = (
+            message = (
                 f"{share:.0%} of the elements of the gradient of {label(key.path, key.slot)} that are not zero are "
                 f"subnormal in {entry.dtype}, in {num_steps} steps: smaller ones are lost. Use a loss scale "
                 "(GradScaler), a larger one, or bfloat16."
             )
             evidence = {"share": share, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="underflow", says=says, evidence=evidence)
+            yield finding_at(entry, step=first, kind="underflow", message=message, evidence=evidence)

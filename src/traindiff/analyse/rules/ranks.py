@@ -51,7 +51,7 @@ class BoundariesHold(Rule):
             yield Finding(
                 step=step, micro_step=wrong[0][1].micro_step, rank=wrong[0][1].rank, phase=key.phase,
                 path=first.path, slot=f"received{slot[1]}", order=order, kind=_RECEIVED,
-                difference=size, says=_says(sent, wrong, ends, micro_steps=num_micro_steps(table)),
+                difference=size, message=_says(sent, wrong, ends, micro_steps=num_micro_steps(table)),
                 evidence={"stage": ends[1], "micro_steps": [part.micro_step for _, part, _ in wrong]},
             )  # fmt: skip
 
@@ -93,17 +93,17 @@ def _says(
     origin, part, size = wrong[0]
     what = "" if sent.key.phase == "forward" else "the gradient that "
     numbers = micro_steps_text([one.micro_step for _, one, _ in wrong])
-    says = (
+    message = (
         f"Stage {ends[1]} (rank {part.rank}) received something else than {what}stage {ends[0]} "
         f"(rank {origin.rank}) sent, in {numbers} of {micro_steps}"
     )
     other = next((one for one in sent.parts if one.summary["multiset"] == part.summary["multiset"]), None)
     if other is not None and other.micro_step != part.micro_step:
-        return f"{says}: what it sent in micro-step {other.micro_step}. Was a buffer read before it was filled?"
+        return f"{message}: what it sent in micro-step {other.micro_step}. Was a buffer read before it was filled?"
     for dtype in ("bfloat16", "float16"):
         if size is not None and 0.15 * UNIT_ROUNDOFF[dtype] < size < 1.2 * UNIT_ROUNDOFF[dtype]:
-            return f"{says}: it differs by {size:.2g} of its size, as rounding to {dtype} would make it."
-    return f"{says}." if size is None else f"{says}: it differs by {size:.2g} of its size."
+            return f"{message}: it differs by {size:.2g} of its size, as rounding to {dtype} would make it."
+    return f"{message}." if size is None else f"{message}: it differs by {size:.2g} of its size."
 
 
 KIND = "ranks-disagree"
@@ -133,19 +133,19 @@ class CopiesAgree(Rule):
             where = label(key.path, key.slot)
             hold = "holds" if len(alone) == 1 else "hold"
             if key.path == "rng":
-                says = (
+                message = (
                     f"{ranks_text(alone)} {hold} another random state ({key.slot}) before the forward pass than "
                     f"{ranks_text(most, capital=False)}, with the same samples: dropout masks differ."
                 )
             elif tied:
-                says = (
+                message = (
                     f"{ranks_text(sorted([*most, *alone]))} hold different copies of {where}, which should be the same."
                 )
             else:
-                says = f"{ranks_text(alone)} {hold} another copy of {where} than {ranks_text(most, capital=False)}."
+                message = f"{ranks_text(alone)} {hold} another copy of {where} than {ranks_text(most, capital=False)}."
             rank = alone[0] if len(alone) == 1 and not tied else None
             evidence = {"ranks": [list(group) for group in entry.apart]}
-            yield finding_at(entry, step=step, kind=KIND, says=says, rank=rank, evidence=evidence)
+            yield finding_at(entry, step=step, kind=KIND, message=message, rank=rank, evidence=evidence)
 
 
 def _must_agree(table: Mapping[Key, Entry], key: Key) -> bool:

@@ -25,7 +25,7 @@ LOST_SHARE = 0.5
 
 SHORT = UNIT_ROUNDOFF["float16"]
 """Unit roundoff from which a dtype loses updates that matter. In longer ones only gradients that are mathematically
-zero are lost: those of a bias before batch normalisation."""
+zero are lost: those of a bias before batch normalization."""
 
 PATIENCE = 2.0**-10
 """Updates are lost, and not just nothing, where a thousand of them would move a parameter by one rounding."""
@@ -118,11 +118,11 @@ class UpdatesFollowSettings(Rule):
     limits: ClassVar[Mapping[str, Limit]] = {
         "residual": Limit(
             default=LIMIT,
-            says="how many roundings an update may be away from its replay; right optimizers stay below 1",
+            message="how many roundings an update may be away from its replay; right optimizers stay below 1",
         ),
         "lost_share": Limit(
             default=LOST_SHARE,
-            says="share of the elements of a parameter that should move and do not, above which updates are lost",
+            message="share of the elements of a parameter that should move and do not, above which updates are lost",
         ),
     }
 
@@ -181,27 +181,27 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
     if one.never_moved or one.lost_share > LOST_SHARE:
         what = f"never moves {path}" if one.never_moved else f"leaves {one.lost_share:.0%} of {path} as it was"
-        says = (
+        message = (
             f"{one.optimizer} {what}: its settings ask for an update of norm {size:.3g}, and the largest "
             f"element of it is {one.worst:.3g} x what rounding to {one.dtype or 'the parameter'} could lose."
         )
         evidence["share"] = 1.0 if one.never_moved else one.lost_share
-        return _finding(one, step=step, kind="never-updated", says=says, evidence=evidence, limit=limit)
+        return _finding(one, step=step, kind="never-updated", message=message, evidence=evidence, limit=limit)
     off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
     if fitting := one.fitting(limit):
         name = max(fitting, key=lambda name: votes[name])  # the first of those that most parameters share
         left = float(largest(one.variants[name].summary))
-        says = f"{one.optimizer} moves {path} {meaning(name)}. {off}, this {left:.2g}."
+        message = f"{one.optimizer} moves {path} {meaning(name)}. {off}, this {left:.2g}."
         evidence |= {"variant": name, "residual_of_variant": left}
     elif (factor := _factor(one, limit)) is not None:
-        says = f"{one.optimizer} moves {path} as if the learning rate were {factor:.4g} x what it is. {off}."
+        message = f"{one.optimizer} moves {path} as if the learning rate were {factor:.4g} x what it is. {off}."
         evidence |= {"variant": "lr", "factor": factor}
     elif one.is_of_its_own:
         return None  # it may be meant to do something else
     else:
         other = f"something else than its settings ask for, {_apart(one):.2g} of its size off"
-        says = f"{one.optimizer} moves {path} by {other}. {off}."
-    return _finding(one, step=step, kind="update-rule", says=says, evidence=evidence, limit=limit)
+        message = f"{one.optimizer} moves {path} by {other}. {off}."
+    return _finding(one, step=step, kind="update-rule", message=message, evidence=evidence, limit=limit)
 
 
 def _is_lost(one: Replayed, share: float) -> bool:
@@ -214,13 +214,13 @@ def _is_lost(one: Replayed, share: float) -> bool:
 def _lost(one: Replayed, *, step: int) -> Finding:
     """What is said of an optimizer that is right and in vain."""
     share = one.lost_share
-    says = (
+    message = (
         f"{share:.0%} of the elements of {one.key.path} do not move, although {one.optimizer} computes an update for "
         f"them: it is smaller than half the spacing of {one.dtype or 'its dtype'} at their size, and is rounded away."
     )
     return Finding(
         step=step, phase="update", stage="replayed", path=one.key.path, slot="update", order=one.order,
-        kind="lost-update", difference=share, floor=LOST_SHARE, says=says,
+        kind="lost-update", difference=share, floor=LOST_SHARE, message=message,
         evidence={"share": share, "dtype": one.dtype},
     )  # fmt: skip
 
@@ -245,10 +245,12 @@ def _apart(one: Replayed) -> float:
     return math.sqrt(float((difference**2).sum())) / size if size else math.inf
 
 
-def _finding(one: Replayed, *, step: int, kind: str, says: str, evidence: Mapping[str, Any], limit: float) -> Finding:
+def _finding(
+    one: Replayed, *, step: int, kind: str, message: str, evidence: Mapping[str, Any], limit: float
+) -> Finding:
     apart = _apart(one)
     floor = apart * limit / one.worst if math.isfinite(apart) else 0.0
     return Finding(
         step=step, phase="update", stage="replayed", path=one.key.path, slot="update", order=one.order,
-        kind=kind, difference=apart, floor=floor, says=says, evidence=evidence,
+        kind=kind, difference=apart, floor=floor, message=message, evidence=evidence,
     )  # fmt: skip

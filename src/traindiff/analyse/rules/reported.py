@@ -161,19 +161,19 @@ class ReportedNumbersFit(Rule):
                 continue  # the same, or clipped to a round number
             scale = math.log2(reported / actual)
             if missing > 0.0 and (what := set_of(gradients, missing)):
-                says = (
+                message = (
                     f"The reported gradient norm {reported:.6g} leaves out {what}: all gradients that the optimizer "
                     f"saw have the norm {actual:.6g}, and without these {reported:.6g}."
                 )
             elif missing < 0.0 and (found := counted_often(gradients, -missing)):
                 what, times = found
-                says = (
+                message = (
                     f"The reported gradient norm {reported:.6g} counts {what} {times}: the gradients that the "
                     f"optimizer saw have the norm {actual:.6g}."
                 )
             elif round(scale) >= 1 and abs(scale - round(scale)) <= 4.0 * tolerance:
                 what = f"{2 ** round(scale)} x"
-                says = (
+                message = (
                     f"The reported gradient norm {reported:.6g} is {what} that of the gradients that the optimizer "
                     f"saw, {actual:.6g}: taken before the loss scale was divided out?"
                 )
@@ -182,7 +182,13 @@ class ReportedNumbersFit(Rule):
             apart = abs(reported / actual - 1.0)
             evidence = {"what": what, "reported": reported, "recomputed": actual}
             yield finding_at(
-                entry, step=step, kind="reported-norm", says=says, evidence=evidence, difference=apart, floor=tolerance
+                entry,
+                step=step,
+                kind="reported-norm",
+                message=message,
+                evidence=evidence,
+                difference=apart,
+                floor=tolerance,
             )
 
 
@@ -207,24 +213,24 @@ def _scalings(table: Mapping[Key, Entry], gradients: Gradients, *, step: int) ->
             how = "the gradients that the optimizer saw are clipped twice"
         else:
             continue
-        says = (
+        message = (
             f"A clip coefficient of {coefficient:.4g} is reported, but {how}: their norm is {gradients.norm:.4g}, "
             f"and {before:.4g} before clipping."
         )
         evidence = {"reported": coefficient, "factor": factor}
         apart = abs(factor / coefficient - 1.0)
         yield finding_at(
-            entry, step=step, kind="clip-coefficient", says=says, evidence=evidence, difference=apart, floor=near
+            entry, step=step, kind="clip-coefficient", message=message, evidence=evidence, difference=apart, floor=near
         )
     for entry, scale in _logged(table, SCALES):
         if scale >= 2.0 and gradients.contributed and abs(factor * scale**2 - 1.0) <= near:
-            says = (
+            message = (
                 f"The gradients are divided by the loss scale {scale:g} twice: backward gave a norm of {before:.4g}, "
                 f"and the optimizer saw {gradients.norm:.4g}."
             )
             evidence = {"reported": scale, "factor": factor}
             yield finding_at(
-                entry, step=step, kind="loss-scale", says=says, evidence=evidence, difference=scale, floor=near
+                entry, step=step, kind="loss-scale", message=message, evidence=evidence, difference=scale, floor=near
             )
 
 

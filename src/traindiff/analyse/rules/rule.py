@@ -109,11 +109,11 @@ class Limit:
 
     Attributes:
         default: What it is where the user sets nothing.
-        says: What it is, in which unit, and why this much: a phrase that follows its name.
+        message: What it is, in which unit, and why this much: a phrase that follows its name.
     """
 
     default: float
-    says: str
+    message: str
 
 
 class Rule:

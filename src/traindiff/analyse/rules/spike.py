@@ -165,9 +165,9 @@ class NothingSpikes(Rule):
     warns = True
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "deviations": Limit(default=10.0, says="distance from the median, in deviations; noise stays below 5"),
-        "norm_factor": Limit(default=10.0, says="smallest multiple of the median gradient norm that is a spike"),
-        "least_steps": Limit(default=16, says="steps that must have passed before anything is called unusual"),
+        "deviations": Limit(default=10.0, message="distance from the median, in deviations; noise stays below 5"),
+        "norm_factor": Limit(default=10.0, message="smallest multiple of the median gradient norm that is a spike"),
+        "least_steps": Limit(default=16, message="steps that must have passed before anything is called unusual"),
     }
 
     def begin(self) -> None:
@@ -193,11 +193,11 @@ class NothingSpikes(Rule):
             gained = max(0.0, max(self._first_losses) - usual)
             least = max(abs(usual), 0.5 * gained, self.limit("deviations") * spread)
             if value - usual > least:
-                says = (
+                message = (
                     f"The loss jumps to {value:.4g} from a median of {usual:.4g}{_deviations(value - usual, spread)}."
                 )
                 yield self._finding(
-                    entry, kind="loss-spike", says=says, value=value, usual=usual, cause=cause, step=step
+                    entry, kind="loss-spike", message=message, value=value, usual=usual, cause=cause, step=step
                 )
         if len(self._first_losses) < BEGINNING:
             self._first_losses.append(value)
@@ -211,25 +211,27 @@ class NothingSpikes(Rule):
             )
             if value > least:
                 away = _deviations(value - usual, spread)
-                says = f"The norm of all gradients jumps to {value:.4g} from a median of {usual:.4g}{away}."
+                message = f"The norm of all gradients jumps to {value:.4g} from a median of {usual:.4g}{away}."
                 yield self._finding(
-                    entry, kind="gradient-spike", says=says, value=value, usual=usual, cause=cause, step=step
+                    entry, kind="gradient-spike", message=message, value=value, usual=usual, cause=cause, step=step
                 )
         self._largest_norm = max(self._largest_norm, value)
         self._norms.add(value)
 
     def _finding(
-        self, entry: Entry, *, kind: str, says: str, value: float, usual: float, cause: Moved | None, step: int
+        self, entry: Entry, *, kind: str, message: str, value: float, usual: float, cause: Moved | None, step: int
     ) -> Finding:
         evidence: dict[str, Any] = {"value": value, "median": usual}
         if cause is None:
-            return finding_at(entry, step=step, kind=kind, says=f"{says} No tensor moved before it.", evidence=evidence)
+            return finding_at(
+                entry, step=step, kind=kind, message=f"{message} No tensor moved before it.", evidence=evidence
+            )
         key = cause.entry.key
         where = f"the learning rate of {key.path}" if key.group else f"{key.phase} {label(key.path, key.slot)}"
         when = "" if cause.step == step else f" in step {cause.step}"
-        says += f" What moved first is {where}{when}, {cause.factor:.3g} x as large as usual."
+        message += f" What moved first is {where}{when}, {cause.factor:.3g} x as large as usual."
         evidence |= {"moved_first": where, "moved_in_step": cause.step, "moved_factor": cause.factor}
-        return finding_at(entry, step=step, kind=kind, says=says, evidence=evidence)
+        return finding_at(entry, step=step, kind=kind, message=message, evidence=evidence)
 
 
 def _deviations(away: float, spread: float) -> str:

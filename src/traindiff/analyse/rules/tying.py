@@ -57,7 +57,7 @@ class TyingStays(Rule):
             was_one = self._began.pop(pair)
             embedding, head = pair
             entry = table[Key("param", "", head, "value", 0, 0)]
-            says = (
+            message = (
                 f"{head} and {embedding} hold the same numbers before the first step and part in step {step}: they are "
                 "two parameters, each of which learns alone. If they should be tied, tie them after loading and "
                 "wrapping."
@@ -66,7 +66,7 @@ class TyingStays(Rule):
                 f"{step}: something has tied or copied them since."
             )
             evidence = {"embedding": embedding, "head": head}
-            yield finding_at(entry, step=step, kind="tying-changed", says=says, evidence=evidence)
+            yield finding_at(entry, step=step, kind="tying-changed", message=message, evidence=evidence)
 
     def _weights(self, table: Mapping[Key, Entry], *, stage: str) -> dict[str, tuple[str, _Bits]]:
         """By path, the class of the module of each weight of an embedding or a linear layer, and what it holds."""
@@ -129,9 +129,9 @@ class TiedGradientsAddUp(Rule):
             zeros, width = int(gradient.summary["zero"]), gradient.shape[1]
             if zeros < width or UNIT_ROUNDOFF.get(gradient.dtype, 1.0) > UNIT_ROUNDOFF["float32"]:
                 continue  # elements of short dtypes may underflow
-            says = (
+            message = (
                 f"The gradient of {path}, which is also {other}, lacks what {heads[0]} contributes: {zeros // width} "
                 f"of its {gradient.shape[0]} rows are zero, and the gradient at the output of {heads[0]} is so nowhere."
             )
             evidence = {"zero_rows": zeros // width}
-            yield finding_at(gradient, step=step, kind="tied-gradient", says=says, evidence=evidence)
+            yield finding_at(gradient, step=step, kind="tied-gradient", message=message, evidence=evidence)

@@ -28,7 +28,7 @@ class OptimizersHaveGradients(Rule):
     kinds = ("idle-optimizer",)
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "least_steps": Limit(default=10, says="steps in a row in which it must be so"),
+        "least_steps": Limit(default=10, message="steps in a row in which it must be so"),
     }
 
     def begin(self) -> None:
@@ -49,13 +49,13 @@ class OptimizersHaveGradients(Rule):
         """See the class."""
         for row in self._in_a_row.values():
             for optimizer, (entry, count), first, num_steps in row:
-                says = (
+                message = (
                     f"{optimizer or 'The optimizer'} steps {num_steps} times in a row, from step {first} on, and none "
                     f"of its {count} parameters has a gradient: nothing is learned. Look for zero_grad() between "
                     "backward() and step(), and whether the loss depends on these parameters."
                 )
                 evidence = {"num_steps": num_steps, "num_parameters": count}
-                yield finding_at(entry, step=first, kind="idle-optimizer", says=says, evidence=evidence)
+                yield finding_at(entry, step=first, kind="idle-optimizer", message=message, evidence=evidence)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class GradientsArrive(Rule):
     warns = True
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "least_steps": Limit(default=5, says="steps that must have passed; heads of zeros give gradients after one"),
+        "least_steps": Limit(default=5, message="steps that must have passed; heads of zeros give gradients after one"),
     }
 
     def begin(self) -> None:
@@ -118,12 +118,12 @@ class GradientsArrive(Rule):
                 if one.num_zero
                 else f"is None in all of {steps} steps"
             )
-            says = (
+            message = (
                 f"{path} gets no gradient: it {what}. Look for detach(), no_grad(), zero_grad() before the step, and "
                 "results that the loss does not use; if it is meant, requires_grad=False says so."
             )
             evidence = {"none": one.num_none, "zero": one.num_zero, "num_steps": steps}
-            yield finding_at(one.entry, step=one.first, kind="no-gradient", says=says, evidence=evidence)
+            yield finding_at(one.entry, step=one.first, kind="no-gradient", message=message, evidence=evidence)
 
 
 LEAST_STEPS = 2
@@ -173,7 +173,7 @@ class ParametersMove(Rule):
     finds = "A parameter never changes, although steps pass that should move it, or no optimizer holds it."
     kinds = ("never-updated",)
     limits: ClassVar[Mapping[str, Limit]] = {
-        "least_steps": Limit(default=LEAST_STEPS, says="steps that must have passed over it; one may be chance"),
+        "least_steps": Limit(default=LEAST_STEPS, message="steps that must have passed over it; one may be chance"),
     }
     tells_runs_apart = False  # a comparison sees the other run's update
 
@@ -205,14 +205,14 @@ class ParametersMove(Rule):
         forgotten = set() if self._rest_is_meant else self._held_by_none
         for path, resting in self._resting.items():
             if resting.steps >= self.limit("least_steps") and path in self.facts.held_in:
-                says = f"{path} gets gradients that should move it in {resting.steps} steps, and never changes."
-                yield _finding(path, resting, stage="", says=says)
+                message = f"{path} gets gradients that should move it in {resting.steps} steps, and never changes."
+                yield _finding(path, resting, stage="", message=message)
             elif path in forgotten:
-                says = (
+                message = (
                     f"No recorded optimizer holds {path}, although it requires a gradient: at least {resting.steps} "
                     "steps leave it as it was. If that is meant, set requires_grad=False."
                 )
-                yield _finding(path, resting, stage="before", says=says)  # that is how it is observed
+                yield _finding(path, resting, stage="before", message=message)  # that is how it is observed
 
     def notes(self) -> Iterator[str]:
         """Where no optimizer holds the larger part of a model: that one part is trained alone, as it seems."""
@@ -252,10 +252,10 @@ class ParametersMove(Rule):
             first.see()
 
 
-def _finding(path: str, resting: _Resting, *, stage: str, says: str) -> Finding:
+def _finding(path: str, resting: _Resting, *, stage: str, message: str) -> Finding:
     return Finding(
         step=resting.first, phase="param", stage=stage, path=path, slot="value", order=resting.entry.order,
-        kind="never-updated", says=says, evidence={"num_steps": resting.steps},
+        kind="never-updated", message=message, evidence={"num_steps": resting.steps},
     )  # fmt: skip
 
 

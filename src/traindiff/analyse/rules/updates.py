@@ -45,8 +45,8 @@ class UpdatesAreLargeEnough(Rule):
     warns = True
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "ratio": Limit(default=1e-7, says="smallest norm of an update, as a share of the weight's norm"),
-        "least_steps": Limit(default=20, says="steps in a row in which it must be so; warm-ups begin small"),
+        "ratio": Limit(default=1e-7, message="smallest norm of an update, as a share of the weight's norm"),
+        "least_steps": Limit(default=20, message="steps in a row in which it must be so; warm-ups begin small"),
     }
 
     def begin(self) -> None:
@@ -79,12 +79,12 @@ class UpdatesAreLargeEnough(Rule):
         for _, (entry, ratio), first, num_steps in self._in_a_row:
             how = f"by less than {ratio:.2g} of their size" if ratio else "not at all, although they have gradients"
             lost = "" if ratio else f"; {entry.dtype} rounds their updates away"
-            says = (
+            message = (
                 f"Steps move half of all weights {how}, in {num_steps} steps in a row: usual is about 0.001. Look at "
                 f"the learning rate, and whether gradients are divided once too often{lost}."
             )
             evidence = {"ratio": ratio, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="small-updates", says=says, evidence=evidence)
+            yield finding_at(entry, step=first, kind="small-updates", message=message, evidence=evidence)
 
 
 class UpdatesAreSmall(Rule):
@@ -101,9 +101,9 @@ class UpdatesAreSmall(Rule):
     kinds = ("large-updates",)
     tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
-        "ratio": Limit(default=0.5, says="largest norm of an update, as a share of the weight's norm after it"),
+        "ratio": Limit(default=0.5, message="largest norm of an update, as a share of the weight's norm after it"),
         "least_steps": Limit(
-            default=10, says="steps in a row in which it must be so; the first ones may be that large"
+            default=10, message="steps in a row in which it must be so; the first ones may be that large"
         ),
     }
 
@@ -122,10 +122,10 @@ class UpdatesAreSmall(Rule):
     def end(self) -> Iterator[Finding]:
         """See the class."""
         for path, (entry, ratio), first, num_steps in self._in_a_row:
-            says = (
+            message = (
                 f"Updates of {path} are as large as itself: {ratio:.2g} x its norm, and more than "
                 f"{self.limit('ratio'):g} x in {num_steps} steps in a row. Usual is about 0.001: lower the learning "
                 "rate."
             )
             evidence = {"ratio": ratio, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="large-updates", says=says, evidence=evidence)
+            yield finding_at(entry, step=first, kind="large-updates", message=message, evidence=evidence)

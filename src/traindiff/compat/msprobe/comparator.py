@@ -149,19 +149,19 @@ def _table(rows: list[list[str]]) -> bytes:
 
 def _warn(rank: int, found: Similarities, steps: Sequence[Collection[int]]) -> None:
     """Name what could not be compared; `steps` are those of each side."""
-    says = [
+    message = [
         f"only path{number} has step {own[0]}{more_text(len(own) - 1, 'step')}"
         for number, each in enumerate(steps, start=1)
         if (own := sorted({*each} - {*found.steps}))
     ]
-    says += [
+    message += [
         f"only path{number} has directions of {paths[0]}{more_text(len(paths) - 1, 'parameter')}"
         for number, paths in enumerate(found.only, start=1)
         if paths
     ]
-    says += [f"{path} was not compared: {why}" for path, why in found.unknown.items()]
-    if says:
-        warnings.warn(f"Rank {rank}: {'; '.join(says)}.", TraindiffWarning, stacklevel=3)
+    message += [f"{path} was not compared: {why}" for path, why in found.unknown.items()]
+    if message:
+        warnings.warn(f"Rank {rank}: {'; '.join(message)}.", TraindiffWarning, stacklevel=3)
 
 
 def _refused(problems: list[Problem]) -> ConfigError:

@@ -189,8 +189,8 @@ def _detail(rank: Path, step: int, row: Row, table: Table) -> dict[str, RawTenso
     if os.path.lexists(found := direction_file(rank, step, row.name)):
         directions = read_directions(rank, found, size=prod(row.shape))
         if directions.shape != row.shape:
-            says = f"it has directions of shape {list(directions.shape)}; its row says {list(row.shape)}"
-            raise damaged(found, says)
+            message = f"it has directions of shape {list(directions.shape)}; its row says {list(row.shape)}"
+            raise damaged(found, message)
         bits = np.packbits(directions.reshape(-1), bitorder="little")
         kept["positive"] = RawTensor(dtype="uint8", shape=bits.shape, data=bits.tobytes())
     if table.columns.bounds:

@@ -79,10 +79,10 @@ def content(rank: Path, path: Path, *, limit: int = MOST_TABLE_BYTES) -> bytes:
     return folder.read(path.relative_to(rank.parent).as_posix(), limit=limit)
 
 
-def damaged(path: Path | str, says: str) -> NotARecordingError:
+def damaged(path: Path | str, message: str) -> NotARecordingError:
     """The error for a file of the monitor that cannot be used."""
     return NotARecordingError(
-        f"{path} is not of msprobe's gradient monitor: {says}. Restore the file from where it was copied."
+        f"{path} is not of msprobe's gradient monitor: {message}. Restore the file from where it was copied."
     )
 
 

@@ -22,7 +22,7 @@ from traindiff.compat.onnxruntime.statistics import (
     steps_in,
     text_of,
 )
-from traindiff.core.kernels.reference import summarise_array
+from traindiff.core.kernels.reference import summarize_array
 from traindiff.core.observation import Observation
 from traindiff.core.shards import Shard
 from traindiff.core.site import printable
@@ -136,7 +136,7 @@ def _rows(found: Statistics, *, step: int, order: int) -> list[Row]:
     whole = seen(0, slot=slot, dtype=found.dtype, shard=Shard.whole(found.shape), unobserved=KEPT_NO_MORE)
     first = seen(1, slot=f"{slot}[:{NUM_SAMPLES}]", dtype=DTYPE_OF_SAMPLES, shard=shape)
     tiny = float(np.finfo(np.float32).smallest_normal)
-    return [(whole, _known(found)), (first, summarise_array(values, values.view(np.uint32), shape, tiny=tiny))]
+    return [(whole, _known(found)), (first, summarize_array(values, values.view(np.uint32), shape, tiny=tiny))]
 
 
 def _known(found: Statistics) -> Any:

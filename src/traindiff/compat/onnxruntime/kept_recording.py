@@ -198,12 +198,12 @@ class KeptRecording:
         unobserved: str = "",
     ) -> None:
         if step < self._next:
-            says = (
+            message = (
                 f"StatisticsSubscriber: gradients of step {step} came after more than {HELD} further steps. They are "
                 "in its files and not in its recording. Run the backward pass before so many forward passes."
             )
             if not self._has_warned:
-                warnings.warn(says, TraindiffWarning, stacklevel=2)
+                warnings.warn(message, TraindiffWarning, stacklevel=2)
             self._has_warned = True
             return
         path, slot = self._model.sites.get(name, (name, "value"))

@@ -50,7 +50,7 @@ class StatisticsSubscriber(SubscriberBase):
         start_step: The first step that is written; a step is a forward pass of the model.
         end_step: The step before which writing ends.
         override_output_dir: Replace files of an earlier run that are there. Nothing else is ever removed.
-        run_on_cpu: Summarise what is on another device on the CPU, part by part.
+        run_on_cpu: Summarize what is on another device on the CPU, part by part.
         bucket_size: Taken, and of no effect: memory does not grow with a tensor.
 
     Raises:
@@ -94,12 +94,12 @@ class StatisticsSubscriber(SubscriberBase):
                 self._saw(tensor, name=name, depth=depth, step=step, call=call, forward=forward)
             except Exception as error:  # noqa: BLE001  whatever it is, the training goes on
                 self._failed = True
-                says = (
+                message = (
                     f"StatisticsSubscriber: {name} of step {step} could not be written "
                     f"({type(error).__name__}: {error}). From here on no statistics are; the training goes on. "
                     "Give an output_dir where you may write and there is room."
                 )
-                warnings.warn(says, TraindiffWarning, stacklevel=2)
+                warnings.warn(message, TraindiffWarning, stacklevel=2)
 
     def _saw(self, tensor: Tensor, *, name: str, depth: int, step: int, call: int, forward: bool) -> None:
         direction: Direction = "forward" if forward else "backward"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from traindiff.core.shards import Shard
 
 
-def summarise(tensor: Tensor, shard: Shard) -> np.void:
+def summarize(tensor: Tensor, shard: Shard) -> np.void:
     """The summary of a torch tensor.
 
     Args:
@@ -50,7 +50,7 @@ def _read_in_place(tensor: Tensor, shard: Shard) -> np.void | None:
     """The summary by the first kernel that reads the tensor where it is; None where none does."""
     for kernel in AT_ONCE:
         if tensor.device.type in kernel.device_types and (fast := kernel.load()) is not None and fast.reads(tensor):
-            found: np.void = fast.summarise(tensor, shard)
+            found: np.void = fast.summarize(tensor, shard)
             return found
     return None
 
@@ -63,11 +63,11 @@ def _of_part(tensor: Tensor, shard: Shard) -> np.void:
     if (found := _read_in_place(local, shard)) is not None:
         return found
     array = torch_arrays.elements(local)
-    return reference.summarise_array(array.values, array.bits, shard, tiny=array.tiny)
+    return reference.summarize_array(array.values, array.bits, shard, tiny=array.tiny)
 
 
 def cpu_kernel_in_use() -> tuple[str, str]:
-    """Which kernel summarises tensors on the CPU, and why it is not the fast one; empty if it is."""
+    """Which kernel summarizes tensors on the CPU, and why it is not the fast one; empty if it is."""
     if not any(kernel.load() for kernel in AT_ONCE):
         return "NumPy reference", "the NumPy reference, far slower: llvmlite is not installed (pip install llvmlite)"
     from traindiff.core.kernels.cpu.code import host

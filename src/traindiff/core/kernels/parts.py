@@ -66,7 +66,7 @@ def runs(shape: Sequence[int], memory: Sequence[int], index: Sequence[int]) -> I
 
 
 def _joined(shape: Sequence[int], memory: Sequence[int], index: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(length, memory stride, index stride) per axis, where neighbours that continue each other are one."""
+    """(length, memory stride, index stride) per axis, where neighbors that continue each other are one."""
     axes: list[tuple[int, int, int]] = []
     for length, step, index_step in zip(shape, memory, index, strict=True):
         if length == 1:

@@ -29,7 +29,7 @@ ODD_32 = 0x9E3779B1
 
 
 def splitmix64(value: Any) -> U64:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection that mixes all 64 bits."""
+    """The finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection that mixes all 64 bits."""
     with np.errstate(over="ignore"):
         z = np.asarray(value, dtype=np.uint64) + np.uint64(GOLDEN)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
@@ -80,7 +80,7 @@ def fold(bits: U64) -> U64:
 _CHUNK = 512 * BLOCK
 
 
-def summarise_array(
+def summarize_array(
     values: NDArray[np.generic], bits: NDArray[np.unsignedinteger], shard: Shard, *, tiny: float
 ) -> np.void:
     """Summary of one array.

@@ -1,4 +1,4 @@
-"""The kernels beside the NumPy reference, which summarises whatever none of them reads. One entry each."""
+"""The kernels beside the NumPy reference, which summarizes whatever none of them reads. One entry each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Kernel:
     """A kernel, which is imported when there is a tensor for it.
 
     Attributes:
-        module: Has `reads(tensor)`, whether it can summarise it; and `summarise(tensor, shard)` where that is done at
+        module: Has `reads(tensor)`, whether it can summarize it; and `summarize(tensor, shard)` where that is done at
             once, or `DeviceRows(device)`, which collects the summaries of a step, where it is put off.
         device_types: Types of the devices that its tensors are on.
         needs: The package without which there is no such kernel.
@@ -32,7 +32,7 @@ class Kernel:
 
 
 AT_ONCE: tuple[Kernel, ...] = (
-    Kernel(module="traindiff.core.kernels.cpu.summarise", device_types=frozenset({"cpu"}), needs="llvmlite"),
+    Kernel(module="traindiff.core.kernels.cpu.summarize", device_types=frozenset({"cpu"}), needs="llvmlite"),
 )
 """Kernels that give a summary when they are called; the first that reads a tensor has it."""
 

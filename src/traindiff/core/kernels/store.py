@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.kernels.registry import PUT_OFF, Kernel
 from traindiff.core.summary import SUMMARY, Summaries
 
@@ -47,7 +47,7 @@ def resolved(summaries: Sequence[Any]) -> Summaries:
 class SummaryStore:
     """Makes the summaries of a session.
 
-    A tensor on a GPU is summarised there, in the order of its stream, and nothing waits for it: what
+    A tensor on a GPU is summarized there, in the order of its stream, and nothing waits for it: what
     `add` gives back is read after `end_step`, as a rule while the next step runs. Where Triton is
     missing, or cannot read a tensor, its elements are copied to the CPU, which waits.
 
@@ -62,14 +62,14 @@ class SummaryStore:
         self._waiting: list[tuple[Tensor, Shard, Deferred]] | None = None
 
     def add(self, tensor: Tensor, shard: Shard) -> np.void | Deferred:
-        """The summary of a tensor; see `traindiff.core.kernels.summarise`.
+        """The summary of a tensor; see `traindiff.core.kernels.summarize`.
 
         Raises:
             UnsupportedTensorError: The tensor has no dense elements that could be read.
         """
         rows = self._rows_of(tensor)
         if rows is None:
-            return summarise(tensor, shard)
+            return summarize(tensor, shard)
         deferred = Deferred()
         if self._waiting is None:
             deferred.arrives_with(rows.ticket, rows.add(tensor, shard))
@@ -79,7 +79,7 @@ class SummaryStore:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Summarise what is added in the block at its end, all tensors of a dtype in one launch."""
+        """Summarize what is added in the block at its end, all tensors of a dtype in one launch."""
         if self._waiting is not None:
             yield
             return

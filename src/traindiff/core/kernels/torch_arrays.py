@@ -23,7 +23,7 @@ def check_supported(tensor: torch.Tensor) -> None:
     """Raise unless a summary can be made of this tensor.
 
     Raises:
-        UnsupportedTensorError: Sparse, quantised, nested, meta, fake or lazy tensors.
+        UnsupportedTensorError: Sparse, quantized, nested, meta, fake or lazy tensors.
     """
     if is_lazy(tensor):
         raise UnsupportedTensorError("a lazy parameter has no elements before the first forward pass")
@@ -32,7 +32,7 @@ def check_supported(tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided:
         raise UnsupportedTensorError(f"layout {str(tensor.layout).removeprefix('torch.')} has no dense elements")
     if tensor.is_quantized:
-        raise UnsupportedTensorError(f"quantised dtype {dtype_name(tensor)} is not supported")
+        raise UnsupportedTensorError(f"quantized dtype {dtype_name(tensor)} is not supported")
     if tensor.device.type == "meta":
         raise UnsupportedTensorError("a tensor on the meta device has no elements")
     if type(tensor).__name__ in _ABSTRACT:
@@ -112,7 +112,7 @@ def detail_of(
     """The wanted parts of a tensor that a summary could be made of; see `detail_of_elements`.
 
     Args:
-        tensor: Any tensor that `traindiff.core.kernels.summarise` takes.
+        tensor: Any tensor that `traindiff.core.kernels.summarize` takes.
         wanted: Some of `traindiff.core.summary.DETAILS`.
         bounds: Of the intervals in which elements are counted, ascending; none where they are not.
         summary: Of the tensor, where it is known already.

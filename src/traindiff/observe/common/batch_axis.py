@@ -25,7 +25,7 @@ _UNDECLARED = 1 << 30
 
 
 class BatchAxis:
-    """Recognises batch axes and turns tensors into shards of the global batch.
+    """Recognizes batch axes and turns tensors into shards of the global batch.
 
     Without a declaration, axis 0 is the batch axis of a tensor whose length there is the batch
     size of the root's inputs, or that size times the lengths of the axes that follow it in one of

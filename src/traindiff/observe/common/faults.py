@@ -33,7 +33,7 @@ class Faults:
         strict: Raise errors instead.
         report: Called once per disabled tap with its name and the error in one line.
         passes: Whether an error is raised all the same, as what an observer is there to raise.
-        failed: What the user is told when a tap fails; takes `tap` and `says`.
+        failed: What the user is told when a tap fails; takes `tap` and `message`.
 
     Attributes:
         paused: Whether nothing is observed for now.
@@ -66,8 +66,8 @@ class Faults:
         except Exception as error:  # whatever it is, the training goes on
             if self._strict or self._passes(error):
                 raise
-            says = str(error) if isinstance(error, LostFilesError) else f"{type(error).__name__}: {error}"
-            self.disable(tap, says, error)
+            message = str(error) if isinstance(error, LostFilesError) else f"{type(error).__name__}: {error}"
+            self.disable(tap, message, error)
             return None
         finally:
             self._running.hook = outer
@@ -80,19 +80,19 @@ class Faults:
         """Whether an error has disabled this tap."""
         return tap in self._disabled
 
-    def disable(self, tap: str, says: str, error: Exception | None = None) -> None:
+    def disable(self, tap: str, message: str, error: Exception | None = None) -> None:
         """Disable a tap, report it, and warn, unless that is done already."""
         if tap in self._disabled:
             return
         self._disabled.add(tap)
         _logger.debug("the tap %s failed", tap, exc_info=error)
         try:
-            self._report(tap, says)
+            self._report(tap, message)
         except Exception:  # the report goes into the recording, which may be what failed
             _logger.debug("the fault could not be recorded", exc_info=True)
         try:
             template = _FILES_LOST if isinstance(error, LostFilesError) else self.template(tap)
-            warnings.warn(template.format(tap=tap, says=says), TraindiffWarning, stacklevel=3)
+            warnings.warn(template.format(tap=tap, message=message), TraindiffWarning, stacklevel=3)
         except TraindiffWarning as warning:  # the user turned warnings into errors
             _logger.warning("%s", warning)
 

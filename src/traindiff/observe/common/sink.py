@@ -100,7 +100,7 @@ class Sink(Protocol):
         region: Region | None = None,
         scaled: bool | None = None,
     ) -> None:
-        """Summarise `tensor` now; what is left out comes from `progress`, or means the whole tensor.
+        """Summarize `tensor` now; what is left out comes from `progress`, or means the whole tensor.
 
         `region` says what of a larger tensor a plain one is that other ranks hold the rest of, and `shard` is then said
         of that one. `scaled` says whether the loss scale is in it; left out, that follows from its phase and stage.
@@ -109,10 +109,10 @@ class Sink(Protocol):
     def unobserved(
         self, reason: str, *, phase: str, path: str, slot: str, stage: str = "", optimizer: str | None = None
     ) -> None:
-        """Record that there is nothing to summarise at a site, and why."""
+        """Record that there is nothing to summarize at a site, and why."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Inside it, `emit` may put tensors off to its end, and summarise them together."""
+        """Inside it, `emit` may put tensors off to its end, and summarize them together."""
 
     def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
         """`hook`, made harmless: an error in it disables the tap and never reaches the training."""

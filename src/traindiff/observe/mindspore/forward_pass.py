@@ -96,13 +96,13 @@ SILENT = f"{NOT_CALLED}: the cell was called in compiled code, called by its con
 
 
 class ForwardPass:
-    """Summarises the batch and the outputs of cells.
+    """Summarizes the batch and the outputs of cells.
 
     Args:
         cells: Selected cells by canonical path.
         root: The cell that delimits forward passes.
         observe: Phases that are observed.
-        batch_axis: Recognises batch axes.
+        batch_axis: Recognizes batch axes.
         sink: Receives the observations.
         faults: Keeps errors out of the training.
         before_forward: Called before each forward pass that is differentiated.

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.core.kernels.element_details import Elements, detail_of_elements
-from traindiff.core.kernels.reference import summarise_array
+from traindiff.core.kernels.reference import summarize_array
 from traindiff.core.observation import Merge, Observation
 from traindiff.core.shards import Shard
 from traindiff.core.summary import Detail
@@ -65,7 +65,7 @@ def elements(array: NDArray[Any]) -> Elements:
 
 
 class Observations:
-    """Summarises arrays and keeps the observations until they are written. Any thread may call it.
+    """Summarizes arrays and keeps the observations until they are written. Any thread may call it.
 
     Args:
         progress: Where the training is.
@@ -105,7 +105,7 @@ class Observations:
         factor: float = 1.0,
         late: bool = False,
     ) -> None:
-        """Summarise an array, which is neither kept nor changed, and keep the observation.
+        """Summarize an array, which is neither kept nor changed, and keep the observation.
 
         Args:
             array: With the batch axis in front, where there is one.
@@ -130,7 +130,7 @@ class Observations:
         try:
             real = as_real(array)
             found = elements(real)
-            summary = summarise_array(found.values, found.bits, shard, tiny=found.tiny)
+            summary = summarize_array(found.values, found.bits, shard, tiny=found.tiny)
             bounds = [bound * factor for bound in self._bounds] if (phase, slot) == ("grad", "grad") else ()
             detail = detail_of_elements(
                 found, real.shape, real.dtype.name, self._detail, bounds=bounds, summary=summary

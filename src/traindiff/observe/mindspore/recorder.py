@@ -278,13 +278,13 @@ class Recorder:
         if unseen is not None and len(taken) < len(self._steps) and not self._faults.is_disabled(TAP):
             self._faults.run(TAP, lambda: unseen.look(without=taken))
 
-    def _record_fault(self, tap: str, says: str) -> None:
+    def _record_fault(self, tap: str, message: str) -> None:
         if tap == "writer":  # nothing more can be written, so nothing more is kept
             self._progress.observing = False
             self._observations.clear()
         else:
             what = TAP_FAILED.format(tap=tap)
-            self._observations.unobserved(f"{what}: {says}", phase="batch", path=ITSELF, slot=tap)
+            self._observations.unobserved(f"{what}: {message}", phase="batch", path=ITSELF, slot=tap)
 
 
 def _logged(value: Any) -> Any:

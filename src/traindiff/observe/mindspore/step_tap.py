@@ -22,7 +22,7 @@ UNSEEN = "its gradient did not come into the optimizer as a dense tensor that ca
 
 
 class StepTap:
-    """Summarises gradients, parameters, state and settings of one optimizer, step by step.
+    """Summarizes gradients, parameters, state and settings of one optimizer, step by step.
 
     Args:
         followed: The optimizer, and what is read of it.

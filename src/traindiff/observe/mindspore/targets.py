@@ -18,7 +18,7 @@ Optimizers = nn.Cell | Sequence[nn.Cell] | Mapping[str, nn.Cell]
 """One optimizer, several, or several by name."""
 
 _STATISTICS = ("moving_mean", "moving_variance")
-"""What MindSpore's normalisations keep as parameters, and torch's as buffers."""
+"""What MindSpore's normalizations keep as parameters, and torch's as buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,12 @@ from traindiff.present.data.csv_rows import CsvRows
 
 COLUMNS = (
     "step", "micro_step", "rank", "phase", "stage", "site", "slot", "call", "kind", "difference", "floor", "ratio",
-    "num_steps", "num_identical_steps", "says",
+    "num_steps", "num_identical_steps", "message",
 )  # fmt: skip
 """Columns of every table, in order. Cells without a value, and sizes that are not finite, are empty."""
 
 
-MATRIX_COLUMNS = ("name", "verdict", "says", "seconds", "output", "exit_code", "kept")
+MATRIX_COLUMNS = ("name", "verdict", "message", "seconds", "output", "exit_code", "kept")
 """Columns of the table of a matrix, in order."""
 
 
@@ -28,7 +28,7 @@ def write(result: Comparison | Verification | Verdict | Matrix, file: IO[str]) -
     """A header, then rows in the order of execution.
 
     Of a comparison each site has a row with its largest difference in units of its floor, in `step`: `num_steps` in
-    which it was compared, `num_identical_steps` of them with the same bits, and `kind` and `says` of the first finding
+    which it was compared, `num_identical_steps` of them with the same bits, and `kind` and `message` of the first finding
     there, if there is one. Further findings there, and those at sites that only one run has, follow. Of a verification
     this is the comparison of the free runs. Of a check each finding has a row, then each warning, and `num_steps` are
     those in which it was found. Of a matrix each combination has a row, with columns of its own.
@@ -53,7 +53,7 @@ def _rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
     sites = {_site(row) for row in comparison.differences}
     for row in comparison.differences:
         finding = first.get(_site(row))
-        found = {} if finding is None else {"kind": finding.kind, "says": finding.says}
+        found = {} if finding is None else {"kind": finding.kind, "message": finding.message}
         yield _of_site(row) | found
     for finding in comparison.findings:
         if _site(finding) not in sites or first[_site(finding)] is not finding:

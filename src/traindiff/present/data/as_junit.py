@@ -31,7 +31,7 @@ def write(result: Comparison | Verification | Verdict, file: IO[str]) -> None:
         name = f"traindiff check {comparison.recording}"
         _case(suite, name, "verdict", _outcome(comparison.verdict), comparison.sentence(), str(comparison))
         for finding in comparison.findings:
-            _case(suite, name, where_text(finding), "failure", finding.says, _says(finding))
+            _case(suite, name, where_text(finding), "failure", finding.message, _says(finding))
     else:
         name = f"traindiff compare {comparison.baseline} {comparison.candidate}"
         sentence = sentences.verdict(comparison)
@@ -63,11 +63,11 @@ def _phase(suite: ElementTree.Element, name: str, phase: str, findings: Sequence
 
 def _message(findings: Sequence[Finding]) -> str:
     more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-    return f"{where_text(findings[0])}: {findings[0].says}{more}"
+    return f"{where_text(findings[0])}: {findings[0].message}{more}"
 
 
 def _says(finding: Finding) -> str:
-    return "\n  ".join(filter(None, (where_text(finding), finding.says, size_text(finding), before_text(finding))))
+    return "\n  ".join(filter(None, (where_text(finding), finding.message, size_text(finding), before_text(finding))))
 
 
 def _case(suite: ElementTree.Element, name: str, case: str, how: str, message: str, text: str) -> None:

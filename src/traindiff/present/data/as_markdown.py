@@ -47,7 +47,7 @@ def _lines(result: Comparison | Verification | Verdict) -> Iterator[str]:
     if isinstance(comparison, Comparison) and (own := sentences.own_noise(comparison)):
         yield from ("", escaped(own))
     if isinstance(result, Verification) and result.failed:
-        yield from ("", f"**The run {code(result.failed.run)} failed.** {escaped(result.failed.says)}")
+        yield from ("", f"**The run {code(result.failed.run)} failed.** {escaped(result.failed.message)}")
     groups = grouped(comparison.findings)
     if groups:
         yield from _first(groups[0], title)
@@ -63,7 +63,7 @@ def _first(group: Group, title: str) -> Iterator[str]:
     yield ""
     yield f"**{title}:** step {first.step}{micro}, {escaped(phase_text(first.phase, first.stage))}, {code(first.site)}"
     yield ""
-    yield f"> {escaped(first.says)}"
+    yield f"> {escaped(first.message)}"
     for line in (size_text(first), before_text(first), also_text(group.paths)):
         if line:
             yield f"> <br>{escaped(line)}"
@@ -87,7 +87,7 @@ def _table(groups: Iterable[Group]) -> Iterator[str]:
     for group in groups:
         one = group.first
         phase = escaped(phase_text(one.phase, one.stage))
-        cells = (str(one.step), phase, _code_in_cell(group.site), escaped(one.says), _ratio(one))
+        cells = (str(one.step), phase, _code_in_cell(group.site), escaped(one.message), _ratio(one))
         yield f"| {' | '.join(cells)} |"
 
 

@@ -71,7 +71,7 @@ class Headline:
     Attributes:
         label: What it is the first of.
         where: Step, phase and site.
-        says: What was found.
+        message: What was found.
         further: Sentences on its size and surroundings.
         row: Its row; None where its site has none.
         step: Its step.
@@ -79,7 +79,7 @@ class Headline:
 
     label: str
     where: str
-    says: str
+    message: str
     further: tuple[str, ...]
     row: int | None
     step: int

@@ -150,6 +150,6 @@ def _size(difference: float, floor: float) -> str:
     return f"{difference:.2g} = {difference / floor:.2g} x floor"
 
 
-def says(column: Iterable[Node]) -> str:
+def message(column: Iterable[Node]) -> str:
     """A column of the picture in words, for those who do not see it."""
     return "; ".join(f"{node.phase} {node.site}: {node.status}, {node.size}" for node in column)

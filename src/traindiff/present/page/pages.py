@@ -46,7 +46,7 @@ def page_of_check(verdict: Verdict, history: RunHistory) -> Page:
         headline = Headline(
             label="First finding",
             where=where_text(first),
-            says=first.says,
+            message=first.message,
             further=tuple(filter(None, [also_text(groups[0].paths)])),
             row=places.get(place_of(first)),
             step=first.step,
@@ -149,7 +149,7 @@ def _headline(comparison: Comparison, first: Finding | None, places: Mapping[Pla
     return Headline(
         label="First divergence" if comparison.findings else "The representation differs first at",
         where=where_text(first),
-        says=first.says,
+        message=first.message,
         further=tuple(filter(None, further)),
         row=places.get(place_of(first)),
         step=first.step,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STYLES = ("vendor/uPlot.min.css", "page.css")
 LIBRARY, LICENSE = "vendor/uPlot.iife.min.js", "vendor/uPlot-LICENSE.txt"
 SCRIPTS = (
-    "script/arrays.js", "script/colours.js", "script/words.js",
+    "script/arrays.js", "script/colors.js", "script/words.js",
     "script/state.js", "script/curves.js", "script/heat_map.js", "script/pointing.js", "script/details.js",
     "script/tables.js", "script/main.js",
 )  # fmt: skip
@@ -123,7 +123,7 @@ def environment(package: str) -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     from traindiff.analyse.findings import phase_text
-    from traindiff.present.page.dataflow import says
+    from traindiff.present.page.dataflow import message
 
     environment = Environment(
         loader=PackageLoader(package, ""),
@@ -133,5 +133,5 @@ def environment(package: str) -> Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    environment.globals.update(phase_text=phase_text, in_words=says)
+    environment.globals.update(phase_text=phase_text, in_words=message)
     return environment

@@ -49,7 +49,7 @@ def print_zooms(console: Console, comparison: Comparison, *, top: int, further: 
     others = [zoom for zoom in others if zoom not in same]
     for zoom in others[:top]:
         console.print(Text(f"\nOperators, {zoom_text(zoom)}", style="bold"), soft_wrap=True)
-        console.print(Text(f"  {zoom.says}"), soft_wrap=True)
+        console.print(Text(f"  {zoom.message}"), soft_wrap=True)
     if len(others) > top:
         more = more_text(len(others) - top, "finding", before="...").lstrip()
         console.print(Text(f"{more} taken apart."))
@@ -63,7 +63,13 @@ def zoom_text(zoom: Zoom) -> str:
 def _print_rows(console: Console, zoom: Zoom) -> None:
     table = columns(left=("operator", "", "called from"), right=("inputs", "outputs"))
     for row in zoom.rows:
-        cells = (row.shown.path, row.says, place_text(row.shown), _digits_of(row, row.given), _digits_of(row, row.made))
+        cells = (
+            row.shown.path,
+            row.message,
+            place_text(row.shown),
+            _digits_of(row, row.given),
+            _digits_of(row, row.made),
+        )
         wrong = row.shown.path == zoom.operator
         table.add_row(*map(Text, cells), style="red" if wrong else None)
     console.print(table)
@@ -90,7 +96,7 @@ def print_comparison(console: Console, comparison: Comparison, *, top: int) -> N
     The baseline's own noise comes first, where it was measured.
 
     Args:
-        console: Where to print; decides about colours and width.
+        console: Where to print; decides about colors and width.
         comparison: What to print.
         top: Rows per table at most; 0 prints no tables.
     """
@@ -115,7 +121,7 @@ def print_verdict(console: Console, comparison: Comparison) -> None:
         return
     console.print()
     console.print(Text.assemble(("First divergence: ", "bold"), (where_text(first), "bold cyan")), soft_wrap=True)
-    console.print(Text(f"  {first.says}"), soft_wrap=True)
+    console.print(Text(f"  {first.message}"), soft_wrap=True)
     if size := size_text(first):
         console.print(Text(f"  {size}", style="dim"), soft_wrap=True)
     if before := before_text(first):
@@ -133,7 +139,7 @@ def _print_findings(console: Console, groups: Sequence[Group], *, top: int) -> N
     for group in groups[:top]:
         first = group.first
         phase = phase_text(first.phase, first.stage)
-        table.add_row(*map(Text, (str(first.step), phase, group.site, first.says)))
+        table.add_row(*map(Text, (str(first.step), phase, group.site, first.message)))
     console.print(table)
 
 

@@ -29,7 +29,7 @@ class Check(Protocol):
         """`pass`, `fail` or `skip`."""
 
     @property
-    def says(self) -> str:
+    def message(self) -> str:
         """A sentence."""
 
     @property
@@ -65,7 +65,7 @@ class SelfTest:
             "subject": self.subject,
             "verdict": "healthy" if self.healthy else "unhealthy",
             "checks": [
-                {"name": check.name, "result": check.result, "says": check.says, "evidence": check.evidence}
+                {"name": check.name, "result": check.result, "message": check.message, "evidence": check.evidence}
                 for check in self.checks
             ],
             "versions": dict(self.versions),
@@ -77,7 +77,7 @@ def print_self_test(console: Console, found: SelfTest) -> None:
     """Print the checks as a table, and where they ran."""
     table = columns(left=("", "check", "what was found"), right=())
     for check in found.checks:
-        table.add_row(Text(check.result, style=_STYLES[check.result]), Text(check.name), Text(check.says))
+        table.add_row(Text(check.result, style=_STYLES[check.result]), Text(check.name), Text(check.message))
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     console.print(Text(f"{found.subject} on {found.environment['platform']}", style="bold"), soft_wrap=True)
     console.print(Text(versions, style="dim"), soft_wrap=True)

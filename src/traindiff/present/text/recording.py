@@ -34,7 +34,7 @@ def print_check(console: Console, verdict: Verdict, *, top: int) -> None:
     """Print the verdict, the first finding and the first warning in full, further ones in tables, and what limits it.
 
     Args:
-        console: Where to print; decides about colours and width.
+        console: Where to print; decides about colors and width.
         verdict: What to print.
         top: Rows of each table at most; 0 prints none.
     """
@@ -54,7 +54,7 @@ def _print_findings(console: Console, findings: Sequence[Finding], what: str, *,
     first, *further = groups
     console.print()
     console.print(Text.assemble((f"First {what}: ", "bold"), (where_text(first.first), "bold cyan")), soft_wrap=True)
-    console.print(Text(f"  {first.first.says}"), soft_wrap=True)
+    console.print(Text(f"  {first.first.message}"), soft_wrap=True)
     if also := also_text(first.paths):
         console.print(Text(f"  {also}"), soft_wrap=True)
     if top and further:
@@ -63,7 +63,7 @@ def _print_findings(console: Console, findings: Sequence[Finding], what: str, *,
         table = columns(left=("step", "phase", "site", "what"), right=())
         for group in further[:top]:
             one = group.first
-            table.add_row(*map(Text, (str(one.step), phase_text(one.phase, one.stage), group.site, one.says)))
+            table.add_row(*map(Text, (str(one.step), phase_text(one.phase, one.stage), group.site, one.message)))
         console.print(table)
 
 
@@ -80,8 +80,8 @@ def print_head(console: Console, recording: Recording) -> None:
         soft_wrap=True,
     )
     for rank in recording.ranks:
-        if (status := recording.status(rank)).says:
-            console.print(status.says, markup=False, soft_wrap=True)
+        if (status := recording.status(rank)).message:
+            console.print(status.message, markup=False, soft_wrap=True)
 
 
 def print_rows(console: Console, rows: Iterable[Row], *, rest: Iterable[Row], recorded: bool = True) -> None:

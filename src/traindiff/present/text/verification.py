@@ -32,7 +32,7 @@ def print_matrix(console: Console, matrix: Matrix) -> None:
     table = columns(left=("combination", "verdict", "first divergence, or why it was not run"), right=("time",))
     for row in matrix.rows:
         time = "kept" if row.kept else f"{row.seconds:.1f} s" if row.seconds else ""
-        table.add_row(*map(Text, (row.name, row.verdict, row.says, time)))
+        table.add_row(*map(Text, (row.name, row.verdict, row.message, time)))
     console.print(table)
     words = dict.fromkeys(row.verdict for row in matrix.rows)
     counts = [f"{sum(row.verdict == word for row in matrix.rows)} {word}" for word in words]
@@ -47,7 +47,7 @@ def print_investigation(console: Console, investigation: Investigation, *, top: 
     """Print the story: what was asked, what was found, the walk through the operators, the verdict.
 
     Args:
-        console: Where to print; decides about colours and width.
+        console: Where to print; decides about colors and width.
         investigation: What to print.
         top: Rows per table at most; 0 prints no tables.
     """
@@ -67,7 +67,7 @@ def print_heading(console: Console, sides: Sides, output: str) -> None:
 def print_stage(console: Console, number: int, stage: Stage) -> None:
     """Print one stage: its question and its conclusion."""
     console.print(Text(f"{number}. {stage.asks}", style="bold"), soft_wrap=True)
-    console.print(Text(f"   {stage.says}\n"), soft_wrap=True)
+    console.print(Text(f"   {stage.message}\n"), soft_wrap=True)
 
 
 def print_conclusion(console: Console, investigation: Investigation, *, top: int) -> None:
@@ -85,7 +85,7 @@ def print_verification(console: Console, verification: Verification, *, top: int
     """Print the comparison of the free runs, what was pinned down, and what it took.
 
     Args:
-        console: Where to print; decides about colours and width.
+        console: Where to print; decides about colors and width.
         verification: What to print.
         top: Rows per table at most; 0 prints no tables.
     """
@@ -121,7 +121,7 @@ def _print_pinned(console: Console, pinned: Pinned, *, top: int) -> None:
     table = columns(left=("phase", "site", "what"), right=("x floor",))
     for one in found[:top]:
         phase = phase_text(one.phase, one.stage)
-        table.add_row(*map(Text, (phase, one.site, one.says, f"{one.ratio:.3g}")))
+        table.add_row(*map(Text, (phase, one.site, one.message, f"{one.ratio:.3g}")))
     console.print(table)
     if len(found) > top:
         console.print(Text(f"... and {len(found) - top} more."))

@@ -25,7 +25,7 @@ from traindiff.analyse.check import check
 from traindiff.analyse.compare import compare
 from traindiff.errors import TraindiffError
 from traindiff.present.page import page_of, write
-from traindiff.present.viewer.catalogue import Catalogue
+from traindiff.present.viewer.catalog import Catalog
 from traindiff.storage import open_recording
 
 NO_PAGE = 3
@@ -34,18 +34,18 @@ NO_PAGE = 3
 NO_SUCH_RECORDING = "There is no such recording under the directory."
 
 
-def written(catalogue: Catalogue, names: Sequence[str]) -> str:
+def written(catalog: Catalog, names: Sequence[str]) -> str:
     """The page of one recording, or of the comparison of two.
 
     Args:
-        catalogue: The directory.
+        catalog: The directory.
         names: Of recordings, as they stand in an address.
 
     Raises:
         FileNotFoundError: There is no such recording.
         TraindiffError: A recording cannot be used.
     """
-    paths = [str(path) for name in names if (path := catalogue.find(name)) is not None]
+    paths = [str(path) for name in names if (path := catalog.find(name)) is not None]
     if len(paths) < len(names):
         raise FileNotFoundError
     result = check(paths[0], history=True) if len(paths) == 1 else compare(paths[0], paths[1], history=True)
@@ -69,21 +69,21 @@ def main(root: str, names: Sequence[str]) -> int:
     Thread(target=_end_with_parent, daemon=True).start()
     code = NO_PAGE
     try:
-        text, code = written(Catalogue(Path(root)), names), 0
+        text, code = written(Catalog(Path(root)), names), 0
     except FileNotFoundError:
         text = _no_page(HTTPStatus.NOT_FOUND, NO_SUCH_RECORDING)
     except (TraindiffError, OSError) as error:
         text = _no_page(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
     except Exception as error:  # noqa: BLE001  whatever a damaged recording does, there is an answer
-        says = f"This could not be read: {type(error).__name__}: {error}"
-        text = _no_page(HTTPStatus.INTERNAL_SERVER_ERROR, says)
+        message = f"This could not be read: {type(error).__name__}: {error}"
+        text = _no_page(HTTPStatus.INTERNAL_SERVER_ERROR, message)
     sys.stdout.buffer.write(text.encode(errors="replace"))  # a name may be no UTF-8
     sys.stdout.buffer.flush()
     return code
 
 
-def _no_page(status: HTTPStatus, says: str) -> str:
-    return json.dumps({"status": status, "says": says})
+def _no_page(status: HTTPStatus, message: str) -> str:
+    return json.dumps({"status": status, "message": message})
 
 
 def _end_with_parent() -> None:
@@ -127,12 +127,12 @@ class Answer:
     Attributes:
         status: Of HTTP.
         content: The page; empty without one.
-        says: What to say where there is no page.
+        message: What to say where there is no page.
     """
 
     status: HTTPStatus
     content: bytes = b""
-    says: str = ""
+    message: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,11 +148,11 @@ class Pages:
     """Pages of one recording, or of two; each is written once for each state of them.
 
     Args:
-        catalogue: The directory.
+        catalog: The directory.
     """
 
-    def __init__(self, catalogue: Catalogue) -> None:
-        self._catalogue = catalogue
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
         self._done: OrderedDict[_Key, Answer] = OrderedDict()
         self._jobs: dict[_Key, _Job] = {}
         self._changed = Condition()
@@ -164,9 +164,9 @@ class Pages:
         Args:
             names: As they stand in an address.
         """
-        states = tuple(map(self._catalogue.state, names))
+        states = tuple(map(self._catalog.state, names))
         if "gone" in states:
-            return Answer(status=HTTPStatus.NOT_FOUND, says=NO_SUCH_RECORDING)
+            return Answer(status=HTTPStatus.NOT_FOUND, message=NO_SUCH_RECORDING)
         key = (*names, *states)
         until = time.monotonic() + WAIT_SECONDS
         with self._changed:
@@ -180,7 +180,7 @@ class Pages:
                 if key in self._jobs:
                     self._jobs[key].asked = now
                 if now >= until:
-                    return Answer(status=HTTPStatus.SERVICE_UNAVAILABLE, says="This page is being prepared.")
+                    return Answer(status=HTTPStatus.SERVICE_UNAVAILABLE, message="This page is being prepared.")
                 self._changed.wait(min(until - now, 0.5))  # who waits has not forgotten
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class Pages:
         try:
             answer = self._written(job, names)
         except OSError as error:
-            answer = Answer(status=HTTPStatus.INTERNAL_SERVER_ERROR, says=f"No process could be started: {error}")
+            answer = Answer(status=HTTPStatus.INTERNAL_SERVER_ERROR, message=f"No process could be started: {error}")
         with self._changed:
             del self._jobs[key]
             if answer is not None:
@@ -218,7 +218,7 @@ class Pages:
     def _written(self, job: _Job, names: tuple[str, ...]) -> Answer | None:
         """What the process gives; None where nobody wants it any more."""
         path = os.pathsep.join(filter(None, sys.path))
-        command = [sys.executable, "-P", "-c", START, path, str(self._catalogue.root), *names]
+        command = [sys.executable, "-P", "-c", START, path, str(self._catalog.root), *names]
         until = time.monotonic() + LIMIT_SECONDS
         with TemporaryFile() as page:
             with self._changed:
@@ -243,11 +243,11 @@ class Pages:
 
 _TOO_LONG = Answer(
     status=HTTPStatus.GATEWAY_TIMEOUT,
-    says=f"Writing this page took longer than {LIMIT_SECONDS:g} seconds. traindiff report takes as long as it needs.",
+    message=f"Writing this page took longer than {LIMIT_SECONDS:g} seconds. traindiff report takes as long as it needs.",
 )
 _TOO_LARGE = Answer(
     status=HTTPStatus.UNPROCESSABLE_ENTITY,
-    says=f"This page would have more than {MOST_BYTES >> 20} MiB. traindiff report writes it to a file.",
+    message=f"This page would have more than {MOST_BYTES >> 20} MiB. traindiff report writes it to a file.",
 )
 
 
@@ -264,7 +264,7 @@ def _read(code: int, data: bytes) -> Answer:
         return Answer(status=HTTPStatus.OK, content=data)
     if code == NO_PAGE:
         found = json.loads(data)
-        return Answer(status=HTTPStatus(found["status"]), says=found["says"])
+        return Answer(status=HTTPStatus(found["status"]), message=found["message"])
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    says = f"This could not be read: the process that read it ended with {how}."
-    return Answer(status=HTTPStatus.INTERNAL_SERVER_ERROR, says=says)
+    message = f"This could not be read: the process that read it ended with {how}."
+    return Answer(status=HTTPStatus.INTERNAL_SERVER_ERROR, message=message)

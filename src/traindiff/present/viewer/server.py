@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from traindiff.errors import TraindiffError
-from traindiff.present.viewer.catalogue import Catalogue, message_page, write_listing
+from traindiff.present.viewer.catalog import Catalog, message_page, write_listing
 from traindiff.present.viewer.pages import Answer, Pages
 
 PATIENCE_SECONDS = 1.0
@@ -110,17 +110,17 @@ class Viewer:
         port: Where to listen; 0 for any that is free.
 
     Attributes:
-        catalogue: What lies under the directory.
+        catalog: What lies under the directory.
 
     Raises:
         OSError: The port is in use.
     """
 
     def __init__(self, root: Path, *, port: int = 0) -> None:
-        self.catalogue = Catalogue(root)
+        self.catalog = Catalog(root)
         self._server = _Server((ADDRESS, port), _Handler)
-        self._server.catalogue = self.catalogue
-        self._server.pages = Pages(self.catalogue)
+        self._server.catalog = self.catalog
+        self._server.pages = Pages(self.catalog)
         names = (ADDRESS, "localhost")
         hosts = {f"{name}:{self.port}" for name in names} | (set(names) if self.port == 80 else set())
         self._server.hosts = frozenset(hosts)
@@ -151,7 +151,7 @@ class _Server(ThreadingHTTPServer):
 
     daemon_threads = True  # the program ends without them
     request_queue_size = 128
-    catalogue: Catalogue
+    catalog: Catalog
     pages: Pages
     hosts: frozenset[str]
 
@@ -215,23 +215,23 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with a page."""
         if not self._is_for_us():
-            says = "This server answers for 127.0.0.1 only."
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, message_page(says).encode())
+            message = "This server answers for 127.0.0.1 only."
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, message_page(message).encode())
             return
         content_type = "text/html"
         try:
             found = self._content()
             if found is None:
-                found = Answer(status=HTTPStatus.NOT_FOUND, says="There is nothing at this address.")
+                found = Answer(status=HTTPStatus.NOT_FOUND, message="There is nothing at this address.")
             elif isinstance(found, str):
                 found, content_type = Answer(status=HTTPStatus.OK, content=found.encode(errors="replace")), "text/plain"
         except (TraindiffError, OSError) as error:
-            found = Answer(status=HTTPStatus.UNPROCESSABLE_ENTITY, says=str(error))
+            found = Answer(status=HTTPStatus.UNPROCESSABLE_ENTITY, message=str(error))
         except Exception as error:  # noqa: BLE001  whatever a damaged recording does, there is an answer
-            says = f"This could not be read: {type(error).__name__}: {error}"
-            found = Answer(status=HTTPStatus.INTERNAL_SERVER_ERROR, says=says)
+            message = f"This could not be read: {type(error).__name__}: {error}"
+            found = Answer(status=HTTPStatus.INTERNAL_SERVER_ERROR, message=message)
         again = RETRY_SECONDS if found.status is HTTPStatus.SERVICE_UNAVAILABLE else 0
-        content = found.content or message_page(found.says, again=again).encode(errors="replace")
+        content = found.content or message_page(found.message, again=again).encode(errors="replace")
         self._answer(found.status, content, content_type=content_type, again=again)
 
     def _content(self) -> Answer | str | None:
@@ -239,7 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         asked = parse_qs(parts.query, errors="surrogateescape")
         if parts.path == "/":
-            page = write_listing(self.server.catalogue)
+            page = write_listing(self.server.catalog)
             return Answer(status=HTTPStatus.OK, content=page.encode(errors="replace"))  # a name may be no UTF-8
         if parts.path.startswith("/run/"):
             name = unquote(parts.path.removeprefix("/run/"), errors="surrogateescape")
@@ -247,7 +247,7 @@ class _Handler(BaseHTTPRequestHandler):
         if parts.path == "/compare" and "baseline" in asked and "candidate" in asked:
             return self.server.pages.page((asked["baseline"][0], asked["candidate"][0]))
         if parts.path == "/state":
-            return "\n".join(map(self.server.catalogue.state, asked.get("of", ())[:2]))
+            return "\n".join(map(self.server.catalog.state, asked.get("of", ())[:2]))
         return None
 
     do_HEAD = do_GET  # noqa: N815  the name that the base class calls

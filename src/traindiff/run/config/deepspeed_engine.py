@@ -101,7 +101,7 @@ def _own_optimizer(request: Request) -> dict[str, Any]:
     if made not in kinds:
         raise request.lacks(
             "optimizer",
-            says=f"is {made.__name__}, of which DeepSpeed has no implementation that optimizer=engine could use.",
+            message=f"is {made.__name__}, of which DeepSpeed has no implementation that optimizer=engine could use.",
             fix="Use torch.optim's Adam or AdamW, or write optimizer=torch.",
         )
     settings = {name: request.optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}

@@ -55,7 +55,7 @@ def follow(request: Request, optimizer: Optimizer, names: Names, *models: nn.Mod
     if optimizer.state:
         raise request.lacks(
             "optimizer",
-            says=f"is {type(optimizer).__name__}, which has state before its first step: {request.setup.engine} "
+            message=f"is {type(optimizer).__name__}, which has state before its first step: {request.setup.engine} "
             "divides parameters, and the state would not fit them.",
             fix="Use an optimizer that makes its state in its first step (Adam, AdamW, SGD), or engine=ddp.",
         )
@@ -70,7 +70,7 @@ def follow(request: Request, optimizer: Optimizer, names: Names, *models: nn.Mod
             shapes = ", ".join(str(list(parameter.shape)) for parameter in unknown[:3])
             raise request.lacks(
                 "optimizer",
-                says=f"steps {len(unknown)} tensors that are no parameters of the model (shapes {shapes}).",
+                message=f"steps {len(unknown)} tensors that are no parameters of the model (shapes {shapes}).",
                 fix="Make them parameters of the model, so that the engine knows them.",
             )
         called = [names.by_id[id(parameter)] for parameter in group["params"]]
@@ -137,7 +137,7 @@ class _Answering(nn.Module):
         if not self.outputs:
             raise self.request.lacks(
                 "loss",
-                says="calls the model twice for one batch, which a pipeline cannot compute.",
+                message="calls the model twice for one batch, which a pipeline cannot compute.",
                 fix="Call the first argument of loss once for all samples.",
             )
         return self.outputs.pop()
@@ -155,7 +155,7 @@ def captured_call(request: Request, batch: Any) -> ModelCall:
         return called.call
     raise request.lacks(
         "loss",
-        says="does not call the model that it is given, so that a pipeline cannot compute it.",
+        message="does not call the model that it is given, so that a pipeline cannot compute it.",
         fix="Call the first argument of loss once, as a function: model(inputs).",
     )
 

@@ -200,11 +200,11 @@ def _limits_of_deepspeed(setup: Setup) -> Iterator[Problem]:
         return
     where = f"zero_stage={setup.zero_stage}, offload_device={setup.offload_device}"
     if setup.offload_device == "nvme" and setup.zero_stage != 3:
-        says = "is accepted and ignored by DeepSpeed, which offloads to NVMe in stage 3 only."
-        yield Problem(where=where, what=says, fix="Write zero_stage=3, or offload_device=cpu.")
+        message = "is accepted and ignored by DeepSpeed, which offloads to NVMe in stage 3 only."
+        yield Problem(where=where, what=message, fix="Write zero_stage=3, or offload_device=cpu.")
     elif setup.offload_device == "cpu" and setup.zero_stage == 0:
-        says = "is accepted and ignored by DeepSpeed, which offloads from stage 1 on."
-        yield Problem(where=where, what=says, fix="Write zero_stage=1, 2 or 3, or leave offload_device out.")
+        message = "is accepted and ignored by DeepSpeed, which offloads from stage 1 on."
+        yield Problem(where=where, what=message, fix="Write zero_stage=1, 2 or 3, or leave offload_device out.")
     if setup.dtype == "float16" and not torch.cuda.is_available():
         yield Problem(
             where="engine=deepspeed, dtype=float16",

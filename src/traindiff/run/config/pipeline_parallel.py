@@ -97,7 +97,7 @@ def stage_of(request: Request) -> tuple[Any, Any]:
     if cut is None:
         raise request.lacks(
             "pipeline",
-            says="is not given, without which it is not known how a pipeline divides the model.",
+            message="is not given, without which it is not known how a pipeline divides the model.",
             fix='Give traindiff.Training(pipeline=["layers.1", ...]), paths of modules before which it may be cut, or '
             "a function of model, stage and number of stages that returns the module of that stage.",
         )
@@ -123,13 +123,13 @@ def _traced(request: Request, paths: Sequence[str], batch: Any) -> Any:
     if dtype != "float32":
         raise request.lacks(
             "pipeline",
-            says=f"is cut by torch's tracing frontend, whose stages expect float32 and would be sent {dtype}.",
+            message=f"is cut by torch's tracing frontend, whose stages expect float32 and would be sent {dtype}.",
             fix="Give a function of model, stage and number of stages that returns the module of that stage.",
         )
     if len(paths) < num_stages - 1:
         raise request.lacks(
             "pipeline",
-            says=f"names {len(paths)} modules to cut before: {len(paths) + 1} stages at most, for {num_stages} ranks.",
+            message=f"names {len(paths)} modules to cut before: {len(paths) + 1} stages at most, for {num_stages} ranks.",
             fix=f"Name at least {num_stages - 1}, or ask for fewer ranks.",
         )
     cuts = [paths[stage * (len(paths) + 1) // num_stages - 1] for stage in range(1, num_stages)]

@@ -73,9 +73,9 @@ class Request:
         """Equal parts of a batch, in order, as the recipe or `split` divides it."""
         return split(batch, parts, where=self.where, asked_by=self.asked_by, by=self.training.split)
 
-    def lacks(self, what: str, *, says: str, fix: str) -> ConfigError:
+    def lacks(self, what: str, *, message: str, fix: str) -> ConfigError:
         """The error of a training that does not give what the setup needs."""
-        return ConfigError(self.asked_by, [Problem(where=f"{self.where}, {what}", what=says, fix=fix)])
+        return ConfigError(self.asked_by, [Problem(where=f"{self.where}, {what}", what=message, fix=fix)])
 
 
 _MODULES: dict[str, str] = {

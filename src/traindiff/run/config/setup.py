@@ -57,7 +57,7 @@ class Setup:
     loss_scale: float | None = None
 
     @property
-    def says(self) -> str:
+    def message(self) -> str:
         """What is not as by default, in one line: `deepspeed, zero_stage=2, nproc=2`."""
         settings = [
             f"{one.name}={getattr(self, one.name)}"

@@ -39,9 +39,9 @@ def with_optimizer(request: Request) -> Optimizer:
     made = type(optimizer)
     known = inspect.signature(made).parameters
     if "fused" not in known:
-        says = f"is {made.__name__}, which has no fused kernels that optimizer=engine could use."
+        message = f"is {made.__name__}, which has no fused kernels that optimizer=engine could use."
         raise request.lacks(
-            "optimizer", says=says, fix="Use torch.optim's Adam, AdamW, SGD or Adagrad, or optimizer=torch."
+            "optimizer", message=message, fix="Use torch.optim's Adam, AdamW, SGD or Adagrad, or optimizer=torch."
         )
     settings = {name: value for name, value in optimizer.defaults.items() if name in known}
     groups = [{**group, "fused": True, "foreach": False} for group in optimizer.param_groups]

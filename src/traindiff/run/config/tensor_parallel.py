@@ -29,7 +29,7 @@ def build(request: Request) -> Training:
     if plan is None:
         raise request.lacks(
             "tensor_parallel",
-            says="is not given, without which it is not known how tensor parallelism divides the model.",
+            message="is not given, without which it is not known how tensor parallelism divides the model.",
             fix='Give traindiff.Training(tensor_parallel={"layers.*.up": ColwiseParallel(), ...}), as '
             "parallelize_module takes it, or a function of model and mesh.",
         )
@@ -68,7 +68,7 @@ def _tie_again(request: Request, model: nn.Module, names: Names) -> None:
         if placements[0] != placements[1]:
             raise request.lacks(
                 "tensor_parallel",
-                says=f"divides {first} as {placements[0]} and {name} as {placements[1]}, and they are tied.",
+                message=f"divides {first} as {placements[0]} and {name} as {placements[1]}, and they are tied.",
                 fix="Divide both in the same way, or neither.",
             )
         setattr(model.get_submodule(owner), attribute, one)

@@ -41,22 +41,22 @@ def split(batch: Any, parts: int, *, where: str, asked_by: str, by: Split | None
     if by is not None:
         given = by(batch, parts)
         if len(given) != parts:
-            says = f"returned {len(given)} of a batch's parts when asked for {parts}."
-            raise _cannot(f"{where}, split", says, "Return as many as asked for, equally large.", asked_by)
+            message = f"returned {len(given)} of a batch's parts when asked for {parts}."
+            raise _cannot(f"{where}, split", message, "Return as many as asked for, equally large.", asked_by)
         return given
     lengths = sorted({tensor.shape[0] for tensor in _tensors(batch)})
     if not lengths:
-        says = f"is {type_of(batch)} without tensors, so that its samples cannot be told apart."
+        message = f"is {type_of(batch)} without tensors, so that its samples cannot be told apart."
         fix = "Give traindiff.Training(split=...), a function of batch and number of parts that returns the parts."
-        raise _cannot(f"{where}, a batch", says, fix, asked_by)
+        raise _cannot(f"{where}, a batch", message, fix, asked_by)
     if len(lengths) > 1:
-        says = f"has tensors with {', '.join(map(str, lengths))} rows, so that its samples cannot be told apart."
+        message = f"has tensors with {', '.join(map(str, lengths))} rows, so that its samples cannot be told apart."
         fix = "Give traindiff.Training(split=...), a function of batch and number of parts that returns the parts."
-        raise _cannot(f"{where}, a batch", says, fix, asked_by)
+        raise _cannot(f"{where}, a batch", message, fix, asked_by)
     if lengths[0] % parts:
-        says = f"has {lengths[0]} samples, which cannot be divided into {parts} equal parts (ranks x micro-batches)."
+        message = f"has {lengths[0]} samples, which cannot be divided into {parts} equal parts (ranks x micro-batches)."
         fix = f"Make batches of a multiple of {parts} samples, or ask for fewer ranks or micro-batches."
-        raise _cannot(f"{where}, a batch", says, fix, asked_by)
+        raise _cannot(f"{where}, a batch", message, fix, asked_by)
     size = lengths[0] // parts
     return [_rows(batch, slice(part * size, (part + 1) * size)) for part in range(parts)]
 

@@ -16,7 +16,7 @@ from traindiff.run.demo.model import VOCABULARY, Attention, Block, Dropout, Mode
 
 
 class DivisibleAttention(Attention):
-    """Attention in which queries, keys and values of a head are neighbours in the output of `qkv`.
+    """Attention in which queries, keys and values of a head are neighbors in the output of `qkv`.
 
     So a rank that has the first columns of `qkv` has whole heads, and computes with those that it has.
     """

@@ -82,13 +82,13 @@ class Check:
     Attributes:
         name: What was checked.
         result: `skip` where it could not be, or was not asked for.
-        says: A sentence.
+        message: A sentence.
         evidence: Numbers, for programs.
     """
 
     name: str
     result: Result
-    says: str
+    message: str
     evidence: dict[str, Any] = field(default_factory=dict)
 
 
@@ -117,7 +117,7 @@ def run_checks(plan: Plan) -> Iterator[Check]:
         yield from _equality(plan, where / "eager", backend=None)
         yield _guarded("every slot is written", lambda: _slots(plan, where / "eager"))
         if plan.backend is None:
-            yield Check(name="compiled", result="skip", says="not asked for (--compiled)")
+            yield Check(name="compiled", result="skip", message="not asked for (--compiled)")
         else:
             yield from _equality(plan, where / "compiled", backend=plan.backend)
             yield _guarded(
@@ -130,12 +130,12 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:  # noqa: BLE001  whatever it is, the other checks go on
-        return Check(name=name, result="fail", says=explain(error))
+        return Check(name=name, result="fail", message=explain(error))
 
 
 def _kernel() -> Check:
     name, why = cpu_kernel_in_use()
-    return Check(name="kernel", result="skip" if why else "pass", says=why or name, evidence={"kernel": name})
+    return Check(name="kernel", result="skip" if why else "pass", message=why or name, evidence={"kernel": name})
 
 
 def _equality(plan: Plan, path: Path, *, backend: str | None) -> Iterator[Check]:
@@ -146,12 +146,12 @@ def _equality(plan: Plan, path: Path, *, backend: str | None) -> Iterator[Check]
         plain, again = (train(plan.recipe, steps=plan.steps, backend=backend, path=None) for _ in range(2))
         recorded = train(plan.recipe, steps=plan.steps, backend=backend, path=path)
         if (by_itself := first_difference(again, plain)) is not None:
-            says = f"two trainings without a recording differ, first in {by_itself}, so this cannot be told"
-            return Check(name=name, result="skip", says=says)
+            message = f"two trainings without a recording differ, first in {by_itself}, so this cannot be told"
+            return Check(name=name, result="skip", message=message)
         if (differs := first_difference(recorded, plain)) is not None:
-            return Check(name=name, result="fail", says=f"with a recording, {differs} differs")
-        says = f"{len(plain)} losses, gradients, parameters and random states of {plan.steps} steps"
-        return Check(name=name, result="pass", says=says, evidence={"tensors": len(plain)})
+            return Check(name=name, result="fail", message=f"with a recording, {differs} differs")
+        message = f"{len(plain)} losses, gradients, parameters and random states of {plan.steps} steps"
+        return Check(name=name, result="pass", message=message, evidence={"tensors": len(plain)})
 
     yield _guarded(name, check)
 
@@ -185,7 +185,7 @@ def _is_recorded(path: Path) -> bool:
 
 
 def _nothing_to_look_at(name: str) -> Check:
-    return Check(name=name, result="skip", says="there is no recording to look at")
+    return Check(name=name, result="skip", message="there is no recording to look at")
 
 
 def _presence(name: str, found: dict[Slot, str], missing: list[str]) -> Check:
@@ -193,13 +193,13 @@ def _presence(name: str, found: dict[Slot, str], missing: list[str]) -> Check:
     evidence = {"slots": len(found), "missing": missing, "unobserved": unobserved}
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        says = f"not written: {', '.join(missing[:3])}{more}"
-        return Check(name=name, result="fail", says=says, evidence=evidence)
-    says = f"{len(found)} in a step"
+        message = f"not written: {', '.join(missing[:3])}{more}"
+        return Check(name=name, result="fail", message=message, evidence=evidence)
+    message = f"{len(found)} in a step"
     if unobserved:
         site, why = next(iter(unobserved.items()))
-        says += f", {len(unobserved)} of them as not observed, with the reason; first {site}: {why}"
-    return Check(name=name, result="pass", says=says, evidence=evidence)
+        message += f", {len(unobserved)} of them as not observed, with the reason; first {site}: {why}"
+    return Check(name=name, result="pass", message=message, evidence=evidence)
 
 
 def _written(path: Path) -> dict[Slot, str]:
@@ -217,7 +217,7 @@ def _written(path: Path) -> dict[Slot, str]:
 
 def _overhead(plan: Plan, path: Path) -> Check:
     if plan.rounds < 2:
-        return Check(name="overhead", result="skip", says="not asked for (--rounds)")
+        return Check(name="overhead", result="skip", message="not asked for (--rounds)")
     plain, watched = (prepare(plan.recipe, backend=None) for _ in range(2))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other use CPU time, too
@@ -230,7 +230,7 @@ def _overhead(plan: Plan, path: Path) -> Check:
             ratio = interleaved(step_plain, step_watched, rounds=plan.rounds)
     finally:
         torch.set_num_threads(threads)
-    says = (
+    message = (
         f"roughly {ratio.median:.2f} times the CPU time ({ratio.low:.2f} to {ratio.high:.2f}; {ratio.rounds} pairs of "
         f"steps of {1000 * ratio.baseline_seconds:.0f} ms, one thread)"
     )
@@ -238,7 +238,7 @@ def _overhead(plan: Plan, path: Path) -> Check:
         "ratio": ratio.median, "low": ratio.low, "high": ratio.high, "rounds": ratio.rounds,
         "step_seconds": ratio.baseline_seconds,
     }  # fmt: skip
-    return Check(name="overhead", result="pass", says=says, evidence=evidence)
+    return Check(name="overhead", result="pass", message=message, evidence=evidence)
 
 
 def _stepping(training: Training) -> Callable[[], None]:

@@ -269,8 +269,8 @@ class Exchange:
                 compared = tuple(self._comparison.hear(messages))
             except TraindiffError as found:
                 error = found
-        says = {"diverged": any(one.findings for one in compared), "error": str(error) if error else ""}
-        told = json.loads(self._ranks.share(json.dumps(says).encode() if self._ranks.rank == 0 else None))
+        message = {"diverged": any(one.findings for one in compared), "error": str(error) if error else ""}
+        told = json.loads(self._ranks.share(json.dumps(message).encode() if self._ranks.rank == 0 else None))
         if error is not None:
             raise error
         if told["error"]:

@@ -62,7 +62,7 @@ class LiveRun:
 
     def status(self, rank: int) -> RankStatus:
         """It goes on."""
-        return RankStatus(rank=rank, ending="closed", says="")
+        return RankStatus(rank=rank, ending="closed", message="")
 
 
 class LiveSteps:

@@ -36,7 +36,7 @@ class Lockstep:
     Each side is `(model, optimizer)`, of which the step is made from the loss; `(model, optimizer, step)`, where
     `step(batch)` does everything from the forward pass to `zero_grad`; an engine of DeepSpeed's, which scales,
     accumulates, clips and steps by itself; or a `traindiff.Training`. Models may be wrapped or divided among ranks, in
-    another way on each side. Both train as they would alone, to the bit, and nothing is gathered: each rank summarises
+    another way on each side. Both train as they would alone, to the bit, and nothing is gathered: each rank summarizes
     what it holds. See docs/lockstep.md.
 
     Args:
@@ -44,7 +44,7 @@ class Lockstep:
         candidate: The side in question.
         data: What to train on: the batches of this rank, the same for both sides. May be left out where the baseline
             is a `Training`, and where `step` is called instead of `go`.
-        loss: `loss(model, batch)`, the loss that is minimised. Left out, the model computes it.
+        loss: `loss(model, batch)`, the loss that is minimized. Left out, the model computes it.
         batches: Stop after so many. Default: all that there are.
         test_every: Compare in every so manieth step of the optimizers, from the first on.
         status_every: Print the losses of every so manieth batch, and of the last.

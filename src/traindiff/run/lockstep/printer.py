@@ -58,7 +58,7 @@ def divergence_lines(compared: ComparedStep, *, batch: int, indices: Mapping[str
         for finding in found[:MOST_LINES]:
             yield _line(what, finding, pairs, batch=batch, indices=indices)
             if finding.kind not in looks and what != "MISALIGNED":
-                yield f"  {first if finding is compared.findings[0] and first else finding.says}"
+                yield f"  {first if finding is compared.findings[0] and first else finding.message}"
             looks.add(finding.kind)
         if len(found) > MOST_LINES:
             yield f"  The same holds for {len(found) - MOST_LINES} more."
@@ -88,7 +88,7 @@ def _what(finding: Finding) -> str:
 
 def _line(what: str, finding: Finding, pairs: Mapping[Key, Pair], *, batch: int, indices: Mapping[str, int]) -> str:
     if what == "MISALIGNED":
-        return f"MISALIGNED batch={batch} {finding.says}"
+        return f"MISALIGNED batch={batch} {finding.message}"
     pair = _pair(finding, pairs)
     if pair is not None and pair.candidate.apart:
         rank, (absolute, relative, floor) = _farthest_copy(finding, pair)
@@ -196,9 +196,9 @@ class Printer:
         for compared in outcome.compared:
             if compared.findings:
                 first = comparison.latest.first_divergence
-                says = first.says if first is not None and first.step == compared.aligned.step else ""
+                message = first.message if first is not None and first.step == compared.aligned.step else ""
                 indices = {path: number for number, path in enumerate(comparison.parameters)}
-                self._on_rank_0(*divergence_lines(compared, batch=batch, indices=indices, first=says))
+                self._on_rank_0(*divergence_lines(compared, batch=batch, indices=indices, first=message))
 
     def set_back(self, what: Sequence[str]) -> None:
         """The candidate was set back; `what` could not be."""

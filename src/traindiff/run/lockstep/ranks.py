@@ -103,14 +103,14 @@ class Ranks:
         self._wait(distributed.all_gather(found, mine, group=self._group, async_op=True))
         return [one[:size].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
-    def fail(self, says: str) -> None:
+    def fail(self, message: str) -> None:
         """Tell the other ranks that this one cannot go on, and wait a little until they know."""
         if self._store is None:
             return
         self._store.set(f"seen-{self.rank}", "1")  # it waits for nobody any more
         if self._failure() is not None:
             return
-        self._store.set(_FAILED, json.dumps({"rank": self.rank, "says": says}))
+        self._store.set(_FAILED, json.dumps({"rank": self.rank, "message": message}))
         others = [f"seen-{rank}" for rank in range(self.size) if rank != self.rank]
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and not self._store.check(others):
@@ -130,7 +130,7 @@ class Ranks:
             failure = self._failure()
             if failure is not None and failure["rank"] != self.rank:
                 self._store.set(f"seen-{self.rank}", "1")
-                raise LockstepError(f"Rank {failure['rank']} cannot go on: {failure['says']}")
+                raise LockstepError(f"Rank {failure['rank']} cannot go on: {failure['message']}")
             if time.monotonic() >= deadline:
                 return
             time.sleep(0.05)
@@ -160,8 +160,8 @@ class Ranks:
             work.wait()
         except RuntimeError as error:
             self.raise_failure(patience_seconds=GRACE_SECONDS)
-            says = "The connection to another rank was lost, and it gave no reason: it ended, or was ended."
-            raise LockstepError(says) from error
+            message = "The connection to another rank was lost, and it gave no reason: it ended, or was ended."
+            raise LockstepError(message) from error
 
     def _late(self) -> str:
         here = {rank: self._meetings_of(rank) for rank in range(self.size)}

@@ -137,7 +137,7 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     problem = Problem(
         where="Lockstep(loss=...)",
         what=f"is not given, and what {type(model).__name__} returns has {what} for a loss.",
-        fix="Give loss=f, where f(model, batch) returns the loss that is minimised.",
+        fix="Give loss=f, where f(model, batch) returns the loss that is minimized.",
     )
     raise ConfigError("Lockstep(...)", [problem], consequence="nothing was trained")
 

@@ -32,7 +32,7 @@ def launch(
         function: Can be imported by name; gives JSON values. What it is given first is a `Here`.
         *args: For every rank; must be picklable.
         world_size: Number of ranks.
-        grouped: Have an initialised process group, and the environment that torchrun sets.
+        grouped: Have an initialized process group, and the environment that torchrun sets.
         outputs: Directory for what ranks print, `rank-0.txt` and so on.
         patience: How long they may take.
         threads: For computing, in each process. Default: those of this process, divided among ranks.

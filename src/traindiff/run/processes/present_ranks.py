@@ -152,7 +152,7 @@ class PresentRanks:
                     ends[rank] = RankEnd.from_json(json.loads(self._store.get(key)))
             if time.monotonic() > deadline:
                 silent = [rank for rank in range(1, self.world_size) if rank not in ends]
-                ends |= {rank: RankEnd(rank=rank, how="died", says="was not heard of again.") for rank in silent}
+                ends |= {rank: RankEnd(rank=rank, how="died", message="was not heard of again.") for rank in silent}
             time.sleep(_POLL_SECONDS)
         return list(ends.values())
 
@@ -189,13 +189,13 @@ def _told(error: BaseException) -> dict[str, Any]:
     if isinstance(error, ConfigError):
         problems = [asdict(problem) for problem in error.problems]
         return {"source": error.source, "problems": problems, "consequence": error.consequence}
-    return {"says": f"rank 0 raised {type(error).__name__}: {error}"}
+    return {"message": f"rank 0 raised {type(error).__name__}: {error}"}
 
 
 def _unpacked(outcome: dict[str, Any]) -> Any:
     if (raised := outcome.get("raised")) is None:
         return outcome["result"]
-    if "says" in raised:
-        raise TraindiffError(raised["says"])
+    if "message" in raised:
+        raise TraindiffError(raised["message"])
     problems = [Problem(**one) for one in raised["problems"]]
     raise ConfigError(raised["source"], problems, consequence=raised["consequence"])

@@ -226,23 +226,23 @@ class RankProcesses:
                 rank.end = self._end_of(rank, how)
 
     def _end_of(self, rank: _Rank, how: How | None = None) -> RankEnd:
-        said, says, stack, problems = rank.said, "", stacks_in(_read(rank.place.stack)), ()
+        said, message, stack, problems = rank.said, "", stacks_in(_read(rank.place.stack)), ()
         if "raised" in said:
             raised = said["raised"]
-            how, says, stack, problems = "raised", f"raised {raised['says']}", raised["stack"], raised["problems"]
+            how, message, stack, problems = "raised", f"raised {raised['message']}", raised["stack"], raised["problems"]
         elif "result" in said:
-            how, says = "returned", "returned."
+            how, message = "returned", "returned."
         elif how == "hung":
             waited = self._patience.limit(rank.slowest)
             waits = f", {WAITS}" if is_in_a_collective(stack) else ""
-            says = f"did not end step {rank.num_steps} in {waited:g} seconds{waits}."
+            message = f"did not end step {rank.num_steps} in {waited:g} seconds{waits}."
         elif how == "stopped":
-            says = "was stopped, because another rank had failed."
+            message = "was stopped, because another rank had failed."
         else:
-            how, says = "died", _death(rank.process.exitcode)
+            how, message = "died", _death(rank.process.exitcode)
         count, last = read_last_seen(rank.place.last_seen)
         return RankEnd(
-            rank=rank.place.rank, how=how, says=says, after_seconds=(rank.said_at or time.monotonic()) - rank.began,
+            rank=rank.place.rank, how=how, message=message, after_seconds=(rank.said_at or time.monotonic()) - rank.began,
             num_steps=rank.num_steps, num_observations=count, last_observation=last,
             stack="" if how == "returned" else stack, output=_last_lines(rank.place.output, said.get("printed_bytes")),
             output_file=os.fspath(rank.place.output), result=said.get("result"), problems=tuple(problems),

@@ -121,7 +121,7 @@ class RankEnd:
         rank: The rank.
         how: `returned`, `raised` an exception, `died` (a signal, or an exit without a word), `hung`, or was `stopped`
             because another rank had failed.
-        says: What happened, a sentence that the rank begins: `raised ValueError: no data.`
+        message: What happened, a sentence that the rank begins: `raised ValueError: no data.`
         after_seconds: When, counted from the start.
         num_steps: Steps that it had ended.
         num_observations: What it had observed: of ranks that hang, the one that waits for none has the fewest.
@@ -136,7 +136,7 @@ class RankEnd:
 
     rank: int
     how: How
-    says: str = ""
+    message: str = ""
     after_seconds: float = 0.0
     num_steps: int = 0
     num_observations: int = 0
@@ -151,7 +151,7 @@ class RankEnd:
     @property
     def sentence(self) -> str:
         """What happened, a sentence: `Rank 1 raised ValueError: no data.`."""
-        return f"Rank {self.rank} {self.says}"
+        return f"Rank {self.rank} {self.message}"
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as JSON values."""
@@ -191,7 +191,7 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd:
 def _precedence(end: RankEnd) -> tuple[float, ...]:
     """Ends sort by this: the one that explains the others comes first."""
     if end.how == "hung":
-        return (_FIRST.index(end.how), WAITS in end.says, end.num_steps, end.num_observations)
+        return (_FIRST.index(end.how), WAITS in end.message, end.num_steps, end.num_observations)
     return (_FIRST.index(end.how), end.after_seconds)
 
 

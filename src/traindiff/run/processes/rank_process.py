@@ -148,7 +148,7 @@ def _told(error: BaseException) -> dict[str, Any]:
         cause = error.__cause__ or error
     return {
         "explained": cause is not error,
-        "says": f"{type(cause).__name__}: {cause}",
+        "message": f"{type(cause).__name__}: {cause}",
         "stack": "".join(traceback.format_exception(cause)),
         "problems": problems,
     }

@@ -73,14 +73,14 @@ class RunFailedError(Exception):
     def __init__(self, run: FailedRun, error: ConfigError | None = None) -> None:
         self.run = run
         self.error = error
-        super().__init__(run.says)
+        super().__init__(run.message)
 
 
 def of_ranks(name: str, error: RanksError) -> FailedRun:
     """What happened on ranks that were launched."""
     ranks = tuple(
         FailedRank(
-            rank=end.rank, how=end.how, says=end.sentence, num_steps=end.num_steps, stack=end.stack,
+            rank=end.rank, how=end.how, message=end.sentence, num_steps=end.num_steps, stack=end.stack,
             last_observation=end.last_observation, output=end.output, output_file=end.output_file,
         )
         for end in error.ends
@@ -92,7 +92,7 @@ def of_this_process(name: str, error: ConfigError, *, num_steps: int, last_obser
     """What happened in this process: `error` tells of an exception of the user's code."""
     cause = error.__cause__ or error
     rank = FailedRank(
-        rank=0, how="raised", says=f"Rank 0 raised {type(cause).__name__}: {cause}", num_steps=num_steps,
+        rank=0, how="raised", message=f"Rank 0 raised {type(cause).__name__}: {cause}", num_steps=num_steps,
         stack="".join(traceback.format_exception(cause)), last_observation=last_observation,
     )  # fmt: skip
     return FailedRun(run=name, first=0, ranks=(rank,))
@@ -104,4 +104,4 @@ def refused(failed: RunFailedError, asked_by: str) -> ConfigError:
         return failed.error
     run = failed.run
     fix = "\n    ".join((_FIX, *list(run.lines())[1:]))
-    return ConfigError(asked_by, [Problem(where=f"run {run.run}", what=f"failed. {run.says}", fix=fix)])
+    return ConfigError(asked_by, [Problem(where=f"run {run.run}", what=f"failed. {run.message}", fix=fix)])

@@ -29,20 +29,20 @@ def repeats(bits: Comparison, tolerant: Comparison) -> Stage:
     first = bits.first_divergence
     if tolerant.verdict == "misaligned" and tolerant.first_divergence is not None:
         other = tolerant.first_divergence
-        says = (
-            f"No, it is not the same training when it is called again. {where_text(other)}: {other.says} Prepare "
+        message = (
+            f"No, it is not the same training when it is called again. {where_text(other)}: {other.message} Prepare "
             "model, data and generators from scratch in each call; torch, NumPy and random are seeded."
         )
-        return Stage(name="repeats", asks=asks, says=says, numbers={"identical": False}, final=True)
+        return Stage(name="repeats", asks=asks, message=message, numbers={"identical": False}, final=True)
     if first is None:
-        says = "Yes: run again, it gives the same bits."
-        return Stage(name="repeats", asks=asks, says=says, numbers={"identical": True})
+        message = "Yes: run again, it gives the same bits."
+        return Stage(name="repeats", asks=asks, message=message, numbers={"identical": True})
     size = f", by {first.difference:.2g} (relative L2)" if math.isfinite(first.difference) else ""
-    says = (
+    message = (
         f"Not to the bit: it first differs at {where_text(first)}{size}, and in {len(bits.findings)} sites altogether. "
         "This is the baseline's own noise; nothing below it counts as a difference."
     )
-    return Stage(name="repeats", asks=asks, says=says, numbers={"identical": False, "first": first.to_json()})
+    return Stage(name="repeats", asks=asks, message=message, numbers={"identical": False, "first": first.to_json()})
 
 
 def seeds(losses: Mapping[int, Losses], failed: Mapping[int, FailedRun] | None = None) -> Stage:
@@ -53,21 +53,21 @@ def seeds(losses: Mapping[int, Losses], failed: Mapping[int, FailedRun] | None =
         failed: Seeds with which it fails.
     """
     asks = "How much does the seed matter?"
-    fails = "".join(f" With seed {seed} the baseline fails. {run.says}" for seed, run in (failed or {}).items())
+    fails = "".join(f" With seed {seed} the baseline fails. {run.message}" for seed, run in (failed or {}).items())
     last = _last_step(list(losses.values()))
     if last is None or len(losses) < 2:
-        says = fails.lstrip() or "Not measured: no loss was recorded, or only one seed was run."
-        return Stage(name="seeds", asks=asks, says=says, numbers={"spread": None})
+        message = fails.lstrip() or "Not measured: no loss was recorded, or only one seed was run."
+        return Stage(name="seeds", asks=asks, message=message, numbers={"spread": None})
     of_seeds = {seed: one[last] for seed, one in losses.items()}
     finite = [value for value in of_seeds.values() if math.isfinite(value)]
     spread = max(finite) - min(finite) if len(finite) > 1 else None
     shown = ", ".join(f"{value:.6g} with seed {seed}" for seed, value in of_seeds.items())
-    says = f"The loss of step {last} is {shown}" + ("." if spread is None else f": a spread of {spread:.2g}.")
+    message = f"The loss of step {last} is {shown}" + ("." if spread is None else f": a spread of {spread:.2g}.")
     if len(finite) < len(of_seeds):
-        says += " A loss that is not finite is left out of the spread." if finite else " No loss is finite."
-    says += fails
+        message += " A loss that is not finite is left out of the spread." if finite else " No loss is finite."
+    message += fails
     return Stage(
-        name="seeds", asks=asks, says=says,
+        name="seeds", asks=asks, message=message,
         numbers={
             "step": last, "spread": spread, "losses": {str(seed): _finite(value) for seed, value in of_seeds.items()},
         },
@@ -90,19 +90,19 @@ def differs(free: Verification, losses: tuple[Losses, Losses], spread: float | N
     numbers = {"verdict": word, "loss_apart": None if apart is None else _finite(apart)}
     if free.failed is not None:
         far = f" Up to there: {MEANINGS[comparison.verdict]}." if comparison.steps else " It has recorded nothing."
-        says = f"The candidate fails. {free.failed.says}{far}"
+        message = f"The candidate fails. {free.failed.message}{far}"
         final = comparison.verdict != "diverged"
-        return Stage(name="differs", asks=asks, says=says, numbers=numbers, final=final)
+        return Stage(name="differs", asks=asks, message=message, numbers=numbers, final=final)
     if word == "misaligned" and comparison.first_divergence is not None:
         first = comparison.first_divergence
-        says = f"It was not given the same to compute. {where_text(first)}: {first.says}"
+        message = f"It was not given the same to compute. {where_text(first)}: {first.message}"
     elif word == "diverged":
         count = len(comparison.findings)
         where = "1 site" if count == 1 else f"{count} sites"
-        says = f"Yes: at {where} the difference exceeds the noise that was measured.{against}"
+        message = f"Yes: at {where} the difference exceeds the noise that was measured.{against}"
     else:
-        says = f"No: {word}, {MEANINGS[word]}.{against}"
-    return Stage(name="differs", asks=asks, says=says, numbers=numbers, final=word != "diverged")
+        message = f"No: {word}, {MEANINGS[word]}.{against}"
+    return Stage(name="differs", asks=asks, message=message, numbers=numbers, final=word != "diverged")
 
 
 def remains(steady: Verification, alone: Mapping[str, str]) -> Stage:
@@ -116,22 +116,22 @@ def remains(steady: Verification, alone: Mapping[str, str]) -> Stage:
     if steady.failed is not None and steady.verdict != "diverged":
         return unknown("candidate", steady.failed)
     if steady.verdict == "diverged":
-        says = "Yes: it has nothing to do with randomness. What follows is measured so."
-        return Stage(name="remains", asks=_REMAINS, says=says, numbers=numbers)
+        message = "Yes: it has nothing to do with randomness. What follows is measured so."
+        return Stage(name="remains", asks=_REMAINS, message=message, numbers=numbers)
     enough = [AIDS[name] for name, word in alone.items() if word in ("identical", "equivalent")]
     cause = f" {' or '.join(enough)} alone makes it vanish." if enough else " None of them alone makes it vanish."
-    says = (
+    message = (
         f"No: so run, the two are {steady.verdict}.{cause} Look at what draws random numbers, or is not "
         "deterministic, rather than at the mathematics."
     )
-    return Stage(name="remains", asks=_REMAINS, says=says, numbers=numbers, final=True)
+    return Stage(name="remains", asks=_REMAINS, message=message, numbers=numbers, final=True)
 
 
 def unknown(who: str, failed: FailedRun) -> Stage:
     """It is not known whether the difference remains: one of the two fails so."""
-    says = f"That is not known: run so, the {who} fails. {failed.says}"
+    message = f"That is not known: run so, the {who} fails. {failed.message}"
     numbers = {"verdict": "incomplete", "alone": {}}
-    return Stage(name="remains", asks=_REMAINS, says=says, numbers=numbers, final=True)
+    return Stage(name="remains", asks=_REMAINS, message=message, numbers=numbers, final=True)
 
 
 def first_step(steady: Verification) -> Stage:
@@ -139,12 +139,12 @@ def first_step(steady: Verification) -> Stage:
     comparison, first = steady.comparison, steady.first_divergence
     assert first is not None
     before = [step for step in comparison.steps if step < first.step]
-    says = f"Step {first.step}"
-    says += (
+    message = f"Step {first.step}"
+    message += (
         f": {len(before)} step{'s' if len(before) > 1 else ''} before it agree." if before else ", the first of all."
     )
     return Stage(
-        name="first-step", asks="Which step is the first that differs?", says=says, numbers={"step": first.step}
+        name="first-step", asks="Which step is the first that differs?", message=message, numbers={"step": first.step}
     )
 
 
@@ -153,10 +153,10 @@ def first_site(steady: Verification) -> Stage:
     first = steady.first_divergence
     assert first is not None
     further = ". ".join(filter(None, (size_text(first), before_text(first))))
-    says = f"{where_text(first)}: {first.says} {further[:1].upper()}{further[1:]}".rstrip()
-    says = says if says.endswith(".") else f"{says}."
+    message = f"{where_text(first)}: {first.message} {further[:1].upper()}{further[1:]}".rstrip()
+    message = message if message.endswith(".") else f"{message}."
     return Stage(
-        name="first-site", asks="Which site is the first in it?", says=says, numbers={"finding": first.to_json()}
+        name="first-site", asks="Which site is the first in it?", message=message, numbers={"finding": first.to_json()}
     )
 
 
@@ -164,16 +164,16 @@ def pinned(steady: Verification) -> Stage:
     """Which operations are wrong by themselves."""
     asks = "Which modules are wrong alone, given the baseline's tensors?"
     if not steady.pinned:
-        says = steady.pin_note or "Nothing was run again."
-        return Stage(name="pinned", asks=asks, says=says, numbers={"sites": []})
+        message = steady.pin_note or "Nothing was run again."
+        return Stage(name="pinned", asks=asks, message=message, numbers={"sites": []})
     found = [finding for one in steady.pinned for finding in one.comparison.findings]
     sites = list(dict.fromkeys(f"{finding.phase} of {finding.site}" for finding in found))
     more = f" and {len(sites) - 5} more" if len(sites) > 5 else ""
-    says = f"{', '.join(sites[:5])}{more}. First {where_text(found[0])}: {found[0].says}" if found else (
+    message = f"{', '.join(sites[:5])}{more}. First {where_text(found[0])}: {found[0].message}" if found else (
         "None: given the baseline's tensors, every operation agrees. The difference adds up over several of them, or "
         "lies where it cannot be put in place."
     )  # fmt: skip
-    return Stage(name="pinned", asks=asks, says=says, numbers={"sites": sites}, final=not found)
+    return Stage(name="pinned", asks=asks, message=message, numbers={"sites": sites}, final=not found)
 
 
 def operators(steady: Verification) -> Stage:
@@ -181,12 +181,16 @@ def operators(steady: Verification) -> Stage:
     asks = "Which operator in there is the first that differs?"
     zooms = steady.zoomed.comparison.zooms if steady.zoomed else ()
     if not zooms:
-        says = steady.zoom_note or steady.pin_note or "No operator was recorded on the way to what is wrong."
-        return Stage(name="operators", asks=asks, says=says, numbers={"operators": []}, final=True)
+        message = steady.zoom_note or steady.pin_note or "No operator was recorded on the way to what is wrong."
+        return Stage(name="operators", asks=asks, message=message, numbers={"operators": []}, final=True)
     first = min(zooms, key=lambda zoom: ("operator", "other-operators", "other-inputs", "none").index(zoom.cause))
-    says = f"On the way to the {first.phase} of {first.site}: {first.says}"
+    message = f"On the way to the {first.phase} of {first.site}: {first.message}"
     return Stage(
-        name="operators", asks=asks, says=says, numbers={"operators": [zoom.to_json() for zoom in zooms]}, final=True
+        name="operators",
+        asks=asks,
+        message=message,
+        numbers={"operators": [zoom.to_json() for zoom in zooms]},
+        final=True,
     )
 
 

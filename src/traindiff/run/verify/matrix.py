@@ -195,10 +195,10 @@ def _row(work: _Work, one: Combination) -> MatrixRow:
     baseline = trusted_setup(one.asked, setup)
     output = work.asked.output / _directory(one.name)
     row = MatrixRow(
-        name=one.name, varied=one.varied, verdict=IMPOSSIBLE, says="", seconds=0.0, output=str(output), exit_code=0
+        name=one.name, varied=one.varied, verdict=IMPOSSIBLE, message="", seconds=0.0, output=str(output), exit_code=0
     )
     if problems := [*obstacles(setup), *(found for found in obstacles(baseline) if found not in obstacles(setup))]:
-        return replace(row, says=" ".join(f"{problem.where} {problem.what}" for problem in problems))
+        return replace(row, message=" ".join(f"{problem.where} {problem.what}" for problem in problems))
     asked = replace(
         work.asked, output=output, baseline_setup=baseline, question=replace(work.asked.question, setup=setup)
     )
@@ -209,10 +209,10 @@ def _row(work: _Work, one: Combination) -> MatrixRow:
     try:
         verification = _verified(work, asked)
     except ConfigError as error:
-        says = " ".join(f"{problem.where} {problem.what}" for problem in error.problems)
-        return replace(row, verdict=REFUSED, says=says, exit_code=2, seconds=time.perf_counter() - began)
+        message = " ".join(f"{problem.where} {problem.what}" for problem in error.problems)
+        return replace(row, verdict=REFUSED, message=message, exit_code=2, seconds=time.perf_counter() - began)
     row = replace(
-        row, verdict=verification.verdict, says=_says(verification), exit_code=verification.exit_code,
+        row, verdict=verification.verdict, message=_says(verification), exit_code=verification.exit_code,
         seconds=time.perf_counter() - began,
     )  # fmt: skip
     _write(output / _ROW, key, row.to_json())
@@ -232,10 +232,10 @@ def _verified(work: _Work, asked: Asked) -> Verification:
 
 def _measured(work: _Work, asked: Asked) -> _Measured:
     """The baseline of a combination and its noise: shared, kept from an earlier call, or recorded now."""
-    says = asked.baseline_setup.says
-    if says in work.measured:
-        return work.measured[says]
-    directory = work.asked.output / _BASELINES / _directory(says)
+    message = asked.baseline_setup.message
+    if message in work.measured:
+        return work.measured[message]
+    directory = work.asked.output / _BASELINES / _directory(message)
     runs = asked.runs(directory, work.ranks)
     question = asked.question
     key = _fingerprint(asked, of_the_baseline=True)
@@ -252,15 +252,15 @@ def _measured(work: _Work, asked: Asked) -> _Measured:
         )  # fmt: skip
         _write(directory / _TRUSTED, key, {"recordings": names})
     forced = ForcedSteps(runs, trusted.recipe, setup=trusted.setup, replicas=question.replicas)
-    work.measured[says] = _Measured(trusted=trusted, forced=forced)
-    return work.measured[says]
+    work.measured[message] = _Measured(trusted=trusted, forced=forced)
+    return work.measured[message]
 
 
 def _says(verification: Verification) -> str:
     if verification.failed is not None:
-        return verification.failed.says.splitlines()[0]
+        return verification.failed.message.splitlines()[0]
     first = verification.first_divergence
-    return f"{where_text(first)}: {first.says}" if first is not None else ""
+    return f"{where_text(first)}: {first.message}" if first is not None else ""
 
 
 def _fingerprint(asked: Asked, *, of_the_baseline: bool = False) -> str:

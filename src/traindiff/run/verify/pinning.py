@@ -206,7 +206,7 @@ def zoom_in(pinned: Sequence[Pinned], question: Question, runs: Runs, forced: Fo
             problem = error.problems[0]
             return found, f"No operators could be recorded: {problem.where} {problem.what} {problem.fix}"
         except RunFailedError as error:
-            return found, f"No operators could be recorded: the run {error.run.run} failed. {error.run.says}"
+            return found, f"No operators could be recorded: the run {error.run.run} failed. {error.run.message}"
         if any(zoom.cause in ("operator", "other-operators") for zoom in found.comparison.zooms):
             break
     return found, ""

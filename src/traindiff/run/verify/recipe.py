@@ -71,8 +71,8 @@ def prepared(recipe: Recipe, *, seed: int, asked_by: str, setup: Setup = PLAIN) 
         training = Training(model=model, optimizer=optimizer, batches=batches, step=step)
     if not isinstance(training, Training):
         count = f" of {len(training)}" if isinstance(training, (tuple, list)) else ""
-        says = f"returned {type_of(training)}{count}."
-        raise ConfigError(asked_by, [Problem(where=where, what=says, fix=_RETURN)])
+        message = f"returned {type_of(training)}{count}."
+        raise ConfigError(asked_by, [Problem(where=where, what=message, fix=_RETURN)])
     problems = [
         Problem(where=f"{where}, {what}", what=f"is {type_of(value)}, not {kind}.", fix=_RETURN)
         for what, value, fits, kind in (
@@ -85,8 +85,8 @@ def prepared(recipe: Recipe, *, seed: int, asked_by: str, setup: Setup = PLAIN) 
         if not fits
     ]
     if training.loss is not None and training.step is not None:
-        says = "are both given; only one of them can be what is trained with."
-        problems.append(Problem(where=f"{where}, loss and step", what=says, fix="Give loss alone, or step alone."))
+        message = "are both given; only one of them can be what is trained with."
+        problems.append(Problem(where=f"{where}, loss and step", what=message, fix="Give loss alone, or step alone."))
     if problems:
         raise ConfigError(asked_by, problems)
     refuse_without_loss(training, setup, where=where, asked_by=asked_by)
@@ -96,8 +96,8 @@ def prepared(recipe: Recipe, *, seed: int, asked_by: str, setup: Setup = PLAIN) 
 def refuse_without_loss(training: Training, setup: Setup, *, where: str, asked_by: str) -> None:
     """Raise `ConfigError` where the training's step is to be made for a setup, and there is no loss to make it from."""
     if training.loss is None and setup != PLAIN:
-        says = f"is not given, without which the training cannot be run as: {setup.says}."
-        raise ConfigError(asked_by, [Problem(where=f"{where}, loss", what=says, fix=_LOSS)])
+        message = f"is not given, without which the training cannot be run as: {setup.message}."
+        raise ConfigError(asked_by, [Problem(where=f"{where}, loss", what=message, fix=_LOSS)])
 
 
 @contextmanager
@@ -112,9 +112,9 @@ def failures_explained(doing: str, *, where: str, asked_by: str) -> Iterator[Non
     except ConfigError:
         raise  # of what traindiff does in the user's name: a step that it made
     except (Exception, SystemExit) as error:
-        says = f"{doing} raised {type(error).__name__}: {error}"
+        message = f"{doing} raised {type(error).__name__}: {error}"
         problem = Problem(
-            where=where, what=says, fix="This is raised by the training itself: make it run without traindiff first."
+            where=where, what=message, fix="This is raised by the training itself: make it run without traindiff first."
         )
         raise ConfigError(asked_by, [problem]) from error
 
@@ -234,7 +234,7 @@ def _imported(source: str) -> ModuleType:
 
 
 def _run(path: Path) -> ModuleType:
-    """Run a file as if it had been started: it may import its neighbours."""
+    """Run a file as if it had been started: it may import its neighbors."""
     _import_first_from(path.parent)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -106,7 +106,7 @@ def refuse_what_does_not_repeat(recipe: Named, comparison: Comparison, asked_by:
     if first is not None and comparison.verdict == "misaligned":
         problem = Problem(
             where=f"recipe {recipe_name(recipe)}",
-            what=f"is not the same training when it is called again. In step {first.step}: {first.says}",
+            what=f"is not the same training when it is called again. In step {first.step}: {first.message}",
             fix="Prepare model, data and generators from scratch in each call; torch, NumPy and random are seeded.",
         )
         raise ConfigError(asked_by, [problem])
@@ -196,7 +196,7 @@ def sides_of(recipe: Named, setup: Setup, question: Question) -> Sides:
 
 
 def _side(recipe: Named, setup: Setup) -> SideOfVerification:
-    return SideOfVerification(recipe=recipe_name(recipe), setup=setup.to_json(), says=setup.says)
+    return SideOfVerification(recipe=recipe_name(recipe), setup=setup.to_json(), message=setup.message)
 
 
 def _compared(trusted: Trusted, path: str, question: Question, failed: FailedRun | None) -> Comparison:
@@ -226,9 +226,7 @@ def _pin(
         why = error.problems[0]
         return f"Step {step} could not be run again with forced tensors: {why.where} {why.what} {why.fix}"
     except RunFailedError as error:
-        return (
-            f"Step {step} could not be run again with forced tensors: the run {error.run.run} failed. {error.run.says}"
-        )
+        return f"Step {step} could not be run again with forced tensors: the run {error.run.run} failed. {error.run.message}"
     return ""
 
 
@@ -242,9 +240,9 @@ def _step_to_pin(comparison: Comparison, pin: Pin) -> tuple[int | None, str]:
     if pin != "always" or comparison.verdict not in ("identical", "equivalent"):
         return None, ""
     if comparison.representation:
-        says = (
+        message = (
             "Nothing was run again with forced tensors: the candidate represents some otherwise, so the baseline's "
             "values would be wrong in their place."
         )
-        return None, says
+        return None, message
     return comparison.steps[-1], ""

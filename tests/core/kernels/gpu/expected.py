@@ -14,7 +14,7 @@ from traindiff.core.shards import Shard
 
 def expected_summary(tensor: torch.Tensor, shard: Shard) -> Any:
     found = torch_arrays.elements(tensor.cpu())
-    return reference.summarise_array(found.values, found.bits, shard, tiny=found.tiny)
+    return reference.summarize_array(found.values, found.bits, shard, tiny=found.tiny)
 
 
 def actual_summary(tensor: torch.Tensor, shard: Shard, device: torch.device, *, elements_per_part: int = 8192) -> Any:

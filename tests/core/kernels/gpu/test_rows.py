@@ -142,7 +142,7 @@ def test_rows_of_a_batch_that_ranks_take_in_turn(spacing: tuple[int, int], devic
     assert_equal_up_to_rounding(row, expected_summary(tensor, shard))
 
 
-def test_a_tensor_is_summarised_as_it_was_when_it_was_added(device: torch.device) -> None:
+def test_a_tensor_is_summarized_as_it_was_when_it_was_added(device: torch.device) -> None:
     (tensor,) = numbers((100,), device=device)
     before = tensor.clone()
     rows = DeviceRows(device)

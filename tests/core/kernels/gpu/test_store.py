@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import traindiff
-from traindiff.core.kernels import summarise
+from traindiff.core.kernels import summarize
 from traindiff.core.kernels.registry import PUT_OFF
 from traindiff.core.kernels.store import Deferred, SummaryStore, resolved
 from traindiff.core.shards import Shard
@@ -37,7 +37,7 @@ def test_what_is_added_is_read_after_the_step(store: SummaryStore, device: torch
 
     assert all(isinstance(one, Deferred) for one in added)
     for found, tensor, shard in zip(resolved(added), tensors, shards, strict=True):
-        assert found["fingerprint"] == summarise(tensor.cpu(), shard)["fingerprint"]
+        assert found["fingerprint"] == summarize(tensor.cpu(), shard)["fingerprint"]
 
 
 def test_what_is_added_together_has_its_own_rows(store: SummaryStore, device: torch.device) -> None:
@@ -72,7 +72,7 @@ def train(path: Path, device: torch.device) -> None:
 def test_a_recording_through_the_gpu_kernel_is_that_of_the_cpu_kernel(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device.type == "cpu":  # the same training on the same device, summarised in the interpreter
+    if device.type == "cpu":  # the same training on the same device, summarized in the interpreter
         train(tmp_path / "cpu", device)
         monkeypatch.setattr(observations, "SummaryStore", lambda: _store_on(device))
     train(tmp_path / "gpu", device)

@@ -1,5 +1,5 @@
 """The CPU kernel: explicit SIMD through LLVM, built on the user's machine without a compiler.
 
 Read `values` and `code` (how LLVM IR is written here), `dtypes`, `floats`, `integers`, `groups` and `profiles` (the
-arithmetic), `module` (putting it together), `summarise` (calling it on a tensor), in this order.
+arithmetic), `module` (putting it together), `summarize` (calling it on a tensor), in this order.
 """

@@ -186,7 +186,7 @@ class Value:
             yield Value(self.code, self.code.builder.extract_element(self.ir, ir.Constant(I32, lane)))
 
     def total(self) -> Value:
-        """Sum of the lanes: neighbours first, then pairs of neighbours, as a tree of fixed shape."""
+        """Sum of the lanes: neighbors first, then pairs of neighbors, as a tree of fixed shape."""
         return self._tree(lambda left, right: left + right)
 
     def least(self) -> Value:

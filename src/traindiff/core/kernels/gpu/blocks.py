@@ -43,16 +43,16 @@ _COLUMN_SQUARES = tl.constexpr(first_word("column_squares"))
 
 
 @triton.jit
-def summarise_profiles(
+def summarize_profiles(
     address, row, part, parts,
     length, num_runs, memory_step, index_step, start,
     line_length, line_block, column_block, first_group, first_line, row_buckets, column_buckets,
     lines, periods, first_column, stop_column, window, width_log2, height_log2, splits,
     box: tl.constexpr, form: tl.constexpr, bits: tl.constexpr, infinity: tl.constexpr,
 ):  # fmt: skip
-    """Summarise part `part` of `parts` of a piece (see `plan.Piece`), and write squares and profiles.
+    """Summarize part `part` of `parts` of a piece (see `plan.Piece`), and write squares and profiles.
 
-    The parts are not those of `summarise_blocks`; together they cover the piece all the same.
+    The parts are not those of `summarize_blocks`; together they cover the piece all the same.
     """
     buckets = tl.arange(0, 16)
     row_squares = tl.zeros((16,), dtype=tl.float64)
@@ -166,13 +166,13 @@ _SKETCH = tl.constexpr(first_word("sketch"))
 
 
 @triton.jit
-def summarise_blocks(
+def summarize_blocks(
     address, row, lane_weights, part, parts,
     length, num_runs, memory_step, index_step, start, blocks_per_run,
     box: tl.constexpr, form: tl.constexpr, bits: tl.constexpr,
     infinity: tl.constexpr, first_nan: tl.constexpr, smallest_normal: tl.constexpr,
 ):  # fmt: skip
-    """Summarise part `part` of `parts` of a piece (see `plan.Piece`), and write all but squares and profiles.
+    """Summarize part `part` of `parts` of a piece (see `plan.Piece`), and write all but squares and profiles.
 
     `address`, `row` and `lane_weights` (int64) are those of the piece's first element, of the summary to
     write, and of 64 int64. `box` is whether `num_runs` may be more than 1.

@@ -22,7 +22,7 @@ _ODD_32 = tl.constexpr(hashing.ODD_32)
 
 @triton.jit
 def splitmix64(z):
-    """The finaliser of SplitMix64, uint64 to uint64."""
+    """The finalizer of SplitMix64, uint64 to uint64."""
     z = z + _GOLDEN
     z = (z ^ (z >> 30)) * _MIX_1
     z = (z ^ (z >> 27)) * _MIX_2

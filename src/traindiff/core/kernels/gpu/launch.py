@@ -1,7 +1,7 @@
 """The kernels, and their launches. Everything here is asynchronous.
 
 Addresses travel as int64, so that one kernel serves a tensor and a table of tensors, and no argument is
-specialised on: a kernel is compiled once per dtype, whatever the shapes.
+specialized on: a kernel is compiled once per dtype, whatever the shapes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from traindiff.core.kernels.gpu.blocks import summarise_blocks, summarise_profiles, write_no_profiles
+from traindiff.core.kernels.gpu.blocks import summarize_blocks, summarize_profiles, write_no_profiles
 from traindiff.core.kernels.gpu.layout import ADD_FLOATS, ADD_INTEGERS, MAXIMUM, MINIMUM, WORDS, Dtype
 from traindiff.core.kernels.gpu.plan import Piece, Planned
 
@@ -42,10 +42,10 @@ def one_kernel(
     box: tl.constexpr, form: tl.constexpr, bits: tl.constexpr,
     infinity: tl.constexpr, first_nan: tl.constexpr, smallest_normal: tl.constexpr,
 ):  # fmt: skip
-    """Summarise one piece: program p writes the summary of part p into the row p after `row`."""
+    """Summarize one piece: program p writes the summary of part p into the row p after `row`."""
     part = tl.program_id(0).to(tl.int64)
     row = tl.cast(row, tl.int64) + part * _ROW_BYTES
-    _summarise(
+    _summarize(
         tl.cast(address, tl.int64), row, tl.cast(lane_weights, tl.int64), part, tl.cast(parts, tl.int64),
         tl.cast(length, tl.int64), tl.cast(num_runs, tl.int64), tl.cast(memory_step, tl.int64),
         tl.cast(index_step, tl.int64), tl.cast(start, tl.int64), tl.cast(blocks_per_run, tl.int64),
@@ -64,7 +64,7 @@ def many_kernel(
     box: tl.constexpr, form: tl.constexpr, bits: tl.constexpr,
     infinity: tl.constexpr, first_nan: tl.constexpr, smallest_normal: tl.constexpr,
 ):  # fmt: skip
-    """Summarise the pieces of a table: program p does what the entry p of `programs` says.
+    """Summarize the pieces of a table: program p does what the entry p of `programs` says.
 
     All arguments are addresses. `table` is int64 (pieces, TABLE_HEAD and the fields of `Piece`), `programs`
     int64 (programs, 2): piece and part. A tensor of one part, which `first_partial` -1 marks, is written to
@@ -78,7 +78,7 @@ def many_kernel(
     of_partials = tl.cast(partials, tl.int64) + (first + part) * _ROW_BYTES
     row = tl.where(first < 0, of_rows, of_partials)
     piece = entry + _HEAD
-    _summarise(
+    _summarize(
         tl.load(entry), row, tl.cast(lane_weights, tl.int64), part, parts,
         tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4),
         tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7), tl.load(piece + 8), tl.load(piece + 9),
@@ -90,7 +90,7 @@ def many_kernel(
 
 
 @triton.jit
-def _summarise(
+def _summarize(
     address, row, lane_weights, part, parts,
     length, num_runs, memory_step, index_step, start, blocks_per_run,
     line_length, line_block, column_block, first_group, first_line, row_buckets, column_buckets,
@@ -98,7 +98,7 @@ def _summarise(
     box: tl.constexpr, form: tl.constexpr, bits: tl.constexpr,
     infinity: tl.constexpr, first_nan: tl.constexpr, smallest_normal: tl.constexpr,
 ):  # fmt: skip
-    summarise_blocks(
+    summarize_blocks(
         address, row, lane_weights, part, parts,
         length, num_runs, memory_step, index_step, start, blocks_per_run,
         box, form, bits, infinity, first_nan, smallest_normal,
@@ -106,7 +106,7 @@ def _summarise(
     if form == "signed" or form == "unsigned":
         write_no_profiles(row)
     else:
-        summarise_profiles(
+        summarize_profiles(
             address, row, part, parts,
             length, num_runs, memory_step, index_step, start,
             line_length, line_block, column_block, first_group, first_line, row_buckets, column_buckets,

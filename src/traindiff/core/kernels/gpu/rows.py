@@ -175,7 +175,7 @@ class DeviceRows:
             tensor: One that `reading.reads` accepts, on this device. As for any kernel, work that
                 changes it later belongs on the current stream, or waits for it. A strided one is
                 copied.
-            shard: Which elements of the global tensor it holds; see `traindiff.core.kernels.summarise`.
+            shard: Which elements of the global tensor it holds; see `traindiff.core.kernels.summarize`.
 
         Raises:
             UnsupportedTensorError: Its elements cannot be read; no slot is taken.

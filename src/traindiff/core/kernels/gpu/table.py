@@ -52,7 +52,7 @@ def pieces(tensor: torch.Tensor, shard: Shard, elements_per_part: int) -> tuple[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """What one launch summarises: pieces of one dtype.
+    """What one launch summarizes: pieces of one dtype.
 
     Attributes:
         dtype: Of their elements.
@@ -69,7 +69,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Tensors that are summarised together. Slots and partial summaries are counted from the table's first.
+    """Tensors that are summarized together. Slots and partial summaries are counted from the table's first.
 
     Attributes:
         groups: The launches.

@@ -28,7 +28,7 @@ LEAF = "compiled code returned a parameter or an input itself, whose gradient is
 
 
 class Activations:
-    """Summarises activations and the gradients of them (phases `forward` and `backward`).
+    """Summarizes activations and the gradients of them (phases `forward` and `backward`).
 
     Gradients come from tensor hooks, which insert nothing into the graph. (Full backward hooks of
     modules do: they change which nodes there are, and the order in which gradients accumulate.)

@@ -1,4 +1,4 @@
-"""Observe the losses on which `backward` is called. Their sum over a step is what it minimises."""
+"""Observe the losses on which `backward` is called. Their sum over a step is what it minimizes."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class TapContext:
         sink: Receives the observations, and guards hooks.
         observe: What is observed; see `traindiff.core.tap_registry`.
         evaluation: Whether forward passes without gradients are.
-        batch_axis: Recognises the batch axis.
+        batch_axis: Recognizes the batch axis.
         moments: Where to ask to be called.
         root: The module that the training loop calls, or that holds those which it calls.
         roots: What it calls: the root, or some of what that holds.

@@ -21,14 +21,14 @@ def attach(context: TapContext) -> ExitStack:
 
 
 class ModelStateTap:
-    """Summarise what no optimizer tap sees: initial and frozen parameters, and buffers.
+    """Summarize what no optimizer tap sees: initial and frozen parameters, and buffers.
 
     Parameters are recorded before the first step, and again before each recorded step whose
     predecessor was not recorded, so that every update has both its ends. Those that require a gradient and that
     no optimizer holds are recorded again before steps 1, 2, 4, 8 and so on: whether they ever change.
 
     Buffers are recorded with them, and after a step those that may have been written: floating-point ones (batch
-    normalisation writes its statistics without moving their version counter), and others whose counter has moved or
+    normalization writes its statistics without moving their version counter), and others whose counter has moved or
     that another tensor has replaced.
 
     Args:

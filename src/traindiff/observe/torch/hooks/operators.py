@@ -102,8 +102,8 @@ class _Operators:
 
     def _lost(self, path: str, why: str) -> None:
         if why and self._sink.progress.observing:
-            says = f"{UNSEEN}: {why}"
-            self._sink.unobserved(says, phase="forward", path=path_in_whole(path), slot="output[0]", stage=OPERATOR)
+            message = f"{UNSEEN}: {why}"
+            self._sink.unobserved(message, phase="forward", path=path_in_whole(path), slot="output[0]", stage=OPERATOR)
 
     def is_at_work(self) -> bool:
         """Whether an operator that is called now may be one of those that are recorded."""

@@ -183,7 +183,7 @@ class OptimizerReplayTap:
                     yield piece, parameter, rules[number]
 
     def _replay_all(self) -> list[float]:
-        """Largest residual of each copied parameter. One synchronisation per device for all of them."""
+        """Largest residual of each copied parameter. One synchronization per device for all of them."""
         worst = [self._replay(copied) for copied in self._copied]
         sizes = [0.0] * len(worst)
         for device in {one.device for one in worst}:
@@ -207,7 +207,7 @@ class OptimizerReplayTap:
         return residual.abs().amax()
 
     def _try_variants(self, copied: CopiedRange, helpful: set[str], *, everything: bool) -> None:
-        """Record the mistakes that explain a residual. Synchronises: the training has something wrong.
+        """Record the mistakes that explain a residual. Synchronizes: the training has something wrong.
 
         Args:
             copied: The parameter.

@@ -22,7 +22,7 @@ from traindiff.observe.torch.hooks.nested import as_tensor, tensors
 from traindiff.observe.torch.hooks.optimizers import hook_after_step, hook_before_step, inner_optimizer
 
 MOST_BYTES = 2**30
-"""Memory that the dense form may take while it is summarised; a larger gradient is not observed."""
+"""Memory that the dense form may take while it is summarized; a larger gradient is not observed."""
 
 
 def as_dense(gradient: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ IMPLEMENTATION_CHOICES = frozenset({"params", "foreach", "fused", "capturable", 
 
 
 class OptimizerTap:
-    """Summarise what one optimizer reads and writes.
+    """Summarize what one optimizer reads and writes.
 
     A call that a loss scaler leaves out because of infinite gradients is a step like any other, with
     the gradients that it would have been given, marked as skipped.

@@ -17,7 +17,7 @@ from traindiff.observe.torch.hooks.optimizer_step import as_dense
 
 
 def attach(context: TapContext) -> ExitStack:
-    """Summarise each contribution before it is added to `.grad` (phase `grad`, stage `micro`).
+    """Summarize each contribution before it is added to `.grad` (phase `grad`, stage `micro`).
 
     Contributions are terms of a sum. What the optimizer later sees can be held against that sum,
     which shows a contribution that was lost, doubled or scaled on the way.

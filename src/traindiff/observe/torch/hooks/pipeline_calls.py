@@ -82,7 +82,7 @@ def _install() -> None:
     assert classes is not None  # or nobody would have been attached
     stage, *schedules = classes
     for schedule, name in zip(schedules, ("_initialize_stage", "_initialize_stages"), strict=True):
-        _replace(schedule, name, _initialising)
+        _replace(schedule, name, _initializing)
     for name, kind in _CHUNK_METHODS.items():
         _replace(stage, name, partial(_working, kind))
 
@@ -104,7 +104,7 @@ def _replace(owner: type[Any], name: str, around: Callable[..., Any]) -> None:
     _listeners.replace(owner, name, method)
 
 
-def _initialising(schedule: Any, *_: Any, **__: Any) -> Iterator[None]:
+def _initializing(schedule: Any, *_: Any, **__: Any) -> Iterator[None]:
     with ExitStack() as hidden:
         for listener in _listeners:
             listener.begin_schedule(schedule, hidden)

@@ -1,7 +1,7 @@
 """The updates of SGD, Adam and AdamW, in float64, and how far rounding may take them.
 
 Pure functions: tensors of one shape in, float64 tensors of that shape out, elementwise, on the device of
-the inputs and without synchronising. NaN and infinities go through as arithmetic takes them.
+the inputs and without synchronizing. NaN and infinities go through as arithmetic takes them.
 
 The rounding bounds are first-order error analyses (Higham, Accuracy and Stability of Numerical Algorithms,
 2002, chapter 3): each product, quotient and sum of the formula may err by one unit roundoff of what it is

@@ -36,7 +36,7 @@ def rule_name(optimizer: Optimizer) -> str:
 def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:
     """The formula and settings for the parameters of one group, as the group has them now.
 
-    Tensors among the settings are copied, not read: nothing synchronises.
+    Tensors among the settings are copied, not read: nothing synchronizes.
     """
     if isinstance(optimizer, SGD):
         return Sgd(

@@ -20,7 +20,7 @@ MOST = 512
 
 
 def attach(context: TapContext) -> ExitStack:
-    """Summarise each sample of the inputs of the roots (phase `batch`, stage `sample`). Close the result to end it."""
+    """Summarize each sample of the inputs of the roots (phase `batch`, stage `sample`). Close the result to end it."""
     hook = context.sink.guarded("samples", _Samples(context).inputs)
 
     def hook_root(_: str, root: nn.Module, hooks: HeldHooks) -> None:

@@ -84,7 +84,7 @@ def replay_contained(directory: Path, *, device: str = "cpu", seconds: float = S
     if "missing" in content:
         raise ModuleNotFoundError(f"No module named {content['missing']!r}", name=content["missing"])
     if "error" in content:
-        raise _error(content["error"], content["says"])
+        raise _error(content["error"], content["message"])
     return Report(exit_code=content["exit_code"], lines=content["lines"], content=content["content"])
 
 
@@ -97,7 +97,7 @@ def _ending(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def _error(name: str, says: str) -> TraindiffError:
+def _error(name: str, message: str) -> TraindiffError:
     kind = getattr(errors, name) if name in ("NotARecordingError", "CorruptRecordingError") else RecordingError
-    error: TraindiffError = kind(says)
+    error: TraindiffError = kind(message)
     return error

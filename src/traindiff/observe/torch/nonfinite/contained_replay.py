@@ -38,7 +38,7 @@ def main(directory: str, device: str, gib: str) -> dict[str, Any]:
         if found is None or any(one in failed for one in _NO_MEMORY):
             raise RecordingError(_unfinished(directory, failed, limit))
     except (TraindiffError, OSError) as error:
-        return {"error": type(error).__name__, "says": str(error)}
+        return {"error": type(error).__name__, "message": str(error)}
     return {"exit_code": found.exit_code, "lines": table(found), "content": found.to_json()}
 
 

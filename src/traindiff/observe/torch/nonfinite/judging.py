@@ -16,7 +16,7 @@ from traindiff.observe.torch.nonfinite.reading import Reading, is_additive_mask,
 
 
 class Masks:
-    """What is declared to be a mask, or recognised as one.
+    """What is declared to be a mask, or recognized as one.
 
     Args:
         declared: Globs over sites, `PATH SLOT`: `"*.attention input.mask"`, `"mask_maker output"`.
@@ -78,10 +78,10 @@ class Moment:
 
     def __str__(self) -> str:
         """As headlines say it: `batch_number=1, micro-step 2`."""
-        says = f"batch_number={self.step}"
+        message = f"batch_number={self.step}"
         if self.evaluating:
-            return f"an evaluation before {says}"
-        return f"{says}, micro-step {self.micro_step}" if self.micro_step else says
+            return f"an evaluation before {message}"
+        return f"{message}, micro-step {self.micro_step}" if self.micro_step else message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

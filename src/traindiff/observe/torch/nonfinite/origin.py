@@ -28,7 +28,7 @@ class Origin:
         phase: `batch`, `forward`, `loss`, `backward`, `grad`, `optimizer` or `param`.
         path: Canonical path of the module or parameter.
         slot: Which tensor of it: `output`, `input[0]`, `grad`, `exp_avg_sq`.
-        says: One sentence.
+        message: One sentence.
         saved: Directory with its tensors, for `traindiff replay`; None where nothing was saved.
     """
 
@@ -38,7 +38,7 @@ class Origin:
     phase: str
     path: str
     slot: str
-    says: str
+    message: str
     saved: str | None = None
 
 
@@ -50,7 +50,7 @@ class Found:
         phase: See `Origin`.
         path: See `Origin`.
         slot: See `Origin`.
-        says: See `Origin`.
+        message: See `Origin`.
         call: The call of a module that computed it, where one is known.
         arguments: What the call was given, where that still lives.
         random_state: Of the CPU's generator when the call began, where it is known.
@@ -62,7 +62,7 @@ class Found:
     phase: str
     path: str
     slot: str
-    says: str
+    message: str
     call: Call | None = None
     arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
     random_state: Tensor | None = None
@@ -75,18 +75,18 @@ def of_input(call: Call, slot: str, reading: Reading, tensor: Tensor | None) -> 
     """An input is not finite, and nothing before it was: the batch, or code between modules."""
     kept = {} if tensor is None else {slot: tensor}
     if call.parent is None:
-        says = f"The batch: {_site(call.path, slot)} {_is(reading)} when the forward pass begins."
-        return Found(phase="batch", path=call.path, slot=slot, says=says, tensors=kept, frame=call.frame)
+        message = f"The batch: {_site(call.path, slot)} {_is(reading)} when the forward pass begins."
+        return Found(phase="batch", path=call.path, slot=slot, message=message, tensors=kept, frame=call.frame)
     parent = call.parent
     since = f"between {_named(call.behind)} and {_named(call.path)}" if call.behind else f"before {_named(call.path)}"
     names = _bad_weights(parent)
     but = f", but {_and(names)} of {_named(parent.path)} is not" if names else ""
-    says = (
+    message = (
         f"{_site(call.path, slot)} {_is(reading)}, made by the code of {_named(parent.path)} ({parent.kind}) itself, "
         f"{since}: what that was given, and every output before it, is finite{but}."
     )
     return Found(
-        phase="forward", path=call.path, slot=slot, says=says, call=parent, arguments=parent.arguments,
+        phase="forward", path=call.path, slot=slot, message=message, call=parent, arguments=parent.arguments,
         random_state=parent.random_state, tensors=kept, frame=call.frame,
     )  # fmt: skip
 
@@ -98,7 +98,7 @@ def of_output(call: Call, slot: str, reading: Reading) -> Found:
     if names := _bad_weights(call):
         by_code = all(name in dict(call.module.named_parameters(recurse=False)) for name in names)
         changed = ", changed outside of the optimizer" if by_code else ""
-        says = f"{whole}, as does {_and(names)} of {_named(call.path)}{changed}."
+        message = f"{whole}, as does {_and(names)} of {_named(call.path)}{changed}."
     else:
         largest = ", ".join(
             f"{line.name} up to {line.reading.extent.largest:.3g}"
@@ -107,9 +107,11 @@ def of_output(call: Call, slot: str, reading: Reading) -> Found:
         )
         sizes = f" ({largest})" if largest else ""
         hint = f' If its -inf masks something on purpose, say so: masks="{_as_mask(call.path, slot)}".'
-        says = f"{whole}; what {call.kind} was given is finite{sizes}{_limit(reading)}.{hint if reading.masks else ''}"
+        message = (
+            f"{whole}; what {call.kind} was given is finite{sizes}{_limit(reading)}.{hint if reading.masks else ''}"
+        )
     return Found(
-        phase="forward", path=call.path, slot=slot, says=says, call=call, arguments=call.arguments,
+        phase="forward", path=call.path, slot=slot, message=message, call=call, arguments=call.arguments,
         random_state=call.random_state,
     )  # fmt: skip
 
@@ -131,25 +133,25 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def of_seen_output(path: str, slot: str, reading: Reading) -> Found:
     """An output in compiled code is not finite; every one before it is."""
-    says = (
+    message = (
         f"{_site(path, slot)} {_is(reading)}; every output that was seen before it is finite. "
         "It was computed in compiled code, where inputs are not seen."
     )
-    return Found(phase="forward", path=path, slot=slot, says=says)
+    return Found(phase="forward", path=path, slot=slot, message=message)
 
 
 def of_seen_gradient(path: str, slot: str, reading: Reading) -> Found:
     """A gradient in compiled code is not finite; every one before it is."""
-    says = (
+    message = (
         f"The gradient that comes back to {_site(path, slot)} in compiled code {_is(reading)}; those before it do not."
     )
-    return Found(phase="backward", path=path, slot=f"grad {slot}", says=says)
+    return Found(phase="backward", path=path, slot=f"grad {slot}", message=message)
 
 
 def of_loss(reading: Reading, outputs: bool) -> Found:  # noqa: FBT001
     """The loss is not finite; every output of a module is."""
     seen = ": every output of a module is finite, so the loss function made it" if outputs else ""
-    return Found(phase="loss", path="loss", slot="backward", says=f"The loss {_is(reading)}{seen}.")
+    return Found(phase="loss", path="loss", slot="backward", message=f"The loss {_is(reading)}{seen}.")
 
 
 def of_gradient(call: Call, slot: str, reading: Reading) -> Found:
@@ -170,28 +172,28 @@ def of_gradient(call: Call, slot: str, reading: Reading) -> Found:
         what = (
             f"made by the backward pass of the code of {_named(blamed.path)} ({blamed.kind}) behind {_named(call.path)}"
         )
-    says = f"{begins}: {what}{_grown(blamed)}; every gradient before it is finite."
-    return Found(phase="backward", path=call.path, slot=f"grad {slot}", says=says, call=blamed)
+    message = f"{begins}: {what}{_grown(blamed)}; every gradient before it is finite."
+    return Found(phase="backward", path=call.path, slot=f"grad {slot}", message=message, call=blamed)
 
 
 def of_input_gradient(call: Call, slot: str, reading: Reading) -> Found:
     """The gradient of what a module was given is not finite; those before it in the backward pass are."""
-    says = (
+    message = (
         f"The gradient of {_site(call.path, slot)} {_is(reading)}: made by the backward pass of {_named(call.path)} "
         f"({call.kind}){_grown(call)}; every gradient before it is finite."
     )
-    return Found(phase="backward", path=call.path, slot=f"grad {slot}", says=says, call=call)
+    return Found(phase="backward", path=call.path, slot=f"grad {slot}", message=message, call=call)
 
 
 def of_parameter_gradient(path: str, reading: Reading, others: int, tensor: Tensor | None) -> Found:
     """The gradient of a parameter is not finite when the optimizer steps; the gradients of all activations are."""
     more = f" (of {others + 1} such, that of the module which was called last)" if others else ""
-    says = (
+    message = (
         f"The gradient of {path} {_is(reading)} when the optimizer steps{more}; "
         "no gradient of an activation was seen that is not finite."
     )
     kept = {} if tensor is None else {f"{path} grad": tensor}
-    return Found(phase="grad", path=path, slot="grad", says=says, tensors=kept)
+    return Found(phase="grad", path=path, slot="grad", message=message, tensors=kept)
 
 
 def of_step(path: str, slot: str, reading: Reading, gradient: Reading | None, tensors: Mapping[str, Tensor]) -> Found:
@@ -202,8 +204,10 @@ def of_step(path: str, slot: str, reading: Reading, gradient: Reading | None, te
         largest = gradient.extent.largest
         square = f", its square {largest * largest:.3g}" if slot.endswith("_sq") else ""
         given = f": its gradient is finite (up to {largest:.3g}{square})"
-    says = f"{what} {_is(reading)} after the step{given}{_limit(reading)}."
-    return Found(phase="param" if slot == "value" else "optimizer", path=path, slot=slot, says=says, tensors=tensors)
+    message = f"{what} {_is(reading)} after the step{given}{_limit(reading)}."
+    return Found(
+        phase="param" if slot == "value" else "optimizer", path=path, slot=slot, message=message, tensors=tensors
+    )
 
 
 def of_buffer(path: str, reading: Reading, *, first: bool) -> Found:
@@ -211,20 +215,24 @@ def of_buffer(path: str, reading: Reading, *, first: bool) -> Found:
     when = (
         "before it is first used" if first else "after the step, and did not before; what was computed in it is finite"
     )
-    says = f"The buffer {path} {_is(reading)} {when}."
-    return Found(phase="param", path=path, slot="buffer", says=says)
+    message = f"The buffer {path} {_is(reading)} {when}."
+    return Found(phase="param", path=path, slot="buffer", message=message)
 
 
 def of_setting(path: str, slot: str, reading: Reading) -> Found:
     """A setting of the optimizer is not finite."""
-    return Found(phase="optimizer", path=path, slot=slot, says=f"The setting {slot} of {path} {_is(reading)}.")
+    return Found(phase="optimizer", path=path, slot=slot, message=f"The setting {slot} of {path} {_is(reading)}.")
 
 
 def of_first_parameter(path: str, reading: Reading, tensor: Tensor | None) -> Found:
     """A parameter is not finite before the first step."""
-    says = f"The parameter {path} {_is(reading)} before it is first used: initialisation, or what was loaded."
+    message = f"The parameter {path} {_is(reading)} before it is first used: initialization, or what was loaded."
     return Found(
-        phase="param", path=path, slot="value", says=says, tensors={} if tensor is None else {f"{path} value": tensor}
+        phase="param",
+        path=path,
+        slot="value",
+        message=message,
+        tensors={} if tensor is None else {f"{path} value": tensor},
     )
 
 

@@ -34,7 +34,7 @@ class Replay:
         float64: In float64.
         cause: Of what is not finite: the `dtype`; the `mathematics`, which is not finite in float64 either; it was
             `given`; or it did not happen again.
-        says: The same in a sentence, with numbers.
+        message: The same in a sentence, with numbers.
     """
 
     path: str
@@ -44,7 +44,7 @@ class Replay:
     float32: Rerun
     float64: Rerun
     cause: Cause
-    says: str
+    message: str
 
     @property
     def exit_code(self) -> int:
@@ -56,11 +56,11 @@ class Replay:
         first = self.native.first_non_finite
         return {
             "schema": {"name": SCHEMA, "version": SCHEMA_VERSION},
-            "site": self.path, "module": self.module, "origin": self.origin, "cause": self.cause, "says": self.says,
+            "site": self.path, "module": self.module, "origin": self.origin, "cause": self.cause, "message": self.message,
             "first_non_finite": None if first is None else {"position": first.position, "operator": first.name,
                                                             "backward": first.backward},
             "operators": [_row(position, self) for position in range(len(self.native.made))],
-            "failed": [{"run": name, "says": run.failed} for name, run in self.runs().items() if run.failed],
+            "failed": [{"run": name, "message": run.failed} for name, run in self.runs().items() if run.failed],
         }  # fmt: skip
 
     def runs(self) -> dict[str, Rerun]:
@@ -77,10 +77,10 @@ def replay(directory: Path, *, device: str = "cpu") -> Replay:
     """
     call, content = load_call(directory)
     native, *others = (rerun(call, dtype, device) for dtype in (None, torch.float32, torch.float64))
-    cause, says = _judged(native, *others)
+    cause, message = _judged(native, *others)
     return Replay(
-        path=content["path"] or ROOT, module=content["module"] or "", origin=content["origin"]["says"], native=native,
-        float32=others[0], float64=others[1], cause=cause, says=says,
+        path=content["path"] or ROOT, module=content["module"] or "", origin=content["origin"]["message"], native=native,
+        float32=others[0], float64=others[1], cause=cause, message=message,
     )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def table(found: Replay) -> list[str]:
         mark = "> " if one is first else "  "
         name = f"{mark}{one.position} {one.name.removeprefix('aten.')}{' grad' if one.backward else ''}"
         lines.append(f"{name:34}" + "".join(_cells(run, index) for run in found.runs().values()))
-    lines += ["", found.says]
+    lines += ["", found.message]
     lines += [f"{name}: {run.failed}." for name, run in found.runs().items() if run.failed]
     return [printable(line) for line in lines]
 

@@ -50,7 +50,7 @@ _CALL = shaped(
     }
 )  # fmt: skip
 _CONTENT = shaped(
-    {"origin": shaped({"says": TEXT}), "module": nullable(TEXT), "path": nullable(TEXT), "call": nullable(_CALL)},
+    {"origin": shaped({"message": TEXT}), "module": nullable(TEXT), "path": nullable(TEXT), "call": nullable(_CALL)},
     {"not_captured": nullable(TEXT)},
 )
 

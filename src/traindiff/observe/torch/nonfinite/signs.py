@@ -130,11 +130,11 @@ class Signs:
             )
             before = self._first.setdefault(site, shares)
             if shares.zeros >= _ZEROS and shares.zeros - before.zeros >= _ZEROS_RISE:
-                says = f"{shares.zeros:.0%} of {site} are zero, up from {before.zeros:.0%}"
-                found.setdefault("zeros", []).append((shares.zeros, says))
+                message = f"{shares.zeros:.0%} of {site} are zero, up from {before.zeros:.0%}"
+                found.setdefault("zeros", []).append((shares.zeros, message))
             if shares.subnormals >= _SUBNORMALS and shares.subnormals - before.subnormals >= _SUBNORMALS_RISE:
-                says = f"{shares.subnormals:.0%} of {site} are subnormal, up from {before.subnormals:.0%}"
-                found.setdefault("subnormals", []).append((shares.subnormals, says))
+                message = f"{shares.subnormals:.0%} of {site} are subnormal, up from {before.subnormals:.0%}"
+                found.setdefault("subnormals", []).append((shares.subnormals, message))
             for name in self._wanted & _RANGES.keys():
                 if dtype.itemsize > (1 if name.startswith("float8") else 2) or str(dtype) == "torch.bfloat16":
                     _add_lost(found, name, site, values)
@@ -145,10 +145,10 @@ class Signs:
     def _is_due(self, sign: str, step: int) -> bool:
         return step - self._warned.get(sign, -EVERY) >= EVERY
 
-    def _say(self, sign: str, step: int, num_sites: int, says: str) -> None:
+    def _say(self, sign: str, step: int, num_sites: int, message: str) -> None:
         self._warned[sign] = step
         more = f" (and {num_sites - 1} more sites)" if num_sites > 1 else ""
-        self._warn(f"step {step}: {says}{more}. watch(warn=...) chooses what is said.")
+        self._warn(f"step {step}: {message}{more}. watch(warn=...) chooses what is said.")
 
 
 def _is_near(reading: Reading) -> bool:

@@ -24,7 +24,7 @@ from traindiff.observe.torch.session.observations import Containment
 from traindiff.observe.torch.sharding.layout import kept_here
 
 _LARGEST_STATISTICS = 1 << 16
-"""Elements of a buffer above which it is read again only if its version has moved: it is no normalisation's statistics,
+"""Elements of a buffer above which it is read again only if its version has moved: it is no normalization's statistics,
 which are written without moving it."""
 
 Seen = tuple[str, str, Reading, Tensor | None]
@@ -201,7 +201,7 @@ class StepParts:
     def _judge_buffer(self, path: str, tensor: Tensor) -> None:
         """A buffer may hold what it likes (masks, ranges yet to be measured), but not become NaN.
 
-        The statistics of a normalisation may not be infinite either.
+        The statistics of a normalization may not be infinite either.
         """
         version, before = self._buffers.get(path, (-1, None))
         if version == version_of(tensor) >= 0 and tensor.numel() > _LARGEST_STATISTICS:

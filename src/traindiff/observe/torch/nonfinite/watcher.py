@@ -216,10 +216,10 @@ class Watcher:
         self._is_quiet = self._settings.on_detect != "raise"
         if found.frame is not None:
             self._journal.add(found.frame, step=moment.step)
-        says = f"rank {self._rank}: {found.says}" if self._rank is not None else found.says
+        message = f"rank {self._rank}: {found.message}" if self._rank is not None else found.message
         origin = Origin(
             step=moment.step, micro_step=moment.micro_step, rank=self._rank or 0, phase=found.phase, path=found.path,
-            slot=found.slot, says=says,
+            slot=found.slot, message=message,
         )  # fmt: skip
         report = "\n".join(self._report(origin, moment))
         self._print(f"\n{report}")
@@ -229,7 +229,7 @@ class Watcher:
         if callable(self._settings.on_detect):
             self._tell(self._settings.on_detect, origin)
             return
-        message = f"Detected inf/nan during {moment}. {says} {where}".rstrip()
+        message = f"Detected inf/nan during {moment}. {message} {where}".rstrip()
         if self._settings.on_detect == "raise":
             raise NonFiniteError(message)
         self._warn(message)
@@ -248,7 +248,7 @@ class Watcher:
         return isinstance(error, (NonFiniteError, StoppedError)) or error is self._raised
 
     def _report(self, origin: Origin, moment: Moment) -> list[str]:
-        lines = [f"Detected inf/nan during {moment}", *self._journal.lines(), "", origin.says]
+        lines = [f"Detected inf/nan during {moment}", *self._journal.lines(), "", origin.message]
         if self.skipped_steps:
             named = [f"{step} (scale {scale:g})" if scale else str(step) for step, scale in self.skipped_steps[-5:]]
             lines.append(
@@ -264,8 +264,8 @@ class Watcher:
         try:
             reason = save(place, found, origin, report)
         except Exception as error:  # noqa: BLE001  whatever it is, what was found must be said
-            says = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            self._warn(f"watch(output={self._settings.output!r}): the tensors could not be saved: {says}")
+            message = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self._warn(f"watch(output={self._settings.output!r}): the tensors could not be saved: {message}")
             return None, ""
         if reason:
             return str(place), f"{place} holds what is known of it; it cannot be run again: {reason}."

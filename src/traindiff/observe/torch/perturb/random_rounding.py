@@ -50,7 +50,7 @@ def randomly_rounded(tensor: Tensor, key: int) -> Tensor:
         key: From `rounding_key`.
 
     Returns:
-        Same shape, dtype, device and strides (for dense tensors). Nothing is synchronised.
+        Same shape, dtype, device and strides (for dense tensors). Nothing is synchronized.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     rounded = torch.empty_like(tensor)  # a tensor of its own: autograd forbids writing to a function's view

@@ -101,24 +101,24 @@ def _softmax_backward(order: Permutations, operator: Callable[..., Any], args: A
 
 def _layer_norm(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
     """Over the last axes, those that weight and bias have."""
-    normalised = _last(len(args[1]))
-    args[0] = order.shuffled(args[0], *normalised)
-    args[2:4] = [parameter if parameter is None else order.shuffled(parameter, *normalised) for parameter in args[2:4]]
+    normalized = _last(len(args[1]))
+    args[0] = order.shuffled(args[0], *normalized)
+    args[2:4] = [parameter if parameter is None else order.shuffled(parameter, *normalized) for parameter in args[2:4]]
     out, *statistics = operator(*args, **kwargs)
-    return (order.restored(out, *normalised), *statistics)
+    return (order.restored(out, *normalized), *statistics)
 
 
 def _layer_norm_backward(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
     """Over the last axes for the input's gradient, over the others for those of weight and bias."""
-    normalised = _last(len(args[2]))
-    others = tuple(range(args[1].dim() - len(normalised)))
-    args[:2] = [order.shuffled(tensor, *others, *normalised) for tensor in args[:2]]
+    normalized = _last(len(args[2]))
+    others = tuple(range(args[1].dim() - len(normalized)))
+    args[:2] = [order.shuffled(tensor, *others, *normalized) for tensor in args[:2]]
     args[3:5] = [order.shuffled(statistic, *others) for statistic in args[3:5]]
-    args[5:7] = [parameter if parameter is None else order.shuffled(parameter, *normalised) for parameter in args[5:7]]
+    args[5:7] = [parameter if parameter is None else order.shuffled(parameter, *normalized) for parameter in args[5:7]]
     gradient, *of_parameters = operator(*args, **kwargs)
     return (
-        _restored(order, gradient, *others, *normalised),
-        *(_restored(order, one, *normalised) for one in of_parameters),
+        _restored(order, gradient, *others, *normalized),
+        *(_restored(order, one, *normalized) for one in of_parameters),
     )
 
 
@@ -232,7 +232,7 @@ def reordered_operators() -> Mapping[Any, Reordered]:
 
 
 class ReorderReplica:
-    """Permutes what matrix products, convolutions, normalisations, softmax, sums and means sum over.
+    """Permutes what matrix products, convolutions, normalizations, softmax, sums and means sum over.
 
     Forward and backward, in every operator of the thread that trains; other operators, integers and
     tensors of subclasses (DTensor) are computed as ever.

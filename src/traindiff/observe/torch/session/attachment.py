@@ -164,9 +164,9 @@ def _attached(tap: str, context: TapContext) -> AbstractContextManager[object]:
 
 def _report_unused(batch_axis: BatchAxis, layout: Layout) -> None:
     if patterns := batch_axis.unused:
-        says = (
+        message = (
             f"record(batch_axis=...): nothing that was observed matches {' or '.join(map(repr, patterns))}. {_LISTED}"
         )
-        warnings.warn(says, TraindiffWarning, stacklevel=level_of_caller())
-    for says in layout.declarations.unused:
-        warnings.warn(f"record(shards=...): {says} {_LISTED}", TraindiffWarning, stacklevel=level_of_caller())
+        warnings.warn(message, TraindiffWarning, stacklevel=level_of_caller())
+    for message in layout.declarations.unused:
+        warnings.warn(f"record(shards=...): {message} {_LISTED}", TraindiffWarning, stacklevel=level_of_caller())

@@ -147,7 +147,7 @@ class Observations:
         on_full: Called when more waits to be written than should.
         forced: What is put in place of what was observed, if anything.
         last_seen: Called with each observation before anything is done with it, if anything is.
-        run_on_cpu: Summarise what is on another device on the CPU.
+        run_on_cpu: Summarize what is on another device on the CPU.
 
     Attributes:
         layout: May be replaced as soon as more is known of it.
@@ -253,7 +253,7 @@ class Observations:
         return self._containment.altering(tap, hook)
 
     def settle(self) -> None:
-        """Summarise what collectives have computed by now; waits for those that nobody has waited for."""
+        """Summarize what collectives have computed by now; waits for those that nobody has waited for."""
         self._read_arrived(all_of_them=True)
 
     def take(self, optimizer: str | None = None) -> Iterator[tuple[list[Observation], list[Any], Mapping[int, Detail]]]:
@@ -274,7 +274,7 @@ class Observations:
                 self._keep(tensor, seen)
 
     def _keep(self, tensor: Tensor, seen: Observation) -> None:
-        """Summarise what was seen."""
+        """Summarize what was seen."""
         if is_asynchronous(tensor):
             tensor = arrived(tensor)
         if tensor.is_complex():  # a last axis of real and imaginary parts

@@ -67,7 +67,7 @@ def record(
             before a loss scaler unscaled it and before it was clipped, in trainings that do so.
             `replay` computes in float64 what torch's SGD, Adam and AdamW should do with up to 65,536 elements of
             each parameter, in the first three recorded steps and then in one of a hundred. In such a step it holds
-            at most 64 MiB more, and takes as long as summarising four tensors of these elements. See docs/replay.md.
+            at most 64 MiB more, and takes as long as summarizing four tensors of these elements. See docs/replay.md.
         select: Globs over canonical paths of modules and parameters, e.g. `"transformer.h.3.*"`.
         detail: What is kept of a tensor, one or several of `summary` (always; 1.2 kilobytes),
             `exponents` (a histogram of binary exponents; 2.5 kilobytes), `signs` (one bit per element, and
@@ -90,7 +90,7 @@ def record(
             docs/parallel.md.
         evaluation: Record forward passes without gradients too.
         strict: Raise errors of traindiff's own instead of going on without the part that failed.
-        run_on_cpu: Copy tensors of other devices to the CPU, in parts of 4 MiB to 8 MiB, and summarise them there: for
+        run_on_cpu: Copy tensors of other devices to the CPU, in parts of 4 MiB to 8 MiB, and summarize them there: for
             devices that no kernel computes on, and where there is no memory left on them. Each copy waits for the
             device.
         replica: Perturb the training within rounding, **on purpose**, so that comparing it with the

@@ -317,13 +317,13 @@ class Recorder:
             number, phase="loss", path=name, slot="logged", merge=merge, late=late, call=call, weight=weighs
         )
 
-    def _record_fault(self, tap: str, says: str) -> None:
+    def _record_fault(self, tap: str, message: str) -> None:
         if tap == "writer":  # nothing more can be written, so nothing more is kept
             self._progress.observing = False
             self._observations.clear()
         else:
             what = NO_REPLICA if tap.startswith(REPLICA) else TAP_FAILED.format(tap=tap)
-            self._observations.unobserved(f"{what}: {says}", phase="batch", path=ITSELF, slot=tap)
+            self._observations.unobserved(f"{what}: {message}", phase="batch", path=ITSELF, slot=tap)
 
 
 def _logged(value: object) -> Tensor:

@@ -228,11 +228,11 @@ def find_targets(
         )
     if unused:
         patterns = " or ".join(map(repr, unused))
-        says = (
+        message = (
             f"record(select=...): no module, parameter or buffer of the model matches {patterns}. "
             f"{_near(unused, named)}Paths look like: {_examples(named)}"
         )
-        warnings.warn(says, TraindiffWarning, stacklevel=level_of_caller())
+        warnings.warn(message, TraindiffWarning, stacklevel=level_of_caller())
     followed: Mapping[str, Optimizer | EngineOptimizer] = optimizers
     for engine in ENGINES:
         followed = engine.optimizers(model, followed, parameters.ids)

@@ -186,7 +186,7 @@ class ForcedValues:
 
     @contextmanager
     def after(self, together: AbstractContextManager[None]) -> Iterator[None]:
-        """Tensors that are summarised together are overwritten together, afterwards."""
+        """Tensors that are summarized together are overwritten together, afterwards."""
         self._put_off = []
         try:
             with together:

@@ -74,7 +74,7 @@ LEFT_OUT = "the step was left out, and DeepSpeed had dropped its gradients befor
 
 
 class EngineOptimizerTap(OptimizerTap):
-    """Summarise what one of DeepSpeed's optimizers reads and writes, on this rank. No collective is called.
+    """Summarize what one of DeepSpeed's optimizers reads and writes, on this rank. No collective is called.
 
     Gradients are what the optimizer inside is given: reduced, unscaled and clipped. State is that of the parts which
     this rank holds. Parameters are those that the model computes with, as the end of the step leaves them: after

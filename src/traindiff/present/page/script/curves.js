@@ -8,7 +8,7 @@ const placed = new ResizeObserver(() => requestAnimationFrame(() => {
   for (const one of plots) if (one.box.clientWidth && one.box.clientWidth !== one.width) one.draw();
 }));
 
-// Draw curves: `series` of {label, values, colour, dash, fill, width}; values are null where there are none.
+// Draw curves: `series` of {label, values, color, dash, fill, width}; values are null where there are none.
 function plot(parent, { title, note = "", series, log = false, height = 190, bands = [], mark = () => null, leastSpan = LEAST_SPAN, none }) {
   const box = element("div", { class: "plot" });
   box.append(element("h4", {}, title, " ", element("small", {}, note)));
@@ -34,7 +34,7 @@ function plot(parent, { title, note = "", series, log = false, height = 190, ban
           ...(log ? { grid: { ...axis.grid, filter: fewOfMany }, ticks: { ...axis.ticks, filter: fewOfMany }, filter: fewOfMany } : {}),
           values: (_, ticks, __, ___, apart) => ticks.map((tick) => tickText(tick, log ? 0 : apart)) }],
       series: [{ label: "step" }, ...series.map((about) => ({
-        label: about.label, class: about.silent ? "silent" : undefined, stroke: about.colour ? css(about.colour) : "transparent", width: about.width ?? 1.6,
+        label: about.label, class: about.silent ? "silent" : undefined, stroke: about.color ? css(about.color) : "transparent", width: about.width ?? 1.6,
         dash: about.dash, fill: about.fill ? css("band") : undefined, fillTo: about.fill && log ? (u) => u.scales.y.min : undefined,
         value: (_, value) => digits(value), points: { show: drawn[0].length < 40 && !about.fill && !about.silent, size: 4 }, spanGaps: false,
       }))],
@@ -62,7 +62,7 @@ function leads(value, ...firsts) {
   return value > 0 && firsts.some((first) => Math.abs(Math.log10(value / first) - Math.round(Math.log10(value / first))) < 1e-9);
 }
 
-// A number of an axis, with the digits that tell it from its neighbour.
+// A number of an axis, with the digits that tell it from its neighbor.
 function tickText(tick, apart) {
   if (tick === null) return "";
   const places = apart > 0 && tick !== 0 ? Math.floor(Math.log10(Math.abs(tick) * 1.000001)) - Math.floor(Math.log10(apart * 1.000001)) + 2 : 0;
@@ -121,7 +121,7 @@ function drawHeadCurves() {
 function drawCurves(parent, curves) {
   for (const curve of curves) {
     if (!comparing) {
-      plot(parent, { title: curve.title, series: [{ label: "value", values: curve.size, colour: "baseline" }] });
+      plot(parent, { title: curve.title, series: [{ label: "value", values: curve.size, color: "baseline" }] });
       continue;
     }
     const bound = (sign) => curve.baseline.map((value, at) => (value === null || curve.floor[at] === null ? null : value + sign * Math.abs(value) * curve.floor[at]));
@@ -129,15 +129,15 @@ function drawCurves(parent, curves) {
       title: curve.title, note: "the band is what the floor allows", bands: [{ series: [2, 1] }],
       series: [
         { label: "floor, lower", values: bound(-1), silent: true, width: 0 }, { label: "upper", values: bound(1), silent: true, width: 0 },
-        { label: "baseline", values: curve.baseline, colour: "baseline", width: 2.4 },
-        { label: "candidate", values: curve.candidate, colour: "candidate", dash: [6, 3] },
+        { label: "baseline", values: curve.baseline, color: "baseline", width: 2.4 },
+        { label: "candidate", values: curve.candidate, color: "candidate", dash: [6, 3] },
       ],
     });
     plot(parent, {
       title: `difference: ${curve.title}`, note: "relative; the band is what the floor allows", log: true, none: noneText(curve.row),
       series: [
-        { label: "floor", values: curve.floor, colour: "floor", fill: true, width: 1, dash: [3, 3] },
-        { label: "difference", values: curve.difference, colour: "candidate" },
+        { label: "floor", values: curve.floor, color: "floor", fill: true, width: 1, dash: [3, 3] },
+        { label: "difference", values: curve.difference, color: "candidate" },
       ],
     });
   }

@@ -15,14 +15,14 @@ function showDetails() {
   const mark = () => columns[state.column][0], line = (name) => columns.map((_, column) => finiteOrNull(sizeAt(name, row, column)));
   if (comparing) {
     plot(details, { title: "Difference", note: "relative L2, and its floor", log: true, height: 150, mark, none: noneText(row), series: [
-      { label: "floor", values: line("floor"), colour: "floor", fill: true, width: 1, dash: [3, 3] },
-      { label: "difference", values: line("difference"), colour: "candidate" }] });
+      { label: "floor", values: line("floor"), color: "floor", fill: true, width: 1, dash: [3, 3] },
+      { label: "difference", values: line("difference"), color: "candidate" }] });
     plot(details, { title: "Size", note: single(row) ? "|value|" : "L2 norm", height: 150, mark, leastSpan: LEAST_SPAN_OF_SIZES, series: [
-      { label: "baseline", values: line("baseline"), colour: "baseline", width: 2.4 },
-      { label: "candidate", values: line("candidate"), colour: "candidate", dash: [6, 3] }] });
+      { label: "baseline", values: line("baseline"), color: "baseline", width: 2.4 },
+      { label: "candidate", values: line("candidate"), color: "candidate", dash: [6, 3] }] });
   } else {
     plot(details, { title: "Size", note: single(row) ? "|value|" : "L2 norm", log: true, height: 150, mark, series: [
-      { label: "norm", values: line("size"), colour: "baseline" }, { label: "largest |x|", values: line("largest"), colour: "candidate" }] });
+      { label: "norm", values: line("size"), color: "baseline" }, { label: "largest |x|", values: line("largest"), color: "candidate" }] });
   }
   showNumbers(row);
   document.getElementById("status").textContent = cellText(row, state.column).replaceAll("\n", ", ");
@@ -50,7 +50,7 @@ function foundBox(finding) {
     list.append(element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, text));
   }
   const where = `step ${finding.step}${finding.rank === null ? "" : `, rank ${finding.rank}`}: ${finding.kind}`;
-  return element("div", { class: "found" }, element("strong", {}, where), element("div", {}, finding.says), list);
+  return element("div", { class: "found" }, element("strong", {}, where), element("div", {}, finding.message), list);
 }
 
 // Numbers and profiles of the step in which the site is farthest from the baseline, or largest.
@@ -98,14 +98,14 @@ function sharesOf(held) {
   const bars = held.flatMap((one, side) => [
     element("span", {}, page.sides[side]),
     element("div", { class: "share", role: "img", "aria-label": parts(one).map(([name, count]) => `${name} ${shareText(count, one.count)}`).join(", ") },
-      ...parts(one).filter(([, count]) => count > 0).map(([name, count, colour]) => {
+      ...parts(one).filter(([, count]) => count > 0).map(([name, count, color]) => {
         const bar = element("div", { title: `${name}: ${shareText(count, one.count)}` });
-        bar.style.cssText = `width: ${(100 * count) / one.count}%; background: ${colour}`;
+        bar.style.cssText = `width: ${(100 * count) / one.count}%; background: ${color}`;
         return bar;
       }))]);
-  const legend = parts(held[0]).map(([name, , colour]) => {
+  const legend = parts(held[0]).map(([name, , color]) => {
     const mark = element("span", { class: "key" });
-    mark.style.background = colour;
+    mark.style.background = color;
     mark.style.marginLeft = "12px";
     return element("span", {}, mark, name);
   });

@@ -1,7 +1,7 @@
 // The heat map: a row of pixels for each site that is shown, a column for each step.
 
 const map = document.getElementById("map"), axis = document.getElementById("axis"), frame = document.getElementById("map-frame");
-const layout = { gutter: 0, names: true, total: 0, width: 0, height: 0, rowHeight: 1, pool: 1, image: null, colours: null };
+const layout = { gutter: 0, names: true, total: 0, width: 0, height: 0, rowHeight: 1, pool: 1, image: null, colors: null };
 const MOST_ROWS = 6000, MAP_HEIGHT = 560;
 const MARKS = 156; // pixels that the marks of equal and infinite take beside the scale
 const EDGE = 6; // pixels above and below the rows, for the text beside the first and the last
@@ -65,7 +65,7 @@ function rowAt(line, column) {
   return best;
 }
 
-new ResizeObserver(() => requestAnimationFrame(() => { if (frame.clientWidth !== layout.total && layout.colours) paint(); })).observe(frame);
+new ResizeObserver(() => requestAnimationFrame(() => { if (frame.clientWidth !== layout.total && layout.colors) paint(); })).observe(frame);
 
 function paint() {
   const ratio = window.devicePixelRatio || 1;
@@ -84,7 +84,7 @@ function paint() {
     canvas.style.height = `${height}px`;
   }
   Object.assign(map.dataset, { gutter: layout.gutter, top: EDGE, rowHeight: layout.rowHeight, rows: state.visible.length });
-  layout.colours = palette(state.rank === "all" ? state.quantity : "ratio");
+  layout.colors = palette(state.rank === "all" ? state.quantity : "ratio");
   layout.image = lines ? imageOf(lines) : null;
   overlay();
   paintAxis(ratio);
@@ -106,9 +106,9 @@ function imageOf(lines) {
         if (!(largest >= value) && !Number.isNaN(value)) largest = value;
       }
       if (Number.isNaN(largest)) continue;
-      const colour = colourOf(layout.colours, largest);
+      const color = colorOf(layout.colors, largest);
       if (pixels[line + x] && largest <= strongest[line + x]) continue;
-      pixels[line + x] = colour;
+      pixels[line + x] = color;
       strongest[line + x] = largest;
     }
   }
@@ -273,7 +273,7 @@ function paintScale(ratio) {
   scale.width = total * ratio;
   scale.height = 46 * ratio;
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  const { pixels, low, high } = layout.colours, about = QUANTITIES[state.rank === "all" ? state.quantity : "ratio"];
+  const { pixels, low, high } = layout.colors, about = QUANTITIES[state.rank === "all" ? state.quantity : "ratio"];
   const left = layout.gutter, width = Math.max(80, Math.min(420, total - left - MARKS));
   context.font = "11px system-ui, sans-serif";
   context.fillStyle = css("faint");
@@ -281,7 +281,7 @@ function paintScale(ratio) {
   context.fillText(about.unit || about.name.split(" ").slice(-1)[0], left - 8, 17);
   context.textAlign = "center";
   for (let x = 0; x < width; x++) {
-    context.fillStyle = colourText(pixels[Math.round((x / (width - 1)) * (LEVELS - 1))]);
+    context.fillStyle = colorText(pixels[Math.round((x / (width - 1)) * (LEVELS - 1))]);
     context.fillRect(left + x, 6, 1, 14);
   }
   context.fillStyle = css("faint");
@@ -290,9 +290,9 @@ function paintScale(ratio) {
     const text = power === 0 ? "1" : power === 1 ? "10" : `1e${power}`;
     context.fillText(text, left + ((power - low) / (high - low)) * width, 32);
   }
-  [[pixels[LEVELS], about.zero], [pixels[LEVELS + 1], "inf"]].forEach(([colour, text], at) => {
+  [[pixels[LEVELS], about.zero], [pixels[LEVELS + 1], "inf"]].forEach(([color, text], at) => {
     const x = left + width + 20 + at * 92;
-    context.fillStyle = colourText(colour);
+    context.fillStyle = colorText(color);
     context.fillRect(x, 6, 16, 14);
     context.strokeStyle = css("line");
     context.strokeRect(x + 0.5, 6.5, 16, 14);

@@ -72,14 +72,14 @@ class Fault:
 
     Attributes:
         name: What the user asks for.
-        says: What goes wrong, in one sentence.
+        message: What goes wrong, in one sentence.
         first_sight: Where it first shows.
         fewest_micro_batches: It needs at least so many micro-batches to happen.
         inject: Breaks a training loop for as long as the context lasts.
     """
 
     name: str
-    says: str
+    message: str
     first_sight: FirstSight
     fewest_micro_batches: int
     inject: Injection
@@ -108,9 +108,9 @@ def fault(
     """
 
     def make(break_and_repair: Callable[[TrainingLoop], Iterator[None]]) -> Fault:
-        says = (inspect.getdoc(break_and_repair) or "").partition("\n")[0]
+        message = (inspect.getdoc(break_and_repair) or "").partition("\n")[0]
         return Fault(
-            name=name, says=says, first_sight=first_sight, fewest_micro_batches=fewest_micro_batches,
+            name=name, message=message, first_sight=first_sight, fewest_micro_batches=fewest_micro_batches,
             inject=contextmanager(break_and_repair),
         )  # fmt: skip
 

@@ -32,8 +32,8 @@ def reads(tensor: torch.Tensor) -> bool:
     return plain and tensor.device.type == "cpu" and tensor.dtype in NAMES and not tensor.is_neg()
 
 
-def summarise(tensor: torch.Tensor, shard: Shard) -> np.void:
-    """The summary of a dense CPU tensor that `reads` accepts; see `traindiff.core.kernels.summarise`.
+def summarize(tensor: torch.Tensor, shard: Shard) -> np.void:
+    """The summary of a dense CPU tensor that `reads` accepts; see `traindiff.core.kernels.summarize`.
 
     One pass over its memory, without the interpreter lock. A strided tensor with short runs is
     copied part by part.

@@ -1,4 +1,4 @@
-// Colours of the heat map: cool up to the floor, hot above it; those of lines come from the style sheet.
+// Colors of the heat map: cool up to the floor, hot above it; those of lines come from the style sheet.
 
 function isDark() {
   const chosen = document.documentElement.dataset.theme;
@@ -24,7 +24,7 @@ const STOPS = {
   },
 };
 
-// Per quantity: its name, its scale (from and to, as log10), its colours, and the marks of the legend.
+// Per quantity: its name, its scale (from and to, as log10), its colors, and the marks of the legend.
 const QUANTITIES = {
   ratio: { name: "difference over floor", range: () => [-3, 4], stops: "floor", unit: "x floor", zero: "same bits" },
   difference: { name: "relative L2 difference", range: () => [-9, 1], stops: "size", unit: "", zero: "same bits" },
@@ -47,7 +47,7 @@ function rgb(hex) {
   return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 }
 
-// Colours of a quantity between the ends of its scale, as 32-bit pixels; then those of zero and of infinity.
+// Colors of a quantity between the ends of its scale, as 32-bit pixels; then those of zero and of infinity.
 const LEVELS = 512;
 function palette(quantity) {
   const stops = STOPS[isDark() ? "dark" : "light"], [low, high] = QUANTITIES[quantity].range();
@@ -72,13 +72,13 @@ function pixel([red, green, blue]) {
   return (255 << 24 | Math.round(blue) << 16 | Math.round(green) << 8 | Math.round(red)) >>> 0;
 }
 
-function colourOf({ pixels, low, high }, value) {
+function colorOf({ pixels, low, high }, value) {
   if (value === Infinity) return pixels[LEVELS + 1];
   if (value === -Infinity) return pixels[LEVELS];
   const level = Math.round(((value - low) / (high - low)) * (LEVELS - 1));
   return pixels[level < 0 ? 0 : level >= LEVELS ? LEVELS - 1 : level];
 }
 
-function colourText(number) {
+function colorText(number) {
   return `rgb(${number & 255}, ${(number >> 8) & 255}, ${(number >> 16) & 255})`;
 }

@@ -36,7 +36,7 @@ class Listed:
         size_bytes: Of its files.
         ending: `closed`, `aborted` (ended by an error), `unclosed` (still recording, or killed), `unreadable`, or
             `unread` (there was no time).
-        says: More of that in a sentence; may be empty.
+        message: More of that in a sentence; may be empty.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Listed:
     ranks: int
     size_bytes: int
     ending: str
-    says: str
+    message: str
 
 
-class Catalogue:
+class Catalog:
     """What lies under a directory. Nothing outside it is ever read: no recording reads what lies outside of its own.
 
     Args:
@@ -61,7 +61,7 @@ class Catalogue:
         """The recordings, those begun last first."""
         until = time.monotonic() + SECONDS
         found = [
-            _listed(path, name) if time.monotonic() < until else _without_details(name, ending="unread", says=UNREAD)
+            _listed(path, name) if time.monotonic() < until else _without_details(name, ending="unread", message=UNREAD)
             for name, path in self._found()
         ]
         return sorted(found, key=lambda one: (one.created, one.name), reverse=True)
@@ -117,8 +117,8 @@ def _size(file: Path) -> str:
         return ""
 
 
-def _without_details(name: str, *, ending: str, says: str) -> Listed:
-    return Listed(name=name, created="", ranks=0, size_bytes=0, ending=ending, says=says)
+def _without_details(name: str, *, ending: str, message: str) -> Listed:
+    return Listed(name=name, created="", ranks=0, size_bytes=0, ending=ending, message=message)
 
 
 def _ending(of_ranks: set[str]) -> str:
@@ -134,29 +134,29 @@ def _listed(path: Path, name: str) -> Listed:
         statuses = [recording.status(rank) for rank in recording.ranks]
         size = sum(file.lstat().st_size for file in path.glob("rank-*/*"))
     except (RecordingError, OSError) as error:
-        return _without_details(name, ending="unreadable", says=str(error))
+        return _without_details(name, ending="unreadable", message=str(error))
     return Listed(
         name=name,
         created=str(recording.run.get("created", "")),
         ranks=recording.world_size,
         size_bytes=size,
         ending=_ending({one.ending for one in statuses}),
-        says=next((status.says for status in statuses if status.says), ""),
+        message=next((status.message for status in statuses if status.message), ""),
     )
 
 
-def write_listing(catalogue: Catalogue) -> str:
+def write_listing(catalog: Catalog) -> str:
     """The page that lists the recordings under a directory.
 
     Args:
-        catalogue: The directory.
+        catalog: The directory.
     """
-    found = catalogue.recordings()
+    found = catalog.recordings()
     return (
         environment("traindiff.present.viewer")
         .get_template("listing.html")
         .render(
-            root=str(catalogue.root),
+            root=str(catalog.root),
             recordings=[(one, quote(os.fsencode(one.name))) for one in found],
             growing=any(one.ending == "unclosed" for one in found),
             most=MOST if len(found) >= MOST else 0,
