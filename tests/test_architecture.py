@@ -35,9 +35,8 @@ WITHOUT_FRAMEWORK = (
 """What can be imported where no framework is installed, except for:"""
 
 OF_TORCH = (
-    "core._torch_compat", "core.kernels.extent", "core.kernels.store", "core.kernels.torch_arrays", "core.kernels.parts",
-    "core.kernels.cpu", "core.kernels.gpu",
-    "core.kernels.gpu",
+    "core._torch_compat", "core.kernels.extent", "core.kernels.store", "core.kernels.torch_arrays",
+    "core.kernels.parts", "core.kernels.cpu", "core.kernels.gpu",
 )  # fmt: skip
 
 

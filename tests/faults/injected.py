@@ -435,11 +435,13 @@ FAULTS: dict[str, Fault] = {
     "weight-decay-on-biases": Fault(
         change=lambda recipe: recipe.but(optimizer=lambda model: _groups(model, decay_biases=True)), step=0,
         phase="optimizer", path="optimizer.groups[1]", kind="hyper-parameter", word="misaligned",
-        base={"optimizer": lambda model: _groups(model, decay_biases=False)}, message="weight_decay is 0 in the baseline",
+        base={"optimizer": lambda model: _groups(model, decay_biases=False)},
+        message="weight_decay is 0 in the baseline",
     ),
     "beta2": Fault(
         change=adamw(betas=(0.9, 0.95)), step=0, phase="optimizer", path="optimizer.groups[0]",
-        kind="hyper-parameter", word="misaligned", message="betas[1] is 0.999 in the baseline and 0.95 in the candidate",
+        kind="hyper-parameter", word="misaligned",
+        message="betas[1] is 0.999 in the baseline and 0.95 in the candidate",
     ),
     "learning-rate-one-step-early": Fault(
         change=lambda recipe: recipe.but(schedule=lambda step: 1e-3 * min(1.0, (step + 1) / 4)), step=0,

@@ -60,7 +60,7 @@ class Site:
 
 
 ELSEWHERE = SOURCE / "mindspore"
-"""Needs MindSpore, which is not installed where these messages are made: tests/observe/mindspore/test_limits.py has its own."""
+"""Needs MindSpore, which is not installed where these messages are made: see tests/observe/mindspore/test_limits.py."""
 
 
 def sites() -> Iterator[Site]:

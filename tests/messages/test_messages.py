@@ -21,7 +21,7 @@ NOT_PROVOKED = {
     "TraindiffError(raised['says'])": "the same",
     "rank 0 can no longer be reached: {}": "needs ranks of a launcher that die",
     "interrupted": "needs somebody who interrupts",
-    "LockstepError(told['error'])": "on ranks other than 0, of what rank 0 has raised; tests/run/lockstep/test_on_ranks.py",
+    "LockstepError(told['error'])": "other ranks, of what rank 0 has raised; tests/run/lockstep/test_on_ranks.py",
 }
 """By the words of the source: messages that no situation provokes, and why."""
 

@@ -251,8 +251,7 @@ class RankStream:
         """A message; None where it was cut off."""
         there = max(0, min(sealed.length, size - sealed.offset))
         if there > MOST_MESSAGE_BYTES:
-            message = f"message {number} has {there} bytes, and may have {MOST_MESSAGE_BYTES}"
-            raise damaged(self._path(DATA), message)
+            raise damaged(self._path(DATA), f"message {number} has {there} bytes, and may have {MOST_MESSAGE_BYTES}")
         file.seek(sealed.offset)
         message = file.read(there)
         checksum = zlib.crc32(message)

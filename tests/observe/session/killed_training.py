@@ -1,4 +1,4 @@
-"""A training to be killed: `python -m tests.observe.session.killed_training PATH STEPS`. Says when each step has ended."""
+"""A training to be killed: `python -m tests.observe.session.killed_training PATH STEPS`. Says when a step has ended."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def accumulated(case: Case) -> Diagnosis | None:
         return None
     return Diagnosis(
         kind="accumulated",
-        message="The candidate's is the sum of the baseline's of this step and of the step before: was zero_grad() left "
-        "out after that?",
+        message="The candidate's is the sum of the baseline's of this step and of the step before: was zero_grad() "
+        "left out after that?",
         evidence={"residual": left_over},
     )
 

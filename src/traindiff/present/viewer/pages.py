@@ -243,7 +243,8 @@ class Pages:
 
 _TOO_LONG = Answer(
     status=HTTPStatus.GATEWAY_TIMEOUT,
-    message=f"Writing this page took longer than {LIMIT_SECONDS:g} seconds. traindiff report takes as long as it needs.",
+    message=f"Writing this page took longer than {LIMIT_SECONDS:g} seconds. "
+    "traindiff report takes as long as it needs.",
 )
 _TOO_LARGE = Answer(
     status=HTTPStatus.UNPROCESSABLE_ENTITY,

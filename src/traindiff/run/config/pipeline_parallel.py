@@ -129,7 +129,8 @@ def _traced(request: Request, paths: Sequence[str], batch: Any) -> Any:
     if len(paths) < num_stages - 1:
         raise request.lacks(
             "pipeline",
-            message=f"names {len(paths)} modules to cut before: {len(paths) + 1} stages at most, for {num_stages} ranks.",
+            message=f"names {len(paths)} modules to cut before: {len(paths) + 1} stages at most, "
+            f"for {num_stages} ranks.",
             fix=f"Name at least {num_stages - 1}, or ask for fewer ranks.",
         )
     cuts = [paths[stage * (len(paths) + 1) // num_stages - 1] for stage in range(1, num_stages)]

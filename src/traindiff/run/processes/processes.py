@@ -242,7 +242,8 @@ class RankProcesses:
             how, message = "died", _death(rank.process.exitcode)
         count, last = read_last_seen(rank.place.last_seen)
         return RankEnd(
-            rank=rank.place.rank, how=how, message=message, after_seconds=(rank.said_at or time.monotonic()) - rank.began,
+            rank=rank.place.rank, how=how, message=message,
+            after_seconds=(rank.said_at or time.monotonic()) - rank.began,
             num_steps=rank.num_steps, num_observations=count, last_observation=last,
             stack="" if how == "returned" else stack, output=_last_lines(rank.place.output, said.get("printed_bytes")),
             output_file=os.fspath(rank.place.output), result=said.get("result"), problems=tuple(problems),

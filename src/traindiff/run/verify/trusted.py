@@ -226,7 +226,8 @@ def _pin(
         why = error.problems[0]
         return f"Step {step} could not be run again with forced tensors: {why.where} {why.what} {why.fix}"
     except RunFailedError as error:
-        return f"Step {step} could not be run again with forced tensors: the run {error.run.run} failed. {error.run.message}"
+        failed = error.run
+        return f"Step {step} could not be run again with forced tensors: the run {failed.run} failed. {failed.message}"
     return ""
 
 

@@ -56,7 +56,8 @@ class Replay:
         first = self.native.first_non_finite
         return {
             "schema": {"name": SCHEMA, "version": SCHEMA_VERSION},
-            "site": self.path, "module": self.module, "origin": self.origin, "cause": self.cause, "message": self.message,
+            "site": self.path, "module": self.module, "origin": self.origin, "cause": self.cause,
+            "message": self.message,
             "first_non_finite": None if first is None else {"position": first.position, "operator": first.name,
                                                             "backward": first.backward},
             "operators": [_row(position, self) for position in range(len(self.native.made))],
@@ -79,8 +80,8 @@ def replay(directory: Path, *, device: str = "cpu") -> Replay:
     native, *others = (rerun(call, dtype, device) for dtype in (None, torch.float32, torch.float64))
     cause, message = _judged(native, *others)
     return Replay(
-        path=content["path"] or ROOT, module=content["module"] or "", origin=content["origin"]["message"], native=native,
-        float32=others[0], float64=others[1], cause=cause, message=message,
+        path=content["path"] or ROOT, module=content["module"] or "", origin=content["origin"]["message"],
+        native=native,         float32=others[0], float64=others[1], cause=cause, message=message,
     )  # fmt: skip
 
 
