@@ -8,23 +8,35 @@ MUTATION := .venv-mutation
 MINDSPORE := .venv-mindspore
 ORTMODULE := .venv-ortmodule
 
-.PHONY: help demo test campaigns test-deepspeed test-browser test-integrations test-mindspore mindspore-where-it-is test-ortmodule lint \
-	format unit no-torch bench faults mutation clean
+.PHONY: help demo test test-all lint format unit no-torch package mindspore-if-installed \
+	test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns \
+	campaigns bench faults mutation clean
 
 help:
-	@echo "make demo      train a small GPT three times, record it, name the first divergence"
-	@echo "make test      lint, types, every test, and the analysis half without torch"
-	@echo "make test-deepspeed   all tests under DeepSpeed; compiles its optimizers (minutes)"
-	@echo "make test-browser   reports in Chromium, as PNG, and for TensorBoard and Weights & Biases"
-	@echo "make test-integrations   trainers of transformers and Lightning, and Accelerate, on the CPU"
-	@echo "make test-mindspore   all tests under MindSpore, in an environment of its own (1.5 GB; make test runs them once it is there)"
-	@echo "make test-ortmodule   a training under ORTModule beside one of PyTorch; compiles its extensions (minutes, 1.5 GB)"
-	@echo "make lint      ruff and mypy"
-	@echo "make format    ruff format"
-	@echo "make bench     measure what recording costs (minutes)"
-	@echo "make faults    measure which faults are found, and whether anything legal is flagged (minutes)"
-	@echo "make campaigns   kill, starve and overload trainings, and mutate recordings (hours; RELIABILITY.md)"
-	@echo "make mutation  measure whether the tests notice changes of the code that judges (an hour)"
+	@echo "make demo                train a small GPT three times, record it, and name the first divergence"
+	@echo "make format              format the code"
+	@echo
+	@echo "Before a commit (this is what CI runs):"
+	@echo "make test                lint, unit, no-torch, package, and MindSpore if test-mindspore has installed it"
+	@echo "make lint                ruff and mypy"
+	@echo "make unit                all tests in one environment with torch"
+	@echo "make no-torch            the analysis in an environment without torch"
+	@echo "make package             build the wheel and the sdist, and check both"
+	@echo
+	@echo "Before a release:"
+	@echo "make test-all            make test, and all of the following (hours)"
+	@echo "make test-deepspeed      trainings under DeepSpeed; compiles its optimizers (minutes)"
+	@echo "make test-browser        reports in Chromium, as PNG, and for TensorBoard and Weights & Biases"
+	@echo "make test-integrations   the trainers of transformers and Lightning, and Accelerate, on the CPU"
+	@echo "make test-mindspore      trainings under MindSpore, in an environment of its own (1.5 GB)"
+	@echo "make test-ortmodule      a training under ORTModule beside one of PyTorch; compiles its extensions (1.5 GB)"
+	@echo "make test-campaigns      a short run of each campaign (minutes)"
+	@echo
+	@echo "To measure:"
+	@echo "make campaigns           kill, starve and overload trainings, and mutate recordings (hours; see RELIABILITY.md)"
+	@echo "make bench               what recording costs (minutes)"
+	@echo "make faults              which faults are found, and which legal changes are flagged (minutes)"
+	@echo "make mutation            how many changes of the judging code the tests notice (an hour)"
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,7 +53,7 @@ $(MINDSPORE)/ready: pyproject.toml
 	$(MINDSPORE)/bin/python -m pip install --quiet --editable '.[mindspore]' mindspore==2.10.0 pytest pytest-timeout pytest-xdist
 	touch $@
 
-# What tests need is imported from the other environment, which the tool does not enter.
+# The mutation environment holds the mutation tool; the packages that the tests need come from $(VENV).
 $(MUTATION)/ready: $(VENV)/ready
 	$(PYTHON) -m venv $(MUTATION)
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
@@ -49,10 +61,21 @@ $(MUTATION)/ready: $(VENV)/ready
 	$(MUTATION)/bin/python -m pip install --quiet cosmic-ray==8.7.0 coverage==7.17.3
 	touch $@
 
+# Chromium itself comes from the system, e.g. apt-get install chromium. Without it, its tests are skipped and say so.
+$(VENV)/browser-ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser,png,tensorboard,wandb]'
+	touch $@
+
+$(VENV)/integrations-ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[integrations]'
+	touch $@
+
 demo: $(VENV)/ready
 	$(BIN)/traindiff demo
 
-test: lint unit no-torch mindspore-where-it-is
+test: lint unit no-torch package mindspore-if-installed
+
+test-all: test test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -64,50 +87,49 @@ format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 
 unit: $(VENV)/ready
-	$(BIN)/pytest -n 2 --ignore tests/no_torch -m "not deepspeed"
-
-test-deepspeed: $(VENV)/ready
-	$(BIN)/pytest -n 2 tests/observe/sharding/test_deepspeed*.py tests/run/config/test_deepspeed*.py
-
-# Chromium itself comes from the system, e.g. apt-get install chromium; without it, its tests say so and are skipped.
-$(VENV)/browser-ready: $(VENV)/ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser,png,tensorboard,wandb]'
-	touch $@
-
-test-browser: $(VENV)/browser-ready
-	$(BIN)/pytest -n 2 tests/present/browser tests/present tests/present/viewer
-
-# ORTModule runs on the CPU with Debian 12's torch 1.13 alone; where that cannot be had, this says why.
-test-ortmodule: $(VENV)/ready
-	@reason=$$(tests/ortmodule/make_environment.sh $(ORTMODULE) 2>&1 | tail -n 1); \
-	if [ -e $(ORTMODULE)/ready ]; then $(BIN)/pytest tests/ortmodule; else echo "skipped: tests/ortmodule: $$reason"; fi
-
-$(VENV)/integrations-ready: $(VENV)/ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[integrations]'
-	touch $@
-
-test-integrations: $(VENV)/integrations-ready
-	$(BIN)/pytest -n 2 tests/integrations tests/compat
+	$(BIN)/pytest -n 2 --ignore tests/no_torch --ignore tests/package -m "not deepspeed"
 
 no-torch: $(LIGHT)/ready
 	! $(LIGHT)/bin/python -c "import torch" 2>/dev/null
 	$(LIGHT)/bin/python -m pytest tests/no_torch
 
-# In an environment without torch; the trainings that it is compared with run in the other one.
+package: $(VENV)/ready
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/pytest tests/package
+
+# The environment has no torch. The trainings that MindSpore is compared with run in the other environment.
 test-mindspore: $(MINDSPORE)/ready $(VENV)/ready
 	! $(MINDSPORE)/bin/python -c "import torch" 2>/dev/null
 	OMP_NUM_THREADS=1 TRAINDIFF_TORCH_PYTHON=$(CURDIR)/$(BIN)/python \
 		$(MINDSPORE)/bin/python -m pytest -n 2 tests/observe/mindspore
 
-mindspore-where-it-is:
+mindspore-if-installed:
 	@if [ -e $(MINDSPORE)/ready ]; then $(MAKE) test-mindspore; \
-	else echo "skipped: tests/observe/mindspore, $(MINDSPORE) is not there (make test-mindspore makes it)"; fi
+	else echo "skipped: tests/observe/mindspore, because there is no $(MINDSPORE) (make test-mindspore makes it)"; fi
 
-bench: $(VENV)/ready
-	$(BIN)/python benchmarks/overhead.py
+test-deepspeed: $(VENV)/ready
+	$(BIN)/pytest -n 2 tests/observe/sharding/test_deepspeed*.py tests/run/config/test_deepspeed*.py
 
-faults: $(VENV)/ready
-	$(BIN)/python -m benchmarks.faults
+test-browser: $(VENV)/browser-ready
+	$(BIN)/pytest -n 2 tests/present
+
+test-integrations: $(VENV)/integrations-ready
+	$(BIN)/pytest -n 2 tests/integrations tests/compat
+
+# ORTModule runs on the CPU only with Debian 12's torch 1.13. Where that cannot be installed, this says why.
+test-ortmodule: $(VENV)/ready
+	@reason=$$(tests/ortmodule/make_environment.sh $(ORTMODULE) 2>&1 | tail -n 1); \
+	if [ -e $(ORTMODULE)/ready ]; then $(BIN)/pytest tests/ortmodule; else echo "skipped: tests/ortmodule: $$reason"; fi
+
+test-campaigns: $(VENV)/ready
+	$(BIN)/python -m tests.campaigns.kills --count 8
+	$(BIN)/python -m tests.campaigns.signals --count 8
+	$(BIN)/python -m tests.campaigns.disks --quick
+	$(BIN)/python -m tests.campaigns.mutants --commands 200
+	$(BIN)/python -m tests.campaigns.mutants --in-process 10000
+	$(BIN)/python -m tests.campaigns.load --parameters 2000 --observations 10000 --micro-steps 3000 --steps 1000
 
 campaigns: $(VENV)/ready
 	$(BIN)/python -m tests.campaigns.kills --count 100
@@ -117,8 +139,14 @@ campaigns: $(VENV)/ready
 	$(BIN)/python -m tests.campaigns.mutants --in-process 1000000
 	$(BIN)/python -m tests.campaigns.load
 
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/overhead.py
+
+faults: $(VENV)/ready
+	$(BIN)/python -m benchmarks.faults
+
 mutation: $(MUTATION)/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(MUTATION)/bin/python -m benchmarks.mutation
 
 clean:
-	rm -rf $(VENV) $(LIGHT) $(MUTATION) $(MINDSPORE) $(ORTMODULE) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LIGHT) $(MUTATION) $(MINDSPORE) $(ORTMODULE) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

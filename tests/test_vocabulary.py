@@ -1,9 +1,10 @@
-"""One word for each thing, wherever users read: messages, help, documents, docstrings of public names."""
+"""Our own terms have one name each, wherever users read: messages, help, documents, docstrings of public names."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,32 +18,45 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "ARCHITECTURE.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "RELIABILITY.md",
+    ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted(Path(traindiff.__file__).parent.rglob("*.md")),
 ]
+PROJECT: str = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Homepage"]
+PAGES = (f"{PROJECT}/blob/main/", PROJECT.replace("github.com", "raw.githubusercontent.com") + "/main/")
+"""Where a file of the repository is shown, and where its bytes are."""
 
 INSTEAD: Mapping[str, str] = {
-    r"iterations?": "step",
-    r"micro-?iterations?|micro ?steps?|sub-?steps?": "micro-step",
+    r"(?:old|new|left|right)(?:-hand)? (?:side|run|recording|value)s?|on the (?:left|right)": "baseline or candidate",
+    r"(?:run|recording|side|training) (?-i:[AB])": "baseline or candidate",
+    r"(?:reference|golden|control) runs?|reference recordings?|test runs?": "baseline or candidate",
+    r"trace ?files?|dump ?(?:files?|director(?:y|ies))|capture files?": "recording",
+    r"anomal(?:y|ies)|discrepanc(?:y|ies)": "finding, or difference",
+    r"(?:probe|observation|tensor) (?:points?|locations?)": "site",
+    r"optimizer iterations?|training iterations?": "step",
+    r"micro-?iterations?|micro ?steps?|sub-?steps?|mini-?steps?": "micro-step",
     r"micro ?batch(?:es)?": "micro-batch",
-    # What a user sets is a tolerance.
-    r"tolerances?(?! in place of floors| per element|\* \(what the user sets)": "floor",
-    r"thresholds?|noise floors?": "floor",
-    r"discrepanc(?:y|ies)|mismatch(?:es)?|deviations? (?:from|between)": "difference, or finding",
-    r"(?:left|right)(?:-hand)? (?:side|run|recording|value)s?|on the (?:left|right)": "baseline or candidate",
-    r"(?:old|new) (?:run|recording|side)s?": "baseline or candidate",
-    r"(?:reference|trusted) recordings?": "baseline",
-    r"log ?(?:files?|director(?:y|ies))|trace files?": "recording",
-    r"worker|data-parallel replicas?|replicated copies": "rank, or copies",
-    r"hyperparameters?": "hyper-parameter",
-    r"non-?deterministic noise": "the baseline's own noise",
-    r"summariz\w+|normaliz\w+|synchroniz\w+|recogniz\w+": "the spelling with s",
+    r"data-parallel replicas?|model replicas?|replicated copies": "copies (replicas are perturbed runs)",
 }
-"""By what is not written: what is."""
+"""By synonyms of our own terms: the term. The field's words (threshold, tolerance, worker, ...) are free to use."""
+
+BRITISH: Mapping[str, str] = {
+    r"(?:behavi|col|fav|flav|hon|lab|neighb)our\w*": "-or",
+    r"\w+(?:[^w]is|yz)(?:ation|ations)(?<=isation|sations)": "-ization",
+    r"(?:summar|normal|synchron|recogn|initial|optim|serial|quant|organ|real|parallel|vector|regular|general|minim|maxim"
+    r"|special|local|material|util|emphas|categor|custom|final|visual|author|character|computer|standard)"
+    r"is(?:e|es|ed|er|ers|ing)": "-ize",
+    r"analys(?:e|ed|er|ing)|catalogue\w*|centre\w*|grey\w*|judgement\w*|licence\w*|defence|programmes?": "as in torch",
+    r"(?:cancel|label|model|signal|travel|marshal|level)l(?:ed|ing|er)": "a single l",
+    r"learnt|spelt|whilst|amongst": "learned, spelled, while, among",
+}
+"""By British spellings: the American one, which torch has."""
 
 
 def texts() -> dict[str, str]:
-    """All that users read, by where they read it."""
+    """Everything that users read, by where they read it."""
     commands = sorted(
         command.name or command.callback.__name__ for command in app.registered_commands if command.callback
     )
@@ -66,14 +80,36 @@ def prose(document: str) -> str:
 TEXTS = texts()
 
 
-@pytest.mark.parametrize("where", TEXTS)
-def test_no_thing_has_a_second_word(where: str) -> None:
-    found = {
+def unwanted(text: str, words: Mapping[str, str]) -> dict[str, str]:
+    """Each word of a text that is not to be used, with the one to use instead."""
+    return {
         match[0]: instead
-        for word, instead in INSTEAD.items()
-        for match in re.finditer(rf"\b(?:{word})(?!\w)", re.sub(r"\s+", " ", TEXTS[where]), re.IGNORECASE)
+        for word, instead in words.items()
+        for match in re.finditer(rf"\b(?:{word})(?!\w)", re.sub(r"\s+", " ", text), re.IGNORECASE)
     }
-    assert found == {}
+
+
+@pytest.mark.parametrize("where", TEXTS)
+def test_each_of_our_terms_has_one_name(where: str) -> None:
+    assert unwanted(TEXTS[where], INSTEAD) == {}
+
+
+@pytest.mark.parametrize("where", TEXTS)
+def test_the_spelling_is_american(where: str) -> None:
+    assert unwanted(TEXTS[where], BRITISH) == {}
+
+
+def test_the_words_are_found() -> None:
+    assert unwanted("The left run and the new recording, in a trace\nfile.", INSTEAD).keys() == {
+        "left run", "new recording", "trace file"
+    }  # fmt: skip
+    assert unwanted("Normalised colours, summarisation.", BRITISH).keys() == {
+        "Normalised", "colours", "summarisation"
+    }  # fmt: skip
+    assert (
+        unwanted("A threshold, a mismatch, an iteration of a worker, normalized as promised.", {**INSTEAD, **BRITISH})
+        == {}
+    )
 
 
 def test_the_help_of_a_command_names_its_arguments_after_what_they_are() -> None:
@@ -84,10 +120,29 @@ def test_the_help_of_a_command_names_its_arguments_after_what_they_are() -> None
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_files_that_a_document_names_are_there(document: Path) -> None:
+def test_files_that_a_document_names_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
-    paths = re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.-]+)`", text)
+    links = re.findall(r"\]\(([^)#\s]+)", text)
+    local = [document.parent / link for link in links if "://" not in link]
+    on_the_project_page = [ROOT / link.removeprefix(page) for link in links for page in PAGES if link.startswith(page)]
+    named = [ROOT / path for path in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.-]+)`", text)]
 
-    assert [link for link in links if not (document.parent / link).exists()] == []
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert [path for path in (*local, *on_the_project_page, *named) if not path.exists()] == []
+
+
+def test_the_readme_links_to_the_project_page_only_and_in_full() -> None:
+    links = re.findall(r"\]\(([^)\s]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith((*PAGES, PROJECT)) or " " in link] == []
+
+
+def test_every_document_of_the_project_has_the_same_address() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (*DOCUMENTS, *(ROOT / ".github").rglob("*.yml"))]
+    addresses = {
+        url
+        for text in texts
+        for url in re.findall(r"https://github\.com/traindiff[\w/-]*?(?=/(?:blob|tree|issues)|[^\w/-])", text)
+    }
+
+    assert addresses == {PROJECT}
