@@ -137,12 +137,10 @@ def test_the_readme_links_to_the_project_page_only_and_in_full() -> None:
     assert [link for link in links if not link.startswith((*PAGES, PROJECT)) or " " in link] == []
 
 
-def test_every_document_of_the_project_has_the_same_address() -> None:
-    texts = [path.read_text(encoding="utf-8") for path in (*DOCUMENTS, *(ROOT / ".github").rglob("*.yml"))]
-    addresses = {
-        url
-        for text in texts
-        for url in re.findall(r"https://github\.com/traindiff[\w/-]*?(?=/(?:blob|tree|issues)|[^\w/-])", text)
+def test_the_project_has_one_address() -> None:
+    files = [*DOCUMENTS, ROOT / "pyproject.toml", *(ROOT / ".github").rglob("*.yml")]
+    found = {
+        url for file in files for url in re.findall(r"https://github\.com/[\w-]+/traindiff\b", file.read_text("utf-8"))
     }
 
-    assert addresses == {PROJECT}
+    assert found == {PROJECT}

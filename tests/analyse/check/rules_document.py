@@ -1,4 +1,4 @@
-"""docs/rules.md as the rules themselves say it. `python -m tests.analyse.check.rules_document` writes it."""
+"""docs/rules.md, made from the docstrings and limits of the rules: `python -m tests.analyse.check.rules_document`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ PAGE = Path(__file__).parents[3] / "docs" / "rules.md"
 HEAD = """\
 # The rules of `traindiff check`
 
-`traindiff check RECORDING` holds one run against the rules below; `traindiff check --list` lists them. A rule that is
-broken makes the run *unhealthy* (exit code 1). Some rules only *warn*: what they find is worth knowing, may be meant,
-and leaves the run healthy. Each finding has step, site and numbers, and says what to do. What was not recorded is not
-judged: a rule of gradients needs `grad` among what is observed, and so on.
+`traindiff check RECORDING` applies the rules below to one run; `traindiff check --list` lists them. A broken rule
+makes the run *unhealthy* (exit code 1). Some rules only *warn*: their findings are worth knowing but may be intended,
+and the run stays healthy. Each finding has a step, a site and numbers, and says what to do. A rule needs its
+observations, such as `grad` for a rule about gradients; without them, it is not applied.
 
-A false alarm is worse than a miss, so limits are far from what healthy runs show. They were tried on the demo's GPT,
-and on classifiers with linear layers and with convolutions (in float32, in bfloat16 and float16 under autocast, with
-a loss scaler, dropout, weight decay, warm-up from 0, decay to 0, frozen layers, a head of zeros), none of which
-breaks a rule or gives a warning.
+A false alarm is worse than a miss, so limits are far from the values of healthy runs. They were tried on the demo's
+GPT, and on classifiers with linear layers and with convolutions: in float32, in bfloat16 and float16 under autocast,
+with a loss scaler, dropout, weight decay, warm-up from 0, decay to 0, frozen layers, and a head of zeros. None of
+these breaks a rule or gives a warning.
 
-`--rules A,B` asks these only, `--skip A,B` leaves these out, and `--config FILE.toml` sets other limits:
+`--rules A,B` applies only these rules, `--skip A,B` omits them, and `--config FILE.toml` sets other limits:
 
 ```toml
 [spike]
@@ -33,11 +33,11 @@ deviations = 20
 share = 0.25
 ```
 
-`traindiff.check(recording, rules="spike,dead-units", config="limits.toml")` does the same; `config` may also be the
-mapping itself. A name that is not known is an error that says the nearest one.
+`traindiff.check(recording, rules="spike,dead-units", config="limits.toml")` does the same. `config` may also be the
+mapping itself. An unknown name is an error that suggests the nearest one.
 
-Rules are asked once for each step, in one pass over the recording; what they keep from step to step is a few numbers
-for each site. [Extending](extending.md) says how to add one.
+Rules see each step once, in one pass over the recording. From step to step they keep a few numbers for each site.
+[Extending](extending.md) describes how to add a rule.
 """
 
 
