@@ -1,6 +1,6 @@
-"""A debugger for the numerics of neural-network training: where, when and on which rank two runs part.
+"""A debugger for the numerics of neural-network training: where, when and on which rank two runs diverge.
 
-Record a training, record it again in another way, and compare the two recordings:
+Record a training, record a changed version of it, and compare the two recordings:
 
     with traindiff.record("runs/base", model, optimizer):
         train(model, optimizer)
@@ -9,49 +9,49 @@ Record a training, record it again in another way, and compare the two recording
 
 Recording a training, which needs torch:
 
-    record          Observe a training, step by step; gives the `Recorder`, with `log`, `step` and `close`.
+    record          Observe a training, step by step; returns the `Recorder`, with `log`, `step` and `close`.
     inspect         Observe an intermediate tensor that no module returns.
-    shard           Say which part of a larger tensor a plain one is on each rank.
+    shard           Declare which part of a larger tensor each rank holds.
 
 Watching a training, which needs torch:
 
-    watch           Name where the first NaN or infinity is made; gives the `Watcher`, with `close`.
-    Origin          Where that was.
+    watch           Find where the first NaN or infinity is made; returns the `Watcher`, with `close`.
+    Origin          The tensor that was first NaN or infinite, and its place.
 
 Judging recordings, which needs no torch:
 
-    compare         Two recordings: a `Comparison`, with `verdict`, `first_divergence` and `findings`.
-    check           One recording by itself: a `Verdict`, with `verdict` and `findings`.
-    open_recording  The numbers of a recording: a `Recording`.
+    compare         Compare two recordings: a `Comparison`, with `verdict`, `first_divergence` and `findings`.
+    check           Check one recording by itself: a `Verdict`, with `verdict` and `findings`.
+    open_recording  Read the numbers of a recording: a `Recording`.
     Finding         One judged difference or broken rule, with its evidence.
 
 Running trainings and judging them, which needs torch:
 
-    verify          Run two trainings, compare them, and pin the fault down: a `Verification`.
-    investigate     Ask everything of two trainings, stage by stage, down to the operator: an `Investigation`.
-    calibrate       Run one training, and the runs from which its noise is measured.
+    verify          Run two trainings, compare them, and find the wrong operation: a `Verification`.
+    investigate     Find out why two trainings differ, stage by stage, down to the operator: an `Investigation`.
+    calibrate       Run one training, and the perturbed runs that measure its noise.
     Lockstep        Train two engines side by side and compare them step by step: a `Comparison`.
-    Setup           Under which engine, in which dtype, ... a training is run.
+    Setup           How a training is run: engine, dtype, ranks and so on.
     Recipe          A function that prepares a training from scratch and returns a `Training`.
 
-Errors, of which only `ConfigError` is for what the user wrote:
+Errors; `ConfigError` is the one about what the user wrote:
 
     TraindiffError
-        ConfigError             What was asked for cannot be done.
+        ConfigError             A setting, or a combination of settings, cannot be used.
         RecordingError          A recording cannot be used.
-            NotARecordingError      Nothing is there, or something else.
-            CorruptRecordingError   The bytes are not those that were written.
-            MixedRecordingError     Its ranks are of different runs.
+            NotARecordingError      The path has no recording.
+            CorruptRecordingError   The recording is damaged.
+            MixedRecordingError     Its ranks belong to different runs.
             FormatVersionError      A newer traindiff wrote it.
             LostFilesError          Its files were moved, deleted or cut short while they were written.
-        LockstepError           The ranks, or the sides, of a lockstep cannot go on together.
-        NonFiniteError          A training that is watched has made its first NaN or infinity.
-        StoppedError            A training that is watched has come to the step after which it was to stop.
+        LockstepError           The ranks, or the sides, of a lockstep cannot continue together.
+        NonFiniteError          A watched training has made its first NaN or infinity.
+        StoppedError            A watched training has reached the step after which it should stop.
         NotPerturbedError       A part of a replica's training ran where it cannot be perturbed.
-        UnsupportedTensorError  A tensor has no elements that could be read.
-    TraindiffWarning            Something could not be observed; the training goes on.
+        UnsupportedTensorError  A tensor has no readable elements.
+    TraindiffWarning            Something could not be observed; the training continues.
 
-The command `traindiff` does the same; `__version__` is what it prints with `--version`. Importing traindiff imports
+The command `traindiff` does the same; `traindiff --version` prints `__version__`. Importing traindiff imports
 no framework.
 """
 
