@@ -194,7 +194,7 @@ def _end(run: Path, way: str, row: Row, chance: random.Random) -> None:
     assert ended(forked(partial(_look, run, finished, verdict), output=log)) == 0, log.read_text()
     lost, ending = verdict.read_text().split()
     row.lost += int(lost)
-    if way != WAYS[2] and ending != "closed":
+    if way != WAYS[2] and ending not in ("closed", "aborted"):
         row.unclosed += 1
         print(f"{way}: {ending} {found.read_text()} {log.read_text()[-3000:]}", flush=True)
     for rest in run.parent.glob(f"{run.name}*"):
