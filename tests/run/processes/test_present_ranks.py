@@ -48,7 +48,7 @@ for nproc in (2, 3):
         says = f"{found.verdict}, {found.failed.message}"
     except traindiff.ConfigError as error:
         says = error.problems[0].what
-    print(f"[{os.environ['RANK']}: {says}]", flush=True)
+    print(f"[{os.environ['RANK']}: {message}]", flush=True)
 """
 
 
