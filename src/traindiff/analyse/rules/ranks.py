@@ -14,7 +14,6 @@ from traindiff.core.observation import BOUNDARY, PLACE
 from traindiff.core.site import label
 from traindiff.core.summary import UNIT_ROUNDOFF
 
-
 _STAGE = re.compile(r"stage\[(\d{1,9})\]")
 _SENT = re.compile(r"sent(\[\d+\].*)")
 
