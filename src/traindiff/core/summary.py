@@ -52,10 +52,6 @@ def rounding(dtype: str) -> float:
     return (32.0 if u <= UNIT_ROUNDOFF["float32"] else 2.0) * u
 
 
-DETAILS = ("summary", "exponents", "signs", "md5", "tensors")
-"""Parts that can be recorded; `summary` always is."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawTensor:
     """A tensor as bytes.

@@ -158,7 +158,7 @@ def detail_of_elements(
         found: Its elements.
         shape: Its shape.
         dtype: Its dtype, as torch spells it.
-        wanted: Some of `traindiff.core.summary.DETAILS`.
+        wanted: Some of `traindiff.core.setting_checks.DETAILS`.
         bounds: Of the intervals in which elements are counted, ascending; none where they are not.
         summary: Of the tensor, where it is known already.
 

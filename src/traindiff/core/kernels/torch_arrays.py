@@ -113,7 +113,7 @@ def detail_of(
 
     Args:
         tensor: Any tensor that `traindiff.core.kernels.summarize` takes.
-        wanted: Some of `traindiff.core.summary.DETAILS`.
+        wanted: Some of `traindiff.core.setting_checks.DETAILS`.
         bounds: Of the intervals in which elements are counted, ascending; none where they are not.
         summary: Of the tensor, where it is known already.
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from traindiff.analyse.compare import Verification
 from traindiff.analyse.merge.renames import parse_renames
 from traindiff.analyse.noise.tolerance import parse_tolerance
-from traindiff.core.settings import parse_replica
+from traindiff.core.setting_checks import parse_replica
 from traindiff.core.untrusted import MOST_JSON_BYTES, Folder, parse
 from traindiff.errors import ConfigError, CorruptRecordingError, Problem
 from traindiff.present.data import as_json
