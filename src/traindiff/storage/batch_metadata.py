@@ -14,8 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from traindiff.core.summary import SUMMARY
-from traindiff.storage.checked_rows import Malformed
-from traindiff.storage.schema import SCHEMA
+from traindiff.storage.schema import SCHEMA, Malformed
 
 MOST_MESSAGE_BYTES = 1 << 28
 """Size of a message at most."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from traindiff.core.site import printable
-from traindiff.core.untrusted import (
+from traindiff.core.untrusted.demands import (
     ANYTHING,
     FLAG,
     NUMBER,

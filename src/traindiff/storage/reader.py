@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.core.shards import Shard
-from traindiff.core.untrusted import MOST_JSON_BYTES, Folder
+from traindiff.core.untrusted.demands import MOST_JSON_BYTES
+from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import MixedRecordingError, NotARecordingError
 from traindiff.storage import manifest, tensor_files
 from traindiff.storage.location import file_system, rank_directory

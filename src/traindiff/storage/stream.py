@@ -18,14 +18,22 @@ import pyarrow as pa
 from traindiff.core.observation import Observation
 from traindiff.core.site import printable
 from traindiff.core.summary import Summaries
-from traindiff.core.untrusted import Folder, damaged
-from traindiff.core.untrusted.demands import quoted
+from traindiff.core.untrusted.demands import damaged, quoted
+from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CorruptRecordingError
 from traindiff.storage import gap, manifest
 from traindiff.storage.batch_metadata import MOST_MESSAGE_BYTES, checked_size, too_much
-from traindiff.storage.checked_rows import Malformed, check_columns, check_texts, decoding
 from traindiff.storage.location import DATA, SEALS
-from traindiff.storage.schema import NOTHING_STORED, SCHEMA, Stored, from_batch
+from traindiff.storage.schema import (
+    NOTHING_STORED,
+    SCHEMA,
+    Malformed,
+    Stored,
+    check_columns,
+    check_texts,
+    decoding,
+    from_batch,
+)
 
 _SEAL = re.compile(rb"(\d{1,18}) (\d{1,18}) ([0-9a-f]{8})\n")
 _CUT_SEAL = re.compile(rb"\d{0,18}|\d{1,18} \d{0,18}|\d{1,18} \d{1,18} [0-9a-f]{0,8}")

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from traindiff.core.shards import Shard
 from traindiff.core.summary import RawTensor
-from traindiff.core.untrusted import damaged, demanded, listed, mapped, one_of, parse, shaped, whole
-from traindiff.core.untrusted.demands import quoted
+from traindiff.core.untrusted.demands import damaged, demanded, listed, mapped, one_of, parse, quoted, shaped, whole
 from traindiff.storage.batch_metadata import too_much
-from traindiff.storage.checked_rows import MOST_ELEMENTS
 from traindiff.storage.location import file_name
+from traindiff.storage.schema import MOST_ELEMENTS
 
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",

@@ -20,8 +20,7 @@ from traindiff.errors import LostFilesError
 from traindiff.storage import manifest, tensor_files
 from traindiff.storage.batch_metadata import too_much
 from traindiff.storage.gap import GAP_FILE, Gap, ReservedNote, dumped, reason_of
-from traindiff.storage.location import DATA, SEALS, file_system, rank_directory
-from traindiff.storage.room import RecordingLock, make_room, unusable
+from traindiff.storage.location import DATA, SEALS, RecordingLock, file_system, make_room, rank_directory, unusable
 from traindiff.storage.schema import SCHEMA, Stored, to_batch
 from traindiff.storage.written_files import Lost, WrittenFiles, write_all
 

@@ -3,50 +3,8 @@
 Every reader of recordings, and of other tools' files, reads through this package:
 
 * `folder.Folder` opens regular files inside one directory, and no others; it never waits for one;
-* `json_text.parse` bounds the size, the depth and the numbers of a JSON text before it parses it;
+* `demands.parse` bounds the size, the depth and the numbers of a JSON text before it parses it;
 * `demands` say in one place which keys and types a parsed text must have.
 
 What is wrong ends in the error that the caller chose; by default a `CorruptRecordingError`.
 """
-
-from traindiff.core.untrusted.demands import (
-    ANYTHING,
-    FLAG,
-    MOST_JSON_BYTES,
-    NUMBER,
-    TEXT,
-    Demand,
-    Refuse,
-    damaged,
-    demanded,
-    either,
-    listed,
-    mapped,
-    nullable,
-    one_of,
-    parse,
-    shaped,
-    whole,
-)
-from traindiff.core.untrusted.folder import Folder
-
-__all__ = [
-    "ANYTHING",
-    "FLAG",
-    "MOST_JSON_BYTES",
-    "NUMBER",
-    "TEXT",
-    "Demand",
-    "Folder",
-    "Refuse",
-    "damaged",
-    "demanded",
-    "either",
-    "listed",
-    "mapped",
-    "nullable",
-    "one_of",
-    "parse",
-    "shaped",
-    "whole",
-]
