@@ -18,7 +18,11 @@ from traindiff.core.setting_checks import DETAILS, ReplicaSetting, SampleOrder
 from traindiff.core.shards import DeclaredShard, checked_shards
 from traindiff.core.steps import StepSelection
 from traindiff.core.tap_registry import OBSERVABLE
+from traindiff.core.untrusted.demands import ANYTHING, FLAG, NUMBER, TEXT, Demand, listed, mapped, nullable, whole
 from traindiff.errors import ConfigError, Problem
+
+MOST_RANKS = 1 << 17
+"""Limit for the ranks of a run."""
 
 _T = TypeVar("_T")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -56,14 +60,16 @@ class Setting:
     Attributes:
         default: As users would write it.
         check: Returns what the user wrote in one form, and appends to a list what is wrong with it.
-        to_json: Makes the value of `run.json`; None keeps the setting out of it.
+        to_json: Makes the value of `run.json` from the checked one.
+        in_json: Type that a reader of `run.json` demands; None keeps the setting out of it.
         help: Describes the option of `traindiff run`; empty where there is none.
         metavar: Placeholder for the option's value.
     """
 
     default: Any
     check: Callable[[Any, list[Problem]], Any]
-    to_json: Callable[[Any], Any] | None
+    to_json: Callable[[Any], Any]
+    in_json: Demand | None
     help: str
     metavar: str | None
 
@@ -75,13 +81,14 @@ def _same(value: _T) -> _T:
 def _setting(
     default: object,
     check: Callable[[Any, list[Problem]], _T],
+    in_json: Demand | None,
     *,
-    to_json: Callable[[_T], Any] | None = _same,
+    to_json: Callable[[_T], Any] = _same,
     help: str = "",  # noqa: A002  as typer calls it
     metavar: str | None = None,
 ) -> _T:
     """Declare a field of `RecordSettings`; see `Setting`."""
-    setting = Setting(default=default, check=check, to_json=to_json, help=help, metavar=metavar)
+    setting = Setting(default=default, check=check, to_json=to_json, in_json=in_json, help=help, metavar=metavar)
     return field(default_factory=lambda: check(default, []), metadata={"setting": setting})
 
 
@@ -94,57 +101,61 @@ class RecordSettings:
     """
 
     observe: frozenset[str] = _setting(
-        None, checks.checked_observe, to_json=lambda names: [name for name in OBSERVABLE if name in names],
+        None, checks.checked_observe, listed(TEXT), to_json=lambda names: [one for one in OBSERVABLE if one in names],
         metavar="A,B", help="What to observe (docs/observe.md). All phases, if left out.",
     )  # fmt: skip
     select: tuple[str, ...] = _setting(
-        "*", checks.checked_select, to_json=list,
+        "*", checks.checked_select, listed(TEXT), to_json=list,
         metavar="GLOB", help="Paths of modules and parameters, e.g. 'transformer.h.3.*'. Repeatable.",
     )  # fmt: skip
     detail: frozenset[str] = _setting(
-        "summary", checks.checked_detail, to_json=lambda names: [name for name in DETAILS if name in names],
+        "summary", checks.checked_detail, listed(TEXT), to_json=lambda names: [one for one in DETAILS if one in names],
         metavar="A,B", help="What to keep of a tensor: summary, exponents, signs, tensors.",
     )  # fmt: skip
     bounds: tuple[float, ...] = _setting(
-        (), checks.checked_bounds, to_json=list,
+        (), checks.checked_bounds, listed(NUMBER), to_json=list,
         metavar="A,B", help="Count elements of gradients between these, e.g. --bounds=-1,0,1.",
     )  # fmt: skip
     steps: StepSelection = _setting(  # noqa: RUF009  makes a field
-        None, checks.checked_steps, to_json=lambda steps: steps.text or None, help='Steps to record, e.g. "0-9,20,30-".'
-    )
+        None, checks.checked_steps, nullable(TEXT), to_json=lambda steps: steps.text or None,
+        help='Steps to record, e.g. "0-9,20,30-".',
+    )  # fmt: skip
     ranks: tuple[int, ...] | None = _setting(
-        None, checks.checked_ranks, to_json=lambda ranks: None if ranks is None else list(ranks),
+        None, checks.checked_ranks, nullable(listed(whole(0, MOST_RANKS - 1))),
+        to_json=lambda ranks: None if ranks is None else list(ranks),
         help='Ranks to record, e.g. "0,8".',
     )  # fmt: skip
-    every: int = _setting(1, checks.checked_every, help="Record only every n-th step.")
+    every: int = _setting(1, checks.checked_every, whole(1), help="Record only every n-th step.")
     batch_axis: Mapping[str, int | None] = _setting(
-        None, checks.checked_batch_axis, to_json=dict, help="The batch axis of all tensors, if it is not 0."
-    )
+        None, checks.checked_batch_axis, mapped(ANYTHING), to_json=dict,
+        help="The batch axis of all tensors, if it is not 0.",
+    )  # fmt: skip
     sample_order: SampleOrder = _setting(  # noqa: RUF009  makes a field
-        "blocks", checks.checked_sample_order, help="How ranks share a batch: blocks or interleaved."
+        "blocks", checks.checked_sample_order, TEXT, help="How ranks share a batch: blocks or interleaved."
     )
-    shards: tuple[DeclaredShard, ...] = _setting((), checked_shards, to_json=lambda shards: list(map(str, shards)))
+    shards: tuple[DeclaredShard, ...] = _setting(
+        (), checked_shards, listed(TEXT), to_json=lambda shards: list(map(str, shards))
+    )
     operators: tuple[str, ...] = _setting(
-        None, checks.checked_operators, to_json=list,
+        None, checks.checked_operators, listed(TEXT), to_json=list,
         metavar="GLOB", help="Modules whose operators are recorded; choose --steps too. Repeatable.",
     )  # fmt: skip
     evaluation: bool = _setting(
-        default=False,
-        check=partial(checks.checked_flag, "evaluation"),
+        default=False, check=partial(checks.checked_flag, "evaluation"), in_json=FLAG,
         help="Record forward passes without gradients too.",
-    )
+    )  # fmt: skip
     strict: bool = _setting(
         default=False,
         check=partial(checks.checked_flag, "strict"),
-        to_json=None,
+        in_json=None,
         help="Raise errors of traindiff's own.",
     )
     run_on_cpu: bool = _setting(
-        default=False, check=partial(checks.checked_flag, "run_on_cpu"), to_json=None,
+        default=False, check=partial(checks.checked_flag, "run_on_cpu"), in_json=None,
         help="Copy tensors of other devices to the CPU and summarize them there.",
     )  # fmt: skip
     replica: ReplicaSetting | None = _setting(  # noqa: RUF009  makes a field
-        None, checks.checked_replica, to_json=lambda replica: None if replica is None else str(replica),
+        None, checks.checked_replica, nullable(TEXT), to_json=lambda replica: None if replica is None else str(replica),
         help="Perturb the training on purpose: ulp:SEED, reorder:SEED, float64.",
     )  # fmt: skip
     counts_skipped: bool = True
@@ -158,7 +169,7 @@ class RecordSettings:
         return {
             name: setting.to_json(getattr(self, name))
             for name, setting in SETTINGS.items()
-            if setting.to_json is not None
+            if setting.in_json is not None
         }
 
 

@@ -24,13 +24,13 @@ from traindiff.storage.gap import GAP_FILE
 from traindiff.storage.written_files import UNFINISHED
 
 DATA = "observations.arrows"
-"""File of a rank's observations."""
+"""Name of the file with a rank's observations."""
 
 SEALS = "observations.crc"
-"""File of their checksums."""
+"""Name of the file with their checksums."""
 
 LONGEST = 150
-"""Characters of a file name at most, its ending left out."""
+"""Limit for the characters of a file name without its ending."""
 
 _DIGEST = 16
 _UNSAFE = re.compile(r"[^A-Za-z0-9._\-]")
@@ -42,7 +42,7 @@ def file_name(text: str) -> str:
 
     Letters without accents, digits and `._-` stand for themselves, every other character for the hexadecimal bytes
     of its UTF-8, each behind a `%`. Names that some system reserves (`con`, `..`, a leading dot) begin with
-    `%_`. What is longer than `LONGEST` is cut, and ends in `%~` and 16 hexadecimal digits of the SHA-256 of `text`.
+    `%_`. A longer name than `LONGEST` is cut and ends in `%~` and 16 hexadecimal digits of the SHA-256 of `text`.
     Upper-case letters are kept apart from lower-case ones by the reader, not by a file system that
     ignores case; traindiff's own names begin with a number that is unique.
     """
@@ -66,8 +66,8 @@ def file_system(path: str) -> tuple[Any, str]:
     """The fsspec file system of a path or URL, and the path in it.
 
     Raises:
-        ConfigError: The protocol is not known, or needs a package that is not installed; or the path is relative to
-            a working directory that is gone.
+        ConfigError: The protocol is not known or needs a package that is not installed, or the path is relative to
+            a working directory that no longer exists.
     """
     try:
         file_system, root = fsspec.core.url_to_fs(path)
@@ -88,7 +88,7 @@ def _unreachable(path: str, what: str, fix: str) -> ConfigError:
 
 
 _FILES = frozenset({DATA, SEALS, "rank.json", "tensors", GAP_FILE, "rank.json" + UNFINISHED, GAP_FILE + UNFINISHED})
-"""What a rank's directory holds."""
+"""Names of everything in a rank's directory."""
 
 _LONGEST_SHOWN = 300
 
@@ -103,19 +103,20 @@ def make_room(
     leads: bool,
     overwrite: bool,
 ) -> None:
-    """Remove what an earlier recording left where a rank is to be recorded.
+    """Remove what an earlier recording left at the place of a new one.
 
     Args:
-        file_system: Where it is.
-        root: Directory of the recording, in it.
-        path: The same, as the user wrote it.
-        rank: Which rank.
+        file_system: File system of the recording.
+        root: Directory of the recording, in this file system.
+        path: The same directory as the user wrote it.
+        rank: Rank of this process.
         recorded: All ranks that are recorded.
-        leads: Whether this rank writes for all of them, and so removes others.
-        overwrite: Whether anything may be removed.
+        leads: Whether this rank also removes the directories of ranks that are not recorded.
+        overwrite: Whether a recording may be removed.
 
     Raises:
-        ConfigError: Something else is there, a recording that may not be replaced, or one that is being written.
+        ConfigError: The directory holds something else, a recording that may not be replaced, or one that is still
+            being written.
     """
     if not file_system.exists(root):
         return
@@ -138,7 +139,7 @@ def make_room(
     stale = sorted(({mine, *beyond} if leads else {mine}) & names)
     with ExitStack() as locks:
         if isinstance(file_system, LocalFileSystem):
-            for name in stale:  # nobody else takes one over until it is removed
+            for name in stale:  # nobody else may take one over before it is removed
                 locks.callback(_take_over(posixpath.join(root, name), path=path).release)
         # Other ranks of this run may have been faster, so their directories are no reason to refuse.
         if not overwrite and (mine in names or (leads and ("run.json" in names or beyond))):
@@ -152,7 +153,7 @@ def make_room(
 
 
 def _other_things(file_system: Any, root: str, names: set[str], *, ranks: set[str]) -> set[str]:
-    """What is there and is no part of a recording."""
+    """Names of files that are not part of a recording."""
     other = {name for name in names if _rank_of(name) < 0} - {"run.json", "run.json" + UNFINISHED}
     if "run.json" in names:
         run = file_system.cat_file(posixpath.join(root, "run.json"))
@@ -164,7 +165,7 @@ def _other_things(file_system: Any, root: str, names: set[str], *, ranks: set[st
 
 
 def _take_over(directory: str, *, path: str) -> RecordingLock:
-    """The lock of a rank that is there."""
+    """The lock of an earlier recording's rank."""
     lock = RecordingLock(posixpath.join(directory, DATA))
     if lock.is_taken:
         raise unusable(
@@ -177,7 +178,7 @@ def _take_over(directory: str, *, path: str) -> RecordingLock:
 
 
 def unusable(path: str, *, what: str, fix: str) -> ConfigError:
-    """The error of a path that cannot be recorded to."""
+    """The error for a path that cannot be recorded to."""
     shown = path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}..."
     problem = Problem(where=f"record(path={shown!r})", what=what, fix=fix)
     return ConfigError("record(...)", [problem], consequence="nothing was attached to the model")
@@ -194,15 +195,15 @@ def _rank_of(name: str) -> int:
 
 
 class RecordingLock:
-    """A lock on a file, until `release` or the end of this process; readers do not notice it.
+    """A lock on a file until `release` or the end of this process; readers ignore it.
 
     Args:
         path: Local path of the file.
 
     Attributes:
-        is_held: Whether the lock was got. False where another recording holds it, and where there is no file or the
+        is_held: Whether this process has the lock. False if another recording has it, the file does not exist, or the
             file system has no locks.
-        is_taken: Whether another recording holds it.
+        is_taken: Whether another recording has it.
     """
 
     def __init__(self, path: str) -> None:
@@ -211,7 +212,7 @@ class RecordingLock:
         self._fd = -1
         _LOCKS.add(self)
         try:
-            import fcntl  # Windows has none; recordings are compared there, too
+            import fcntl  # missing on Windows, where recordings are compared too
 
             _release_in_forks()
             self._fd = os.open(path, os.O_RDWR)
@@ -220,14 +221,14 @@ class RecordingLock:
         except BlockingIOError:
             self.is_taken = True
             self.release()
-        except (ImportError, OSError):  # no file, or no right to write it; or this system has no locks
+        except (ImportError, OSError):  # no file, no right to write it, or no locks on this system
             self.release()
 
     def __del__(self) -> None:
         self.release()
 
     def release(self) -> None:
-        """Give the lock back. Later calls do nothing."""
+        """Release the lock. Later calls do nothing."""
         fd, self._fd = self._fd, -1
         self.is_held = False
         _LOCKS.discard(self)
@@ -241,7 +242,7 @@ _LOCKS: weakref.WeakSet[RecordingLock] = weakref.WeakSet()
 
 @cache
 def _release_in_forks() -> None:
-    """Have forks of the process let go of its locks, so that none outlives it in a worker of a data loader."""
+    """Make forks of this process release its locks, so that no data-loader worker keeps one."""
     os.register_at_fork(after_in_child=_release_all)
 
 

@@ -66,7 +66,7 @@ class Stored:
     files: Mapping[int, str] = field(default_factory=dict)
 
     def joined(self, more: Stored, *, after: int) -> Stored:
-        """With those of further observations, which begin at row `after`."""
+        """These parts with those of further observations, whose rows begin at `after`."""
         return Stored(
             exponents={**self.exponents, **{after + row: counts for row, counts in more.exponents.items()}},
             files={**self.files, **{after + row: name for row, name in more.files.items()}},
@@ -96,15 +96,15 @@ def to_batch(
 
 
 def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Stored]:
-    """The inverse of `to_batch`, but that texts are `printable`.
+    """The inverse of `to_batch`, except that texts become `printable`.
 
-    Equal texts and shards of a batch are one object each.
+    Equal texts and equal shards of a batch share one object.
 
     Args:
-        batch: Its columns are known to be well-formed: of a stranger's, `check_columns` says so.
+        batch: Its columns are well-formed; `check_columns` makes sure of that for files of strangers.
 
     Raises:
-        Malformed: No observations are like that.
+        Malformed: Its rows cannot be observations.
     """
     about = [_values(batch.column(field.name)) for field in _ABOUT]
     names = (*(field.name for field in _ABOUT), "shard")
@@ -133,10 +133,7 @@ def _exponents(column: pa.ListArray) -> dict[int, NDArray[np.int64]]:
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """The values of a column. Texts repeat from row to row, step to step and rank to rank; each is kept once.
-
-    They come from whoever wrote the recording, and are read by people: see `printable`.
-    """
+    """The values of a column; texts are made `printable`, and equal texts share one object."""
     if not pa.types.is_string(column.type):
         values: list[Any] = column.to_numpy(zero_copy_only=False).tolist()
         return values
@@ -166,13 +163,13 @@ def _slices(column: pa.ListArray) -> list[bytes]:
 
 
 MOST_AXES = 64
-"""Axes of a tensor at most; torch has this limit too."""
+"""Limit for the axes of a tensor; torch has the same."""
 
 MOST_ELEMENTS = 1 << 62
-"""Elements of a tensor at most, axes of length 0 left out of the product."""
+"""Limit for the elements of a tensor; axes of length 0 are left out of the product."""
 
 MOST_CHARACTERS = 1 << 20
-"""Characters of a text at most."""
+"""Limit for the characters of a text."""
 
 NUM_EXPONENTS = 320
 
@@ -181,16 +178,16 @@ _MERGES = frozenset(get_args(Merge))
 _NOT_NEGATIVE = ("step", "micro_step", "call", "term", "count", "nan", "positive_infinity", "negative_infinity", "zero",
                  "negative", "subnormal", "sum_of_squares")  # fmt: skip
 _APART = ("nan", "positive_infinity", "negative_infinity", "zero")
-"""Counts of elements that are never the same ones."""
+"""Counts of disjoint sets of elements."""
 
 
 class Malformed(Exception):  # noqa: N818
-    """A message is not one of a step; the text is a clause that says why."""
+    """A message cannot belong to a step; the text is a clause that says why."""
 
 
 @contextmanager
 def decoding() -> Iterator[None]:
-    """Have what Arrow finds wrong end in `Malformed`."""
+    """Turn errors of Arrow into `Malformed`."""
     try:
         yield
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, StopIteration) as error:
@@ -198,10 +195,10 @@ def decoding() -> Iterator[None]:
 
 
 def check_columns(batch: pa.RecordBatch) -> None:
-    """Refuse a batch that Arrow itself finds malformed, or whose values no observation has.
+    """Refuse a batch that Arrow finds malformed, or whose values no observation can have.
 
     Raises:
-        Malformed: It is so.
+        Malformed: The batch is refused.
     """
     with decoding():
         batch.validate(full=True)
@@ -225,14 +222,14 @@ def check_columns(batch: pa.RecordBatch) -> None:
 
 
 def check_texts(texts: list[str]) -> list[str]:
-    """The texts, if none is longer than one may be."""
+    """The texts, if none is too long."""
     if (longest := max(map(len, texts), default=0)) > MOST_CHARACTERS:
         raise Malformed(f"a text has {longest} characters, and may have {MOST_CHARACTERS}")
     return texts
 
 
 def check_tensor_file(name: str) -> str:
-    """The name of a file with tensors, if it is one that the format has."""
+    """The name of a file with tensors, if the format allows it."""
     if not _TENSOR_FILE.fullmatch(name):
         raise Malformed(f"{name[:80]!r} is not the name of a file with tensors")
     return name
@@ -241,7 +238,7 @@ def check_tensor_file(name: str) -> str:
 def checked_shard(
     shape: tuple[int, ...], whole: tuple[int, ...], offset: tuple[int, ...], spacing: tuple[int, ...]
 ) -> Shard:
-    """The part of a tensor of shape `whole` that these columns describe, if there can be one."""
+    """The part of a tensor of shape `whole` that these columns describe, if it is possible."""
     open_axis = whole[:1] == (OPEN,)
     lengths = whole[1:] if open_axis else whole
     if max(len(shape), len(whole), len(offset)) > MOST_AXES:
@@ -266,7 +263,7 @@ def checked_shard(
 
 
 def _extent(shape: tuple[int, ...], spacing: tuple[int, ...]) -> tuple[int, ...]:
-    """Lengths of the smallest box that holds a box whose rows may lie apart."""
+    """Lengths of the smallest box around a box whose rows may have gaps between them."""
     if not spacing:
         return shape
     if len(spacing) != 2 or not shape or not 0 < spacing[0] <= spacing[1] <= MOST_ELEMENTS or shape[0] % spacing[0]:
