@@ -20,24 +20,15 @@ from traindiff.core.shards import OPEN, Shard
 from traindiff.core.site import PHASES, printable
 from traindiff.core.summary import SUMMARY, Summaries
 
-_ABOUT: tuple[pa.Field, ...] = (
-    pa.field("step", pa.int64(), nullable=False),
-    pa.field("micro_step", pa.int32(), nullable=False),
-    pa.field("optimizer", pa.utf8(), nullable=False),
-    pa.field("phase", pa.utf8(), nullable=False),
-    pa.field("stage", pa.utf8(), nullable=False),
-    pa.field("path", pa.utf8(), nullable=False),
-    pa.field("slot", pa.utf8(), nullable=False),
-    pa.field("call", pa.int32(), nullable=False),
-    pa.field("order", pa.int64(), nullable=False),
-    pa.field("dtype", pa.utf8(), nullable=False),
-    pa.field("merge", pa.utf8(), nullable=False),
-    pa.field("weight", pa.float64(), nullable=False),
-    pa.field("factor", pa.float64(), nullable=False),
-    pa.field("term", pa.int32(), nullable=False),
-    pa.field("scaled", pa.bool_(), nullable=False),
-    pa.field("unobserved", pa.utf8(), nullable=False),
-)
+_ABOUT: tuple[pa.Field, ...] = tuple(
+    pa.field(name, kind, nullable=False)
+    for name, kind in {
+        "step": pa.int64(), "micro_step": pa.int32(), "optimizer": pa.utf8(), "phase": pa.utf8(), "stage": pa.utf8(),
+        "path": pa.utf8(), "slot": pa.utf8(), "call": pa.int32(), "order": pa.int64(), "dtype": pa.utf8(),
+        "merge": pa.utf8(), "weight": pa.float64(), "factor": pa.float64(), "term": pa.int32(), "scaled": pa.bool_(),
+        "unobserved": pa.utf8(),
+    }.items()
+)  # fmt: skip
 _SHARD: tuple[pa.Field, ...] = tuple(
     pa.field(name, pa.list_(pa.int64()), nullable=False) for name in ("shape", "global_shape", "offset", "spacing")
 )
