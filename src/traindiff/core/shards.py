@@ -85,32 +85,20 @@ def checked_shards(value: object, problems: list[Problem]) -> tuple[DeclaredShar
 
 
 def _problems(one: DeclaredShard) -> list[Problem]:
-    where = f"record(shards=...), {one.pattern!r}"
-    found = []
+    found: list[tuple[str, str]] = []
     if not isinstance(one.pattern, str) or not one.pattern:
-        what = "is no pattern over paths of modules or parameters."
-        found.append(Problem(where=where, what=what, fix=_FIX))
+        found.append(("is no pattern over paths of modules or parameters.", _FIX))
     if one.dim is not None and (not isinstance(one.dim, int) or isinstance(one.dim, bool)):
-        found.append(
-            Problem(
-                where=where,
-                what=f"has dim={one.dim!r}, which is no dim of a tensor.",
-                fix="Write a whole number, e.g. dim=1, or leave it out where each rank has all of the tensor.",
-            )
-        )
+        fix = "Write a whole number, e.g. dim=1, or leave it out where each rank has all of the tensor."
+        found.append((f"has dim={one.dim!r}, which is no dim of a tensor.", fix))
     if one.partial and one.dim is not None:
         what = f"is partial and has dim={one.dim}: a term of a sum has all elements."
-        found.append(Problem(where=where, what=what, fix=f"Write either dim={one.dim} or partial=True."))
+        found.append((what, f"Write either dim={one.dim} or partial=True."))
     if not isinstance(one.blocks, int) or one.blocks < 1:
-        what = f"has blocks={one.blocks!r}, which is no number of blocks."
-        found.append(
-            Problem(
-                where=where,
-                what=what,
-                fix="Write of how many equal blocks the dim consists, e.g. blocks=3, or leave it out.",
-            )
-        )
-    return found
+        fix = "Write of how many equal blocks the dim consists, e.g. blocks=3, or leave it out."
+        found.append((f"has blocks={one.blocks!r}, which is no number of blocks.", fix))
+    where = f"record(shards=...), {one.pattern!r}"
+    return [Problem(where=where, what=what, fix=fix) for what, fix in found]
 
 
 Ranges = tuple[tuple[int, int], ...]
