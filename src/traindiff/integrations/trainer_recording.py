@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from traindiff.core.settings import check_names, record_settings, recording_path
+from traindiff.core.settings import SETTINGS, check_names, record_settings, recording_path
 from traindiff.observe.torch.session.live_modules import called_of, outermost_around, trained_parts
-from traindiff.observe.torch.session.record import STANDARD_SETTINGS, recorder_of
+from traindiff.observe.torch.session.record import recorder_of
 from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import find_targets
 
@@ -30,12 +30,10 @@ class TrainerRecording:
     """
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
-        known = [*STANDARD_SETTINGS, "overwrite"]
-        check_names([name for name in settings if name not in known], known=known)
+        check_names(settings, known=("overwrite", *SETTINGS))
         self._path = recording_path(path)
         self._overwrite = bool(settings.get("overwrite", False))
-        chosen = {name: value for name, value in settings.items() if name != "overwrite"}
-        self._settings = record_settings(**{**STANDARD_SETTINGS, **chosen})
+        self._settings = record_settings(**{name: settings[name] for name in settings if name != "overwrite"})
         self.recorder: Recorder | None = None
 
     def begin(self, model: nn.Module, *, first_step: int, calls_parts: bool = False) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from traindiff.analyse.rules import RULES, Rule
-from traindiff.core.untrusted import Folder
+from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import ConfigError, Problem, type_of
 
 Names = str | Iterable[str] | None

@@ -16,7 +16,7 @@ from traindiff.core.observation import Observation
 from traindiff.core.summary import Detail, Summaries
 from traindiff.storage import Gap, RecordingWriter
 from traindiff.storage.gap import reason_of
-from traindiff.storage.room import unusable
+from traindiff.storage.location import unusable
 from traindiff.storage.writer import NO_DETAILS
 
 DEPTH = 2

@@ -12,7 +12,6 @@ from torch import Tensor
 from traindiff.core.settings import record_settings
 from traindiff.observe.common.writing import StepWriter, on_disk
 from traindiff.observe.torch.perturb.making import make_replica
-from traindiff.observe.torch.session.record import STANDARD_SETTINGS
 from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import find_targets
 from traindiff.run.lockstep.live_steps import LiveWriter, RunMessage
@@ -48,7 +47,7 @@ class LiveSide:
             **stepped.record, **record, "observe": settings.observe, "select": settings.select,
             "every": settings.test_every, "replica": replica or None,
         }  # fmt: skip
-        checked = record_settings(**{**STANDARD_SETTINGS, **chosen})
+        checked = record_settings(**chosen)
         self.targets = find_targets(
             stepped.model, stepped.optimizer, select=checked.select, shards=checked.shards,
             operators=checked.operators,

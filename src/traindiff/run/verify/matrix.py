@@ -17,7 +17,8 @@ from traindiff._version import __version__
 from traindiff.analyse.compare.investigation import IMPOSSIBLE, REFUSED, Matrix, MatrixRow
 from traindiff.analyse.compare.verification import Verification
 from traindiff.analyse.findings import where_text
-from traindiff.core.untrusted import ANYTHING, MOST_JSON_BYTES, TEXT, Folder, demanded, parse, shaped
+from traindiff.core.untrusted.demands import ANYTHING, MOST_JSON_BYTES, TEXT, demanded, parse, shaped
+from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import ConfigError, CorruptRecordingError, Problem, type_of
 from traindiff.run.config.obstacles import obstacles
 from traindiff.run.config.setup import Setup

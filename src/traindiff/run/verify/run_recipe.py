@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from traindiff.core.observation import Observation
-from traindiff.core.settings import RecordSettings, ReplicaSetting, check_names, record_settings
+from traindiff.core.setting_checks import ReplicaSetting
+from traindiff.core.settings import SETTINGS, RecordSettings, check_names, record_settings
 from traindiff.errors import ConfigError, Problem
 from traindiff.observe.torch.perturb.making import make_replica
 from traindiff.observe.torch.perturb.precision import PrecisionReplica
 from traindiff.observe.torch.perturb.random_rounding import is_rounded, randomly_rounded, rounding_key
 from traindiff.observe.torch.perturb.replica import Replica, compiled_parts
-from traindiff.observe.torch.session.record import STANDARD_SETTINGS
 from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import Targets, find_targets
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
@@ -90,9 +90,8 @@ def run_recipe(
         if DROPOUT in aids:
             take_out_dropout(training.model)
         chosen = {**training.record, **settings}
-        unknown = [name for name in chosen if name not in STANDARD_SETTINGS]
-        check_names(unknown, known=STANDARD_SETTINGS.keys(), where=f"{where}, record")
-        checked = record_settings(**{**STANDARD_SETTINGS, **chosen})
+        check_names(chosen, known=SETTINGS, where=f"{where}, record")
+        checked = record_settings(**chosen)
         targets = find_targets(
             training.model, training.optimizer, select=checked.select, shards=checked.shards,
             operators=checked.operators,

@@ -13,8 +13,9 @@ from rich.console import Console
 from traindiff.analyse.compare import Verification
 from traindiff.analyse.merge.renames import parse_renames
 from traindiff.analyse.noise.tolerance import parse_tolerance
-from traindiff.core.settings import parse_replica
-from traindiff.core.untrusted import MOST_JSON_BYTES, Folder, parse
+from traindiff.core.setting_checks import parse_replica
+from traindiff.core.untrusted.demands import MOST_JSON_BYTES, parse
+from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import ConfigError, CorruptRecordingError, Problem
 from traindiff.present.data import as_json
 from traindiff.present.text.verification import print_verification

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from traindiff.core.settings import ReplicaSetting
+from traindiff.core.setting_checks import ReplicaSetting
 from traindiff.errors import ConfigError, Problem
 from traindiff.observe.torch.perturb.precision import PrecisionReplica
 from traindiff.observe.torch.perturb.reorder import ReorderReplica

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from traindiff.core._torch_compat import is_compiled
-from traindiff.core.settings import ReplicaSetting
+from traindiff.core.setting_checks import ReplicaSetting
 from traindiff.core.site import ROOT, canonical_paths
 from traindiff.errors import ConfigError, NotPerturbedError, Problem
 from traindiff.observe.common.sink import Sink
