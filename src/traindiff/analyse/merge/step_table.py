@@ -2,180 +2,66 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.merge.loss_scale import unscaled
-from traindiff.core.observation import PLACE, RECOMPUTED, SAMPLE, Observation
+from traindiff.analyse.merge.site import MergedSite, Part, RankPart, SiteKey
+from traindiff.core.observation import LOSS_SCALE, PLACE, RECOMPUTED, SAMPLE, Observation
 from traindiff.core.shards import OPEN, Shard
 from traindiff.core.site import ROOT
-from traindiff.core.summary import add, distance, empty, merge, scale
-
-_MOST_RUNS = 1 << 20
-"""Runs of rows that lie one after the other, of all ranks, that are looked at. Of a shard whose rows are spaced each
-sample of a batch may be one."""
-
-
-def gap(shape: Sequence[int], shards: Collection[Shard]) -> str:
-    """Why the shards of a tensor of a shape do not make a whole; empty where they do."""
-    shapes = {shard.global_shape[1:] if shard.batched else shard.global_shape for shard in shards}
-    if len(shapes) > 1:
-        one, other, *_ = sorted(shapes)
-        return f"ranks disagree on the shape of the whole: {list(one)} or {list(other)}"
-    batched = any(shard.batched for shard in shards)
-    return (_misplaced_rows(shards) if batched else "") or _uncovered(shape, shards)
-
-
-def not_placed(parts: Sequence[tuple[Observation, int, Any]]) -> str:
-    """Why it is not known what ranks hold of an activation or a loss, if they hold different values of one shard.
-
-    Args:
-        parts: Observation, rank and summary of each.
-    """
-    if len(parts) == 1:
-        return ""
-    first = parts[0][0]
-    summed = first.merge == "sum"
-    values: dict[tuple[int, int], set[int]] = {}
-    for seen, _, summary in parts:
-        values.setdefault((seen.micro_step, seen.term if summed else 0), set()).add(int(summary["fingerprint"]))
-    are_copies = not summed and len({seen.term for seen, _, _ in parts}) == 1
-    if are_copies or all(len(same) == 1 for same in values.values()):
-        return ""
-    if first.phase == "loss":
-        return "ranks that work on the same samples hold different values of it"
-    return (
-        "ranks hold different values of it, and which part of the whole these are is not known: declare its "
-        f'batch axis with record(batch_axis={{"{first.path or ROOT}": ...}}) or, where ranks divide the model, which '
-        f'part each has with record(shards=[traindiff.shard("{first.path or ROOT}", dim=..., axis=...)])'
-    )
-
-
-def _misplaced_rows(shards: Iterable[Shard]) -> str:
-    """Why the rows of ranks and micro-batches do not make a batch; empty where they do."""
-    shards = [shard for shard in shards if shard.batched]  # ranks may disagree
-    if sum(shard.shape[0] // shard.spacing[0] for shard in shards if shard.spacing) > _MOST_RUNS:
-        return f"its rows lie in more than {_MOST_RUNS:,} places"
-    rows = sorted({run for shard in shards for run in _runs_of_rows(shard) if run[1]})
-    ends = [0, *(first + count for first, count in rows)]
-    for (first, _), end in zip(rows, ends, strict=False):
-        if first != end:
-            what = "overlap" if first < end else "leave gaps"
-            return f"rows of several ranks {what}: their batches differ in size, so which sample is which is not known"
-    return ""
-
-
-def _runs_of_rows(shard: Shard) -> Iterable[tuple[int, int]]:
-    """First row and number of rows that lie one after the other."""
-    if shard.spacing is None:
-        return [(shard.offset[0], shard.shape[0])]
-    together, apart = shard.spacing
-    return [(shard.offset[0] + number * apart, together) for number in range(shard.shape[0] // together)]
-
-
-def _uncovered(shape: Sequence[int], shards: Iterable[Shard]) -> str:
-    """Why the shards of a tensor do not make a whole; empty where they do."""
-    whole, held = prod(shape), sum(shard.size for shard in shards)
-    if held < whole:
-        return f"its shards leave {whole - held:,} of its {whole:,} elements out"
-    return f"its shards overlap in {held - whole:,} of its {whole:,} elements" if held > whole else ""
-
+from traindiff.core.summary import add, distance, empty, merge, number, scale
 
 _AFTER_ALL = 1 << 60
-"""Added to the order of scalars that the training logged: they follow from what it computed, and nothing from them."""
-
-_GROUP = re.compile(r"(.*)\.groups\[(\d{1,9})\]")
+"""Added to the order of logged scalars: they follow from the computation, and nothing follows from them."""
 
 
-class Key(NamedTuple):
-    """What makes two observations of two runs the same one."""
-
-    phase: str
-    stage: str
-    path: str
-    slot: str
-    call: int
-    micro_step: int  # 0 for what merges over micro-steps
-
-    @property
-    def group(self) -> tuple[str, int] | None:
-        """Optimizer and number of the parameter group, if this is a setting of one."""
-        match = _GROUP.fullmatch(self.path) if self.phase == "optimizer" else None
-        return (match[1], int(match[2])) if match else None
-
-
-class Held(NamedTuple):
-    """What one rank holds of a site, from one micro-step."""
-
-    micro_step: int
-    rank: int
-    shard: Shard
-    summary: Any  # relative to the global loss, like an entry's
-    term: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One site in one step, merged.
-
-    Attributes:
-        key: Its identity.
-        order: Place in execution order, of its first part; of what was logged, behind everything else.
-        dtype: Dtype of its parts.
-        shape: Global shape; the batch axis has the rows of all micro-steps and ranks.
-        summary: The merged summary, relative to the global loss.
-        exact: Whether fingerprints, counts and norms are of the tensor itself (not of a sum of
-            partial observations, of which only the linear parts are known).
-        parts: What it was merged from, ordered by micro-step, then by rank; without numbers, those that have none.
-        unobserved: Why there are no numbers.
-        factor: What the engine multiplied the tensor by; `summary` is divided by it, its fingerprints are not.
-        apart: Ranks by fingerprint where copies of one shard on several ranks differ; empty where they agree.
-        batched: Whether axis 0 runs over the samples of all micro-steps and ranks.
-        summed: Whether ranks and micro-steps each have a term of it.
-    """
-
-    key: Key
-    order: int
-    dtype: str
-    shape: tuple[int, ...]
-    summary: Any
-    exact: bool = True
-    parts: tuple[Held, ...] = ()
-    unobserved: str = ""
-    factor: float = 1.0
-    apart: tuple[tuple[int, ...], ...] = ()
-    batched: bool = False
-    summed: bool = False
-
-    def without_parts(self) -> Entry:
-        """The entry alone: its parts would keep the whole step in memory."""
-        return replace(self, parts=())
-
-
-Part = tuple[Observation, int, Any]
-"""An observation, its rank, its summary."""
-
-
-def step_table(parts: Iterable[Part]) -> dict[Key, Entry]:
-    """Entries of one step by key, in execution order."""
-    by_site: dict[Key, list[Part]] = {}
+def step_table(parts: Iterable[Part]) -> dict[SiteKey, MergedSite]:
+    """Sites of one step by key, in execution order."""
+    by_site: dict[SiteKey, list[Part]] = {}
     for part in _relative(unscaled(parts)):
         seen = part[0]
-        key = Key(seen.phase, seen.stage, seen.path, seen.slot, seen.call, 0)
+        key = SiteKey(seen.phase, seen.stage, seen.path, seen.slot, seen.call, 0)
         by_site.setdefault(key, []).append(part)
     entries = [entry for key, same in by_site.items() for entry in _merged(key, same)]
     entries.sort(key=lambda entry: entry.order)
     return {entry.key: entry for entry in entries}
 
 
+UNKNOWN = "it is multiplied by a loss scale that was not observed"
+"""Why a scaled tensor has no numbers if its loss scale was not observed."""
+
+
+def unscaled(parts: Iterable[Part]) -> Iterator[Part]:
+    """The observations of a step, whose `factor` includes the loss scale for tensors that are scaled."""
+    parts = list(parts)
+    scales: dict[int, dict[int, float]] = {}
+    for seen, rank, summary in parts:
+        if (seen.phase, seen.path) == ("loss", LOSS_SCALE) and not seen.unobserved:
+            scales.setdefault(rank, {})[seen.micro_step] = number(summary)
+    for seen, rank, summary in parts:
+        if not seen.scaled or seen.unobserved:
+            yield seen, rank, summary
+        elif scale := _scale_at(scales, rank, seen.micro_step):
+            yield replace(seen, factor=seen.factor * scale), rank, summary
+        else:
+            yield replace(seen, unobserved=UNKNOWN), rank, summary
+
+
+def _scale_at(scales: Mapping[int, Mapping[int, float]], rank: int, micro_step: int) -> float | None:
+    """The loss scale of a rank in a micro-step, or the latest before it: it changes between steps only."""
+    own = scales.get(rank, {})
+    before = [number for number in own if number <= micro_step]
+    if before:
+        return own[max(before)]
+    return next((scale for other in scales.values() for scale in other.values()), None)
+
+
 def _relative(parts: Iterable[Part]) -> list[Part]:
-    """The parts with summaries relative to the global loss."""
+    """The parts, with summaries relative to the global loss."""
     found = list(parts)
     scaled = [row for row, (seen, _, _) in enumerate(found) if seen.factor != 1.0 and not seen.unobserved]
     if scaled:
@@ -185,19 +71,7 @@ def _relative(parts: Iterable[Part]) -> list[Part]:
     return found
 
 
-def scalar_entry(key: Key, value: float, *, order: int) -> Entry:
-    """An entry for a number that was derived, e.g. a norm over several sites."""
-    summary = empty()
-    summary["count"] = 1
-    summary["nan"] = math.isnan(value)
-    value = 0.0 if math.isnan(value) else value
-    summary["minimum"] = summary["maximum"] = summary["sum"] = value
-    summary["sum_of_squares"] = value * value
-    summary["sketch"][0] = value
-    return Entry(key=key, order=order, dtype="float64", shape=(), summary=summary[()], exact=False)
-
-
-def _merged(key: Key, parts: list[Part]) -> list[Entry]:
+def _merged(key: SiteKey, parts: list[Part]) -> list[MergedSite]:
     if key.phase in ("forward", "backward"):
         parts = _of_last_stage(key, parts)
     parts.sort(key=lambda part: (part[0].micro_step, part[1], part[0].order))
@@ -220,8 +94,8 @@ def _merged(key: Key, parts: list[Part]) -> list[Entry]:
     return _per_micro_step(key, [_whole(key, same) for same in by_micro_step.values()])
 
 
-def _of_last_stage(key: Key, parts: list[Part]) -> list[Part]:
-    """Of a module of which several stages of a pipeline have a part: what the last part returns, as the module does."""
+def _of_last_stage(key: SiteKey, parts: list[Part]) -> list[Part]:
+    """If several pipeline stages hold a part of a module: the parts of the stage that returns its output."""
     places = {seen.order // PLACE for seen, _, _ in parts}
     if len(places) == 1:
         return parts
@@ -229,8 +103,8 @@ def _of_last_stage(key: Key, parts: list[Part]) -> list[Part]:
     return [part for part in parts if part[0].order // PLACE == last]
 
 
-def _whole(key: Key, parts: Sequence[Part]) -> Entry:
-    """A tensor from its shards: boxes of it, copies of a box on several ranks, and terms of sums."""
+def _whole(key: SiteKey, parts: Sequence[Part]) -> MergedSite:
+    """A whole tensor from its shards, from copies of shards on several ranks, and from terms of sums."""
     boxes: dict[Shard, list[Part]] = {}
     for part in parts:
         boxes.setdefault(part[0].shard, []).append(part)
@@ -277,7 +151,7 @@ def _without_copies(parts: Sequence[Part]) -> list[Part]:
 
 
 def _by_term(parts: Sequence[Part]) -> list[list[Part]]:
-    """What ranks hold that work on the same samples."""
+    """Parts grouped by the samples that their ranks work on."""
     found: dict[int, list[Part]] = {}
     for part in parts:
         found.setdefault(part[0].term, []).append(part)
@@ -285,7 +159,7 @@ def _by_term(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 def _apart(copies: Sequence[Part]) -> tuple[tuple[int, ...], ...]:
-    """Ranks that hold the same, the largest group first, where not all of them do."""
+    """Groups of ranks that hold equal copies, the largest first; empty if all copies are equal."""
     if len(copies) == 1:
         return ()
     ranks: dict[int, list[int]] = {}
@@ -297,7 +171,7 @@ def _apart(copies: Sequence[Part]) -> tuple[tuple[int, ...], ...]:
 
 
 def _farthest(copies: Sequence[Part]) -> Part:
-    """Of copies that should be the same, the one that is farthest from what most ranks hold."""
+    """Among copies that should be equal, the one farthest from the copy that most ranks hold."""
     groups = _apart(copies) if len(copies) > 1 else ()
     if not groups:
         return copies[0]
@@ -306,8 +180,8 @@ def _farthest(copies: Sequence[Part]) -> Part:
     return max((by_rank[same[0]] for same in groups[1:]), key=lambda part: float(distance(most, part[2])))
 
 
-def _per_micro_step(key: Key, entries: list[Entry]) -> list[Entry]:
-    """A whole tensor in each of several micro-steps: one entry if it never changes, else one each."""
+def _per_micro_step(key: SiteKey, entries: list[MergedSite]) -> list[MergedSite]:
+    """A tensor that is whole in each micro-step: one entry if it never changes, else one per micro-step."""
     if len({int(entry.summary["fingerprint"]) for entry in entries}) == 1:
         return entries[:1]
     return [replace(entry, key=key._replace(micro_step=number)) for number, entry in enumerate(entries)]
@@ -323,28 +197,86 @@ def _rows_known(parts: Sequence[Part]) -> tuple[int, ...]:
 
 
 def _entry(
-    key: Key, parts: Sequence[Part], *, summary: Any, shape: tuple[int, ...], unobserved: str = "", **about: Any
-) -> Entry:
+    key: SiteKey, parts: Sequence[Part], *, summary: Any, shape: tuple[int, ...], unobserved: str = "", **about: Any
+) -> MergedSite:
     first = parts[0][0]
     logged = first.phase == "loss" and first.slot == "logged"
-    return Entry(
+    return MergedSite(
         key=key,
         order=first.order + (_AFTER_ALL if logged else 0),
         dtype=first.dtype,
         shape=shape,
         summary=summary,
-        parts=tuple(Held(seen.micro_step, rank, seen.shard, one, seen.term) for seen, rank, one in parts),
+        parts=tuple(RankPart(seen.micro_step, rank, seen.shard, one, seen.term) for seen, rank, one in parts),
         unobserved=unobserved,
         **about,
     )
 
 
-def only_rank(entry: Entry) -> int | None:
-    """The rank that has a site, where it is one only; 0 for what was derived from a run's whole step."""
-    held = {part.rank for part in entry.parts} or {0}
-    return held.pop() if len(held) == 1 else None
+_MOST_RUNS = 1 << 20
+"""Limit of blocks of adjacent rows, over all ranks. Each sample of a batch may be a block if rows are spaced."""
 
 
-def num_micro_steps(table: Mapping[Key, Entry]) -> int:
-    """Micro-batches in a step."""
-    return 1 + max((part.micro_step for entry in table.values() for part in entry.parts), default=0)
+def gap(shape: Sequence[int], shards: Collection[Shard]) -> str:
+    """Why the shards of a tensor do not form the whole tensor; empty if they do."""
+    shapes = {shard.global_shape[1:] if shard.batched else shard.global_shape for shard in shards}
+    if len(shapes) > 1:
+        one, other, *_ = sorted(shapes)
+        return f"ranks disagree on the shape of the whole: {list(one)} or {list(other)}"
+    batched = any(shard.batched for shard in shards)
+    return (_misplaced_rows(shards) if batched else "") or _uncovered(shape, shards)
+
+
+def not_placed(parts: Sequence[tuple[Observation, int, Any]]) -> str:
+    """Why ranks hold different values of one shard of an activation or a loss; empty if they do not.
+
+    Args:
+        parts: Observation, rank and summary of each.
+    """
+    if len(parts) == 1:
+        return ""
+    first = parts[0][0]
+    summed = first.merge == "sum"
+    values: dict[tuple[int, int], set[int]] = {}
+    for seen, _, summary in parts:
+        values.setdefault((seen.micro_step, seen.term if summed else 0), set()).add(int(summary["fingerprint"]))
+    are_copies = not summed and len({seen.term for seen, _, _ in parts}) == 1
+    if are_copies or all(len(same) == 1 for same in values.values()):
+        return ""
+    if first.phase == "loss":
+        return "ranks that work on the same samples hold different values of it"
+    return (
+        "ranks hold different values of it, and which part of the whole these are is not known: declare its "
+        f'batch axis with record(batch_axis={{"{first.path or ROOT}": ...}}) or, where ranks divide the model, which '
+        f'part each has with record(shards=[traindiff.shard("{first.path or ROOT}", dim=..., axis=...)])'
+    )
+
+
+def _misplaced_rows(shards: Iterable[Shard]) -> str:
+    """Why the rows of ranks and micro-batches do not form a batch; empty if they do."""
+    shards = [shard for shard in shards if shard.batched]  # ranks may disagree
+    if sum(shard.shape[0] // shard.spacing[0] for shard in shards if shard.spacing) > _MOST_RUNS:
+        return f"its rows lie in more than {_MOST_RUNS:,} places"
+    rows = sorted({run for shard in shards for run in _runs_of_rows(shard) if run[1]})
+    ends = [0, *(first + count for first, count in rows)]
+    for (first, _), end in zip(rows, ends, strict=False):
+        if first != end:
+            what = "overlap" if first < end else "leave gaps"
+            return f"rows of several ranks {what}: their batches differ in size, so which sample is which is not known"
+    return ""
+
+
+def _runs_of_rows(shard: Shard) -> Iterable[tuple[int, int]]:
+    """First row and length of each block of adjacent rows."""
+    if shard.spacing is None:
+        return [(shard.offset[0], shard.shape[0])]
+    together, apart = shard.spacing
+    return [(shard.offset[0] + number * apart, together) for number in range(shard.shape[0] // together)]
+
+
+def _uncovered(shape: Sequence[int], shards: Iterable[Shard]) -> str:
+    """Why the sizes of shards do not add up to the whole; empty if they do."""
+    whole, held = prod(shape), sum(shard.size for shard in shards)
+    if held < whole:
+        return f"its shards leave {whole - held:,} of its {whole:,} elements out"
+    return f"its shards overlap in {held - whole:,} of its {whole:,} elements" if held > whole else ""

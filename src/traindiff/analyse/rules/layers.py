@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.step_table import Entry, Key
-from traindiff.analyse.rules.rule import InARow, Limit, Rule
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
+from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.shards import BUCKETS, OPEN, Shard
 from traindiff.core.summary import nonfinite_count
 
@@ -46,7 +45,7 @@ class EvaluationIsCertain(Rule):
         """See `Rule.begin`."""
         self._in_training: dict[str, float] = {}
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """See the class."""
         before: dict[str, set[int]] = {}
         found = []
@@ -77,11 +76,11 @@ class EvaluationIsCertain(Rule):
             yield finding_at(entry, step=step, kind="dropout-in-evaluation", message=message, evidence=evidence)
 
 
-def _share(entry: Entry) -> float:
+def _share(entry: MergedSite) -> float:
     return int(entry.summary["zero"]) / int(entry.summary["count"])
 
 
-def _has_both_signs(entry: Entry) -> bool:
+def _has_both_signs(entry: MergedSite) -> bool:
     """Whether there are enough numbers below and above 0 for zeros to stand out."""
     count, negative, zero = (int(entry.summary[name]) for name in ("count", "negative", "zero"))
     present = count - zero
@@ -95,7 +94,7 @@ FEW = 16
 """Outputs below which a mean says little."""
 
 
-class UnitsAreSensitive(Rule):
+class UnitsAreSensitive(RepeatedRule):
     """`Tanh` and `Sigmoid` modules whose mean derivative is next to nothing, step after step.
 
     The derivative follows from the output, and its mean from the output's sum and sum of squares: 1 - y^2 and
@@ -114,14 +113,9 @@ class UnitsAreSensitive(Rule):
         "least_steps": Limit(default=10, message="steps in a row in which it must be so"),
     }
 
-    def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._in_a_row: InARow[Key, tuple[Entry, float]] = InARow(self.limit("least_steps"))
-
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+    def _wrong(self, table: StepTable) -> Found:
         returned = {int(entry.summary["fingerprint"]) for key, entry in table.items() if key[:3] == ("forward", "", "")}
-        found = {}
+        found: Found = {}
         for key, entry in table.items():
             kind = self.facts.modules.get(key.path)
             if key[:2] != ("forward", "") or not key.path or kind not in SQUASHING or entry.unobserved:
@@ -132,20 +126,16 @@ class UnitsAreSensitive(Rule):
             mean, squares = float(entry.summary["sum"]) / count, float(entry.summary["sum_of_squares"]) / count
             sensitivity = 1.0 - squares if kind == "Tanh" else 4.0 * (mean - squares)
             if sensitivity < self.limit("sensitivity"):
-                found[key] = (entry.without_parts(), max(0.0, sensitivity))
-        self._in_a_row.see(found, step=step)
-        return ()
+                found[key] = (entry, {"sensitivity": max(0.0, sensitivity)})
+        return found
 
-    def end(self) -> Iterator[Finding]:
-        """See the class."""
-        for key, (entry, sensitivity), first, num_steps in self._in_a_row:
-            message = (
-                f"{key.path} ({self.facts.modules[key.path]}) is saturated: its mean derivative is {sensitivity:.2g} "
-                f"of the largest there can be, in {num_steps} steps in a row. Look at how large its inputs are: "
-                "initialization, learning rate, or a normalization before it."
-            )
-            evidence = {"sensitivity": sensitivity, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="saturated-units", message=message, evidence=evidence)
+    def _message(self, row: Repeated) -> str:
+        path = row.site.key.path
+        return (
+            f"{path} ({self.facts.modules[path]}) is saturated: its mean derivative is "
+            f"{row.numbers['sensitivity']:.2g} of the largest there can be, in {row.num_steps} steps in a row. Look at "
+            "how large its inputs are: initialization, learning rate, or a normalization before it."
+        )
 
 
 RECTIFIERS = frozenset({"ReLU", "ReLU6"})
@@ -162,7 +152,7 @@ class _Layer:
         steps: Steps in a row in which a bucket was all 0.
     """
 
-    entry: Entry
+    entry: MergedSite
     units: NDArray[np.int64]
     steps: NDArray[np.int64]
 
@@ -189,10 +179,10 @@ class UnitsLive(Rule):
 
     def begin(self) -> None:
         """See `Rule.begin`."""
-        self._layers: dict[Key, _Layer] = {}
+        self._layers: dict[SiteKey, _Layer] = {}
         self._last_step = 0
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
         """Takes note of the step."""
         self._last_step = step
         for key, entry in table.items():
@@ -247,5 +237,5 @@ def _units(shape: tuple[int, ...]) -> NDArray[np.int64]:
     return np.bincount(numbers, minlength=BUCKETS)
 
 
-def _largest(entry: Entry) -> NDArray[np.float64]:
+def _largest(entry: MergedSite) -> NDArray[np.float64]:
     return np.asarray(entry.summary["row_largest" if _by_rows(entry.shape) else "column_largest"])

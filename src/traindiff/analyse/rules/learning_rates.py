@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.loss_scale import is_loss_scale
-from traindiff.analyse.merge.step_table import Entry, Key
-from traindiff.analyse.rules.rule import InARow, Limit, Rule
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, is_loss_scale
+from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule, RunFacts
 from traindiff.core.observation import SKIPPED
 from traindiff.core.summary import nonfinite_count, number
 
@@ -20,7 +18,7 @@ SCHEDULED = "initial_lr"
 
 @dataclass(slots=True, kw_only=True)
 class _Rate:
-    entry: Entry
+    entry: MergedSite
     value: float
     first: int
     num_steps: int = 0
@@ -47,7 +45,7 @@ class ScheduleIsFollowed(Rule):
         self._rates: dict[str, _Rate] = {}
         self._changing: set[str] = set()
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
         """Takes note of the step."""
         for key, entry in table.items():
             if (
@@ -82,7 +80,7 @@ class ScheduleIsFollowed(Rule):
             )
 
 
-def may_be_left_out(table: Mapping[Key, Entry]) -> bool:
+def may_be_left_out(table: StepTable) -> bool:
     """Whether a loss scaler has left the step out, or may have: it does that where any gradient is not finite."""
     return any(
         (key.phase == "optimizer" and key.slot == SKIPPED)
@@ -91,7 +89,7 @@ def may_be_left_out(table: Mapping[Key, Entry]) -> bool:
     )
 
 
-def is_left_out(table: Mapping[Key, Entry]) -> bool:
+def is_left_out(table: StepTable) -> bool:
     """Whether a loss scaler has left the step out: it is marked, or there is a scale and a gradient is not finite.
 
     A fused optimizer leaves steps out itself, and sets no mark.
@@ -101,21 +99,31 @@ def is_left_out(table: Mapping[Key, Entry]) -> bool:
     return has_loss_scale(table) and may_be_left_out(table)
 
 
-def has_loss_scale(table: Mapping[Key, Entry]) -> bool:
+def has_loss_scale(table: StepTable) -> bool:
     """Whether the loss of the step was multiplied by a loss scale."""
     return any(is_loss_scale(key) for key in table)
 
 
-def learning_rates(table: Mapping[Key, Entry]) -> dict[str, float]:
+def learning_rates(table: StepTable) -> dict[str, float]:
     """Learning rates by the path of their group."""
     return {
         key.path: number(entry.summary)
         for key, entry in table.items()
-        if key.group and key == Key("optimizer", "", key.path, "lr", 0, 0)
+        if key.group and key == SiteKey("optimizer", "", key.path, "lr")
     }
 
 
-def moves_parameters(table: Mapping[Key, Entry]) -> bool:
+def largest_rate(path: str, rates: Mapping[str, float], facts: RunFacts) -> float:
+    """The largest learning rate of the groups that hold a parameter; 0 where none was recorded."""
+    return max((rates.get(group, 0.0) for group in facts.held_in.get(path, ())), default=0.0)
+
+
+def optimizer_of(table: StepTable) -> str:
+    """Name of the optimizer that took a step, as the paths of its groups have it."""
+    return min(learning_rates(table), default="optimizer").rpartition(".groups[")[0]
+
+
+def moves_parameters(table: StepTable) -> bool:
     """Whether the optimizer was to move anything: no loss scaler left the step out, and some learning rate is not 0.
 
     Where no learning rate was recorded, that is taken for granted.
@@ -124,7 +132,7 @@ def moves_parameters(table: Mapping[Key, Entry]) -> bool:
     return not may_be_left_out(table) and (not rates or any(rates.values()))
 
 
-class LearningRateIsSet(Rule):
+class LearningRateIsSet(RepeatedRule):
     """Steps in a row in which the learning rates of all groups of an optimizer are 0: nothing moves.
 
     A warm-up begins at 0 for one step, and a decay may end there. Single groups may rest at 0.
@@ -138,28 +146,18 @@ class LearningRateIsSet(Rule):
         "least_steps": Limit(default=10, message="steps in a row in which it must be so; warm-ups begin with one"),
     }
 
-    def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._in_a_row: dict[str, InARow[str, Entry]] = {}
-
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+    def _wrong(self, table: StepTable) -> Found | None:
         rates = learning_rates(table)
-        if rates:
-            path = min(rates)
-            optimizer = path.rpartition(".groups[")[0]
-            row = self._in_a_row.setdefault(optimizer, InARow(self.limit("least_steps")))
-            entry = table[Key("optimizer", "", path, "lr", 0, 0)]
-            row.see({} if any(rates.values()) else {path: entry.without_parts()}, step=step)
-        return ()
+        if not rates:
+            return None
+        path = min(rates)
+        return {} if any(rates.values()) else {path: (table[SiteKey("optimizer", "", path, "lr")], {})}
 
-    def end(self) -> Iterator[Finding]:
-        """See the class."""
-        for row in self._in_a_row.values():
-            for _, entry, first, num_steps in row:
-                message = (
-                    f"The learning rate is 0 in {num_steps} steps in a row, from step {first} on: nothing is learned. "
-                    "Look at the schedule: does it end before the training, and does anything step it?"
-                )
-                evidence = {"num_steps": num_steps}
-                yield finding_at(entry, step=first, kind="zero-learning-rate", message=message, evidence=evidence)
+    def _series(self, table: StepTable) -> str:
+        return optimizer_of(table)
+
+    def _message(self, row: Repeated) -> str:
+        return (
+            f"The learning rate is 0 in {row.num_steps} steps in a row, from step {row.first} on: nothing is learned. "
+            "Look at the schedule: does it end before the training, and does anything step it?"
+        )

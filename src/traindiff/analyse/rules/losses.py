@@ -9,15 +9,14 @@ from statistics import median
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.core.summary import number
 
-_LOSS = Key("loss", "", "loss", "backward", 0, 0)
+_LOSS = SiteKey("loss", "", "loss", "backward")
 
 
-def loss_of(table: Mapping[Key, Entry]) -> tuple[Entry, float] | None:
+def loss_of(table: StepTable) -> tuple[MergedSite, float] | None:
     """What `backward` was called on, relative to the global loss.
 
     None where it was not observed, is not finite, or where the step has several: what each of them is, is not known.
@@ -56,9 +55,9 @@ class LossDecreases(Rule):
         self._last: deque[float] = deque(maxlen=STALLED)
         self._num_steps = 0
         self._positive = True
-        self._seen: tuple[int, Entry] | None = None
+        self._seen: tuple[int, MergedSite] | None = None
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
         """Takes note of the step."""
         loss = loss_of(table)
         if loss is not None:
@@ -110,11 +109,11 @@ class LossDoesNotDiverge(Rule):
     def begin(self) -> None:
         """See `Rule.begin`."""
         self._first: list[float] = []
-        self._last: deque[tuple[int, float, Entry]] = deque(maxlen=ENDS)
+        self._last: deque[tuple[int, float, MergedSite]] = deque(maxlen=ENDS)
         self._num_steps = 0
         self._positive = True
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
         """Takes note of the step."""
         loss = loss_of(table)
         if loss is None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import inf
 from typing import Any, NamedTuple
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.loss_scale import is_loss_scale
-from traindiff.analyse.merge.step_table import Entry, Held, Key
+from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, is_loss_scale
 from traindiff.analyse.rules.learning_rates import has_loss_scale
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import MASTER, SAMPLE
@@ -49,9 +47,9 @@ class FiniteThroughout(Rule):
     def begin(self) -> None:
         """See `Rule.begin`."""
         self._last_was_finite = True
-        self._masks: set[Key] | None = None
+        self._masks: set[SiteKey] | None = None
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """See the class."""
         scaled = has_loss_scale(table)
         found: list[_Suspect] = []
@@ -76,16 +74,16 @@ class _Suspect(NamedTuple):
     """Something that is not finite: when in the step, where, and the first part of it that is."""
 
     moment: tuple[float, int]
-    entry: Entry
-    part: Held | None
+    entry: MergedSite
+    part: RankPart | None
 
 
-def _suspect(entry: Entry) -> _Suspect:
+def _suspect(entry: MergedSite) -> _Suspect:
     part = _first_part(entry)
     return _Suspect(_moment(entry.key, entry, part), entry, part)
 
 
-def _is_right(key: Key, entry: Entry, *, scaled: bool) -> bool:
+def _is_right(key: SiteKey, entry: MergedSite, *, scaled: bool) -> bool:
     """Whether something that is not finite may be so in a correct run."""
     summary = entry.summary
     only_masks = not int(summary["nan"]) and not int(summary["positive_infinity"])
@@ -103,19 +101,19 @@ def _is_right(key: Key, entry: Entry, *, scaled: bool) -> bool:
     return scaled and key.phase in ("backward", "grad")
 
 
-def _first_part(entry: Entry) -> Held | None:
+def _first_part(entry: MergedSite) -> RankPart | None:
     """The first micro-step and rank that is not finite."""
     return next((part for part in entry.parts if nonfinite_count(part.summary)), None)
 
 
-def _moment(key: Key, entry: Entry, part: Held | None) -> tuple[float, int]:
+def _moment(key: SiteKey, entry: MergedSite, part: RankPart | None) -> tuple[float, int]:
     """When in the step: a micro-step's backward pass comes before the next one's forward pass."""
     if key.stage == "before":
         return -1, entry.order
     return (part.micro_step if part and key.phase in _PASS else inf), entry.order
 
 
-def _finding(table: Mapping[Key, Entry], origin: Entry, part: Held | None, *, step: int) -> Finding:
+def _finding(table: StepTable, origin: MergedSite, part: RankPart | None, *, step: int) -> Finding:
     summary = part.summary if part else origin.summary
     nan, count = int(summary["nan"]), int(summary["count"])
     infinite = int(nonfinite_count(summary)) - nan
@@ -139,7 +137,7 @@ def _finding(table: Mapping[Key, Entry], origin: Entry, part: Held | None, *, st
     )  # fmt: skip
 
 
-def _before(table: Mapping[Key, Entry], origin: Entry) -> Entry | None:
+def _before(table: StepTable, origin: MergedSite) -> MergedSite | None:
     """The tensor that was observed last before the origin and is finite: where the order tells, one of its inputs."""
     found = None
     for key, entry in table.items():
@@ -151,13 +149,13 @@ def _before(table: Mapping[Key, Entry], origin: Entry) -> Entry | None:
     return found
 
 
-def _overflows(origin: Entry, summary: Any, size: float) -> bool:
+def _overflows(origin: MergedSite, summary: Any, size: float) -> bool:
     """Whether numbers have become too large for the dtype, as it seems, rather than wrong."""
     end = LARGEST.get(origin.dtype, inf)
     return size > end / NEAR or (end <= NARROW and not int(summary["nan"]))
 
 
-def _advice(origin: Entry, *, overflows: bool) -> str:
+def _advice(origin: MergedSite, *, overflows: bool) -> str:
     """What to look at."""
     key = origin.key
     if key.phase == "batch":

@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.loss_scale import is_loss_scale
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, is_loss_scale
 from traindiff.analyse.rules.learning_rates import has_loss_scale, is_left_out
-from traindiff.analyse.rules.rule import InARow, Limit, Rule
+from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.site import label
 from traindiff.core.summary import LARGEST, finite_count, nonfinite_count, number
 
@@ -39,7 +37,7 @@ class LossScaleSettles(Rule):
         self._left_out: deque[bool] = deque(maxlen=max(1, int(self.limit("window"))))
         self._told = False
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """See the class."""
         scales = [entry for key, entry in table.items() if is_loss_scale(key) and not entry.unobserved]
         left_out = is_left_out(table)
@@ -67,7 +65,7 @@ class LossScaleSettles(Rule):
             yield finding_at(where, step=step, kind="skipped-steps", message=message, evidence=evidence)
 
 
-def _first_overflow(table: Mapping[Key, Entry]) -> Entry | None:
+def _first_overflow(table: StepTable) -> MergedSite | None:
     """The first gradient in execution order that is not finite."""
     return next(
         (
@@ -105,7 +103,7 @@ class FarFromOverflow(Rule):
         ),
     }
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """See the class."""
         headroom = self.limit("headroom")
         phases = _ALWAYS if has_loss_scale(table) else _ALWAYS | _UNSCALED
@@ -131,7 +129,7 @@ FEW = 64
 """Elements that are not zero below which a share says little."""
 
 
-class FarFromUnderflow(Rule):
+class FarFromUnderflow(RepeatedRule):
     """Gradients of which most elements that are not zero are subnormal in their own dtype.
 
     Subnormal numbers have fewer digits the smaller they are (in float16 below 6e-5, the last one is 6e-8), and what is
@@ -151,13 +149,8 @@ class FarFromUnderflow(Rule):
         ),
     }
 
-    def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._in_a_row: InARow[Key, tuple[Entry, float]] = InARow(self.limit("least_steps"))
-
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
-        found = {}
+    def _wrong(self, table: StepTable) -> Found:
+        found: Found = {}
         for key, entry in table.items():
             if key.phase not in ("backward", "grad") or key.stage or entry.unobserved or not entry.exact:
                 continue
@@ -166,17 +159,13 @@ class FarFromUnderflow(Rule):
                 continue
             present = int(finite_count(entry.summary)) - int(entry.summary["zero"])
             if present >= FEW and subnormal > self.limit("share") * present:
-                found[key] = (entry.without_parts(), subnormal / present)
-        self._in_a_row.see(found, step=step)
-        return ()
+                found[key] = (entry, {"share": subnormal / present})
+        return found
 
-    def end(self) -> Iterator[Finding]:
-        """See the class."""
-        for key, (entry, share), first, num_steps in self._in_a_row:
-            message = (
-                f"{share:.0%} of the elements of the gradient of {label(key.path, key.slot)} that are not zero are "
-                f"subnormal in {entry.dtype}, in {num_steps} steps: smaller ones are lost. Use a loss scale "
-                "(GradScaler), a larger one, or bfloat16."
-            )
-            evidence = {"share": share, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="underflow", message=message, evidence=evidence)
+    def _message(self, row: Repeated) -> str:
+        key = row.site.key
+        return (
+            f"{row.numbers['share']:.0%} of the elements of the gradient of {label(key.path, key.slot)} that are not "
+            f"zero are subnormal in {row.site.dtype}, in {row.num_steps} steps: smaller ones are lost. Use a loss "
+            "scale (GradScaler), a larger one, or bfloat16."
+        )

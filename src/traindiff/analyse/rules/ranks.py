@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
 from traindiff.analyse.merge.distance import Pair, difference
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.step_table import Entry, Held, Key, num_micro_steps
+from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, num_micro_steps
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import BOUNDARY, PLACE
 from traindiff.core.site import label
@@ -30,7 +29,7 @@ class BoundariesHold(Rule):
     finds = "A stage of a pipeline received something else than the one before it sent."
     kinds = ("boundary",)
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """See the class."""
         for key, before in table.items():
             stage, slot = _STAGE.fullmatch(key.path), _SENT.fullmatch(key.slot)
@@ -51,12 +50,12 @@ class BoundariesHold(Rule):
             yield Finding(
                 step=step, micro_step=wrong[0][1].micro_step, rank=wrong[0][1].rank, phase=key.phase,
                 path=first.path, slot=f"received{slot[1]}", order=order, kind=_RECEIVED,
-                difference=size, message=_says(sent, wrong, ends, micro_steps=num_micro_steps(table)),
+                difference=size, message=_message(sent, wrong, ends, micro_steps=num_micro_steps(table)),
                 evidence={"stage": ends[1], "micro_steps": [part.micro_step for _, part, _ in wrong]},
             )  # fmt: skip
 
 
-def _wrong_parts(sent: Entry, received: Entry) -> list[tuple[Held, Held, float | None]]:
+def _wrong_parts(sent: MergedSite, received: MergedSite) -> list[tuple[RankPart, RankPart, float | None]]:
     """Micro-batches that arrived as something else: as they were sent, as they arrived, and how far apart."""
     by_place = {(part.micro_step, part.shard): part for part in sent.parts}
     found = []
@@ -71,11 +70,11 @@ def _wrong_parts(sent: Entry, received: Entry) -> list[tuple[Held, Held, float |
     return found
 
 
-def _alone(entry: Entry, part: Held) -> Entry:
-    return Entry(key=entry.key, order=entry.order, dtype=entry.dtype, shape=part.shard.shape, summary=part.summary)
+def _alone(entry: MergedSite, part: RankPart) -> MergedSite:
+    return MergedSite(key=entry.key, order=entry.order, dtype=entry.dtype, shape=part.shard.shape, summary=part.summary)
 
 
-def _first_of_stage(table: Mapping[Key, Entry], received: Entry) -> tuple[int, Key]:
+def _first_of_stage(table: StepTable, received: MergedSite) -> tuple[int, SiteKey]:
     """The first site after the boundary, and its place in execution order; the boundary itself where there is none."""
     place, phase = received.order // PLACE, received.key.phase
     following = (
@@ -87,8 +86,12 @@ def _first_of_stage(table: Mapping[Key, Entry], received: Entry) -> tuple[int, K
     return min(order, received.order), key
 
 
-def _says(
-    sent: Entry, wrong: Sequence[tuple[Held, Held, float | None]], ends: tuple[int, int], *, micro_steps: int
+def _message(
+    sent: MergedSite,
+    wrong: Sequence[tuple[RankPart, RankPart, float | None]],
+    ends: tuple[int, int],
+    *,
+    micro_steps: int,
 ) -> str:
     origin, part, size = wrong[0]
     what = "" if sent.key.phase == "forward" else "the gradient that "
@@ -122,7 +125,7 @@ class CopiesAgree(Rule):
     finds = "A rank holds another copy of a parameter, a reduced gradient or optimizer state than the others."
     kinds = ("ranks-disagree",)
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """See the class."""
         for key, entry in table.items():
             if not entry.apart or not _must_agree(table, key):
@@ -148,7 +151,7 @@ class CopiesAgree(Rule):
             yield finding_at(entry, step=step, kind=KIND, message=message, rank=rank, evidence=evidence)
 
 
-def _must_agree(table: Mapping[Key, Entry], key: Key) -> bool:
+def _must_agree(table: StepTable, key: SiteKey) -> bool:
     """Whether copies of this on several ranks are the same in a correct run. Buffers may be statistics of its own."""
     if key.path == "rng":
         after = table.get(key._replace(stage="after"))
@@ -156,7 +159,7 @@ def _must_agree(table: Mapping[Key, Entry], key: Key) -> bool:
     return key.phase == "optimizer" or (key.phase, key.slot) == ("param", "value") or key[:2] == ("grad", "")
 
 
-def _draws(before: Entry, after: Entry) -> bool:
+def _draws(before: MergedSite, after: MergedSite) -> bool:
     """Whether on some rank a forward pass changed the state of the generator."""
     states = {(part.rank, part.micro_step): int(part.summary["fingerprint"]) for part in before.parts}
     return any(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import best_fit
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, largest, norm
 
@@ -67,13 +67,13 @@ class Replayed:
         dtype: The parameter's dtype; empty where it was not recorded.
     """
 
-    key: Key
+    key: SiteKey
     order: int
-    value: Entry
-    taken: Entry
-    rounding: Entry
-    residual: Entry
-    variants: Mapping[str, Entry]
+    value: MergedSite
+    taken: MergedSite
+    rounding: MergedSite
+    residual: MergedSite
+    variants: Mapping[str, MergedSite]
     dtype: str
 
     @property
@@ -126,7 +126,7 @@ class UpdatesFollowSettings(Rule):
         ),
     }
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> list[Finding]:
+    def step(self, table: StepTable, *, step: int) -> list[Finding]:
         """See the class."""
         limit = self.limit("residual") / self.strictness
         share = self.limit("lost_share") / self.strictness
@@ -137,7 +137,7 @@ class UpdatesFollowSettings(Rule):
         found += [_lost(one, step=step) for one in replays if one.worst <= limit and _is_lost(one, share)]
         return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
 
-    def unknown(self, table: Mapping[Key, Entry]) -> list[str]:
+    def unknown(self, table: StepTable) -> list[str]:
         """Why optimizers as a whole were not replayed, as the recording says it."""
         parameters = {key.path for key in table if key.phase in ("grad", "param")}
         reasons = {
@@ -148,9 +148,9 @@ class UpdatesFollowSettings(Rule):
         return [f"An optimizer is {reason}" for reason in sorted(reasons)]
 
 
-def replayed(table: Mapping[Key, Entry]) -> Iterator[Replayed]:
+def replayed(table: StepTable) -> Iterator[Replayed]:
     """What was replayed in a step, in execution order."""
-    variants: dict[tuple[str, str], dict[str, Entry]] = {}
+    variants: dict[tuple[str, str], dict[str, MergedSite]] = {}
     for key, entry in table.items():
         if key.phase == "update" and key.stage.startswith("variant["):
             variants.setdefault((key.path, key.slot), {})[key.stage[len("variant[") : -1]] = entry
@@ -161,7 +161,7 @@ def replayed(table: Mapping[Key, Entry]) -> Iterator[Replayed]:
         value, taken, rounding = parts
         if value is None or taken is None or rounding is None:
             continue
-        parameter = table.get(Key("param", "", key.path, "value", 0, 0))
+        parameter = table.get(SiteKey("param", "", key.path, "value"))
         yield Replayed(
             key=key, order=parameter.order if parameter else entry.order, value=value, taken=taken,
             rounding=rounding, residual=entry,
@@ -169,7 +169,7 @@ def replayed(table: Mapping[Key, Entry]) -> Iterator[Replayed]:
         )  # fmt: skip
 
 
-def _beside(table: Mapping[Key, Entry], key: Key, stage: str) -> Entry | None:
+def _beside(table: StepTable, key: SiteKey, stage: str) -> MergedSite | None:
     """Another stage of the same replay; ranks that agree on it have it once."""
     key = key._replace(stage=stage)
     return table.get(key) or table.get(key._replace(micro_step=0))

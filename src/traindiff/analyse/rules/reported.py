@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
 from traindiff.analyse.rules.rule import Rule, RunFacts
 from traindiff.core.observation import NO_GRADIENT
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm, number
@@ -43,7 +42,7 @@ class Gradients:
         return math.sqrt(sum(self.squares.values()))
 
     @classmethod
-    def of(cls, table: Mapping[Key, Entry], facts: RunFacts) -> Gradients | None:
+    def of(cls, table: StepTable, facts: RunFacts) -> Gradients | None:
         """The gradients of a step; None where they are not all known, or not all finite."""
         entries = {key.path: entry for key, entry in table.items() if key.phase == "grad" and not key.stage}
         unknown = [e for e in entries.values() if e.unobserved and not e.unobserved.startswith(NO_GRADIENT)]
@@ -55,7 +54,7 @@ class Gradients:
         shards = {path: {part.shard for part in entry.parts} for path, entry in entries.items()}
         u = max(UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in entries.values())
         count = sum(int(entry.summary["count"]) for entry in entries.values())
-        micro = [table.get(Key("grad", "micro", path, "grad", 0, 0)) for path in entries]
+        micro = [table.get(SiteKey("grad", "micro", path, "grad")) for path in entries]
         known = all(one is not None and one.exact and not one.unobserved for one in micro)
         return cls(
             squares={path: float(entry.summary["sum_of_squares"]) for path, entry in entries.items()},
@@ -138,7 +137,7 @@ class ReportedNumbersFit(Rule):
         """See `Rule.begin`."""
         self._in_a_row: dict[str, int] = {}
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> list[Finding]:
+    def step(self, table: StepTable, *, step: int) -> list[Finding]:
         """See the class."""
         gradients = Gradients.of(table, self.facts)
         if gradients is None:
@@ -149,7 +148,7 @@ class ReportedNumbersFit(Rule):
         found = [one for what, one in suspected.items() if self._in_a_row[what] >= 2]
         return [*found, *_scalings(table, gradients, step=step)]
 
-    def _norms(self, table: Mapping[Key, Entry], gradients: Gradients, *, step: int) -> Iterable[Finding]:
+    def _norms(self, table: StepTable, gradients: Gradients, *, step: int) -> Iterable[Finding]:
         """A reported gradient norm that leaves out some parameters, counts some twice, or is scaled."""
         tolerance = gradients.tolerance / self.strictness
         actual = gradients.norm
@@ -192,7 +191,7 @@ class ReportedNumbersFit(Rule):
             )
 
 
-def _scalings(table: Mapping[Key, Entry], gradients: Gradients, *, step: int) -> Iterable[Finding]:
+def _scalings(table: StepTable, gradients: Gradients, *, step: int) -> Iterable[Finding]:
     """A clip coefficient, or a loss scale, that the gradients do not show, or show twice.
 
     The norm before clipping is that of the micro-batches' contributions (`grad.micro`, one per step), or else the
@@ -234,7 +233,7 @@ def _scalings(table: Mapping[Key, Entry], gradients: Gradients, *, step: int) ->
             )
 
 
-def _logged(table: Mapping[Key, Entry], names: re.Pattern[str]) -> Iterable[tuple[Entry, float]]:
+def _logged(table: StepTable, names: re.Pattern[str]) -> Iterable[tuple[MergedSite, float]]:
     """Scalars that the training logged once in the step, and the same on all ranks, under one of these names."""
     for key, entry in table.items():
         if key.phase == "loss" and key.slot == "logged" and key.call == 0 and names.fullmatch(key.path):

@@ -1,53 +1,17 @@
-"""What a rule is, and what it may know of a run."""
+"""A rule for one run, what it may know of the run, and a run held against all rules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.parameters import Groups, parameter_groups
 from traindiff.analyse.merge.renames import Rename
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at
 from traindiff.storage import Run
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-@dataclass(slots=True, kw_only=True)
-class _Row(Generic[V]):
-    value: V
-    first: int
-    num_steps: int = 0
-
-
-class InARow(Generic[K, V]):
-    """Keeps what holds in at least so many steps in a row. Steps that are not shown to it are passed over.
-
-    Args:
-        least: Steps in a row from which it is kept.
-    """
-
-    def __init__(self, least: float) -> None:
-        self._least = least
-        self._running: dict[K, _Row[V]] = {}
-        self._kept: dict[K, _Row[V]] = {}
-
-    def see(self, found: Mapping[K, V], *, step: int) -> None:
-        """Take note of a step, with the numbers of what holds in it."""
-        for key in self._running.keys() - found.keys():
-            del self._running[key]
-        for key, value in found.items():
-            row = self._running.setdefault(key, _Row(value=value, first=step))
-            row.num_steps += 1
-            if row.num_steps >= self._least:
-                self._kept.setdefault(key, row)
-
-    def __iter__(self) -> Iterator[tuple[K, V, int, int]]:
-        """What was kept: what it is, its numbers in the first step, that step, and for how many it held."""
-        return ((key, row.value, row.first, row.num_steps) for key, row in self._kept.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +125,7 @@ class Rule:
         """One of `limits`, as the user or the rule sets it."""
         return self._chosen.get(name, self.limits[name].default)
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterable[Finding]:  # noqa: ARG002
+    def step(self, table: StepTable, *, step: int) -> Iterable[Finding]:  # noqa: ARG002
         """What is wrong in a step.
 
         Args:
@@ -170,7 +134,7 @@ class Rule:
         """
         return ()
 
-    def unknown(self, table: Mapping[Key, Entry]) -> Iterable[str]:  # noqa: ARG002
+    def unknown(self, table: StepTable) -> Iterable[str]:  # noqa: ARG002
         """Why the rule cannot judge something of a step: sentences that hold for the whole run."""
         return ()
 
@@ -181,3 +145,132 @@ class Rule:
     def notes(self) -> Iterable[str]:
         """What is worth knowing of a run that is over, and may be meant: sentences."""
         return ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Repeated:
+    """Something that is wrong in several steps in a row.
+
+    Attributes:
+        key: Tells it from other things that the same rule finds.
+        site: Where it is.
+        numbers: Its evidence, from the first step.
+        first: The first step.
+        num_steps: How many steps it lasts.
+    """
+
+    key: Hashable
+    site: MergedSite
+    numbers: Mapping[str, Any]
+    first: int
+    num_steps: int = 0
+
+
+Found = dict[Hashable, tuple[MergedSite, dict[str, Any]]]
+"""What is wrong in a step: by a key that stays the same from step to step, the site and the numbers."""
+
+
+class RepeatedRule(Rule, ABC):
+    """A rule that finds what is wrong in at least `least_steps` steps in a row (one of its limits)."""
+
+    def begin(self) -> None:
+        """Nothing was found so far."""
+        self._running: dict[tuple[str, Hashable], Repeated] = {}
+        self._kept: dict[tuple[str, Hashable], Repeated] = {}
+
+    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+        """Count how long things have been wrong; the findings come at the end."""
+        found = self._wrong(table)
+        if found is None:
+            return ()
+        series = self._series(table)
+        for row in [row for row in self._running if row[0] == series and row[1] not in found]:
+            del self._running[row]
+        for key, (site, numbers) in found.items():
+            row = (series, key)
+            if row not in self._running:
+                alone = site.without_parts()
+                self._running[row] = Repeated(key=key, site=alone, numbers=numbers, first=step)
+            self._running[row].num_steps += 1
+            if self._running[row].num_steps >= self.limit("least_steps"):
+                self._kept.setdefault(row, self._running[row])
+        return ()
+
+    def end(self) -> Iterator[Finding]:
+        """What was wrong for long enough."""
+        for row in self._kept.values():
+            evidence = {**row.numbers, "num_steps": row.num_steps}
+            yield finding_at(
+                row.site, step=row.first, kind=self.kinds[0], message=self._message(row), evidence=evidence
+            )
+
+    @abstractmethod
+    def _wrong(self, table: StepTable) -> Found | None:
+        """What is wrong in a step; None if the step says nothing and is passed over."""
+
+    @abstractmethod
+    def _message(self, row: Repeated) -> str:
+        """What to say of something that was wrong in several steps in a row."""
+
+    def _series(self, table: StepTable) -> str:  # noqa: ARG002
+        """Name of the series to which a step belongs; each series is counted by itself."""
+        return ""
+
+
+class RunJudge:
+    """Judges a run by itself, step by step.
+
+    Args:
+        rules: What it must keep.
+        facts: What is known of it.
+        strictness: Divides the limits of the rules: 2 finds what is half as large.
+        limits: What the user sets in place of the rules' own limits, by the rule's name and the limit's.
+
+    Attributes:
+        unknown: What could not be judged so far: sentences, in the order in which they were found out.
+    """
+
+    def __init__(
+        self,
+        rules: Iterable[type[Rule]],
+        facts: RunFacts,
+        *,
+        strictness: float = 1.0,
+        limits: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        chosen = limits or {}
+        self._rules = [rule(facts, strictness=strictness, limits=chosen.get(rule.name)) for rule in rules]
+        self._found: set[tuple[str, str]] = set()
+        self.unknown: dict[str, None] = {}
+
+    def step(self, table: StepTable, *, step: int) -> list[Finding]:
+        """What is wrong in a step, in the order of execution."""
+        return self._judged(self._rules, table, step=step)
+
+    def unfinished(self, table: StepTable, *, step: int) -> list[Finding]:
+        """What is wrong in a step that ended before the optimizer was called, in the order of execution."""
+        return self._judged([rule for rule in self._rules if rule.judges_unfinished], table, step=step)
+
+    def _judged(self, rules: Iterable[Rule], table: StepTable, *, step: int) -> list[Finding]:
+        found = [finding for rule in rules for finding in rule.step(table, step=step)]
+        self._found.update((finding.kind, finding.path) for finding in found)
+        return sorted(found, key=lambda finding: finding.order)
+
+    def is_warning(self, finding: Finding) -> bool:
+        """Whether a finding is of a rule that warns."""
+        return any(finding.kind in rule.kinds for rule in self._rules if rule.warns)
+
+    def note_unknown(self, table: StepTable) -> None:
+        """Remember what of a step the rules cannot judge."""
+        for rule in self._rules:
+            self.unknown.update(dict.fromkeys(rule.unknown(table)))
+
+    def end(self) -> list[Finding]:
+        """What can be told only now that the run is over, and was not told of a step."""
+        found = [finding for rule in self._rules for finding in rule.end()]
+        fresh = [finding for finding in found if (finding.kind, finding.path) not in self._found]
+        return sorted(fresh, key=lambda finding: (finding.step, finding.order))
+
+    def notes(self) -> list[str]:
+        """What is worth knowing of the run, now that it is over."""
+        return [note for rule in self._rules for note in rule.notes()]

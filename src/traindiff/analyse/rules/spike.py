@@ -10,9 +10,8 @@ from statistics import median
 from typing import Any, ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
 from traindiff.analyse.merge.recorded_calls import clips
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
 from traindiff.analyse.rules.learning_rates import may_be_left_out
 from traindiff.analyse.rules.losses import loss_of
 from traindiff.analyse.rules.rule import Limit, Rule
@@ -48,7 +47,7 @@ class Moved:
     """A tensor that is not as large as usual: of which step, which tensor, and how many times as large."""
 
     step: int
-    entry: Entry
+    entry: MergedSite
     factor: float
 
 
@@ -56,9 +55,9 @@ class UsualSizes:
     """Follows the sizes of all tensors; keeps two numbers for each site."""
 
     def __init__(self) -> None:
-        self._usual: dict[Key, _Usual] = {}
+        self._usual: dict[SiteKey, _Usual] = {}
 
-    def see(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Moved | None, Moved | None]:
+    def see(self, table: StepTable, *, step: int) -> tuple[Moved | None, Moved | None]:
         """Take note of a step.
 
         Returns:
@@ -85,7 +84,7 @@ class UsualSizes:
                 done = done or moved
         return computed, done
 
-    def _factor(self, key: Key, size: float) -> float:
+    def _factor(self, key: SiteKey, size: float) -> float:
         """How many times as large as usual something is; 1 where that is not unusual."""
         usual = self._usual.get(key)
         if usual is None:
@@ -100,7 +99,7 @@ class UsualSizes:
         return math.exp(min(away, 700.0)) if known and unusual else 1.0
 
 
-def _size(entry: Entry) -> float:
+def _size(entry: MergedSite) -> float:
     """Root mean square, so that a batch with fewer samples is no smaller."""
     count = int(entry.summary["count"])
     return float(norm(entry.summary)) / math.sqrt(count) if count else 0.0
@@ -178,7 +177,7 @@ class NothingSpikes(Rule):
         self._usual = UsualSizes()
         self._done_before: Moved | None = None
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """See the class."""
         computed, done = self._usual.see(table, step=step)
         cause, self._done_before = self._done_before or computed, done
@@ -187,7 +186,7 @@ class NothingSpikes(Rule):
         if (gradients := _gradient_norm(table)) is not None:
             yield from self._norm(*gradients, cause, step=step)
 
-    def _loss(self, entry: Entry, value: float, cause: Moved | None, *, step: int) -> Iterator[Finding]:
+    def _loss(self, entry: MergedSite, value: float, cause: Moved | None, *, step: int) -> Iterator[Finding]:
         if len(self._losses) >= self.limit("least_steps"):
             usual, spread = self._losses.median, self._losses.spread
             gained = max(0.0, max(self._first_losses) - usual)
@@ -203,7 +202,7 @@ class NothingSpikes(Rule):
             self._first_losses.append(value)
         self._losses.add(value)
 
-    def _norm(self, entry: Entry, value: float, cause: Moved | None, *, step: int) -> Iterator[Finding]:
+    def _norm(self, entry: MergedSite, value: float, cause: Moved | None, *, step: int) -> Iterator[Finding]:
         if len(self._norms) >= self.limit("least_steps"):
             usual, spread = self._norms.median, self._norms.spread
             least = max(
@@ -219,7 +218,7 @@ class NothingSpikes(Rule):
         self._norms.add(value)
 
     def _finding(
-        self, entry: Entry, *, kind: str, message: str, value: float, usual: float, cause: Moved | None, step: int
+        self, entry: MergedSite, *, kind: str, message: str, value: float, usual: float, cause: Moved | None, step: int
     ) -> Finding:
         evidence: dict[str, Any] = {"value": value, "median": usual}
         if cause is None:
@@ -238,7 +237,7 @@ def _deviations(away: float, spread: float) -> str:
     return f", {away / spread:.3g} deviations" if spread else ""
 
 
-def _gradient_norm(table: Mapping[Key, Entry]) -> tuple[Entry, float] | None:
+def _gradient_norm(table: StepTable) -> tuple[MergedSite, float] | None:
     """The norm of all gradients before clipping, and where it is; None in steps that a loss scaler leaves out."""
     if may_be_left_out(table):
         return None

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count
 
@@ -42,7 +41,7 @@ class TyingStays(Rule):
         """See `Rule.begin`."""
         self._began: dict[tuple[str, str], bool] | None = None
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """See the class."""
         if self._began is None:
             before = self._weights(table, stage="before")
@@ -56,7 +55,7 @@ class TyingStays(Rule):
                 continue
             was_one = self._began.pop(pair)
             embedding, head = pair
-            entry = table[Key("param", "", head, "value", 0, 0)]
+            entry = table[SiteKey("param", "", head, "value")]
             message = (
                 f"{head} and {embedding} hold the same numbers before the first step and part in step {step}: they are "
                 "two parameters, each of which learns alone. If they should be tied, tie them after loading and "
@@ -68,12 +67,12 @@ class TyingStays(Rule):
             evidence = {"embedding": embedding, "head": head}
             yield finding_at(entry, step=step, kind="tying-changed", message=message, evidence=evidence)
 
-    def _weights(self, table: Mapping[Key, Entry], *, stage: str) -> dict[str, tuple[str, _Bits]]:
+    def _weights(self, table: StepTable, *, stage: str) -> dict[str, tuple[str, _Bits]]:
         """By path, the class of the module of each weight of an embedding or a linear layer, and what it holds."""
         found = {}
         for key, entry in table.items():
             kind = self.facts.modules.get(key.path.rpartition(".")[0], "")
-            if key != Key("param", stage, key.path, "value", 0, 0) or kind not in EMBEDDINGS | HEADS:
+            if key != SiteKey("param", stage, key.path, "value") or kind not in EMBEDDINGS | HEADS:
                 continue
             if entry.unobserved or not entry.exact or len(entry.shape) != 2 or _is_constant(entry):
                 continue
@@ -81,7 +80,7 @@ class TyingStays(Rule):
         return found
 
 
-def _is_constant(entry: Entry) -> bool:
+def _is_constant(entry: MergedSite) -> bool:
     return float(entry.summary["minimum"]) == float(entry.summary["maximum"])
 
 
@@ -109,19 +108,19 @@ class TiedGradientsAddUp(Rule):
     finds = "The gradient of an embedding that is also the head lacks the head's part."
     kinds = ("tied-gradient",)
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterable[Finding]:
+    def step(self, table: StepTable, *, step: int) -> Iterable[Finding]:
         """See the class."""
         for other, path in self.facts.tied.items():
             names = [name.rpartition(".")[0] for name in (other, path)]
             heads = [name for name in names if self.facts.modules.get(name) == "Linear"]
-            gradient = table.get(Key("grad", "", path, "grad", 0, 0))
+            gradient = table.get(SiteKey("grad", "", path, "grad"))
             if (
                 len(heads) != 1
                 or not {self.facts.modules.get(name) for name in names} & {"Embedding"}
                 or gradient is None
             ):
                 continue
-            output = table.get(Key("backward", "", heads[0], "output[0]", 0, 0))
+            output = table.get(SiteKey("backward", "", heads[0], "output[0]"))
             if output is None or output.unobserved or gradient.unobserved or len(gradient.shape) != 2:
                 continue
             if not gradient.exact or int(output.summary["zero"]) or nonfinite_count(output.summary):

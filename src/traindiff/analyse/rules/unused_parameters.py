@@ -8,15 +8,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.step_table import Entry, Key
-from traindiff.analyse.rules.learning_rates import learning_rates, may_be_left_out, moves_parameters
-from traindiff.analyse.rules.rule import InARow, Limit, Rule
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
+from traindiff.analyse.rules.learning_rates import (
+    largest_rate,
+    learning_rates,
+    may_be_left_out,
+    moves_parameters,
+    optimizer_of,
+)
+from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.observation import MASTER, NO_GRADIENT
 from traindiff.core.summary import UNIT_ROUNDOFF, norm
 
 
-class OptimizersHaveGradients(Rule):
+class OptimizersHaveGradients(RepeatedRule):
     """Steps in a row in which none of the parameters that an optimizer holds has a gradient: nothing moves.
 
     `zero_grad` between `backward` and `step` does that, or a loss that does not depend on what the optimizer holds. A
@@ -31,38 +36,29 @@ class OptimizersHaveGradients(Rule):
         "least_steps": Limit(default=10, message="steps in a row in which it must be so"),
     }
 
-    def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._in_a_row: dict[str, InARow[str, tuple[Entry, int]]] = {}
-
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+    def _wrong(self, table: StepTable) -> Found | None:
         gradients = [entry for key, entry in table.items() if key[:2] == ("grad", "")]
-        if gradients:
-            optimizer = min(learning_rates(table), default="optimizer").rpartition(".groups[")[0]
-            row = self._in_a_row.setdefault(optimizer, InARow(self.limit("least_steps")))
-            idle = all(entry.unobserved.startswith(NO_GRADIENT) for entry in gradients)
-            row.see({optimizer: (gradients[0].without_parts(), len(gradients))} if idle else {}, step=step)
-        return ()
+        if not gradients:
+            return None
+        idle = all(entry.unobserved.startswith(NO_GRADIENT) for entry in gradients)
+        return {self._series(table): (gradients[0], {"num_parameters": len(gradients)})} if idle else {}
 
-    def end(self) -> Iterator[Finding]:
-        """See the class."""
-        for row in self._in_a_row.values():
-            for optimizer, (entry, count), first, num_steps in row:
-                message = (
-                    f"{optimizer or 'The optimizer'} steps {num_steps} times in a row, from step {first} on, and none "
-                    f"of its {count} parameters has a gradient: nothing is learned. Look for zero_grad() between "
-                    "backward() and step(), and whether the loss depends on these parameters."
-                )
-                evidence = {"num_steps": num_steps, "num_parameters": count}
-                yield finding_at(entry, step=first, kind="idle-optimizer", message=message, evidence=evidence)
+    def _series(self, table: StepTable) -> str:
+        return optimizer_of(table)
+
+    def _message(self, row: Repeated) -> str:
+        return (
+            f"{row.key or 'The optimizer'} steps {row.num_steps} times in a row, from step {row.first} on, and none of "
+            f"its {row.numbers['num_parameters']} parameters has a gradient: nothing is learned. Look for zero_grad() "
+            "between backward() and step(), and whether the loss depends on these parameters."
+        )
 
 
 @dataclass(slots=True, kw_only=True)
 class _Without:
     """A parameter without a gradient so far."""
 
-    entry: Entry
+    entry: MergedSite
     first: int
     num_none: int = 0
     num_zero: int = 0
@@ -89,7 +85,7 @@ class GradientsArrive(Rule):
         self._without: dict[str, _Without] = {}
         self._seen: set[str] = set()
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
         """Takes note of the step."""
         moves = moves_parameters(table)
         for key, entry in table.items():
@@ -141,7 +137,7 @@ class _Resting:
         first: The first of all of them.
     """
 
-    entry: Entry
+    entry: MergedSite
     steps: int = 0
     unseen: int = 0
     first: int = 0
@@ -183,13 +179,15 @@ class ParametersMove(Rule):
         self._moved: set[str] = set()
         self._unheld = self.facts.trainable - self.facts.held_in.keys() if self.facts.held_in else frozenset[str]()
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
         """Takes note of the step; what never changes is known at the end."""
         rates = learning_rates(table)
         after = dict(_parameters(table, stage=""))
         moving: set[str] = set()
         if not may_be_left_out(table):
-            moving = {path for path, one in after.items() if _should_move(table, one, self._rate(path, rates))}
+            moving = {
+                path for path, one in after.items() if _should_move(table, one, largest_rate(path, rates, self.facts))
+            }
             if any(rates.values()):
                 moving |= self._unheld
         for path, entry in _parameters(table, stage="before"):
@@ -235,11 +233,7 @@ class ParametersMove(Rule):
         held = self.facts.held_in.keys() & self.facts.trainable
         return bool(held) and len(self._held_by_none) > len(held)
 
-    def _rate(self, path: str, rates: Mapping[str, float]) -> float:
-        """The learning rate of a parameter; 0 where none was recorded."""
-        return max((rates.get(group, 0.0) for group in self.facts.held_in.get(path, ())), default=0.0)
-
-    def _see(self, path: str, entry: Entry) -> None:
+    def _see(self, path: str, entry: MergedSite) -> None:
         if path in self._moved:
             return
         first = self._resting.get(path)
@@ -259,7 +253,7 @@ def _finding(path: str, resting: _Resting, *, stage: str, message: str) -> Findi
     )  # fmt: skip
 
 
-def _parameters(table: Mapping[Key, Entry], *, stage: str) -> Iterator[tuple[str, Entry]]:
+def _parameters(table: StepTable, *, stage: str) -> Iterator[tuple[str, MergedSite]]:
     """By path, what an optimizer steps on: the parameter, or the master weights that it has of it."""
     for key, entry in table.items():
         if key.phase != "param" or key.stage != stage or key.slot != "value" or key.call or key.micro_step:
@@ -270,9 +264,9 @@ def _parameters(table: Mapping[Key, Entry], *, stage: str) -> Iterator[tuple[str
             yield key.path, known
 
 
-def _should_move(table: Mapping[Key, Entry], parameter: Entry, rate: float) -> bool:
+def _should_move(table: StepTable, parameter: MergedSite, rate: float) -> bool:
     """Whether a step would change more of a parameter than rounding could."""
-    gradient = table.get(Key("grad", "", parameter.key.path, "grad", 0, 0))
+    gradient = table.get(SiteKey("grad", "", parameter.key.path, "grad"))
     if gradient is None or gradient.unobserved:
         return False
     u = UNIT_ROUNDOFF.get(parameter.dtype, math.inf)
