@@ -1,4 +1,4 @@
-"""What a run must keep by itself, without another one to hold it against. Needs no framework."""
+"""Rules that a run must keep by itself, without a baseline. Needs no framework."""
 
 from traindiff.analyse.rules.adam import EpsIsSmall, SecondMomentsHold
 from traindiff.analyse.rules.batches import BatchesChange, SamplesDiffer, SamplesVary

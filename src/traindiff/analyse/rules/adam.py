@@ -1,4 +1,4 @@
-"""The moments that an optimizer of Adam's kind keeps of each parameter."""
+"""The state of optimizers of Adam's kind: means of the gradients and of their squares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from traindiff.core.summary import largest, number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamState:
-    """What an optimizer keeps of one parameter: means of its gradients and of their squares."""
+    """An optimizer's state of one parameter: the means of its gradients and of their squares."""
 
     first: MergedSite
     second: MergedSite
@@ -31,7 +31,7 @@ class AdamState:
 
 
 def adam_states(table: StepTable) -> Iterator[AdamState]:
-    """The moments of a step that are known."""
+    """The states of a step that are known."""
     for key, second in table.items():
         if key.phase != "optimizer" or key.slot != "exp_avg_sq" or second.unobserved or not second.exact:
             continue
@@ -41,10 +41,10 @@ def adam_states(table: StepTable) -> Iterator[AdamState]:
 
 
 class SecondMomentsHold(RepeatedRule):
-    """A part of all elements whose first moment is not 0 and whose second moment is 0, or subnormal.
+    """Many elements have a nonzero first moment and a second moment that is 0, or subnormal.
 
-    Adam divides by the root of the second moment. Where the square of a gradient is lost (below 1e-23 of it in float32,
-    below 2e-4 in float16), what is left to divide by is eps, and the update is as large as lr x gradient / eps. Single
+    Adam divides by the root of the second moment. If the square of a gradient is lost (below 1e-23 in float32, below
+    2e-4 in float16), only eps is left to divide by, and the update is as large as lr x gradient / eps. Single
     parameters may have gradients that are mathematically 0, so elements of all parameters are counted together.
     """
 
@@ -81,11 +81,11 @@ class SecondMomentsHold(RepeatedRule):
 
 
 class EpsIsSmall(RepeatedRule):
-    """Parameters whose largest root of the second moment is below eps, where they are most of a model.
+    """In most of a model, the largest root of a parameter's second moment is below eps.
 
     Then Adam is gradient descent with the learning rate lr / eps. Biases before a normalization, and keys of attention,
-    have gradients that are 0 but for rounding, and a model that fits its data perfectly has them everywhere; so it is
-    asked of more than half of all elements, and is a warning.
+    have gradients that are 0 but for rounding, and a model that fits its data perfectly has them everywhere. So the
+    rule asks for more than half of all elements, and is a warning.
     """
 
     name = "eps-dominates"

@@ -18,9 +18,9 @@ FEW = 16
 
 
 class SamplesVary(RepeatedRule):
-    """Batches most of whose samples are constant, in every input of fractions: an image of one color, features of 0.
+    """Most samples of a batch are constant in every floating-point input: an image of one color, features of 0.
 
-    Whole numbers (tokens, masks, labels) may be constant, and so may masks of fractions beside an input that varies.
+    Whole numbers (tokens, masks, labels) may be constant, and so may floating-point masks beside an input that varies.
     Black frames and silence exist, so it is a warning.
     """
 
@@ -60,7 +60,7 @@ class SamplesVary(RepeatedRule):
 
 
 class WholeSample(NamedTuple):
-    """One sample: when and where it was, and the fingerprints of what all inputs hold of it."""
+    """One sample: its micro-step, rank and place, and the fingerprints of its values in all inputs."""
 
     micro_step: int
     rank: int
@@ -69,9 +69,9 @@ class WholeSample(NamedTuple):
 
 
 def whole_samples(table: StepTable) -> list[WholeSample]:
-    """The samples of a step, each with what all inputs of the model have of it. Empty where they were not observed.
+    """The samples of a step over all inputs of the model; empty if they were not observed.
 
-    Inputs that have none at a place (a scalar, a mask that all samples share) are left out.
+    Inputs that lack a sample at some place (a scalar, a mask that all samples share) are left out.
     """
     by_place: dict[tuple[int, int, int], dict[str, int]] = {}
     for (path, slot), samples in samples_of(table).items():
@@ -88,21 +88,21 @@ def whole_samples(table: StepTable) -> list[WholeSample]:
 
 
 def elements_of_a_sample(table: StepTable) -> int:
-    """How many numbers a sample has, over all inputs; 0 where samples were not observed."""
+    """Number of elements of a sample, over all inputs; 0 if samples were not observed."""
     first = (entry for key, entry in table.items() if key[:3] == ("batch", "sample", "") and not key.call)
     return sum(int(entry.parts[0].summary["count"]) for entry in first if entry.parts and not entry.unobserved)
 
 
 def inputs_of(table: StepTable) -> list[MergedSite]:
-    """What the model was given in the step's forward passes."""
+    """The inputs of the model in the step's forward passes."""
     return [entry for key, entry in table.items() if key[:3] == ("batch", "", "") and not entry.unobserved]
 
 
 class SamplesDiffer(RepeatedRule):
-    """Batches most of whose samples are there more than once, in all inputs of the model.
+    """Most samples of a batch occur more than once, in all inputs of the model.
 
-    Where data-parallel ranks have the same samples, a sampler does not divide them. Draws with replacement, and data
-    with few different samples, have some twice, so it is a warning, asked of the larger part of a batch of 8 and more.
+    If data-parallel ranks have the same samples, the sampler does not divide them. Draws with replacement, and data
+    with few different samples, repeat some. So it is a warning, and asks for the larger part of a batch of at least 8.
     """
 
     name = "duplicate-samples"
@@ -160,11 +160,11 @@ def _same_in_all_micro_steps(samples: Sequence[WholeSample]) -> bool:
 
 
 class BatchesChange(RepeatedRule):
-    """Batches with the same elements as the step before, and micro-batches with the same samples.
+    """Batches have the same elements as in the step before, or all micro-batches have the same samples.
 
     All inputs of the model are compared, by fingerprints that do not depend on the order. Optimizers that compute the
-    loss themselves (LBFGS) may do so several times on one batch, and their micro-steps are not compared. Training on
-    one batch is how a model is tried, and data may be a single batch, so it is a warning.
+    loss themselves (LBFGS) may do so several times on one batch, so their micro-steps are not compared. People try a
+    model on one batch, and data may be a single batch, so it is a warning.
     """
 
     name = "repeated-batch"
@@ -209,7 +209,7 @@ class BatchesChange(RepeatedRule):
 
 
 def _same_in_micro_steps(table: StepTable) -> bool:
-    """Whether every micro-step of a rank works on the same samples."""
+    """Whether every micro-step of a rank has the same samples."""
     found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for one in whole_samples(table):
         found.setdefault((one.rank, one.micro_step), []).append(one.fingerprints)

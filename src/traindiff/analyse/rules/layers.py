@@ -1,4 +1,4 @@
-"""Units behind a ReLU that return 0 for every input."""
+"""Layers that pass no gradient or draw at random when they should not: dropout, saturated and dead units."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ FEWEST_ELEMENTS = 256
 
 
 class EvaluationIsCertain(Rule):
-    """Dropout modules that leave out as large a share of their input in evaluation as in training.
+    """Dropout modules drop as large a share of their input in evaluation as in training.
 
-    Active dropout sets that share to 0; inactive dropout returns its input. So it is active where the share of zeros is
-    the same as in training, within 6 deviations of chance, and returns something with both signs (behind a ReLU or a
-    softmax zeros are usual) that no module before it returned. Needs `record(evaluation=True)`; without it, evaluation
-    is not recorded. Some draw from an active dropout on purpose (Gal and Ghahramani, 2016), so it is a warning.
+    Active dropout sets that share to 0; inactive dropout returns its input. So dropout is active if the share of zeros
+    is the same as in training, within 6 deviations of chance, and if the module returns a tensor with both signs
+    (behind a ReLU or a softmax zeros are usual) that no module before it returned. Needs `record(evaluation=True)`;
+    without it, evaluation is not recorded. Some draw from an active dropout on purpose (Gal and Ghahramani, 2016), so
+    it is a warning.
     """
 
     name = "dropout-in-evaluation"
@@ -42,11 +43,11 @@ class EvaluationIsCertain(Rule):
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._in_training: dict[str, float] = {}
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of a step."""
         before: dict[str, set[int]] = {}
         found = []
         for key, entry in table.items():
@@ -95,11 +96,11 @@ FEW = 16
 
 
 class UnitsAreSensitive(RepeatedRule):
-    """`Tanh` and `Sigmoid` modules whose mean derivative is next to nothing, step after step.
+    """The mean derivative of `Tanh` and `Sigmoid` modules is next to nothing, step after step.
 
-    The derivative follows from the output, and its mean from the output's sum and sum of squares: 1 - y^2 and
-    y (1 - y). At 1 % of the largest derivative, outputs of a Tanh are 0.995 on the average. What the model itself
-    returns is passed over: a classifier that is right is saturated. Gates inside it may rightly be, so it is a warning.
+    The derivative follows from the output, and its mean from the output's sum and sum of squares: 1 - y^2 and y (1 -
+    y). At 1 % of the largest derivative, outputs of a Tanh are 0.995 on the average. The model's own output is left
+    out: a classifier that is right is saturated. Gates inside a model may rightly be saturated, so it is a warning.
     `torch.tanh` and `torch.sigmoid`, gates inside an LSTM, and other activations are not seen.
     """
 
@@ -144,7 +145,7 @@ RECTIFIERS = frozenset({"ReLU", "ReLU6"})
 
 @dataclass(slots=True, kw_only=True)
 class _Layer:
-    """What was seen of a layer's units, bucket by bucket of its profile.
+    """Observations of a layer's units, by bucket of its profile.
 
     Attributes:
         entry: Its output.
@@ -158,14 +159,14 @@ class _Layer:
 
 
 class UnitsLive(Rule):
-    """Layers behind a `ReLU` module most of whose units return 0 for every sample, in every one of the last steps.
+    """Most units of a layer behind a `ReLU` module return 0 for every sample, in every one of the last steps.
 
-    A unit that is below 0 for all inputs gets no gradient, so it stays there (Lu et al., Dying ReLU, 2019). What is
-    kept of a tensor are the largest magnitudes of up to 16 groups of units (profiles, FORMAT.md), so a group counts as
-    dead when all of its units are: of a convolution a sixteenth of its channels, of a linear layer 16 units or a
-    sixteenth. That misses single dead units, of which a healthy layer has some, and never counts a live one. A ReLU
-    that is called as a function is no module, and not seen; nor are GELU, SiLU and others that return next to 0, and
-    not 0. Where a whole layer of those is dead, the weights before it get no gradient, which is `no-gradient`.
+    A unit that is below 0 for all inputs gets no gradient, so it stays there (Lu et al., Dying ReLU, 2019). The
+    recording keeps the largest magnitudes of up to 16 groups of units (profiles, FORMAT.md), so a group counts as dead
+    if all of its units are dead: a sixteenth of the channels of a convolution, and 16 units or a sixteenth of a linear
+    layer. So the rule misses single dead units, of which a healthy layer has some, and never counts a live one. A ReLU
+    that is called as a function is not a module, and is not seen. Neither are GELU, SiLU and others that return almost
+    0. If a whole layer of those is dead, the weights before it get no gradient, which is `no-gradient`.
     """
 
     name = "dead-units"
@@ -178,12 +179,12 @@ class UnitsLive(Rule):
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._layers: dict[SiteKey, _Layer] = {}
         self._last_step = 0
 
     def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+        """Note a step; the findings come at the end."""
         self._last_step = step
         for key, entry in table.items():
             if key.phase != "forward" or key.stage or self.facts.modules.get(key.path) not in RECTIFIERS:
@@ -198,7 +199,7 @@ class UnitsLive(Rule):
         return ()
 
     def end(self) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of the whole run."""
         for layer in self._layers.values():
             dead = int(layer.units[layer.steps >= self.limit("least_steps")].sum())
             units = int(layer.units.sum())
@@ -222,7 +223,7 @@ class UnitsLive(Rule):
 
 
 def _by_rows(shape: tuple[int, ...]) -> bool:
-    """Whether the units are on axis 1 (channels of an image), or on the last one (features)."""
+    """Whether the units are on axis 1 (channels of an image), and not on the last one (features)."""
     return len(shape) > 3
 
 

@@ -1,4 +1,4 @@
-"""What a step was given to move parameters by: learning rates, and whether a loss scaler left it out."""
+"""Learning rates of a step, and whether a loss scaler left the step out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from traindiff.core.observation import SKIPPED
 from traindiff.core.summary import nonfinite_count, number
 
 SCHEDULED = "initial_lr"
-"""What torch's schedulers write into the groups of an optimizer when they are made."""
+"""Setting that torch's schedulers write into the groups of an optimizer when they are made."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,10 +25,10 @@ class _Rate:
 
 
 class ScheduleIsFollowed(Rule):
-    """Learning rates of groups that have a torch scheduler, and that never change.
+    """The learning rate of groups with a torch scheduler never changes.
 
-    A scheduler writes `initial_lr` into the groups of its optimizer. Where nobody calls its `step`, the learning rate
-    stays what it was; it also does so under a constant schedule, and until the first epoch ends, so it is a warning.
+    A scheduler writes `initial_lr` into the groups of its optimizer. If nobody calls its `step`, the learning rate
+    stays the same. It also does so under a constant schedule, and until the first epoch ends, so it is a warning.
     """
 
     name = "unchanged-learning-rate"
@@ -41,12 +41,12 @@ class ScheduleIsFollowed(Rule):
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._rates: dict[str, _Rate] = {}
         self._changing: set[str] = set()
 
     def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+        """Note a step; the findings come at the end."""
         for key, entry in table.items():
             if (
                 not key.group
@@ -66,7 +66,7 @@ class ScheduleIsFollowed(Rule):
         return ()
 
     def end(self) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of the whole run."""
         for path, rate in self._rates.items():
             if rate.num_steps < self.limit("least_steps"):
                 continue
@@ -81,7 +81,7 @@ class ScheduleIsFollowed(Rule):
 
 
 def may_be_left_out(table: StepTable) -> bool:
-    """Whether a loss scaler has left the step out, or may have: it does that where any gradient is not finite."""
+    """Whether a loss scaler left the step out, or may have: it does so if any gradient is not finite."""
     return any(
         (key.phase == "optimizer" and key.slot == SKIPPED)
         or (key[:2] == ("grad", "") and not entry.unobserved and nonfinite_count(entry.summary))
@@ -90,7 +90,7 @@ def may_be_left_out(table: StepTable) -> bool:
 
 
 def is_left_out(table: StepTable) -> bool:
-    """Whether a loss scaler has left the step out: it is marked, or there is a scale and a gradient is not finite.
+    """Whether a loss scaler left the step out: it is marked, or there is a scale and a gradient is not finite.
 
     A fused optimizer leaves steps out itself, and sets no mark.
     """
@@ -126,14 +126,14 @@ def optimizer_of(table: StepTable) -> str:
 def moves_parameters(table: StepTable) -> bool:
     """Whether the optimizer was to move anything: no loss scaler left the step out, and some learning rate is not 0.
 
-    Where no learning rate was recorded, that is taken for granted.
+    If no learning rate was recorded, it is assumed to be set.
     """
     rates = learning_rates(table)
     return not may_be_left_out(table) and (not rates or any(rates.values()))
 
 
 class LearningRateIsSet(RepeatedRule):
-    """Steps in a row in which the learning rates of all groups of an optimizer are 0: nothing moves.
+    """The learning rates of all groups of an optimizer are 0 for several steps in a row: nothing moves.
 
     A warm-up begins at 0 for one step, and a decay may end there. Single groups may rest at 0.
     """

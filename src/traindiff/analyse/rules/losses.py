@@ -1,4 +1,4 @@
-"""The loss of a step, where there is one."""
+"""The loss of a step, and how it develops over the run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LOSS = SiteKey("loss", "", "loss", "backward")
 
 
 def loss_of(table: StepTable) -> tuple[MergedSite, float] | None:
-    """What `backward` was called on, relative to the global loss.
+    """The argument of `backward` and its value, relative to the global loss.
 
-    None where it was not observed, is not finite, or where the step has several: what each of them is, is not known.
+    None if it was not observed, is not finite, or if the step has several: the role of each is unknown.
     """
     entry = table.get(_LOSS)
     if entry is None or entry.unobserved or _LOSS._replace(call=1) in table:
@@ -29,15 +29,15 @@ def loss_of(table: StepTable) -> tuple[MergedSite, float] | None:
 
 
 STALLED = 16
-"""Steps at the beginning and at the end of a run that are held against each other."""
+"""Number of steps at the beginning and at the end of a run that are compared."""
 
 
 class LossDecreases(Rule):
-    """Losses whose last 16 steps have no smaller median than the first 16.
+    """The median of the last 16 losses is not smaller than that of the first 16.
 
     A model that is nearly as good as it will get does not improve either, so it is a warning, and only after 100 steps.
-    Only losses that are positive throughout are judged: of others (returns of a policy), and of trainings with several,
-    what is better is not known.
+    Only losses that are always positive are judged. For others (returns of a policy), and for trainings with several
+    losses, it is unknown which value is better.
     """
 
     name = "stalled-loss"
@@ -50,7 +50,7 @@ class LossDecreases(Rule):
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=STALLED)
         self._num_steps = 0
@@ -58,7 +58,7 @@ class LossDecreases(Rule):
         self._seen: tuple[int, MergedSite] | None = None
 
     def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+        """Note a step; the findings come at the end."""
         loss = loss_of(table)
         if loss is not None:
             self._num_steps += 1
@@ -70,7 +70,7 @@ class LossDecreases(Rule):
         return ()
 
     def end(self) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of the whole run."""
         if self._seen is None or not self._positive or self._num_steps < max(self.limit("least_steps"), 2 * STALLED):
             return
         began, ended = median(self._first), median(self._last)
@@ -87,14 +87,15 @@ class LossDecreases(Rule):
 
 
 ENDS = 5
-"""Steps at the beginning and at the end of a run that are held against each other."""
+"""Number of steps at the beginning and at the end of a run that are compared."""
 
 
 class LossDoesNotDiverge(Rule):
-    """Losses that end at twice what they began with, or more.
+    """The losses end at twice the value that they began with, or more.
 
-    All of the last 5 steps are above all of the first 5, and their median is twice the largest of these. Only losses
-    that are positive throughout are judged: of others, and of trainings with several, what is worse is not known.
+    All of the last 5 losses are above all of the first 5, and their median is twice the largest of these. Only losses
+    that are always positive are judged. For others, and for trainings with several losses, it is unknown which value is
+    worse.
     """
 
     name = "diverging-loss"
@@ -107,14 +108,14 @@ class LossDoesNotDiverge(Rule):
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._first: list[float] = []
         self._last: deque[tuple[int, float, MergedSite]] = deque(maxlen=ENDS)
         self._num_steps = 0
         self._positive = True
 
     def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+        """Note a step; the findings come at the end."""
         loss = loss_of(table)
         if loss is None:
             return ()
@@ -127,7 +128,7 @@ class LossDoesNotDiverge(Rule):
         return ()
 
     def end(self) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of the whole run."""
         if self._num_steps < max(self.limit("least_steps"), 2 * ENDS) or not self._positive:
             return
         began, ended = max(self._first), median(value for _, value, _ in self._last)

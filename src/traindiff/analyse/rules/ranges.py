@@ -1,4 +1,4 @@
-"""Gradients that their dtype is about to lose: most of their elements are subnormal."""
+"""Tensors near the ends of what their dtype holds, and loss scales that cannot prevent it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from traindiff.core.summary import LARGEST, finite_count, nonfinite_count, numbe
 
 
 class LossScaleSettles(Rule):
-    """Steps that a loss scaler leaves out although its scale is 1 or less, and too many of them.
+    """A loss scaler leaves out steps although its scale is 1 or less, or it leaves out too many steps.
 
     A scaler that begins at 65536 may rightly leave out some of the first steps, halving its scale each time, and then
-    one in 2000, to find out how far it can go. At a scale of 1 gradients overflow by themselves, and a smaller one only
-    loses their small elements. 20 of 40 steps are more than the 16 that it takes to come from 65536 to 1.
+    one in 2000, to find out how far it can go. At a scale of 1 gradients overflow by themselves, and a smaller scale
+    only loses their small elements. 20 of 40 steps are more than the 16 that it takes to come from 65536 to 1.
     """
 
     name = "skipped-steps"
@@ -33,12 +33,12 @@ class LossScaleSettles(Rule):
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._left_out: deque[bool] = deque(maxlen=max(1, int(self.limit("window"))))
         self._told = False
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of a step."""
         scales = [entry for key, entry in table.items() if is_loss_scale(key) and not entry.unobserved]
         left_out = is_left_out(table)
         self._left_out.append(left_out)
@@ -78,18 +78,18 @@ def _first_overflow(table: StepTable) -> MergedSite | None:
 
 
 FILLED = 0.999
-"""From this share of the largest number on, a value is taken for one that masks were filled with (`finfo.min`)."""
+"""A value from this share of the largest number on counts as the fill value of a mask (`finfo.min`)."""
 
 _ALWAYS = frozenset({"forward", "param"})
 _UNSCALED = frozenset({"backward", "grad"})
 
 
 class FarFromOverflow(Rule):
-    """Activations, gradients and parameters within a factor of the largest finite number of their dtype.
+    """Activations, gradients or parameters are within a factor of the largest finite number of their dtype.
 
-    In float16, which ends at 65504, activations of a healthy transformer are below 1000 or so; those within a factor of
-    4 of its end leave two doublings. Gradients that are multiplied by a loss scale are passed over: a scaler raises
-    it until they overflow. So are elements that equal the largest number itself, with which masks are filled.
+    In float16, which ends at 65504, activations of a healthy transformer are below about 1000; those within a factor of
+    4 of its end leave two doublings. Gradients that are multiplied by a loss scale are left out: a scaler raises it
+    until they overflow. So are elements that equal the largest number itself, with which masks are filled.
     """
 
     name = "near-overflow"
@@ -104,7 +104,7 @@ class FarFromOverflow(Rule):
     }
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of a step."""
         headroom = self.limit("headroom")
         phases = _ALWAYS if has_loss_scale(table) else _ALWAYS | _UNSCALED
         for key, entry in table.items():
@@ -126,15 +126,15 @@ class FarFromOverflow(Rule):
 
 
 FEW = 64
-"""Elements that are not zero below which a share says little."""
+"""Nonzero elements below which a share says little."""
 
 
 class FarFromUnderflow(RepeatedRule):
-    """Gradients of which most elements that are not zero are subnormal in their own dtype.
+    """Most nonzero elements of a gradient are subnormal in their own dtype.
 
-    Subnormal numbers have fewer digits the smaller they are (in float16 below 6e-5, the last one is 6e-8), and what is
-    smaller still is 0. Loss scaling is there to prevent it (Micikevicius et al., Mixed Precision Training, 2018). A
-    tail of small elements is as it should be; half of a tensor is not.
+    Subnormal numbers have fewer digits the smaller they are (in float16 below 6e-5, down to 6e-8), and smaller numbers
+    become 0. Loss scaling prevents it (Micikevicius et al., Mixed Precision Training, 2018). A tail of small elements
+    is normal; half of a tensor is not.
     """
 
     name = "underflow"

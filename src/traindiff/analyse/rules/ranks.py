@@ -1,4 +1,4 @@
-"""Copies agree: what several ranks hold of one tensor is the same on all of them."""
+"""Copies on several ranks agree, and pipeline stages receive what was sent."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SENT = re.compile(r"sent(\[\d+\].*)")
 
 
 class BoundariesHold(Rule):
-    """Boundaries of a pipeline's stages at which something else arrived than was sent, by fingerprint.
+    """A pipeline stage received something else than the stage before it sent, by fingerprint.
 
-    The finding is at the module of the receiving stage that comes first in the order of execution.
+    The finding is at the first module of the receiving stage in the order of execution.
     """
 
     name = "boundary"
@@ -30,7 +30,7 @@ class BoundariesHold(Rule):
     kinds = ("boundary",)
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of a step."""
         for key, before in table.items():
             stage, slot = _STAGE.fullmatch(key.path), _SENT.fullmatch(key.slot)
             if key.stage != BOUNDARY or not stage or not slot:
@@ -56,7 +56,7 @@ class BoundariesHold(Rule):
 
 
 def _wrong_parts(sent: MergedSite, received: MergedSite) -> list[tuple[RankPart, RankPart, float | None]]:
-    """Micro-batches that arrived as something else: as they were sent, as they arrived, and how far apart."""
+    """Micro-batches that changed on the way: as they were sent, as they arrived, and their difference."""
     by_place = {(part.micro_step, part.shard): part for part in sent.parts}
     found = []
     for part in received.parts:
@@ -75,7 +75,7 @@ def _alone(entry: MergedSite, part: RankPart) -> MergedSite:
 
 
 def _first_of_stage(table: StepTable, received: MergedSite) -> tuple[int, SiteKey]:
-    """The first site after the boundary, and its place in execution order; the boundary itself where there is none."""
+    """The first site after the boundary, and its place in execution order; the boundary itself if there is none."""
     place, phase = received.order // PLACE, received.key.phase
     following = (
         (entry.order, key)
@@ -113,12 +113,10 @@ KIND = "ranks-disagree"
 
 
 class CopiesAgree(Rule):
-    """Parameters, optimizer state and reduced gradients whose copies differ between ranks, by fingerprint.
+    """Copies of parameters, optimizer state and reduced gradients differ between ranks, by fingerprint.
 
-    Also random state, where a forward pass draws from it and ranks work on the same samples.
-
-    The ranks that are alone are those outside of the largest group that agrees. Of two ranks that differ, which
-    is wrong is not known.
+    The same for random state, if a forward pass draws from it and ranks work on the same samples. The rule names the
+    ranks outside of the largest group that agrees. If two ranks differ, it is unknown which one is wrong.
     """
 
     name = "ranks-disagree"
@@ -126,7 +124,7 @@ class CopiesAgree(Rule):
     kinds = ("ranks-disagree",)
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of a step."""
         for key, entry in table.items():
             if not entry.apart or not _must_agree(table, key):
                 continue
@@ -152,7 +150,7 @@ class CopiesAgree(Rule):
 
 
 def _must_agree(table: StepTable, key: SiteKey) -> bool:
-    """Whether copies of this on several ranks are the same in a correct run. Buffers may be statistics of its own."""
+    """Whether copies on several ranks are equal in a correct run. Buffers may hold a rank's own statistics."""
     if key.path == "rng":
         after = table.get(key._replace(stage="after"))
         return key.stage == "before" and after is not None and _draws(table[key], after)
@@ -160,7 +158,7 @@ def _must_agree(table: StepTable, key: SiteKey) -> bool:
 
 
 def _draws(before: MergedSite, after: MergedSite) -> bool:
-    """Whether on some rank a forward pass changed the state of the generator."""
+    """Whether a forward pass changed the state of the generator on some rank."""
     states = {(part.rank, part.micro_step): int(part.summary["fingerprint"]) for part in before.parts}
     return any(
         states.get((part.rank, part.micro_step)) not in (None, int(part.summary["fingerprint"])) for part in after.parts

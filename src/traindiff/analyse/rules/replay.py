@@ -1,4 +1,4 @@
-"""Whether an optimizer does what its own settings say: judged from one run's replays, with no other run."""
+"""Whether an optimizer does what its own settings say, judged from one run's replayed updates."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, largest, norm
 
 LIMIT = 2.0
-"""Largest residual, in units of what rounding allows, that is no finding.
+"""Largest residual that is not a finding, in units of what rounding allows.
 
-A correct optimizer stays below 1 by construction (taps/replay/formulas.py); measured over SGD, Adam and AdamW,
-for-loop, foreach and fused, float32 and bfloat16: 0.98."""
+A correct optimizer stays below 1 by construction; measured over SGD, Adam and AdamW, for-loop, foreach and fused,
+float32 and bfloat16: 0.98.
+"""
 
 LOST_SHARE = 0.5
 """Share of the elements that should move and do not, above which updates are called lost."""
 
 SHORT = UNIT_ROUNDOFF["float16"]
-"""Unit roundoff from which a dtype loses updates that matter. In longer ones only gradients that are mathematically
-zero are lost: those of a bias before batch normalization."""
+"""Unit roundoff from which a dtype loses updates that matter. Longer dtypes only lose gradients that are
+mathematically zero: those of a bias before batch normalization."""
 
 PATIENCE = 2.0**-10
-"""Updates are lost, and not just nothing, where a thousand of them would move a parameter by one rounding."""
+"""Lost updates matter if a thousand of them would move a parameter by one rounding."""
 
 FEW = 16
 """Elements below which a share says little."""
@@ -49,22 +50,22 @@ MEANINGS = {
     "no-amsgrad": "without amsgrad",
     "other-nesterov": "as if nesterov were set the other way round",
 }
-"""What the mistakes of the recording's stages `variant[NAME]` are; `NAME=VALUE` speaks for itself."""
+"""Meanings of the mistakes in the recording's stages `variant[NAME]`; `NAME=VALUE` speaks for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What a recording has of one replayed parameter (a range of it, where it is large).
+    """The replay of one parameter (of a range of it, if it is large).
 
     Attributes:
         key: Of the residual.
         order: Place in execution order: that of the update.
         value: The update that the formula gives.
         taken: The update that was made.
-        rounding: How far apart rounding may take the two, per element.
-        residual: How far they are, in units of that.
+        rounding: Largest difference of the two that rounding allows, per element.
+        residual: Their difference, in units of that.
         variants: The same for each known mistake that explains it better, likelier ones first.
-        dtype: The parameter's dtype; empty where it was not recorded.
+        dtype: The parameter's dtype; empty if it was not recorded.
     """
 
     key: SiteKey
@@ -89,7 +90,7 @@ class Replayed:
 
     @property
     def is_of_its_own(self) -> bool:
-        """Whether the optimizer only derives from the one whose formula was replayed."""
+        """Whether the optimizer is a subclass, with a step of its own, of the one that was replayed."""
         return "(" in self.key.slot
 
     @property
@@ -110,7 +111,7 @@ class Replayed:
 
 
 class UpdatesFollowSettings(Rule):
-    """Parameters that their optimizer did not move as its formula and its settings say."""
+    """An optimizer did not move parameters as its formula and its settings say."""
 
     name = "update-rule"
     finds = "The optimizer does something else than its settings say, or its updates are lost to rounding."
@@ -127,7 +128,7 @@ class UpdatesFollowSettings(Rule):
     }
 
     def step(self, table: StepTable, *, step: int) -> list[Finding]:
-        """See the class."""
+        """Findings of a step."""
         limit = self.limit("residual") / self.strictness
         share = self.limit("lost_share") / self.strictness
         replays = list(replayed(table))
@@ -138,7 +139,7 @@ class UpdatesFollowSettings(Rule):
         return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
 
     def unknown(self, table: StepTable) -> list[str]:
-        """Why optimizers as a whole were not replayed, as the recording says it."""
+        """Why whole optimizers were not replayed, as the recording says it."""
         parameters = {key.path for key in table if key.phase in ("grad", "param")}
         reasons = {
             entry.unobserved
@@ -149,7 +150,7 @@ class UpdatesFollowSettings(Rule):
 
 
 def replayed(table: StepTable) -> Iterator[Replayed]:
-    """What was replayed in a step, in execution order."""
+    """The replayed parameters of a step, in execution order."""
     variants: dict[tuple[str, str], dict[str, MergedSite]] = {}
     for key, entry in table.items():
         if key.phase == "update" and key.stage.startswith("variant["):
@@ -176,7 +177,7 @@ def _beside(table: StepTable, key: SiteKey, stage: str) -> MergedSite | None:
 
 
 def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Finding | None:
-    """What is said of an update that rounding does not explain."""
+    """The finding for an update that rounding does not explain."""
     path, size = one.key.path, float(norm(one.value.summary))
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
     if one.never_moved or one.lost_share > LOST_SHARE:
@@ -205,14 +206,14 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
 
 
 def _is_lost(one: Replayed, share: float) -> bool:
-    """Whether most of a right update is rounded away that would have mattered."""
+    """Whether rounding loses most of a right update that would have mattered."""
     u, size = UNIT_ROUNDOFF.get(one.dtype, 0.0), float(norm(one.value.summary))
     stored = float(norm(one.rounding.summary))  # at least u times the parameter
     return u >= SHORT and one.lost_share > share and size > PATIENCE * stored
 
 
 def _lost(one: Replayed, *, step: int) -> Finding:
-    """What is said of an optimizer that is right and in vain."""
+    """The finding for right updates that rounding loses."""
     share = one.lost_share
     message = (
         f"{share:.0%} of the elements of {one.key.path} do not move, although {one.optimizer} computes an update for "
@@ -226,7 +227,7 @@ def _lost(one: Replayed, *, step: int) -> Finding:
 
 
 def meaning(variant: str) -> str:
-    """What a known mistake does, in words that follow "moves it"."""
+    """The effect of a known mistake, in words that follow "moves it"."""
     name, _, value = variant.partition("=")
     return f"as if {name} were {value}" if value else MEANINGS.get(variant, f"as if by {variant}")
 

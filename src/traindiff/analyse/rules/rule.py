@@ -1,4 +1,4 @@
-"""A rule for one run, what it may know of the run, and a run held against all rules."""
+"""The base of all rules, the facts that a rule knows of a run, and a run judged by several rules."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from traindiff.storage import Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What does not change during a run.
+    """Facts that do not change during a run.
 
     Attributes:
-        complete: Whether all parameters of one optimizer were recorded, on all ranks.
+        complete: Whether all parameters of a single optimizer were recorded, on all ranks.
         modules: Class name of each module by path.
         tied: Path of a parameter by each of its further names.
         trainable: Paths of the parameters that require a gradient.
@@ -34,12 +34,7 @@ class RunFacts:
 
 
 def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
-    """What does not change during a run.
-
-    Args:
-        recording: The run.
-        rename: Turns its paths into those that the run's tables have.
-    """
+    """Facts about a run; `rename` turns its paths into those of the run's tables."""
     contents = [recording.rank_content(rank) for rank in recording.ranks]
     everything = recording.run["settings"].get("select", ["*"]) == ["*"] and not recording.missing_ranks
     one_optimizer = all(len(content.get("optimizers", ())) == 1 for content in contents)
@@ -72,8 +67,8 @@ class Limit:
     """A number that a rule holds a run against.
 
     Attributes:
-        default: What it is where the user sets nothing.
-        message: What it is, in which unit, and why this much: a phrase that follows its name.
+        default: Its value if the user sets none.
+        message: Its meaning, its unit and the reason for the default: a phrase after its name.
     """
 
     default: float
@@ -81,36 +76,36 @@ class Limit:
 
 
 class Rule:
-    """Something that a run must keep by itself. One object judges one run, step by step, in order.
+    """A rule that a run must keep by itself. One object judges one run, step by step, in order.
 
-    A rule overrides what it needs: most need `step` only. Sentences begin with a capital letter.
+    A rule overrides the methods that it needs: most need `step` only. Sentences begin with a capital letter.
 
     Args:
-        facts: What is known of the run.
-        strictness: Divides the rule's limits: 2 finds what is half as large.
-        limits: What the user sets in place of the defaults, by name.
+        facts: Facts about the run.
+        strictness: Divides the rule's limits: 2 finds faults half as large.
+        limits: Set by the user, in place of the defaults, by name.
     """
 
     name: ClassVar[str]
-    """What users choose it by."""
+    """The name by which users choose it."""
 
     finds: ClassVar[str]
-    """What it finds: a sentence."""
+    """A sentence about what it finds."""
 
     kinds: ClassVar[tuple[str, ...]]
     """Kinds of its findings (docs/findings.md)."""
 
     limits: ClassVar[Mapping[str, Limit]] = {}
-    """What users can set, by name."""
+    """Limits that users can set, by name."""
 
     warns: ClassVar[bool] = False
-    """Whether what it finds is a warning: worth knowing, and no reason to call a run unhealthy."""
+    """Whether its findings are warnings, which leave a run healthy."""
 
     judges_unfinished: ClassVar[bool] = False
-    """Whether it is also given the last step of a run, where that ended before the optimizer was called."""
+    """Whether it also judges the last step of a run that ended before the optimizer was called."""
 
     tells_runs_apart = True
-    """Whether `traindiff compare` asks it too. No for what a comparison finds by itself, and better."""
+    """Whether `traindiff compare` asks it too. No if a comparison finds the same by itself, and better."""
 
     def __init__(self, facts: RunFacts, *, strictness: float = 1.0, limits: Mapping[str, float] | None = None) -> None:
         self.facts = facts
@@ -119,31 +114,31 @@ class Rule:
         self.begin()
 
     def begin(self) -> None:
-        """Make what the rule keeps from step to step: little, and not more with every step."""
+        """Set up the state that the rule keeps from step to step: little, and not more with every step."""
 
     def limit(self, name: str) -> float:
         """One of `limits`, as the user or the rule sets it."""
         return self._chosen.get(name, self.limits[name].default)
 
     def step(self, table: StepTable, *, step: int) -> Iterable[Finding]:  # noqa: ARG002
-        """What is wrong in a step.
+        """Findings of a step.
 
         Args:
-            table: What the run has of it; empty again when the next step begins, so nothing of it may be kept.
+            table: The step; empty again when the next step begins, so keep no part of it.
             step: Its number.
         """
         return ()
 
     def unknown(self, table: StepTable) -> Iterable[str]:  # noqa: ARG002
-        """Why the rule cannot judge something of a step: sentences that hold for the whole run."""
+        """Why the rule cannot judge a part of a step: sentences that hold for the whole run."""
         return ()
 
     def end(self) -> Iterable[Finding]:
-        """What can be told only now that the run is over."""
+        """Findings that only the whole run shows."""
         return ()
 
     def notes(self) -> Iterable[str]:
-        """What is worth knowing of a run that is over, and may be meant: sentences."""
+        """Sentences about a finished run that are worth knowing, and may be intended."""
         return ()
 
 
@@ -218,16 +213,16 @@ class RepeatedRule(Rule, ABC):
 
 
 class RunJudge:
-    """Judges a run by itself, step by step.
+    """Judges a run by several rules, step by step.
 
     Args:
-        rules: What it must keep.
-        facts: What is known of it.
-        strictness: Divides the limits of the rules: 2 finds what is half as large.
-        limits: What the user sets in place of the rules' own limits, by the rule's name and the limit's.
+        rules: The rules.
+        facts: Facts about the run.
+        strictness: Divides the limits of the rules: 2 finds faults half as large.
+        limits: Set by the user, by the rule's name and the limit's.
 
     Attributes:
-        unknown: What could not be judged so far: sentences, in the order in which they were found out.
+        unknown: Sentences about what could not be judged so far, in order.
     """
 
     def __init__(
@@ -244,11 +239,11 @@ class RunJudge:
         self.unknown: dict[str, None] = {}
 
     def step(self, table: StepTable, *, step: int) -> list[Finding]:
-        """What is wrong in a step, in the order of execution."""
+        """Findings of a step, in the order of execution."""
         return self._judged(self._rules, table, step=step)
 
     def unfinished(self, table: StepTable, *, step: int) -> list[Finding]:
-        """What is wrong in a step that ended before the optimizer was called, in the order of execution."""
+        """Findings of a step that ended before the optimizer was called, in the order of execution."""
         return self._judged([rule for rule in self._rules if rule.judges_unfinished], table, step=step)
 
     def _judged(self, rules: Iterable[Rule], table: StepTable, *, step: int) -> list[Finding]:
@@ -261,16 +256,16 @@ class RunJudge:
         return any(finding.kind in rule.kinds for rule in self._rules if rule.warns)
 
     def note_unknown(self, table: StepTable) -> None:
-        """Remember what of a step the rules cannot judge."""
+        """Remember what the rules cannot judge in a step."""
         for rule in self._rules:
             self.unknown.update(dict.fromkeys(rule.unknown(table)))
 
     def end(self) -> list[Finding]:
-        """What can be told only now that the run is over, and was not told of a step."""
+        """Findings of the whole run that no step has shown."""
         found = [finding for rule in self._rules for finding in rule.end()]
         fresh = [finding for finding in found if (finding.kind, finding.path) not in self._found]
         return sorted(fresh, key=lambda finding: (finding.step, finding.order))
 
     def notes(self) -> list[str]:
-        """What is worth knowing of the run, now that it is over."""
+        """Notes of all rules on the finished run."""
         return [note for rule in self._rules for note in rule.notes()]

@@ -1,4 +1,4 @@
-"""Parameters that get gradients and never change: frozen by mistake, or held by no optimizer."""
+"""Parameters without gradients, or that never change: detached, frozen, or held by no optimizer."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from traindiff.core.summary import UNIT_ROUNDOFF, norm
 
 
 class OptimizersHaveGradients(RepeatedRule):
-    """Steps in a row in which none of the parameters that an optimizer holds has a gradient: nothing moves.
+    """None of the parameters that an optimizer holds has a gradient, for several steps in a row: nothing moves.
 
-    `zero_grad` between `backward` and `step` does that, or a loss that does not depend on what the optimizer holds. A
-    gradient of zeros is one: a loss may be satisfied with every sample.
+    The cause is `zero_grad` between `backward` and `step`, or a loss that does not depend on the optimizer's
+    parameters. A gradient of zeros counts as a gradient: a loss may be satisfied with every sample.
     """
 
     name = "idle-optimizer"
@@ -65,10 +65,10 @@ class _Without:
 
 
 class GradientsArrive(Rule):
-    """Parameters whose gradient is None, or 0 in every element, in every step in which something could move.
+    """The gradient of a parameter is None, or 0 in every element, in every step in which something could move.
 
-    Often it is meant (a pooler that a task does not use, an expert that is never chosen), so it is a warning; or
-    something was detached, computed under `no_grad`, or multiplied by 0.
+    Often that is intended (a pooler that a task does not use, an expert that is never chosen), so it is a warning.
+    Otherwise something was detached, computed under `no_grad`, or multiplied by 0.
     """
 
     name = "no-gradient"
@@ -81,12 +81,12 @@ class GradientsArrive(Rule):
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._without: dict[str, _Without] = {}
         self._seen: set[str] = set()
 
     def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+        """Note a step; the findings come at the end."""
         moves = moves_parameters(table)
         for key, entry in table.items():
             if key[:2] != ("grad", "") or key.path in self._seen:
@@ -104,7 +104,7 @@ class GradientsArrive(Rule):
         return ()
 
     def end(self) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of the whole run."""
         for path, one in self._without.items():
             steps = one.num_none + one.num_zero
             if steps < self.limit("least_steps"):
@@ -143,26 +143,26 @@ class _Resting:
     first: int = 0
 
     def pass_over(self, step: int) -> None:
-        """A step should change it."""
+        """Note a step that should change it."""
         self.first = self.first if self.steps + self.unseen else step
         self.unseen += 1
 
     def see(self) -> None:
-        """It is seen again, unchanged."""
+        """Note that it is unchanged."""
         self.steps, self.unseen = self.steps + self.unseen, 0
 
 
 class ParametersMove(Rule):
-    """Parameters whose bits never change, although steps pass that should change them.
+    """The bits of a parameter never change, although steps pass that should change them.
 
-    A step should change a parameter that an optimizer holds, where all gradients are finite and one step of gradient
-    descent on it would be more than rounding, also if it took each element of the gradient for no more than 1, as
-    optimizers do that make its size one of their own: `lr * min(||gradient||, sqrt(n)) > 2 u ||parameter||`, with n
-    elements and the learning rate of its own group. So gradients that are mathematically zero, groups that rest at a
-    learning rate of 0, and steps that a loss scaler left out (a fused optimizer leaves them out itself, and does not
-    say so) do not count, and neither do short dtypes that round small updates away, of which `UpdatesFollowSettings`
-    knows more. A parameter that requires a gradient and that no optimizer holds should change in each step that is not
-    left out; where these are most of a model, as where its head is trained alone, that is a note.
+    A step should change a parameter that an optimizer holds if all gradients are finite and one step of gradient
+    descent would change it by more than rounding, even if each element of the gradient counted for no more than 1, as
+    in optimizers that normalize its size: `lr * min(||gradient||, sqrt(n)) > 2 u ||parameter||`, with n elements and
+    the learning rate of its own group. So these do not count: gradients that are mathematically zero, groups with a
+    learning rate of 0, steps that a loss scaler left out (a fused optimizer leaves them out itself, and does not say
+    so), and short dtypes that round small updates away, which `UpdatesFollowSettings` judges better. A parameter that
+    requires a gradient and that no optimizer holds should change in each step that is not left out. If these are most
+    of a model, as when its head is trained alone, that is a note.
     """
 
     name = "never-updated"
@@ -174,13 +174,13 @@ class ParametersMove(Rule):
     tells_runs_apart = False  # a comparison sees the other run's update
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._resting: dict[str, _Resting] = {}
         self._moved: set[str] = set()
         self._unheld = self.facts.trainable - self.facts.held_in.keys() if self.facts.held_in else frozenset[str]()
 
     def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step; what never changes is known at the end."""
+        """Note a step; the findings come at the end."""
         rates = learning_rates(table)
         after = dict(_parameters(table, stage=""))
         moving: set[str] = set()
@@ -199,7 +199,7 @@ class ParametersMove(Rule):
         return ()
 
     def end(self) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of the whole run."""
         forgotten = set() if self._rest_is_meant else self._held_by_none
         for path, resting in self._resting.items():
             if resting.steps >= self.limit("least_steps") and path in self.facts.held_in:
@@ -213,7 +213,7 @@ class ParametersMove(Rule):
                 yield _finding(path, resting, stage="before", message=message)  # that is how it is observed
 
     def notes(self) -> Iterator[str]:
-        """Where no optimizer holds the larger part of a model: that one part is trained alone, as it seems."""
+        """A note if no optimizer holds most of the model, as when one part is trained alone."""
         if self._rest_is_meant:
             count, first = len(self._held_by_none), min(self._held_by_none)
             yield (
@@ -223,13 +223,13 @@ class ParametersMove(Rule):
 
     @property
     def _held_by_none(self) -> set[str]:
-        """Parameters that no optimizer holds, although they require a gradient, and that were seen not to change."""
+        """Parameters that require a gradient, that no optimizer holds, and that did not change."""
         least = self.limit("least_steps")
         return {path for path in self._unheld & self._resting.keys() if self._resting[path].steps >= least}
 
     @property
     def _rest_is_meant(self) -> bool:
-        """Whether so much of the model rests that this is no parameter that somebody forgot."""
+        """Whether so much of the model rests that nobody can have forgotten it."""
         held = self.facts.held_in.keys() & self.facts.trainable
         return bool(held) and len(self._held_by_none) > len(held)
 
@@ -254,7 +254,7 @@ def _finding(path: str, resting: _Resting, *, stage: str, message: str) -> Findi
 
 
 def _parameters(table: StepTable, *, stage: str) -> Iterator[tuple[str, MergedSite]]:
-    """By path, what an optimizer steps on: the parameter, or the master weights that it has of it."""
+    """By path: the tensor that an optimizer updates, which is the parameter or its master weights."""
     for key, entry in table.items():
         if key.phase != "param" or key.stage != stage or key.slot != "value" or key.call or key.micro_step:
             continue

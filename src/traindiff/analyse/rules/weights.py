@@ -1,4 +1,4 @@
-"""How large the gradients and the updates of weights are."""
+"""Sizes of the gradients and of the updates of weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm
 
 FEW = 16
-"""Elements below which a tensor is no weight of a layer."""
+"""Elements below which a tensor is not the weight of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class WeightGradient:
     Attributes:
         entry: Of the gradient.
         size: Root mean square of its elements; more than 0.
-        place: When in the forward pass its module returned; -1 where it was not observed.
+        place: Place of its module's output in the forward pass; -1 if it was not observed.
     """
 
     entry: MergedSite
@@ -62,13 +62,13 @@ def weight_gradients(table: StepTable) -> list[WeightGradient]:
 
 
 class GradientsReachEveryLayer(RepeatedRule):
-    """Weights whose gradients are many orders of magnitude smaller than those of the layer that gets most.
+    """Weights have gradients many orders of magnitude smaller than those of the layer with the largest ones.
 
-    What is compared is the root mean square of a gradient's elements. In the trainings on which the limit was tried
-    (GPT, MLP, convolutions with batch normalization) the smallest is 0.005 of the largest; layers whose output is
-    scaled by 1e-6 at first, as some are on purpose, begin with a millionth, and the limit is a thousandth of that.
-    Behind twelve sigmoids it is 7e-11 (Hochreiter, 1991; Glorot and Bengio, 2010). Gradients that are exactly 0, as
-    those behind a head of zeros are in the first step, are another rule's (`no-gradient`).
+    The rule compares the root mean squares of the gradients' elements. In the trainings on which the limit was tried
+    (GPT, MLP, convolutions with batch normalization), the smallest is 0.005 of the largest. Layers whose output is
+    first scaled by 1e-6, as some are on purpose, begin with a millionth, and the limit is a thousandth of that. Behind
+    twelve sigmoids it is 7e-11 (Hochreiter, 1991; Glorot and Bengio, 2010). Another rule (`no-gradient`) finds
+    gradients that are exactly 0, such as those behind a head of zeros in the first step.
     """
 
     name = "vanishing-gradients"
@@ -105,12 +105,12 @@ class GradientsReachEveryLayer(RepeatedRule):
 
 
 class GradientsStayBounded(RepeatedRule):
-    """Weights whose gradients are many orders of magnitude larger than those of the layer nearest the loss.
+    """Weights have gradients many orders of magnitude larger than those of the layer nearest the loss.
 
-    What is compared is the root mean square of a gradient's elements; the nearest layer is the one whose module returns
-    last in the forward pass. In the trainings on which the limit was tried no layer has more than 80 x the last one's;
-    recurrent layers whose matrices enlarge what they are given have it grow with every position (Pascanu et al., 2013).
-    A last layer may have next to no gradient because its loss counts little, so the gradient of the other must also be
+    The rule compares the root mean squares of the gradients' elements. The nearest layer is the one whose module
+    returns last in the forward pass. In the trainings on which the limit was tried, no layer has more than 80 x the
+    last one's. In recurrent layers whose matrices enlarge their inputs, it grows with every position (Pascanu et al.,
+    2013). A last layer may have a tiny gradient because its loss counts little, so the other gradient must also be
     large by itself: several times as large as the weight, before clipping.
     """
 
@@ -146,7 +146,7 @@ class GradientsStayBounded(RepeatedRule):
 
 
 def _relative(table: StepTable, gradient: WeightGradient) -> float:
-    """Norm of a gradient before it was clipped, as a multiple of the weight's norm; 0 where that is not known."""
+    """Norm of a gradient before clipping, as a multiple of the weight's norm; 0 if unknown."""
     parameter = table.get(SiteKey("param", "", gradient.path, "value"))
     if parameter is None or parameter.unobserved:
         return 0.0
@@ -158,7 +158,7 @@ def _relative(table: StepTable, gradient: WeightGradient) -> float:
 def weight_updates(table: StepTable) -> Iterator[tuple[MergedSite, float]]:
     """The update of each weight, and its norm as a share of the weight's norm after it.
 
-    Weights have two axes or more: a bias or a norm may rightly be replaced by its first updates.
+    Weights have two axes or more: the first updates may rightly replace a bias or a norm.
     """
     for key, update in table.items():
         if key[:2] != ("update", "") or len(update.shape) < 2 or int(update.summary["count"]) < FEW:
@@ -172,11 +172,11 @@ def weight_updates(table: StepTable) -> Iterator[tuple[MergedSite, float]]:
 
 
 class UpdatesAreLargeEnough(RepeatedRule):
-    """Trainings in which half of all weights move by less than a ten-millionth of their size, step after step.
+    """Half of all weights move by less than a ten-millionth of their size, step after step.
 
-    Ten million steps in one direction would then replace them; usual is a thousand. A weight of a short dtype that has
-    a gradient and a learning rate, and does not move at all, counts: its updates are rounded away. At the ends of a
-    warm-up and of a decay it may be so for a while, so it is a warning.
+    Ten million steps in one direction would then replace them; a thousand is usual. A weight of a short dtype that has
+    a gradient and a learning rate, and does not move at all, counts: its updates are rounded away. This may hold for a
+    while at the ends of a warm-up and of a decay, so it is a warning.
     """
 
     name = "small-updates"
@@ -218,12 +218,12 @@ class UpdatesAreLargeEnough(RepeatedRule):
 
 
 class UpdatesAreSmall(RepeatedRule):
-    """Weights that steps move by a large part of their own norm, again and again.
+    """Steps move weights by a large part of their own norm, again and again.
 
-    Usual is about 1e-3; in the healthy trainings on which the limit was tried, the largest of a single step after the
-    tenth is 0.1, and 0.5 with sigmoids and a learning rate of 0.5. A weight that begins at 0 is replaced by its first
-    update, halved by the second, and so on; where updates point in random directions the tenth is still 0.32 of what
-    the weight has become. So half of it, ten times in a row, is a weight that has forgotten what it had learned.
+    About 1e-3 is usual. In the healthy trainings on which the limit was tried, the largest update after the tenth step
+    is 0.1, and 0.5 with sigmoids and a learning rate of 0.5. A weight that begins at 0 is replaced by its first update,
+    halved by the second, and so on; if updates point in random directions, the tenth is still 0.32 of the weight. So a
+    weight that moves by half of itself ten times in a row has forgotten what it had learned.
     """
 
     name = "large-updates"
