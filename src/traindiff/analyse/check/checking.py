@@ -23,16 +23,12 @@ from traindiff.storage import Run, open_recording
 
 Word = Literal["healthy", "unhealthy", "incomplete"]
 
-
 EXIT_CODES: Mapping[Word, int] = {"healthy": 0, "unhealthy": 1, "incomplete": 3}
 """Exit codes of `traindiff check`."""
 
-
 SCHEMA_NAME = "traindiff-check"
 
-
 SCHEMA_VERSION = 1
-
 
 MEANINGS: Mapping[Word, str] = {
     "healthy": "no rule is broken",

@@ -41,7 +41,6 @@ _WATCHED = (
     ("environment", "deterministic_algorithms"),
 )
 
-
 _OF_ANY_FRAMEWORK = (("environment", "machine"),)
 """Entries that mean the same in every framework."""
 

@@ -56,7 +56,6 @@ class Case:
 ADDED = 0.01
 """Remainder that a sum of two gradients may leave: more than rounding, less than another gradient."""
 
-
 LATE = 0.02
 """A tensor is one step late if its difference from the step before is at most this part of its difference."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from traindiff.analyse.align.pairs import Aligned
@@ -21,23 +21,14 @@ FLOW = ("batch", "forward", "loss", "backward")
 """Phases in which data flows from one site to the next in the order of execution."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """The sites of a step before its first finding.
+def surroundings(finding: Finding, pairs: Iterable[Pair], aligned: Aligned) -> tuple[str, dict[str, Any]]:
+    """A remark on the sites before a finding in its step, and the evidence for it.
 
-    Attributes:
-        after: The last site before it that agrees in both runs; empty if there is none.
-        unseen: Sites between the two that one run did not observe, each with that run.
+    The evidence names the last site that agrees (`after`), if the order of execution tells. The remark says that the
+    error may have happened at sites after it, if one run did not observe these.
     """
-
-    after: str
-    unseen: tuple[tuple[str, str], ...]
-
-
-def surroundings(finding: Finding, pairs: Iterable[Pair], aligned: Aligned) -> Surroundings | None:
-    """The sites before a finding in its step; None if its order does not tell where its data came from."""
     if finding.phase not in FLOW or finding.phase == "batch" or finding.kind in ("missing", "extra"):
-        return None
+        return "", {}
     before = [
         pair.baseline for pair in pairs if pair.baseline.key.phase in FLOW and pair.baseline.order < finding.order
     ]
@@ -52,23 +43,18 @@ def surroundings(finding: Finding, pairs: Iterable[Pair], aligned: Aligned) -> S
             order = entry.order if run == "candidate" else _placed(entry, candidates, place)
             if entry.key.phase == finding.phase and low <= order < finding.order:
                 unseen.append((run, label(entry.key.path, entry.key.slot)))
-    return Surroundings(after=label(last.key.path, last.key.slot) if last else "", unseen=tuple(unseen))
-
-
-def with_surroundings(finding: Finding, found: Surroundings) -> Finding:
-    """The finding, with a remark if the error may have happened at an unobserved site just before it."""
-    evidence = {**finding.evidence, "after": found.after}
-    if not found.unseen:
-        return replace(finding, evidence=evidence)
-    run = found.unseen[0][0]
-    names = [name for other, name in found.unseen if other == run]
+    after = label(last.key.path, last.key.slot) if last else ""
+    if not unseen:
+        return "", {"after": after}
+    run = unseen[0][0]
+    names = [name for other, name in unseen if other == run]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     site, it = ("site", "it") if len(names) == 1 else ("sites", "one of them")
     hop = (
         f" Just before it, the {run} did not observe {len(names)} {site} that the other run has ({', '.join(names[:3])}"
         f"{more}): if what goes wrong is {it}, it shows here, one hop late."
     )
-    return replace(finding, message=finding.message + hop, evidence={**evidence, "one_hop_late": names})
+    return hop, {"after": after, "one_hop_late": names}
 
 
 def _placed(entry: MergedSite, candidates: Sequence[MergedSite], place: dict[int, int]) -> int:
@@ -78,7 +64,6 @@ def _placed(entry: MergedSite, candidates: Sequence[MergedSite], place: dict[int
 
 
 _OWN_STATISTICS = re.compile(r"(Lazy)?BatchNorm[123]d")
-
 
 _RANDOM = re.compile(r"(Alpha|FeatureAlpha)?Dropout([123]d)?|RReLU")
 

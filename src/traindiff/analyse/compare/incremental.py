@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from traindiff.analyse.align.exact import EXACT_KINDS, SettingChanges, check_random_state
 from traindiff.analyse.align.pairs import in_baseline_order
@@ -22,14 +23,12 @@ from traindiff.analyse.compare.circumstances import (
     scale_note,
 )
 from traindiff.analyse.compare.explanations import (
-    Surroundings,
     batch_statistics_message,
     explained,
     surroundings,
     unseen_labels_message,
     with_each_ranks_own,
     with_names,
-    with_surroundings,
 )
 from traindiff.analyse.compare.judge import BothRuns, Judge, recomputation_findings
 from traindiff.analyse.compare.limits import hints, limits
@@ -110,8 +109,8 @@ class RunningComparison:
         self._history = history
         self._judge = Judge(tolerance, forced=self._forced, coefficients=coefficients, history=history)
         self._settings = SettingChanges()
-        self._surroundings: Surroundings | None = None
-        self._aside = ""
+        self._remarks = ""  # on the first finding, and the evidence for them
+        self._evidence: dict[str, Any] = {}
         self._uncovered: list[int] = []
         self._notes: dict[str, None] = {}
         self._other_dtypes: dict[tuple[str, str], set[SiteKey]] = {}
@@ -199,10 +198,10 @@ class RunningComparison:
         )
         if agreed and self._judge.findings:
             first = self._judge.findings[0]
-            self._surroundings = surroundings(first, pairs, given.aligned)
+            hop, self._evidence = surroundings(first, pairs, given.aligned)
             divided = (micro_steps[0], micro_steps[1])
-            self._aside = batch_statistics_message(first, self._facts[0].modules, given.aligned, divided)
-            self._aside += unseen_labels_message(first, pairs)
+            statistics = batch_statistics_message(first, self._facts[0].modules, given.aligned, divided)
+            self._remarks = statistics + unseen_labels_message(first, pairs) + hop
         return found
 
     def _with_names(self, finding: Finding) -> Finding:
@@ -220,9 +219,8 @@ class RunningComparison:
         if not findings:
             return ()
         first, *rest = findings
-        first = replace(first, message=first.message + self._aside)
-        if self._surroundings:
-            first = with_surroundings(first, self._surroundings)
+        evidence = {**first.evidence, **self._evidence}
+        first = replace(first, message=first.message + self._remarks, evidence=evidence)
         sizes = (self.runs.sides[0].data_parallel, self.runs.sides[1].data_parallel)
         first = with_each_ranks_own(first, self._facts[sizes.index(max(sizes))].modules, sizes)
         return (self._operators.told(explained(first, *(run.run for run in self.runs.runs))), *rest)

@@ -24,7 +24,6 @@ from traindiff.core.summary import rounding
 LOGGED = "logged"
 """Slot of the numbers that a training reports."""
 
-
 FOLLOWS = 0.05
 """If all gradients together differ by more than this part of the activations' difference, they may follow from it."""
 
@@ -123,7 +122,6 @@ def _key(finding: Finding) -> SiteKey:
 
 LENIENT = 2.0
 """A fault that shows half as clearly in the other run counts for both, so it does not tell them apart."""
-
 
 _NO_NAMES = frozenset({"A", "An", "Rank", "Ranks", "Stage", "The"})
 """Words that begin a sentence with a capital letter, and have none within it."""

@@ -138,7 +138,6 @@ def paired(baseline: Sequence[OperatorRun], candidate: Sequence[OperatorRun]) ->
 _LOOKED_THROUGH = 250_000
 """Largest number of operator pairs to search for the longest common sequences, because time grows faster."""
 
-
 _AHEAD, _IN_A_ROW = 32, 2
 """In longer calls: how many operators may be skipped at a time, and how many must then agree."""
 

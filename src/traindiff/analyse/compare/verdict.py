@@ -15,13 +15,10 @@ from traindiff.analyse.signs import Similarities
 
 Word = Literal["identical", "equivalent", "diverged", "misaligned", "incomplete"]
 
-
 EXIT_CODES: Mapping[Word, int] = {"identical": 0, "equivalent": 0, "diverged": 1, "misaligned": 3, "incomplete": 3}
 """Exit codes of the commands that give a verdict."""
 
-
 SCHEMA_NAME = "traindiff-comparison"
-
 
 SCHEMA_VERSION = 1
 

@@ -12,7 +12,6 @@ from traindiff.analyse.findings import Finding, where_text
 
 SCHEMA_NAME = "traindiff-verification"
 
-
 SCHEMA_VERSION = 1
 
 

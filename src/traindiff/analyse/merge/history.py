@@ -20,14 +20,11 @@ from traindiff.core.summary import UNIT_ROUNDOFF, largest, nonfinite_count, norm
 MAX_CELLS = 1 << 21
 """Limit of sites times columns: 2 million take 8 MB for each number."""
 
-
 MIN_COLUMNS = 64
 """Columns that are kept for any number of sites."""
 
-
 MAX_COLUMNS = 2048
 """Largest number of columns: more than a screen has."""
-
 
 Site = TypeVar("Site", bound=Hashable)
 """Key of a row."""
@@ -205,10 +202,8 @@ class RunHistory:
 DIFFERENCE_FIELDS = ("ratio", "difference", "floor", "baseline", "candidate")
 """Numbers of a site in a step; the last two are the sizes of both sides: L2 norms, or the values of single elements."""
 
-
 NOT_JUDGED = 1e-30
 """Ratio that stands for a difference with an unlimited floor: in a shared column it wins over equal bits."""
-
 
 MAX_RANKS = 16
 """Number of ranks that are kept one by one. Further ranks are only part of the whole."""

@@ -88,7 +88,6 @@ StepTable = Mapping[SiteKey, MergedSite]
 Part = tuple[Observation, int, Any]
 """An observation, its rank, its summary."""
 
-
 GRADIENT_NORM = SiteKey("grad", "", ALL_GRADIENTS, "norm")
 """Key of the norm of all gradients, which is recomputed from their summaries."""
 

@@ -66,7 +66,6 @@ def basis(
 UNMEASURED = ("batch", "rng")
 """Phases and paths that are compared bit by bit, or not at all."""
 
-
 StepNoise = Mapping[SiteKey, tuple[float, ...]]
 """By site: relative L2 difference of each replica that has it. inf: whole numbers that differ."""
 

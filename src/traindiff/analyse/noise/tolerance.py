@@ -5,26 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 from traindiff.analyse.merge.distance import Pair
 from traindiff.core.summary import norm
 from traindiff.errors import ConfigError, Problem
-
-
-class Tolerances(Protocol):
-    """Tolerances in place of floors, as the judge asks for them."""
-
-    @property
-    def judges_parameters(self) -> bool:
-        """Whether parameters are judged after a step, in place of their updates."""
-
-    @property
-    def non_finite_fails(self) -> bool:
-        """Whether NaN and infinities are findings even if both runs have them at the same places."""
-
-    def floor(self, pair: Pair) -> float | None:
-        """The largest relative difference that is not a finding; None if floors decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +21,15 @@ class TolerancesByPhase:
     """
 
     phases: Mapping[str, float] = field(default_factory=dict)
+    non_finite_fails: ClassVar[bool] = True
 
     @property
     def judges_parameters(self) -> bool:
-        """Whether `param` has a tolerance."""
+        """Whether parameters are judged after a step, in place of their updates."""
         return "param" in self.phases
 
-    @property
-    def non_finite_fails(self) -> bool:
-        """Always."""
-        return True
-
     def floor(self, pair: Pair) -> float | None:
-        """The tolerance of the pair's phase."""
+        """The tolerance of the pair's phase; None if floors decide."""
         return self.phases.get(pair.baseline.key.phase)
 
 
@@ -58,16 +39,8 @@ class Tolerance:
 
     rtol: float
     atol: float
-
-    @property
-    def judges_parameters(self) -> bool:
-        """Never: parameters follow from those before the step and from the update."""
-        return False
-
-    @property
-    def non_finite_fails(self) -> bool:
-        """Never."""
-        return False
+    non_finite_fails: ClassVar[bool] = False
+    judges_parameters: ClassVar[bool] = False  # they follow from those before the step and from the update
 
     def floor(self, pair: Pair) -> float:
         """The tolerance relative to the baseline's norm."""
@@ -76,6 +49,10 @@ class Tolerance:
         if not absolute:
             return self.rtol
         return self.rtol + (absolute / size if size else math.inf)
+
+
+Tolerances = Tolerance | TolerancesByPhase
+"""Set by the user, in place of floors."""
 
 
 def parse_tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:

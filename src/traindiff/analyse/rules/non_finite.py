@@ -79,8 +79,12 @@ class _Suspect(NamedTuple):
 
 
 def _suspect(entry: MergedSite) -> _Suspect:
-    part = _first_part(entry)
-    return _Suspect(_moment(entry.key, entry, part), entry, part)
+    part = next((part for part in entry.parts if nonfinite_count(part.summary)), None)
+    if entry.key.stage == "before":
+        return _Suspect((-1, entry.order), entry, part)
+    # A micro-step's backward pass comes before the next one's forward pass.
+    micro_step = part.micro_step if part and entry.key.phase in _PASS else inf
+    return _Suspect((micro_step, entry.order), entry, part)
 
 
 def _is_right(key: SiteKey, entry: MergedSite, *, scaled: bool) -> bool:
@@ -99,18 +103,6 @@ def _is_right(key: SiteKey, entry: MergedSite, *, scaled: bool) -> bool:
     if key.phase == "loss":
         return entry.factor != 1.0 and not int(summary["nan"])  # what the loss scale made of it
     return scaled and key.phase in ("backward", "grad")
-
-
-def _first_part(entry: MergedSite) -> RankPart | None:
-    """The part of the first micro-step and rank that is not finite."""
-    return next((part for part in entry.parts if nonfinite_count(part.summary)), None)
-
-
-def _moment(key: SiteKey, entry: MergedSite, part: RankPart | None) -> tuple[float, int]:
-    """Time in the step: a micro-step's backward pass comes before the next one's forward pass."""
-    if key.stage == "before":
-        return -1, entry.order
-    return (part.micro_step if part and key.phase in _PASS else inf), entry.order
 
 
 def _finding(table: StepTable, origin: MergedSite, part: RankPart | None, *, step: int) -> Finding:

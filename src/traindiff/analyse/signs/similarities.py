@@ -52,7 +52,6 @@ def agreement(baseline: Signs, candidate: Signs) -> Agreement:
 START_PERCENT = 97
 """Share of elements, in percent, that should agree in the first step. From the guide of msprobe's gradient monitor."""
 
-
 DROP_PERCENT = 3
 """By how much the share may be less than in the step before, in percentage points. From the same guide."""
 
