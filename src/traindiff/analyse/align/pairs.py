@@ -55,7 +55,7 @@ def align(baseline: StepTable, candidate: StepTable) -> Aligned:
 
 def in_baseline_order(pairs: Iterable[Pair]) -> Callable[[int], int]:
     """A function that maps places in the candidate's execution order to the baseline's, behind the last pair."""
-    # Random state is read when a forward pass ends: of a pipeline, when each of its stages does.
+    # Random state is read at the end of a forward pass; in a pipeline, at the end of each stage.
     flowing = (pair for pair in pairs if pair.baseline.key.path != "rng")
     places = sorted((pair.candidate.order, pair.baseline.order) for pair in flowing)
     ours = [candidate for candidate, _ in places]
@@ -177,7 +177,7 @@ class Presence:
             for entry in entries:
                 plain = entry.key.phase == "forward" and not entry.key.stage
                 if plain and (entry.key.path, entry.key.call) in called:
-                    self._add(side, entry, step)  # both runs call it: the other does not have this tensor of it
+                    self._add(side, entry, step)  # both runs call the module; the other lacks this tensor
                 else:
                     findings += self._alone(entry, side=side, step=step)
         for pair in aligned.unmerged:
@@ -187,9 +187,9 @@ class Presence:
     def _alone(self, entry: MergedSite, *, side: int, step: int) -> Iterator[Finding]:
         """Findings for an entry that only the run `side` has."""
         if entry.unobserved.startswith(NOT_CALLED):
-            return  # the other run saw no call of it either, and could have
+            return  # the other run did not see a call of it either
         if entry.key.path == "rng":
-            return  # how many passes draw from it is compared by itself
+            return  # the number of passes that draw from it is compared elsewhere
         if entry.unobserved:
             self._skip(entry if not entry.unobserved.startswith(NO_GRADIENT) else None)
         elif what := self._not_recorded(entry, side=1 - side):
@@ -197,7 +197,7 @@ class Presence:
         elif entry.key.phase == "optimizer" and entry.key.slot == SKIPPED:
             yield _skipped(entry, side=side, step=step)
         elif entry.key.slot == MASTER:
-            return  # the other run steps on what its model computes with
+            return  # the other run has no master weights
         elif 1 - side not in self.lack_stages and self._exists_there(entry, side=1 - side):
             yield from self._absent(entry, side=1 - side, step=step)
         else:

@@ -24,7 +24,9 @@ _PHASES = ("grad", "optimizer", "update", "param")
 
 def without_unplaced(table: StepTable, other: StepTable) -> dict[SiteKey, MergedSite]:
     """The table without parameters whose ranks differ and whose shape is another one in the other run."""
-    apart = (entry for entry in table.values() if entry.apart and entry.key.phase != "update")  # replays are by rank
+    apart = (
+        entry for entry in table.values() if entry.apart and entry.key.phase != "update"
+    )  # ranks replay different ranges
     paths = {entry.key.path for entry in apart if _differs_in_shape(entry, other)}
     return {
         key: _unknown(entry, other[key]) if key.path in paths and _differs_in_shape(entry, other) else entry
@@ -146,7 +148,7 @@ class TwoRuns:
         return None
 
     def _one(self, side: int, step: RunStep) -> None:
-        self.sides[side].step(step)  # the next step begins where this one ended
+        self.sides[side].step(step)  # later updates need it
         if step.finished and step.step in self._selection:
             self.alone[side].append(step.step)
 
@@ -185,7 +187,7 @@ class TwoRuns:
         tables = without_lost(tables[0], lost), without_lost(tables[1], lost)
         tables = without_unplaced(tables[0], tables[1]), without_unplaced(tables[1], tables[0])
         if steps[0].missing == steps[1].missing:
-            return tables  # of the same ranks of both runs, what they have is compared
+            return tables  # both runs lack the same ranks, so the rest is comparable
         return (
             self.sides[0].without_missing(tables[0], steps[0]),
             self.sides[1].without_missing(tables[1], steps[1]),

@@ -144,7 +144,7 @@ def check(
     found = _Found()
     updates = Updates()
     checked: list[int] = []
-    missing: dict[int, int] = {}  # by rank that has recorded anything: the first step that it did not record
+    missing: dict[int, int] = {}  # by rank: the first step that it did not record
     failed = FailedTaps()
     kept = RunHistory() if history else None
     endings = Endings(run, selection)

@@ -135,7 +135,7 @@ def _said(value: Any) -> str:
     """A value as a message quotes it."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # Python does not write an integer of thousands of digits
+    except (ValueError, RecursionError):  # Python refuses to print huge integers
         return type_of(value)
     return text if len(text) <= _LONGEST_SAID else f"{text[:_LONGEST_SAID]}..."
 

@@ -22,7 +22,7 @@ def circumstances(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> 
     for section, name in _OF_ANY_FRAMEWORK if differ else _WATCHED:
         sections = [run.get(section, {}) for run in runs]
         before, after = (one.get(name) for one in sections)
-        if before != after and all(sections):  # of a run that was imported, nothing is known
+        if before != after and all(sections):  # an imported run has no such section
             changes.append(f"{name.replace('_', ' ')} {_show(before)} and {_show(after)}")
     if baseline.get("world_size") != candidate.get("world_size"):
         changes.append(f"world size {baseline.get('world_size')} and {candidate.get('world_size')}")
@@ -112,7 +112,7 @@ def clip_factor(baseline: list[Clip], candidate: list[Clip]) -> list[tuple[float
         return []
     before, after = (math.prod(one.coefficient for one in clipped) for clipped in (baseline, candidate))
     if not before or not after or abs(after / before - 1.0) <= EFFECT:
-        return []  # clipped to nothing: what is left says nothing of what it was
+        return []  # a gradient clipped to 0 has no factor
     return [(after / before, "= what clipping makes of them")]
 
 

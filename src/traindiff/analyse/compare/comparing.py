@@ -22,8 +22,8 @@ from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.renames import parse_renames
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
 from traindiff.analyse.merge.site import Part
-from traindiff.analyse.noise.calibrating import calibrate, following
-from traindiff.analyse.noise.replicas import Replicas, StepNoise
+from traindiff.analyse.noise.hold_out import calibration_of, following
+from traindiff.analyse.noise.measured import Replicas, StepNoise
 from traindiff.analyse.noise.tolerance import parse_tolerance
 from traindiff.analyse.signs import BrokenRule, Similarities, compare_directions
 from traindiff.core.steps import StepSelection, parse_steps
@@ -173,7 +173,7 @@ class _Measured(Noise):
     """Noise from recordings. All their steps are read once before the first step is judged."""
 
     def __init__(self, baseline: Recording, noise: Sequence[Recording], selection: StepSelection) -> None:
-        self.calibration = calibrate(baseline, noise, selection)
+        self.calibration = calibration_of(baseline, noise, selection)
         differing = {one.path for one in self.calibration.replicas}
         self._replicas = Replicas(following([recording for recording in noise if recording.path in differing]))
 

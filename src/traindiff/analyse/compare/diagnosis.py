@@ -195,7 +195,7 @@ def shifted(case: Case) -> Diagnosis | None:
         return None
     k = total / count
     moved = [float(candidate[name] - baseline[name]) for name in ("minimum", "maximum")]
-    if any(abs(one - k) > 0.25 * abs(k) for one in moved):  # relu for gelu: one-sided, but not of one size
+    if any(abs(one - k) > 0.25 * abs(k) for one in moved):  # e.g. relu for gelu: one-sided, but not constant
         return None
     return Diagnosis(kind="offset", message=f"Every element is about {k:+.4g} off.", evidence={"offset": k})
 
@@ -272,7 +272,9 @@ def factor_meaning(factor: float, micro_steps: int, ranks: int = 1, known: Itera
         known: Known factors, with what to say about each.
     """
     for one, message in known:
-        if one and abs(factor / one - 1.0) < min(0.01, 0.1 * abs(one - 1.0)):  # near 1 every factor is near every other
+        if one and abs(factor / one - 1.0) < min(
+            0.01, 0.1 * abs(one - 1.0)
+        ):  # all factors near 1 are close to each other
             return f" ({message})"
     size = abs(factor)
     whole = Fraction(size).limit_denominator(64) if math.isfinite(size) else Fraction(0)
@@ -327,7 +329,7 @@ def _odd_terms(sketches: Mapping[Any, Any], sum_of_them: MergedSite) -> tuple[li
     factors, *_ = np.linalg.lstsq(columns, target, rcond=None)
     size = float(np.linalg.norm(target))
     left_over = float(np.linalg.norm(columns @ factors - target)) / size if size else 0.0
-    # Of two terms, either could be the odd one; they are relative to the global loss, so each should be there once.
+    # With two terms, either could be the odd one; each should have the factor 1.
     common = float(np.median(factors)) if len(factors) > 2 else 1.0
     if left_over > 1e-3 or abs(common) < 1e-12:
         return None

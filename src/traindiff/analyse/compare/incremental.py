@@ -43,7 +43,7 @@ from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import Part, SiteKey, loss_scale, num_micro_steps
 from traindiff.analyse.noise.calibration import Calibration
-from traindiff.analyse.noise.replicas import StepNoise
+from traindiff.analyse.noise.measured import StepNoise
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import run_facts
 
@@ -173,7 +173,7 @@ class RunningComparison:
         found = [replace(one, order=place(one.order)) if _is_of_candidate(one) else one for one in found]
         found += check_random_state(*tables, step=step)
         found += self._settings.findings(self.runs.sides, tables, step=step)
-        if not self._forced:  # there it is no operation's result: it follows from gradients that were judged
+        if not self._forced:  # in a forced run no operation computes it
             pairs = [*pairs, *gradient_norms(pairs)]
         agreed = not self._judge.findings
         micro_steps = [num_micro_steps(table) for table in tables]

@@ -68,7 +68,7 @@ class Judge:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
         if sizes and self._run.learning_apart > FOLLOWS * max(sizes):
-            return False  # noise may hide how much the gradients follow
+            return False  # noise may hide that the gradients follow
         return all(map(self._is_representation, self._found.values()))
 
     def _is_representation(self, finding: Finding) -> bool:
@@ -100,7 +100,7 @@ class Judge:
         found = sorted((*given.found, *step.judge()), key=lambda finding: finding.order)
         floors.finish()
         if self._forced and any(finding.slot != LOGGED for finding in found):
-            # What the training reports cannot be forced: it may follow from what was found before it.
+            # Logged numbers cannot be forced, so they may follow from the other findings.
             found = [finding for finding in found if finding.slot != LOGGED]
         for finding in found:
             site = (_key(finding), finding.kind if finding.kind in ("hyper-parameter", "reported-norm") else "")
@@ -165,7 +165,7 @@ class BothRuns:
         for name, own, other in zip(RUNS, strict, lenient[::-1], strict=True):
             for one in own:
                 if one.kind == "lost-update" and one.path in {path for _, path in other - {_what(one)}}:
-                    continue  # worse than lost there, and said of that run
+                    continue  # the other run has a worse finding there
                 if _what(one) in other:
                     self.shared.setdefault(one.kind, f"In both runs: {_within(one.message)}")
                 else:

@@ -127,7 +127,7 @@ def _not_recorded(runs: TwoRuns) -> tuple[list[str], bool]:
     for name, missing in zip(RUNS, runs.presence.not_recorded, strict=True):
         if missing:
             notes.append(f"Not recorded in the {name}, so not compared: {', '.join(missing)}.")
-            # Evaluation and micro-batches come on top; without a whole phase the rest is a part.
+            # Evaluation and micro-batches are extras; without a whole phase the comparison is partial.
             partly |= bool(missing.keys() - {"evaluation", *NOT_BY_DEFAULT})
     if all("operators" in one and one <= {"operators", "evaluation"} for one in runs.presence.recorded):
         notes.append(

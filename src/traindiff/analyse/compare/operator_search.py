@@ -27,7 +27,7 @@ from traindiff.analyse.findings import Finding, ratio_of
 from traindiff.analyse.merge.distance import Pair, size_of
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import MergedSite, Part
-from traindiff.analyse.noise.replicas import SAFETY
+from traindiff.analyse.noise.measured import SAFETY
 from traindiff.analyse.noise.uncalibrated import GAIN
 from traindiff.core.summary import rounding
 from traindiff.storage import Run
@@ -153,8 +153,8 @@ def _walked(
 ) -> OperatorLocalization:
     """The walk through the operators, up to the first that differs."""
     explained = finding.floor if math.isfinite(finding.floor) else 0.0
-    since: list[OperatorRow] = []  # operators that only one run has, since the last that both have
-    alone: list[tuple[OperatorPair, OperatorRow]] = []  # all of them
+    since: list[OperatorRow] = []  # operators of one run only, after the last common one
+    alone: list[tuple[OperatorPair, OperatorRow]] = []  # all operators of one run only
     rows: list[OperatorRow] = []
     cause: Cause = "none"
     found: _Measured | None = None

@@ -25,7 +25,7 @@ from traindiff.analyse.merge.recorded_calls import Samples
 from traindiff.analyse.merge.site import GRADIENT_NORM, SiteKey, finding_at, only_rank
 from traindiff.analyse.noise.calibration import Calibration
 from traindiff.analyse.noise.gradients import common_factor
-from traindiff.analyse.noise.replicas import StepNoise
+from traindiff.analyse.noise.measured import StepNoise
 from traindiff.analyse.noise.site_floors import SiteFloors
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.core.summary import nonfinite_count, norm
@@ -84,7 +84,7 @@ class Judged:
             self.history.note(pair, step, size, floor)
         key = pair.baseline.key
         equal = equal_bits(pair) or (size == 0.0 and not pair.baseline.exact)
-        derived = key.phase == "update" or key == GRADIENT_NORM  # adds nothing to what it is derived from
+        derived = key.phase == "update" or key == GRADIENT_NORM  # follows from other sites
         self.all_equal = self.all_equal and (equal or derived)
         row = SiteDifference(
             phase=key.phase, stage=key.stage, path=key.path, slot=key.slot, call=key.call, step=step,
@@ -170,7 +170,7 @@ class StepJudge:
     def _pair(self, pair: Pair) -> Finding | None:
         key = pair.baseline.key
         if key.path == "rng":
-            return None  # judged with the exact class
+            return None  # compared by `check_random_state`
         if key.phase == "batch":
             return self._batch(pair)
         if key.phase == "param" and key.stage == "before":
@@ -182,7 +182,7 @@ class StepJudge:
             self._turned(pair)
             return None
         if key.phase == "param" and key.slot == "value" and not self._judged.judges_parameters:
-            return None  # it follows from the one before the step, and from the update
+            return None  # it follows from the parameter before the step and the update
         floor = self._floors.of(pair)
         self._floors.saw(pair, size)
         finding = self._finding(pair, size, floor)
@@ -192,7 +192,7 @@ class StepJudge:
         finding = exact.check_batch(pair, step=self._given.step, samples=self._given.batches)
         apart = 0.0 if equal_bits(pair) else difference(pair)
         self._judged.note(pair, self._given.step, math.inf if finding else apart or 0.0, 0.0 if finding else math.inf)
-        # Everything that follows in this step follows from other inputs.
+        # All later differences of this step may follow from the batch.
         self._floors.saw_other_inputs(math.inf if finding else apart or 0.0)
         return finding
 

@@ -188,7 +188,7 @@ def _indented(stack: str, rank: int) -> Iterator[str]:
     if not lines:
         return
     yield f"  Where rank {rank} was:"
-    if len(lines) > _STACK_LINES:  # the innermost call is the last of a traceback, and the first of a dumped stack
+    if len(lines) > _STACK_LINES:  # the innermost call ends a traceback, and begins a dumped stack
         lines = ["...", *lines[-_STACK_LINES:]] if lines[0].startswith("Traceback") else [*lines[:_STACK_LINES], "..."]
     yield from (f"    {line}" for line in lines)
 
@@ -324,7 +324,7 @@ def zoomed_lines(verification: Verification) -> list[str]:
     """One line for each operator behind a wrong module; empty if not requested."""
     if verification.zoomed is None:
         return ["", verification.zoom_note] if verification.zoom_note else []
-    told: dict[str, str] = {}  # of several sites behind one operator, the first
+    told: dict[str, str] = {}  # if several sites share an operator, the first one
     for zoom in verification.zoomed.comparison.zooms:
         told.setdefault(zoom.operator or zoom.site, f"  {zoom.phase} of {zoom.site}: {zoom.message}")
     found = list(told.values())

@@ -136,7 +136,7 @@ def differing_ranks(pair: Pair, floor: float) -> tuple[int, ...]:
     held = {part.rank for part in pair.candidate.parts}
     if len(held) < 2 or pair.baseline.unobserved or pair.candidate.unobserved:
         return ()
-    if groups := pair.candidate.apart:  # copies that should be the same; the largest group comes first
+    if groups := pair.candidate.apart:  # groups of equal copies, the largest first
         largest, *others = groups
         return () if len(others[0]) == len(largest) else tuple(sorted(rank for group in others for rank in group))
     found = _by_parts(pair, floor)

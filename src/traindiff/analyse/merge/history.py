@@ -80,9 +80,9 @@ class History(Generic[Site]):
         self._begin(step)
         self._make_room()
         cell = self._cells[row, self.column_of(step)]
-        if float(cell[0]) >= numbers[0]:  # false where nothing was noted
+        if float(cell[0]) >= numbers[0]:  # false for NaN, i.e. if nothing was noted
             return False
-        with np.errstate(over="ignore"):  # what float32 cannot hold is infinite on a picture
+        with np.errstate(over="ignore"):  # a figure may show infinity for numbers beyond float32
             cell[:] = numbers
         return True
 
@@ -192,7 +192,7 @@ class RunHistory:
             self.extremes[key] = Extreme(
                 step=step,
                 size=place,
-                order=held.order if held else entry.order,  # orders of one step compare, of several need not
+                order=held.order if held else entry.order,  # orders of different steps are not comparable
                 dtype=entry.dtype,
                 shape=entry.shape,
                 summary=np.array(summary)[()],  # a copy: a summary would keep its step's array in memory
@@ -257,7 +257,7 @@ class DifferenceHistory:
             self.farthest[key] = Farthest(
                 step=step,
                 ratio=ratio,
-                order=held.order if held else pair.baseline.order,  # orders of one step compare, of several need not
+                order=held.order if held else pair.baseline.order,  # orders of different steps are not comparable
                 dtypes=(pair.baseline.dtype, pair.candidate.dtype),
                 shapes=(pair.baseline.shape, pair.candidate.shape),
                 # Copies: a summary is a row of its step's array, and would keep it in memory.

@@ -21,7 +21,7 @@ class Updates:
 
     def __init__(self) -> None:
         self._parameters: dict[str, MergedSite] = {}
-        self._ended: dict[str, int] = {}  # by path: the step at whose end a parameter was last seen
+        self._ended: dict[str, int] = {}  # by path: the last step after which a parameter was seen
 
     def derive(self, table: dict[SiteKey, MergedSite], *, step: int) -> tuple[list[MergedSite], dict[str, MergedSite]]:
         """Entries of phase `update`, and the parameters as this step found them, by path."""
@@ -29,7 +29,7 @@ class Updates:
             if key.phase == "param" and key.stage == "before" and key.slot == "value":
                 self._parameters[key.path] = entry.without_parts()
                 self._ended.pop(key.path, None)
-        # What some ranks have not recorded is unknown, and so is what becomes of it.
+        # An update is unknown if ranks are missing before or after it.
         before = {path: entry for path, entry in self._parameters.items() if not entry.unobserved}
         found: list[MergedSite] = []
         for key, entry in table.items():

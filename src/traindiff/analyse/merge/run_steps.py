@@ -52,11 +52,11 @@ class StepMerger:
         own = group_paths(group_numbers(run))
         self._names = {rank: {**own.get(rank, {}), **copies.get(rank, {})} for rank in {*own, *copies}}
         self._ranks = range(run.world_size)
-        self._missing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # the ranks of a step, and those it lacks
-        # Settings of the optimizer are there whenever it was called; without them, what earlier steps had tells.
+        self._missing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # ranks of a step, and the missing ones
+        # A call of the optimizer is visible by its settings; if these are not recorded, by the sites of earlier steps.
         self._called = "optimizer" in run.run["settings"].get("observe", ())
         self._shows_calls: set[str] = set()
-        self._counted: dict[str, int] = {}  # steps that an optimizer has ended, where the run says it at its end
+        self._counted: dict[str, int] = {}  # finished steps of each optimizer, if the run was closed
         for rank in run.ranks:
             for name, count in ended(run.rank_content(rank)).steps.items():
                 self._counted[name] = max(count, self._counted.get(name, 0))
@@ -100,7 +100,7 @@ def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunS
     merger = StepMerger(recording, copies)
     for of_ranks in rank_steps(recording):
         merged = merger.merged(of_ranks)
-        of_ranks.clear()  # before the next step is read
+        of_ranks.clear()  # frees the step before the next one is read
         yield merged
         del merged
 
@@ -117,7 +117,7 @@ def rank_steps(recording: Recording) -> Iterator[list[StepObservations]]:
         for rank in ranks:
             if (following := next(streams[rank], None)) is not None:
                 heads[rank] = following
-            del following  # a step that was handed over is not kept here
+            del following  # keep no step that was handed over
 
 
 def _parts(steps: Sequence[StepObservations], copies: Copies) -> Iterator[Part]:

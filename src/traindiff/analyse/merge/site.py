@@ -39,7 +39,7 @@ class RankPart(NamedTuple):
     micro_step: int
     rank: int
     shard: Shard
-    summary: Any  # relative to the global loss, like an entry's
+    summary: Any  # relative to the global loss
     term: int = 0
 
 

@@ -120,7 +120,9 @@ def _whole(key: SiteKey, parts: Sequence[Part]) -> MergedSite:
             terms = _without_copies(same)
             summaries.append(add([one for _, _, one in terms]) if len(terms) > 1 else terms[0][2])
             continue
-        judged = key.phase in ("forward", "backward") or key.slot == "buffer"  # other copies are findings themselves
+        judged = (
+            key.phase in ("forward", "backward") or key.slot == "buffer"
+        )  # differences between other copies are findings themselves
         summaries.append((_farthest(same) if judged else same[0])[2])
         for copies in _by_term(same) if key.path == "rng" else [same]:
             apart = apart or _apart(copies)
@@ -137,7 +139,7 @@ def _whole(key: SiteKey, parts: Sequence[Part]) -> MergedSite:
         apart=apart,
         batched=first.shard.batched,
         summed=summed,
-        # An optimizer is replayed on a range of each parameter.
+        # Replays cover only a range of each parameter.
         unobserved="" if key.phase == "update" else unknown or gap(shape, boxes),
     )
 

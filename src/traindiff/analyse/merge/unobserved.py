@@ -91,7 +91,7 @@ class FailedTaps:
         unseen = [lost for lost, entry in self.in_step.items() if entry.unobserved.startswith(UNSEEN)]
         for lost, entry in self.in_step.items():
             if any(one.path == ITSELF != lost.path and one.phase == lost.phase for one in unseen):
-                continue  # that says it all
+                continue  # the whole phase is missing already
             if entry.unobserved.startswith(UNSEEN) or any(_covers(lost, key) for key in seen):
                 gap = self._gaps.setdefault(entry.unobserved.partition(": ")[2], _Gap())
                 gap.steps[step] = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from traindiff.analyse.noise.replicas import ALONE, SAFETY
+from traindiff.analyse.noise.measured import ALONE, SAFETY
 from traindiff.core.site import PHASES
 
 

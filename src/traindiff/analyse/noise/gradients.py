@@ -38,7 +38,7 @@ def common_factor(pairs: Sequence[Pair], floors: Mapping[SiteKey, float]) -> flo
     fits = [best_fit(pair.baseline, pair.candidate)[0] for pair in pairs]
     limits = [floors[pair.baseline.key] for pair in pairs]
     factor = float(np.median(fits))
-    # A factor that is common to all shows as clearly as in the least noisy of them.
+    # A common factor is visible if it exceeds the floor of the least noisy gradient.
     if factor == 0.0 or not math.isfinite(factor) or abs(factor - 1.0) <= min(limits):
         return None
     near = sum(abs(s / factor - 1.0) <= max(limit, 1e-6) for s, limit in zip(fits, limits, strict=True))

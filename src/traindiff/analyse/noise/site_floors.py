@@ -10,7 +10,7 @@ from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, equ
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.calibration import Calibration
 from traindiff.analyse.noise.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
-from traindiff.analyse.noise.replicas import FEW, SAFETY, StepNoise, basis
+from traindiff.analyse.noise.measured import FEW, SAFETY, StepNoise, basis
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, norm, rounding
 
@@ -30,7 +30,7 @@ def is_quotient(key: SiteKey, adaptive: Collection[str]) -> bool:
     """
     if key.path not in adaptive:
         return False
-    # RMSprop's momentum is over what was divided, and so is what Adadelta accumulates.
+    # RMSprop's momentum averages quotients, and Adadelta accumulates them.
     return key.phase in ("update", "param") or (
         key.phase == "optimizer" and key.slot in ("momentum_buffer", "acc_delta")
     )
@@ -117,7 +117,7 @@ class SiteFloors:
         self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
         self._alone = Floors(
             settings_differ=run.settings_differ, coefficients=run.coefficients
-        )  # as if all inputs agreed
+        )  # floors for the case that all inputs agree
         self._floors = self._alone if forced else _at_the_beginning(parameters, run)
 
     @property
@@ -141,7 +141,7 @@ class SiteFloors:
         if key.phase == "optimizer" and key.slot == "step":
             return 0.0
         self._rounded = max(self._rounded, UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0))
-        derived = self._derived(pair, self._floors)  # also notes what later floors need
+        derived = self._derived(pair, self._floors)  # also updates what later floors depend on
         return self._joined(pair, self.measured(pair), derived)
 
     def measured(self, pair: Pair, *, summed: bool = True) -> float | None:
@@ -195,7 +195,7 @@ class SiteFloors:
         expected = None if self._noise is None else self._noise.get(key)
         few = int(finite_count(pair.baseline.summary)) < FEW and key.phase not in ("update", "param")
         if expected is not None and not few:
-            # A BatchNorm that adds up otherwise than the replicas hands on more than theirs, and is right all the same.
+            # A BatchNorm that sums in another order than the replicas may differ more, and is still right.
             shown = measured if key.phase == "grad" else self.measured(pair, summed=False)
             self._run.exceeded_noise |= size > (shown or 0.0)
         if key.phase == "optimizer":
@@ -250,7 +250,7 @@ class SiteFloors:
         if measured is None:
             return derived
         if self._run.settings_differ and pair.baseline.key.phase in ("optimizer", "update"):
-            return max(measured, derived)  # replicas have the baseline's settings: they say nothing of other ones
+            return max(measured, derived)  # replicas only show the baseline's settings
         if self._run.exceeded_noise:
             return max(measured, derived)
         flow = max(self._floors.flow, self._floors.parameters)

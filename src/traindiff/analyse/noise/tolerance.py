@@ -40,7 +40,7 @@ class Tolerance:
     rtol: float
     atol: float
     non_finite_fails: ClassVar[bool] = False
-    judges_parameters: ClassVar[bool] = False  # they follow from those before the step and from the update
+    judges_parameters: ClassVar[bool] = False  # they follow from the parameters before the step and the update
 
     def floor(self, pair: Pair) -> float:
         """The tolerance relative to the baseline's norm."""

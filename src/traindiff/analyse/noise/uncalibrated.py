@@ -81,7 +81,7 @@ class Floors:
             return 0.0
         hidden = count * max(self.flow, self.parameters)
         flips = abs(zeros[0] - zeros[1]) + (hidden if hidden >= 0.1 else 0.0)
-        # Their mean square, and how far a few of them may lie from it.
+        # Their mean square, and the deviation from it if there are few.
         mean, most = power / (count - zeros[0]), float(largest(baseline)) ** 2
         return math.sqrt((flips * mean + math.sqrt(flips) * most) / power)
 
@@ -100,7 +100,7 @@ class Floors:
             accumulated: Micro-batches whose gradients were summed in `dtype`, one after the other.
         """
         u = UNIT_ROUNDOFF.get(dtype, 0.0)
-        precision = max(self.precision, rounding(dtype))  # where activations were not recorded, its own
+        precision = max(self.precision, rounding(dtype))  # its own, if activations were not recorded
         own, several = math.sqrt(terms) * u, REPEATED * precision + accumulated * u
         return max(several, own, GAIN * max(self.flow, self.parameters)) * max(1.0, cancellation)
 

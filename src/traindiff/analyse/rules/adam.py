@@ -51,7 +51,6 @@ class SecondMomentsHold(RepeatedRule):
     name = "zero-second-moment"
     finds = "Adam's second moments are 0 where gradients are not."
     kinds = ("zero-second-moment",)
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.1, message="largest share of all elements with a first moment"),
         "least_steps": Limit(default=5, message="steps in a row in which it must be so"),
@@ -92,7 +91,6 @@ class EpsIsSmall(RepeatedRule):
     finds = "Adam's eps is larger than the roots of most second moments."
     kinds = ("eps-dominates",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of all elements that such parameters may have"),
         "least_steps": Limit(default=10, message="steps in a row in which it must be so"),

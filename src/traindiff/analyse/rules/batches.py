@@ -28,7 +28,6 @@ class SamplesVary(RepeatedRule):
     finds = "Most samples of a batch hold one number each."
     kinds = ("constant-batch",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of a batch's samples that may be constant"),
         "least_steps": Limit(default=3, message="steps in a row in which it must be so"),
@@ -76,7 +75,7 @@ def whole_samples(table: StepTable) -> list[WholeSample]:
     by_place: dict[tuple[int, int, int], dict[str, int]] = {}
     for (path, slot), samples in samples_of(table).items():
         if path:
-            continue  # what a loader yielded, and may not be what the model was given
+            continue  # from a loader; the model may have been given something else
         for one in samples:
             by_place.setdefault((one.micro_step, one.rank, one.place), {})[slot] = one.fingerprint
     slots = {slot for found in by_place.values() for slot in found}
@@ -109,7 +108,6 @@ class SamplesDiffer(RepeatedRule):
     finds = "Most samples of a batch are there more than once, or several ranks have the same ones."
     kinds = ("duplicate-samples",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of a batch's samples that may be copies of an earlier one"),
         "least_samples": Limit(default=8, message="samples that a batch must have; of few, some may be alike"),
@@ -171,7 +169,6 @@ class BatchesChange(RepeatedRule):
     finds = "Step after step has the same batch, or its micro-steps have."
     kinds = ("repeated-batch",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(
             default=3, message="steps in a row that repeat the one before, or their own micro-batches"

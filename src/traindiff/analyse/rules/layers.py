@@ -37,7 +37,6 @@ class EvaluationIsCertain(Rule):
     finds = "Dropout is active in forward passes without gradients."
     kinds = ("dropout-in-evaluation",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_share": Limit(default=0.01, message="smallest share of zeros that is put down to dropout"),
     }
@@ -108,7 +107,6 @@ class UnitsAreSensitive(RepeatedRule):
     finds = "A layer of Tanh or Sigmoid is saturated: next to no gradient passes."
     kinds = ("saturated-units",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "sensitivity": Limit(default=0.01, message="smallest mean derivative, as a share of the largest there can be"),
         "least_steps": Limit(default=10, message="steps in a row in which it must be so"),
@@ -172,7 +170,6 @@ class UnitsLive(Rule):
     name = "dead-units"
     finds = "Most units behind a ReLU return 0 for every sample."
     kinds = ("dead-units",)
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of a layer's units that may be dead"),
         "least_steps": Limit(default=10, message="steps at the end of the run in which they return nothing but 0"),

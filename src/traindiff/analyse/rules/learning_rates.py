@@ -35,7 +35,6 @@ class ScheduleIsFollowed(Rule):
     finds = "The learning rate never changes, although there is a scheduler."
     kinds = ("unchanged-learning-rate",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=200, message="steps that a run must have; schedules by epoch wait for long"),
     }
@@ -141,7 +140,6 @@ class LearningRateIsSet(RepeatedRule):
     name = "zero-learning-rate"
     finds = "All learning rates are 0, step after step."
     kinds = ("zero-learning-rate",)
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=10, message="steps in a row in which it must be so; warm-ups begin with one"),
     }

@@ -75,7 +75,6 @@ class LossDecreases(_LossTrend):
     finds = "The loss does not decrease."
     kinds = ("stalled-loss",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=100, message="steps that a run must have; fewer may be warm-up"),
     }
@@ -109,7 +108,6 @@ class LossDoesNotDiverge(_LossTrend):
     name = "diverging-loss"
     finds = "The loss ends far above where it began."
     kinds = ("diverging-loss",)
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "factor": Limit(default=2.0, message="largest multiple of the first losses that the last ones may be"),
         "least_steps": Limit(default=20, message="steps that a run must have"),

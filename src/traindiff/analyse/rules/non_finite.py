@@ -42,7 +42,6 @@ class FiniteThroughout(Rule):
     finds = "The first NaN or infinity in execution order, whose inputs are finite."
     kinds = ("non-finite",)
     judges_unfinished = True
-    tells_runs_apart = False
 
     def begin(self) -> None:
         """Nothing was seen so far."""
@@ -101,7 +100,7 @@ def _is_right(key: SiteKey, entry: MergedSite, *, scaled: bool) -> bool:
     if key.phase == "forward":
         return only_masks
     if key.phase == "loss":
-        return entry.factor != 1.0 and not int(summary["nan"])  # what the loss scale made of it
+        return entry.factor != 1.0 and not int(summary["nan"])  # the loss scale made it overflow
     return scaled and key.phase in ("backward", "grad")
 
 

@@ -25,7 +25,6 @@ class LossScaleSettles(Rule):
     name = "skipped-steps"
     finds = "A loss scaler leaves out most steps, or overflows with a scale of 1 or less."
     kinds = ("skipped-steps", "loss-scale-floor")
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "floor": Limit(default=1.0, message="scale at which no step may be left out any more"),
         "most": Limit(default=20, message="steps that may be left out in a window"),
@@ -96,7 +95,6 @@ class FarFromOverflow(Rule):
     finds = "A tensor comes near the largest number of its dtype."
     kinds = ("near-overflow",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "headroom": Limit(
             default=4.0, message="how many times larger a tensor must be able to become; 4 leaves two doublings"
@@ -112,7 +110,7 @@ class FarFromOverflow(Rule):
                 continue
             end = LARGEST.get(entry.dtype)
             if end is None or nonfinite_count(entry.summary):
-                continue  # what has overflowed is another rule's
+                continue  # another rule finds overflows
             ends = (-float(entry.summary["minimum"]), float(entry.summary["maximum"]))
             size = entry.factor * max((one for one in ends if one < FILLED * end), default=0.0)
             if size * headroom < end:
@@ -141,7 +139,6 @@ class FarFromUnderflow(RepeatedRule):
     finds = "Most elements of a gradient are subnormal in its dtype: smaller ones become 0."
     kinds = ("underflow",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="share of the elements that are not zero that may be subnormal"),
         "least_steps": Limit(

@@ -116,6 +116,7 @@ class UpdatesFollowSettings(Rule):
     name = "update-rule"
     finds = "The optimizer does something else than its settings say, or its updates are lost to rounding."
     kinds = ("update-rule", "never-updated", "lost-update")
+    tells_runs_apart = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "residual": Limit(
             default=LIMIT,
@@ -190,7 +191,7 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
         return _finding(one, step=step, kind="never-updated", message=message, evidence=evidence, limit=limit)
     off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
     if fitting := one.fitting(limit):
-        name = max(fitting, key=lambda name: votes[name])  # the first of those that most parameters share
+        name = max(fitting, key=lambda name: votes[name])  # the first one that most parameters share
         left = float(largest(one.variants[name].summary))
         message = f"{one.optimizer} moves {path} {meaning(name)}. {off}, this {left:.2g}."
         evidence |= {"variant": name, "residual_of_variant": left}
@@ -198,7 +199,7 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
         message = f"{one.optimizer} moves {path} as if the learning rate were {factor:.4g} x what it is. {off}."
         evidence |= {"variant": "lr", "factor": factor}
     elif one.is_of_its_own:
-        return None  # it may be meant to do something else
+        return None  # a subclass may do something else on purpose
     else:
         other = f"something else than its settings ask for, {_apart(one):.2g} of its size off"
         message = f"{one.optimizer} moves {path} by {other}. {off}."

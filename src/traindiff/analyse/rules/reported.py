@@ -63,7 +63,7 @@ class Gradients:
             ranks=len({part.rank for entry in entries.values() for part in entry.parts}),
             dimensions={path: len(entry.shape) for path, entry in entries.items()},
             contributed=math.sqrt(sum(float(norm(e.summary)) ** 2 for e in micro if e is not None)) if known else None,
-            # Short dtypes round the norm of each tensor, and of all of them; float32 may add up in any order.
+            # Short dtypes round each norm; float32 sums may be in any order.
             tolerance=4.0 * u if u > UNIT_ROUNDOFF["float32"] else max(64.0, math.sqrt(count)) * u,
         )
 
@@ -132,6 +132,7 @@ class ReportedNumbersFit(Rule):
     name = "reported-numbers"
     finds = "A logged gradient norm, clip coefficient or loss scale does not fit the recorded gradients."
     kinds = ("reported-norm", "clip-coefficient", "loss-scale")
+    tells_runs_apart = True
 
     def begin(self) -> None:
         """Nothing was seen so far."""
@@ -239,7 +240,7 @@ def _logged(table: StepTable, names: re.Pattern[str]) -> Iterable[tuple[MergedSi
         if key.phase == "loss" and key.slot == "logged" and key.call == 0 and names.fullmatch(key.path):
             value = number(entry.summary)
             once = len({part.micro_step for part in entry.parts}) <= 1
-            alike = len({number(part.summary) for part in entry.parts}) <= 1  # on all ranks that reported it
+            alike = len({number(part.summary) for part in entry.parts}) <= 1  # on all ranks that logged it
             if once and alike and not entry.unobserved and math.isfinite(value):
                 yield entry, value
 

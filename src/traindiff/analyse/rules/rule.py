@@ -104,8 +104,8 @@ class Rule:
     judges_unfinished: ClassVar[bool] = False
     """Whether it also judges the last step of a run that ended before the optimizer was called."""
 
-    tells_runs_apart = True
-    """Whether `traindiff compare` asks it too. No if a comparison finds the same by itself, and better."""
+    tells_runs_apart: ClassVar[bool] = False
+    """Whether `traindiff compare` asks it too. Most faults it finds by itself, and better."""
 
     def __init__(self, facts: RunFacts, *, strictness: float = 1.0, limits: Mapping[str, float] | None = None) -> None:
         self.facts = facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, ClassVar
@@ -109,29 +109,10 @@ SPREAD = 1.4826
 """Turns the median distance from the median into a standard deviation, for normally distributed numbers."""
 
 
-class Trailing:
-    """The last `window` numbers of a series."""
-
-    def __init__(self, window: int) -> None:
-        self._numbers: deque[float] = deque(maxlen=window)
-
-    def add(self, value: float) -> None:
-        """Append the next number."""
-        self._numbers.append(value)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @property
-    def median(self) -> float:
-        """Median of the last numbers; there must be one."""
-        return median(self._numbers)
-
-    @property
-    def spread(self) -> float:
-        """Their deviation from the median, which a few outliers do not change."""
-        middle = self.median
-        return SPREAD * median(abs(value - middle) for value in self._numbers)
+def usual_and_spread(values: Collection[float]) -> tuple[float, float]:
+    """The median, and the deviation from it, which a few outliers do not change."""
+    middle = median(values)
+    return middle, SPREAD * median(abs(value - middle) for value in values)
 
 
 WINDOW = 32
@@ -158,7 +139,6 @@ class NothingSpikes(Rule):
     finds = "The loss or the gradient norm jumps, with what moved first."
     kinds = ("loss-spike", "gradient-spike")
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "deviations": Limit(default=10.0, message="distance from the median, in deviations; noise stays below 5"),
         "norm_factor": Limit(default=10.0, message="smallest multiple of the median gradient norm that is a spike"),
@@ -167,7 +147,8 @@ class NothingSpikes(Rule):
 
     def begin(self) -> None:
         """Nothing was seen so far."""
-        self._losses, self._norms = Trailing(WINDOW), Trailing(WINDOW)
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._norms: deque[float] = deque(maxlen=WINDOW)
         self._first_losses: list[float] = []
         self._largest_norm = 0.0
         self._usual = UsualSizes()
@@ -184,7 +165,7 @@ class NothingSpikes(Rule):
 
     def _loss(self, entry: MergedSite, value: float, cause: Moved | None, *, step: int) -> Iterator[Finding]:
         if len(self._losses) >= self.limit("least_steps"):
-            usual, spread = self._losses.median, self._losses.spread
+            usual, spread = usual_and_spread(self._losses)
             gained = max(0.0, max(self._first_losses) - usual)
             least = max(abs(usual), 0.5 * gained, self.limit("deviations") * spread)
             if value - usual > least:
@@ -196,11 +177,11 @@ class NothingSpikes(Rule):
                 )
         if len(self._first_losses) < BEGINNING:
             self._first_losses.append(value)
-        self._losses.add(value)
+        self._losses.append(value)
 
     def _norm(self, entry: MergedSite, value: float, cause: Moved | None, *, step: int) -> Iterator[Finding]:
         if len(self._norms) >= self.limit("least_steps"):
-            usual, spread = self._norms.median, self._norms.spread
+            usual, spread = usual_and_spread(self._norms)
             least = max(
                 usual + self.limit("deviations") * spread, self.limit("norm_factor") * usual, 2.0 * self._largest_norm
             )
@@ -211,7 +192,7 @@ class NothingSpikes(Rule):
                     entry, kind="gradient-spike", message=message, value=value, usual=usual, cause=cause, step=step
                 )
         self._largest_norm = max(self._largest_norm, value)
-        self._norms.add(value)
+        self._norms.append(value)
 
     def _finding(
         self, entry: MergedSite, *, kind: str, message: str, value: float, usual: float, cause: Moved | None, step: int

@@ -35,7 +35,6 @@ class TyingStays(Rule):
     finds = "Embedding and head begin as one weight and part, or the other way round."
     kinds = ("tying-changed",)
     warns = True
-    tells_runs_apart = False
 
     def begin(self) -> None:
         """Nothing was seen so far."""
@@ -107,6 +106,7 @@ class TiedGradientsAddUp(Rule):
     name = "tied-gradient"
     finds = "The gradient of an embedding that is also the head lacks the head's part."
     kinds = ("tied-gradient",)
+    tells_runs_apart = True
 
     def step(self, table: StepTable, *, step: int) -> Iterable[Finding]:
         """Findings of a step."""

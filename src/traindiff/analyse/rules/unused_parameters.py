@@ -31,7 +31,6 @@ class OptimizersHaveGradients(RepeatedRule):
     name = "idle-optimizer"
     finds = "An optimizer steps, and none of its parameters has a gradient, step after step."
     kinds = ("idle-optimizer",)
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=10, message="steps in a row in which it must be so"),
     }
@@ -75,7 +74,6 @@ class GradientsArrive(Rule):
     finds = "A parameter that an optimizer holds gets no gradient in any step, or nothing but zeros."
     kinds = ("no-gradient",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=5, message="steps that must have passed; heads of zeros give gradients after one"),
     }
@@ -94,7 +92,7 @@ class GradientsArrive(Rule):
             none = entry.unobserved.startswith(NO_GRADIENT)
             count = 0 if entry.unobserved else int(entry.summary["count"])
             zero = bool(count) and int(entry.summary["zero"]) == count
-            if not none and not zero:  # also what is not known, and what has no elements
+            if not none and not zero:  # unknown gradients and empty ones count as seen
                 self._seen.add(key.path)
                 self._without.pop(key.path, None)
             elif moves:
@@ -171,7 +169,6 @@ class ParametersMove(Rule):
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=LEAST_STEPS, message="steps that must have passed over it; one may be chance"),
     }
-    tells_runs_apart = False  # a comparison sees the other run's update
 
     def begin(self) -> None:
         """Nothing was seen so far."""
@@ -210,7 +207,9 @@ class ParametersMove(Rule):
                     f"No recorded optimizer holds {path}, although it requires a gradient: at least {resting.steps} "
                     "steps leave it as it was. If that is meant, set requires_grad=False."
                 )
-                yield _finding(path, resting, stage="before", message=message)  # that is how it is observed
+                yield _finding(
+                    path, resting, stage="before", message=message
+                )  # such parameters are observed before the step only
 
     def notes(self) -> Iterator[str]:
         """A note if no optimizer holds most of the model, as when one part is trained alone."""

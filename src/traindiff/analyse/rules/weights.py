@@ -74,7 +74,6 @@ class GradientsReachEveryLayer(RepeatedRule):
     name = "vanishing-gradients"
     finds = "The gradient of a layer is many orders of magnitude smaller than that of the layer that gets most."
     kinds = ("vanishing-gradients",)
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "ratio": Limit(default=1e-9, message="smallest part of the largest layer's gradient"),
         "least_steps": Limit(
@@ -117,7 +116,6 @@ class GradientsStayBounded(RepeatedRule):
     name = "exploding-gradients"
     finds = "The gradient of a layer is many orders of magnitude larger than that of the layer nearest the loss."
     kinds = ("exploding-gradients",)
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "ratio": Limit(default=1e5, message="largest multiple of the last layer's gradient"),
         "size": Limit(default=10.0, message="norm of the gradient before clipping, as a multiple of the weight's norm"),
@@ -183,7 +181,6 @@ class UpdatesAreLargeEnough(RepeatedRule):
     finds = "Steps move half of all weights by next to nothing."
     kinds = ("small-updates",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "ratio": Limit(default=1e-7, message="smallest norm of an update, as a share of the weight's norm"),
         "least_steps": Limit(default=20, message="steps in a row in which it must be so; warm-ups begin small"),
@@ -229,7 +226,6 @@ class UpdatesAreSmall(RepeatedRule):
     name = "large-updates"
     finds = "Steps move a weight by a large part of its size, again and again."
     kinds = ("large-updates",)
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "ratio": Limit(default=0.5, message="largest norm of an update, as a share of the weight's norm after it"),
         "least_steps": Limit(

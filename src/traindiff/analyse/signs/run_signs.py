@@ -56,7 +56,7 @@ def part_signs(stored: Stored, summary: Any, size: int) -> Signs | None:
             positive=np.array([above]), zero=np.array([bool(summary["zero"])]), nan=np.array([bool(summary["nan"])])
         )
     positive = _unpacked(stored["positive"], size)
-    if "signless" not in stored:  # another tool kept no more
+    if "signless" not in stored:  # recorded by another tool
         return Signs(positive=positive, zero=None, nan=_none(size))
     signless = _unpacked(stored["signless"], size)
     nan = _unpacked(stored["nan"], size) if "nan" in stored else _none(size)
@@ -74,7 +74,7 @@ def merged(parts: Iterable[tuple[Shard, Signs]], shape: tuple[int, ...]) -> Sign
     if len(held) == 1 and held[0][0].shape == shape:
         return held[0][1]
     size = prod(shape)
-    if sum(shard.size for shard, _ in held) < size:  # before anything of that size is made
+    if sum(shard.size for shard, _ in held) < size:  # before allocating an array of that size
         return None
     there, positive, zero, nan = (_none(size) for _ in range(4))
     zeros_known = True
@@ -111,18 +111,8 @@ def _none(size: int) -> Mask:
     return np.zeros(size, dtype=np.bool_)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    step: StepObservations
-    row: int
-
-    @property
-    def shard(self) -> Shard:
-        return self.step.observations[self.row].shard
-
-    @property
-    def summary(self) -> Any:
-        return self.step.summaries[self.row]
+_Part = tuple[StepObservations, int]
+"""An observation of a gradient: what a rank recorded of the step, and the row there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,21 +133,19 @@ class StepSigns:
 
     def read(self, path: str) -> list[Signs]:
         """Signs of a gradient: one for each rank that holds it whole, or one of all shards; empty if unknown."""
-        parts = self._parts[path]
+        parts = [(step.observations[row].shard, step, row) for step, row in self._parts[path]]
         shape = self.shapes[path]
-        whole = [part for part in parts if part.shard.size and part.shard.shape == part.shard.global_shape]
+        whole = [part for part in parts if part[0].size and part[0].shape == part[0].global_shape]
         if whole or not all(shape):
-            found = [self._signs(part) for part in whole or parts[:1]]
+            found = [self._signs(*part) for part in whole or parts[:1]]
             return [signs for signs in found if signs is not None]
-        shards = {part.shard: part for part in reversed(parts)}
-        read = {shard: self._signs(part) for shard, part in shards.items()}
-        known = [(shard, signs) for shard, signs in read.items() if signs is not None]
-        if (signs := merged(known, shape)) is None:
-            return []
-        return [signs]
+        shards = {part[0]: part for part in reversed(parts)}
+        read = {shard: self._signs(*part) for shard, part in shards.items()}
+        signs = merged([(shard, signs) for shard, signs in read.items() if signs is not None], shape)
+        return [] if signs is None else [signs]
 
-    def _signs(self, part: _Part) -> Signs | None:
-        return part_signs(self._recording.tensors(part.step, part.row), part.summary, part.shard.size)
+    def _signs(self, shard: Shard, step: StepObservations, row: int) -> Signs | None:
+        return part_signs(self._recording.tensors(step, row), step.summaries[row], shard.size)
 
 
 def run_signs(recording: Recording, rename: Rename = str) -> Iterator[StepSigns]:
@@ -173,11 +161,11 @@ def run_signs(recording: Recording, rename: Rename = str) -> Iterator[StepSigns]
             for row, seen in enumerate(step.observations):
                 kept = not seen.unobserved or row in step.stored.files
                 if kept and (seen.phase, seen.stage, seen.slot) == ("grad", "", "grad"):
-                    parts.setdefault(rename(seen.path), []).append(_Part(step=step, row=row))
+                    parts.setdefault(rename(seen.path), []).append((step, row))
         yield StepSigns(
             optimizer=steps[0].optimizer,
             step=steps[0].step,
-            shapes={path: same[0].shard.global_shape for path, same in parts.items()},
+            shapes={path: same[0][0].observations[same[0][1]].shard.global_shape for path, same in parts.items()},
             _recording=recording,
             _parts={path: tuple(same) for path, same in parts.items()},
         )

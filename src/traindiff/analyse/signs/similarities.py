@@ -10,7 +10,7 @@ import numpy as np
 
 from traindiff.analyse.align.side import StepsOnDemand
 from traindiff.analyse.merge.renames import Rename
-from traindiff.analyse.signs.run_signs import Signs, StepSigns, run_signs
+from traindiff.analyse.signs.run_signs import Signs, run_signs
 from traindiff.core.steps import ALL_STEPS, StepSelection
 from traindiff.storage import Recording
 
@@ -161,57 +161,38 @@ def compare_directions(
     """
     if not all("signs" in one.run["settings"].get("detail", ()) for one in (baseline, candidate)):
         return None
-    walk = _Walk()
+    found: dict[str, dict[int, Agreement]] = {}
+    unknown: dict[str, str] = {}
+    steps: set[int] = set()
+    paths: tuple[dict[str, None], dict[str, None]] = ({}, {})
+    zeros_known = True
     others = StepsOnDemand(run_signs(candidate, rename))
     for step in run_signs(baseline):
         for other in others.until(step.optimizer, step.step):
-            if other.step == step.step and step.step in selection:
-                walk.step(step, other)
-    return walk.result()
-
-
-class _Walk:
-    """Agreements of the steps so far."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, dict[int, Agreement]] = {}
-        self._steps: set[int] = set()
-        self._paths: tuple[dict[str, None], dict[str, None]] = ({}, {})
-        self._unknown: dict[str, str] = {}
-        self._zeros_known = True
-
-    def step(self, baseline: StepSigns, candidate: StepSigns) -> None:
-        """Compare what both have of a step."""
-        self._steps.add(baseline.step)
-        for paths, side in zip(self._paths, (baseline, candidate), strict=True):
-            paths.update(dict.fromkeys(side.shapes))
-        for path, shape in baseline.shapes.items():
-            other = candidate.shapes.get(path)
-            if other is None:
+            if other.step != step.step or step.step not in selection:
                 continue
-            if other != shape:
-                self._unknown[path] = f"its shape is {list(shape)} in the baseline and {list(other)} in the candidate"
-            elif (found := self._agreement(baseline.read(path), candidate.read(path))) is None:
-                self._unknown[path] = NOT_KEPT
-            else:
-                self._found.setdefault(path, {})[baseline.step] = found
-
-    def result(self) -> Similarities:
-        """What was found."""
-        steps = tuple(sorted(self._steps))
-        baseline, candidate = self._paths
-        return Similarities(
-            steps=steps,
-            parameters={path: tuple(row.get(step) for step in steps) for path, row in self._found.items()},
-            only=(tuple(p for p in baseline if p not in candidate), tuple(p for p in candidate if p not in baseline)),
-            unknown=self._unknown,
-            zeros_known=self._zeros_known,
-        )
-
-    def _agreement(self, baseline: list[Signs], candidate: list[Signs]) -> Agreement | None:
-        if not (baseline and candidate):
-            return None
-        if len(baseline) != len(candidate):
-            baseline, candidate = baseline[:1], candidate[:1]
-        self._zeros_known &= all(signs.zero is not None for signs in (*baseline, *candidate))
-        return total(map(agreement, baseline, candidate))
+            steps.add(step.step)
+            paths[0].update(dict.fromkeys(step.shapes))
+            paths[1].update(dict.fromkeys(other.shapes))
+            for path, shape in step.shapes.items():
+                if path not in other.shapes:
+                    continue
+                if (there := other.shapes[path]) != shape:
+                    unknown[path] = f"its shape is {list(shape)} in the baseline and {list(there)} in the candidate"
+                    continue
+                sides = step.read(path), other.read(path)
+                if not all(sides):
+                    unknown[path] = NOT_KEPT
+                    continue
+                if len(sides[0]) != len(sides[1]):
+                    sides = sides[0][:1], sides[1][:1]
+                zeros_known &= all(signs.zero is not None for side in sides for signs in side)
+                found.setdefault(path, {})[step.step] = total(map(agreement, *sides))
+    ascending = tuple(sorted(steps))
+    return Similarities(
+        steps=ascending,
+        parameters={path: tuple(row.get(number) for number in ascending) for path, row in found.items()},
+        only=(tuple(p for p in paths[0] if p not in paths[1]), tuple(p for p in paths[1] if p not in paths[0])),
+        unknown=unknown,
+        zeros_known=zeros_known,
+    )

@@ -19,7 +19,7 @@ from traindiff.analyse.merge.run_steps import RunStep, run_steps
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.calibration import Calibration, NoiseRecording
 from traindiff.analyse.noise.gradients import summed_rows, terms_by_module
-from traindiff.analyse.noise.replicas import (
+from traindiff.analyse.noise.measured import (
     FEW,
     NoiseRun,
     Replicas,
@@ -40,7 +40,7 @@ OwnedParameters = dict[str, list[dict[int, float]]]
 """By module, for each of its parameters: the distance of each replica from the baseline after the step before."""
 
 
-def calibrate(baseline: Recording, recordings: Sequence[Recording], selection: StepSelection) -> Calibration:
+def calibration_of(baseline: Recording, recordings: Sequence[Recording], selection: StepSelection) -> Calibration:
     """Measure how the noise of a baseline varies from replica to replica.
 
     Each replica is held out in turn and measured against the others. The largest ratio in a phase, over all sites and
@@ -214,7 +214,7 @@ def _hold_out(
     terms = terms_by_module(found[0][2] for found in distances.values())
     for key, found in distances.items():
         if is_quotient(key, adaptive):
-            continue  # signs of small gradients: they rarely flip, and by their whole size if they do
+            continue  # signs of small gradients rarely flip, and change by their whole size if they do
         for index, apart, pair in found:
             others = [other for number, other, _ in found if number != index]
             if not others or not math.isfinite(apart) or int(finite_count(pair.baseline.summary)) < FEW:

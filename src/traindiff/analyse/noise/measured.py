@@ -55,7 +55,7 @@ def basis(
     """
     baseline, candidate = pair.baseline, pair.candidate
     units = [UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in (baseline, candidate)]
-    # Noise of a shorter dtype is larger.
+    # A shorter dtype has more noise.
     shorter = max(1.0, max(units) / max(units[0], rounded)) if units[0] and max(units) else 1.0
     summation = math.sqrt(terms) * min(max(units), UNIT_ROUNDOFF["float32"])
     quantum = max(max(units) * (1.0 + storage), summation, inside)
