@@ -339,7 +339,7 @@ def _odd_terms(sketches: Mapping[Any, Any], sum_of_them: MergedSite) -> tuple[li
 
 
 def _contributed(odd: Sequence[tuple[str, float]], num_terms: int) -> str:
-    """What is odd about a gradient, from the factors of its odd terms."""
+    """Words about the odd terms of a gradient, from their factors."""
     lost = [name for name, factor in odd if abs(factor) < 0.02]
     rest = num_terms - len(odd)
     others = f"the other {rest} once" if rest > 1 else "the other one once"

@@ -122,7 +122,7 @@ def _unobserved(runs: TwoRuns) -> Iterator[str]:
 
 
 def _not_recorded(runs: TwoRuns) -> tuple[list[str], bool]:
-    """What one run was not asked to record, and whether the comparison is partial without it."""
+    """Notes on observations that one run was not asked for, and whether the comparison is partial without them."""
     notes, partly = [], False
     for name, missing in zip(RUNS, runs.presence.not_recorded, strict=True):
         if missing:

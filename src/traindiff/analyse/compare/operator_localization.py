@@ -11,10 +11,10 @@ from traindiff.analyse.findings import finite, ratio_of
 from traindiff.core.site import ROOT, label
 
 Cause = Literal["operator", "other-operators", "other-inputs", "none"]
-"""The first difference inside a module.
+"""Kind of the first difference inside a module.
 
 * `operator`: an operator whose inputs agree and whose output does not.
-* `other-operators`: between two that agree, the runs call other operators.
+* `other-operators`: between two operators that agree, the runs call different ones.
 * `other-inputs`: the first operator of the module that differs already has other inputs.
 * `none`: every operator that both runs have agrees.
 """

@@ -147,7 +147,7 @@ class FailedRun:
 
     @property
     def message(self) -> str:
-        """What happened, in a sentence or two."""
+        """One or two sentences about the failure."""
         first = next(rank for rank in self.ranks if rank.rank == self.first)
         seen = f" Its last observation: {first.last_observation}." if first.last_observation else ""
         return f"{_sentence(first.message)} Before that it had ended {_steps(first.num_steps)}.{seen}"

@@ -16,7 +16,7 @@ from traindiff.core.tap_registry import EVERYTHING, LOSES
 def without_missing_samples(
     table: StepTable, missing: Sequence[int], *, pipelines: int | None = None
 ) -> dict[SiteKey, MergedSite]:
-    """The table of a step in which sites are unknown that ranks without a recording would have contributed to.
+    """The table of a step; sites are unknown if ranks are missing that would have contributed to them.
 
     Args:
         table: The step.

@@ -30,7 +30,7 @@ class NoiseRecording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What the replicas show about noise in general.
+    """The noise that the replicas show in general.
 
     Attributes:
         recordings: The noise recordings, in the order in which they were given.

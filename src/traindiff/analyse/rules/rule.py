@@ -144,14 +144,14 @@ class Rule:
 
 @dataclass(slots=True, kw_only=True)
 class Repeated:
-    """Something that is wrong in several steps in a row.
+    """A fault that lasts for several steps in a row.
 
     Attributes:
-        key: Tells it from other things that the same rule finds.
+        key: Tells it from other faults that the same rule finds.
         site: Where it is.
         numbers: Its evidence, from the first step.
         first: The first step.
-        num_steps: How many steps it lasts.
+        num_steps: Number of steps.
     """
 
     key: Hashable
@@ -162,11 +162,11 @@ class Repeated:
 
 
 Found = dict[Hashable, tuple[MergedSite, dict[str, Any]]]
-"""What is wrong in a step: by a key that stays the same from step to step, the site and the numbers."""
+"""Faults in a step: by a key that stays the same from step to step, the site and the numbers."""
 
 
 class RepeatedRule(Rule, ABC):
-    """A rule that finds what is wrong in at least `least_steps` steps in a row (one of its limits)."""
+    """A rule about faults that last for at least `least_steps` steps in a row (one of its limits)."""
 
     def begin(self) -> None:
         """Nothing was found so far."""
@@ -174,7 +174,7 @@ class RepeatedRule(Rule, ABC):
         self._kept: dict[tuple[str, Hashable], Repeated] = {}
 
     def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
-        """Count how long things have been wrong; the findings come at the end."""
+        """Count how long faults last; the findings come at the end."""
         found = self._wrong(table)
         if found is None:
             return ()
@@ -192,7 +192,7 @@ class RepeatedRule(Rule, ABC):
         return ()
 
     def end(self) -> Iterator[Finding]:
-        """What was wrong for long enough."""
+        """Faults that lasted for at least `least_steps` steps."""
         for row in self._kept.values():
             evidence = {**row.numbers, "num_steps": row.num_steps}
             yield finding_at(
@@ -201,11 +201,11 @@ class RepeatedRule(Rule, ABC):
 
     @abstractmethod
     def _wrong(self, table: StepTable) -> Found | None:
-        """What is wrong in a step; None if the step says nothing and is passed over."""
+        """Faults of a step; None if the step tells nothing, and is not counted."""
 
     @abstractmethod
     def _message(self, row: Repeated) -> str:
-        """What to say of something that was wrong in several steps in a row."""
+        """Sentences about a fault that lasted for several steps."""
 
     def _series(self, table: StepTable) -> str:  # noqa: ARG002
         """Name of the series to which a step belongs; each series is counted by itself."""
