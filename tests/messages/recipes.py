@@ -14,7 +14,7 @@ import traindiff
 from tests.messages.provoking import Chapter
 from tests.run.verify.recipes import mlp, one_thread, other_gelu
 from tests.storage.samples import write
-from traindiff.analyse.compare.failed_run import FailedRank, FailedRun
+from traindiff.analyse.compare.verification import FailedRank, FailedRun
 from traindiff.run.demo.model import read_text
 from traindiff.run.demo.training import train
 from traindiff.run.doctor.checks import Plan, run_checks

@@ -13,8 +13,7 @@ from tests.made_up import FC, Compared, at, both, record
 from tests.present.hostile import NAME, TABLE, hostile_pair
 from traindiff.analyse.check import Verdict, check
 from traindiff.analyse.compare import Comparison, Pinned, Verification, compare
-from traindiff.analyse.compare.failed_run import FailedRank, FailedRun
-from traindiff.analyse.compare.verification import SideOfVerification
+from traindiff.analyse.compare.verification import FailedRank, FailedRun, SideOfVerification
 from traindiff.present.data.as_markdown import MOST, code, escaped, write
 
 GRADIENT = ("grad", "", "fc.weight", "grad")

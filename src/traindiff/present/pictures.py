@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.analyse.check import Verdict
-from traindiff.analyse.check.verdict import RunHistory
 from traindiff.analyse.compare import Comparison
-from traindiff.analyse.compare.verdict import NOT_JUDGED, DifferenceHistory
+from traindiff.analyse.merge.history import NOT_JUDGED, DifferenceHistory, RunHistory
 from traindiff.errors import ConfigError, Problem
 from traindiff.present.page import Page, page_of
 from traindiff.present.page.dataflow import Node

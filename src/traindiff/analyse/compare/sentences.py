@@ -1,4 +1,4 @@
-"""A comparison in plain sentences: what `print(comparison)` shows, and what the reports quote."""
+"""A comparison in plain sentences: the text of `print(comparison)`, which the reports quote."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MEANINGS = {
     "misaligned": "the runs were not given the same things to compute",
     "incomplete": "what could be compared agrees, but not everything could be",
 }
-"""What each word of a verdict means."""
+"""Meaning of each word of a verdict."""
 
 
 def text(comparison: Comparison) -> str:
-    """The baseline's own noise, the verdict, the first divergence and what limits the verdict."""
+    """The baseline's own noise, the verdict, the first divergence, and the limits of the verdict."""
     own = own_noise(comparison)
     lines = [*([own, ""] if own else []), verdict(comparison)]
     if (first := comparison.first_divergence) is not None:
@@ -37,7 +37,7 @@ def text(comparison: Comparison) -> str:
 
 
 def verdict(comparison: Comparison) -> str:
-    """The word, what it means, and over which steps."""
+    """The word, its meaning, and the steps that it covers."""
     word = comparison.verdict
     if word == "incomplete" and not comparison.steps:
         return f"{word}: nothing could be compared"
@@ -46,7 +46,7 @@ def verdict(comparison: Comparison) -> str:
 
 
 def own_noise(comparison: Comparison) -> str:
-    """How far the baseline was from itself when it was run again; empty where it was not."""
+    """How far the baseline differed from itself when it was run again; empty if it was not."""
     own = (comparison.noise or {}).get("own")
     if own is None:
         return ""
@@ -59,13 +59,13 @@ def own_noise(comparison: Comparison) -> str:
 
 
 def also_at(comparison: Comparison) -> str:
-    """Where else the first finding was made in the same step; empty where it was not."""
+    """Further places of the first finding in the same step; empty if there are none."""
     groups = grouped(comparison.findings)
     return also_text(groups[0].paths) if groups else ""
 
 
 def representation_note(found: Sequence[Finding]) -> str:
-    """What differs although the runs learn the same."""
+    """A note on differences of representation between runs that learn the same."""
     first = found[0]
     more = more_text(len(found) - 1, "site", before=" and at")
     return (
@@ -75,7 +75,7 @@ def representation_note(found: Sequence[Finding]) -> str:
 
 
 def note_lines(comparison: Comparison) -> list[str]:
-    """What was not compared, and other notes, one line each."""
+    """Sites that were not compared, and other notes, one line each."""
     lines = []
     for side, missing in zip(("baseline", "candidate"), comparison.unaligned, strict=True):
         if missing:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from traindiff.analyse.merge.run_steps import run_steps
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.core.observation import ALL_GRADIENTS, SAMPLE
 from traindiff.core.site import PHASES, ROOT, matches
 from traindiff.core.steps import ALL_STEPS, StepSelection
@@ -83,7 +83,7 @@ def scalars(recording: Recording, wanted: Wanted) -> Iterator[tuple[int, Scalars
         step.release()
 
 
-def _of_entry(key: Key, entry: Entry, wanted: Wanted) -> Scalars:
+def _of_entry(key: SiteKey, entry: MergedSite, wanted: Wanted) -> Scalars:
     name = f"{key.phase}{f'.{key.stage}' if key.stage else ''}/{key.path or ROOT} {key.slot}"
     name += f" call {key.call}" if key.call else ""
     name += f" micro-step {key.micro_step}" if key.micro_step else ""

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from traindiff.analyse.compare import Comparison
-from traindiff.analyse.compare.verdict import NOT_JUDGED, DifferenceHistory
 from traindiff.analyse.findings import phase_text
-from traindiff.analyse.merge.step_table import Key
+from traindiff.analyse.merge.history import NOT_JUDGED, DifferenceHistory
+from traindiff.analyse.merge.site import SiteKey
 from traindiff.core.site import ROOT, label
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
@@ -49,7 +49,7 @@ class StepRow:
     """
 
     step: int
-    key: Key
+    key: SiteKey
     baseline: float
     candidate: float
     difference: float
@@ -110,7 +110,7 @@ def step_rows(comparison: Comparison, history: DifferenceHistory, steps: StepSel
 
 
 def _of_step(
-    comparison: Comparison, history: DifferenceHistory, sites: Sequence[tuple[Key, int]], step: int
+    comparison: Comparison, history: DifferenceHistory, sites: Sequence[tuple[SiteKey, int]], step: int
 ) -> Iterator[StepRow]:
     first = comparison.first_divergence
     column = history.whole.column_of(step)

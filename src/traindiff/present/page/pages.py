@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from traindiff.analyse.check import Verdict
-from traindiff.analyse.check.verdict import RunHistory
 from traindiff.analyse.compare import Comparison, sentences
-from traindiff.analyse.compare.verdict import DifferenceHistory
 from traindiff.analyse.findings import Finding, also_text, before_text, grouped, phase_text, size_text, where_text
+from traindiff.analyse.merge.history import DifferenceHistory, RunHistory
 from traindiff.core.site import label
 from traindiff.present.page import site_rows as curves
 from traindiff.present.page.content import Alone, Found, Headline, Page, run_settings

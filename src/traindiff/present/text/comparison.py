@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from traindiff.analyse.compare import Comparison, SiteDifference, sentences
-from traindiff.analyse.compare.zoom import OperatorRow, Zoom, place_text
+from traindiff.analyse.compare.operator_localization import OperatorLocalization, OperatorRow, place_text
 from traindiff.analyse.findings import Group, before_text, grouped, more_text, phase_text, size_text, where_text
 from traindiff.core.site import label
 
@@ -55,12 +55,12 @@ def print_zooms(console: Console, comparison: Comparison, *, top: int, further: 
         console.print(Text(f"{more} taken apart."))
 
 
-def zoom_text(zoom: Zoom) -> str:
+def zoom_text(zoom: OperatorLocalization) -> str:
     """Of what the operators are."""
     return f"step {zoom.step}, {zoom.phase} of {zoom.site}:"
 
 
-def _print_rows(console: Console, zoom: Zoom) -> None:
+def _print_rows(console: Console, zoom: OperatorLocalization) -> None:
     table = columns(left=("operator", "", "called from"), right=("inputs", "outputs"))
     for row in zoom.rows:
         cells = (

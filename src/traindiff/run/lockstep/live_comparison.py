@@ -13,8 +13,8 @@ from traindiff.analyse.compare.verdict import Comparison, Word
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import StepMerger
-from traindiff.analyse.noise.calibrating import Calibrating, following
-from traindiff.analyse.noise.replicas import NoiseRun, StepNoise
+from traindiff.analyse.noise.hold_out import Calibrating, following
+from traindiff.analyse.noise.measured import NoiseRun, StepNoise
 from traindiff.analyse.noise.tolerance import TolerancesByPhase
 from traindiff.core.steps import ALL_STEPS
 from traindiff.errors import LockstepError, TraindiffError

@@ -13,7 +13,7 @@ from traindiff.analyse.compare.incremental import ComparedStep
 from traindiff.analyse.compare.verdict import Comparison
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.step_table import Key
+from traindiff.analyse.merge.site import SiteKey
 from traindiff.core.observation import ALL_GRADIENTS
 from traindiff.core.summary import distance, nonfinite_count, norm
 from traindiff.run.lockstep.live_comparison import LiveComparison, Outcome
@@ -86,7 +86,7 @@ def _what(finding: Finding) -> str:
     }.get(finding.phase, "PARAMETER")  # fmt: skip
 
 
-def _line(what: str, finding: Finding, pairs: Mapping[Key, Pair], *, batch: int, indices: Mapping[str, int]) -> str:
+def _line(what: str, finding: Finding, pairs: Mapping[SiteKey, Pair], *, batch: int, indices: Mapping[str, int]) -> str:
     if what == "MISALIGNED":
         return f"MISALIGNED batch={batch} {finding.message}"
     pair = _pair(finding, pairs)
@@ -110,7 +110,7 @@ def _line(what: str, finding: Finding, pairs: Mapping[Key, Pair], *, batch: int,
     return " ".join(fields)
 
 
-def _pair(finding: Finding, pairs: Mapping[Key, Pair]) -> Pair | None:
+def _pair(finding: Finding, pairs: Mapping[SiteKey, Pair]) -> Pair | None:
     """The site of a finding in both runs; of what a step did to a parameter, the parameter after it."""
     phase, slot = ("param", "value") if finding.phase == "update" else (finding.phase, finding.slot)
     found = (pair for key, pair in pairs.items() if key[:5] == (phase, finding.stage, finding.path, slot, finding.call))

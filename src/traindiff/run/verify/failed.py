@@ -6,7 +6,7 @@ import re
 import traceback
 from pathlib import Path
 
-from traindiff.analyse.compare.failed_run import CompilerLog, FailedRank, FailedRun
+from traindiff.analyse.compare.verification import CompilerLog, FailedRank, FailedRun
 from traindiff.errors import ConfigError, Problem
 from traindiff.run.processes.rank_end import RanksError
 

@@ -12,10 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from traindiff.analyse.compare import Verification, compare
-from traindiff.analyse.compare.failed_run import FailedRun
 from traindiff.analyse.compare.investigation import Investigation, Stage
 from traindiff.analyse.compare.verdict import Word
-from traindiff.analyse.compare.verification import Sides
+from traindiff.analyse.compare.verification import FailedRun, Sides
 from traindiff.analyse.merge.run_steps import run_steps
 from traindiff.core.summary import number
 from traindiff.errors import ConfigError, Problem, RecordingError

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from traindiff.analyse.compare import Comparison, Verification
-from traindiff.analyse.compare.failed_run import FailedRun
 from traindiff.analyse.compare.investigation import Stage
 from traindiff.analyse.compare.sentences import MEANINGS
+from traindiff.analyse.compare.verification import FailedRun
 from traindiff.analyse.findings import before_text, size_text, where_text
 from traindiff.run.verify.aids import AIDS
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from traindiff.analyse.compare import Comparison, Pinned, Verification, compare
-from traindiff.analyse.compare.failed_run import FailedRun
-from traindiff.analyse.compare.verification import SideOfVerification, Sides
+from traindiff.analyse.compare.verification import FailedRun, SideOfVerification, Sides
 from traindiff.errors import ConfigError, Problem, RecordingError
 from traindiff.run.config.setup import Setup
 from traindiff.run.verify.failed import RunFailedError, compiler_log, refused

@@ -29,7 +29,7 @@ from tests.made_up import (
     scaled,
 )
 from traindiff.analyse.compare import Comparison, SiteDifference, compare
-from traindiff.analyse.noise.replicas import ALONE, SAFETY
+from traindiff.analyse.noise.measured import ALONE, SAFETY
 from traindiff.cli.commands import app
 from traindiff.errors import ConfigError
 

@@ -1,36 +1,49 @@
-"""From a finding into the operators of its module: which is the first that differs although its inputs agree."""
+"""From a finding into the operators of its module: the first one that differs although its inputs agree."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from traindiff.analyse.compare.operator_pairs import CallKey, OperatorPair, by_call, paired_calls
-from traindiff.analyse.compare.zoom import AboutOperator, OperatorRow, Size, Zoom, ZoomCause, first_says
-from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.distance import Pair, difference, equal_bits
-from traindiff.analyse.merge.operators import OperatorRun, operator_runs
+from traindiff.analyse.compare.operator_localization import (
+    AboutOperator,
+    Cause,
+    OperatorLocalization,
+    OperatorRow,
+    Size,
+    localization_message,
+)
+from traindiff.analyse.compare.operator_pairs import (
+    CallKey,
+    OperatorPair,
+    OperatorRun,
+    by_call,
+    operator_runs,
+    paired_calls,
+)
+from traindiff.analyse.findings import Finding, ratio_of
+from traindiff.analyse.merge.distance import Pair, size_of
 from traindiff.analyse.merge.renames import Rename
-from traindiff.analyse.merge.step_table import Entry, Part
-from traindiff.analyse.noise.replicas import SAFETY
+from traindiff.analyse.merge.site import MergedSite, Part
+from traindiff.analyse.noise.measured import SAFETY
 from traindiff.analyse.noise.uncalibrated import GAIN
 from traindiff.core.summary import rounding
 from traindiff.storage import Run
 
 BEFORE, BEHIND = 6, 3
-"""Rows that are kept of the walk, around the first difference."""
+"""Rows of the walk that are kept before and behind the first difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZoomInput:
+class StepOperators:
     """The operators of one step.
 
     Attributes:
         runs: Of baseline and candidate, under the baseline's names.
         noise: The same of noise recordings.
-        described: What `rank.json` says of operators, of both runs, by rank.
+        described: Descriptions of operators in `rank.json`, of both runs, by rank.
     """
 
     runs: tuple[Sequence[OperatorRun], Sequence[OperatorRun]]
@@ -38,45 +51,45 @@ class ZoomInput:
     described: tuple[Mapping[int, Mapping[str, Any]], Mapping[int, Mapping[str, Any]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
-    """An operator in both runs: the largest difference of what it is given, and of what it makes of it."""
+class _Farthest(NamedTuple):
+    """The tensor of an operator that is furthest above its floor."""
 
-    given: float
-    given_floor: float
-    given_slot: str
-    made: float
-    made_floor: float
-    made_slot: str
+    size: float = 0.0
+    floor: float = 0.0
+    slot: str = ""
+
+
+class _Measured(NamedTuple):
+    """An operator in both runs: the farthest of its inputs and of its outputs."""
+
+    given: _Farthest
+    made: _Farthest
 
     def is_given_other(self, explained: float) -> bool:
-        """Whether what it is given differs, by more than what was found to be no difference before it."""
-        return self.given > max(self.given_floor, explained)
+        """Whether its inputs differ by more than the operators before it were found to differ without a fault."""
+        return self.given.size > max(self.given.floor, explained)
 
     @property
     def makes_other(self) -> bool:
-        """Whether more comes out than what came in explains."""
-        inherited = GAIN * self.given if math.isfinite(self.given) else math.inf
-        return self.made > max(self.made_floor, inherited)
+        """Whether its outputs differ by more than its inputs explain."""
+        inherited = GAIN * self.given.size if math.isfinite(self.given.size) else math.inf
+        return self.made.size > max(self.made.floor, inherited)
 
 
 _RunKey = tuple[int, int, str, str, int]
 """Rank, micro-step, phase, path and call of an operator: the same in every run of the same code."""
 
 
-def zoom(finding: Finding, given: ZoomInput) -> Zoom | None:
-    """The first operator that differs, on the way to a finding.
+def localize(finding: Finding, given: StepOperators) -> OperatorLocalization | None:
+    """The first operator that differs on the way to a finding; None if no operators were recorded there.
 
     Args:
         finding: Of an activation, of the gradient of one, or of that of a parameter.
         given: The operators of its step.
-
-    Returns:
-        What was found; None where no operators were recorded on the way.
     """
     groups = tuple(by_call(runs) for runs in given.runs)
     noise = [_by_path(runs) for runs in given.noise]
-    best: Zoom | None = None
+    best: OperatorLocalization | None = None
     for rank, micro_step in sorted({key[:2] for key in groups[0]} & {key[:2] for key in groups[1]}):
         if finding.rank not in (None, rank) or finding.micro_step not in (None, micro_step):
             continue
@@ -95,15 +108,15 @@ def zoom(finding: Finding, given: ZoomInput) -> Zoom | None:
     return best
 
 
-_TELLING: tuple[ZoomCause, ...] = ("operator", "other-operators", "other-inputs", "none")
-"""Kinds of first differences, those first that tell most."""
+_TELLING: tuple[Cause, ...] = ("operator", "other-operators", "other-inputs", "none")
+"""Kinds of first differences, those that tell most first."""
 
 
 def _is_close(finding: Finding, key: CallKey) -> bool:
-    """Whether a call of a module is where the difference was made, as a rule.
+    """Whether a module call usually is where the difference arose.
 
-    What a module returns is made of its own operators, and of those of the modules around it that ran before. The
-    gradient that comes back to an output was made in the backward pass of whatever took it.
+    An output comes from the module's own operators, and from those of the modules around it that ran before. The
+    gradient of an output comes from the backward pass of the modules that used it.
     """
     _, _, phase, module, call = key
     if finding.phase == "forward":
@@ -115,7 +128,7 @@ def _is_close(finding: Finding, key: CallKey) -> bool:
 
 
 def _is_anywhere(finding: Finding, key: CallKey) -> bool:
-    """Whether it may be: a backward pass reads what the forward pass has kept for it, wherever that came from."""
+    """Whether a call may be where the difference arose: a backward pass also reads tensors of the forward pass."""
     return finding.phase != "forward" or key[2] == "forward"
 
 
@@ -124,7 +137,7 @@ def _is_around(outer: str, path: str) -> bool:
 
 
 def _is_before(finding: Finding, pair: OperatorPair) -> bool:
-    """Whether an operator ran before the finding's site was seen. Of the candidate's own that is not known."""
+    """Whether an operator ran before the finding's site was observed. Unknown for the candidate's own ones."""
     return finding.phase == "grad" or pair.baseline is None or pair.baseline.order < finding.order
 
 
@@ -133,14 +146,17 @@ def _by_path(runs: Sequence[OperatorRun]) -> dict[_RunKey, OperatorRun]:
 
 
 def _walked(
-    finding: Finding, pairs: Sequence[OperatorPair], given: ZoomInput, noise: Sequence[Mapping[_RunKey, OperatorRun]]
-) -> Zoom:
+    finding: Finding,
+    pairs: Sequence[OperatorPair],
+    given: StepOperators,
+    noise: Sequence[Mapping[_RunKey, OperatorRun]],
+) -> OperatorLocalization:
     """The walk through the operators, up to the first that differs."""
     explained = finding.floor if math.isfinite(finding.floor) else 0.0
-    since: list[OperatorRow] = []  # operators that only one run has, since the last that both have
-    alone: list[tuple[OperatorPair, OperatorRow]] = []  # all of them
+    since: list[OperatorRow] = []  # operators of one run only, after the last common one
+    alone: list[tuple[OperatorPair, OperatorRow]] = []  # all operators of one run only
     rows: list[OperatorRow] = []
-    cause: ZoomCause = "none"
+    cause: Cause = "none"
     found: _Measured | None = None
     for pair in pairs:
         measured = _measured(pair, noise)
@@ -152,11 +168,11 @@ def _walked(
         if measured.makes_other:
             cause, found = "operator", measured
         elif measured.is_given_other(explained):
-            since = since or _made_by(pair, measured.given_slot, alone)
+            since = since or _made_by(pair, measured.given.slot, alone)
             cause, found = "other-operators" if since else "other-inputs", measured
         if found is not None:
             break
-        explained = max(explained, measured.made if math.isfinite(measured.made) else 0.0)
+        explained = max(explained, measured.made.size if math.isfinite(measured.made.size) else 0.0)
         since = []
     place = len(rows) - 1
     if found is None and since:
@@ -165,20 +181,20 @@ def _walked(
     at = pairs[place].candidate or pairs[place].baseline
     assert at is not None
     size = None if found is None else _of_interest(found, cause)
-    return Zoom(
+    return OperatorLocalization(
         step=finding.step, micro_step=at.micro_step, rank=at.rank, phase=finding.phase, path=finding.path,
         slot=finding.slot, module=at.module, cause=cause,
         operator="" if cause == "none" else rows[place].shown.path,
         operator_slot=size.slot if size else "", difference=size.size if size else math.nan,
         floor=size.floor if size else 0.0,
-        message=first_says(cause, rows[place], since, size),
+        message=localization_message(cause, rows[place], since, size),
         rows=(*rows[max(0, place - BEFORE) :], *further),
         num_operators=sum(pair.baseline is not None and pair.candidate is not None for pair in pairs),
     )  # fmt: skip
 
 
 def _made_by(pair: OperatorPair, slot: str, alone: Sequence[tuple[OperatorPair, OperatorRow]]) -> list[OperatorRow]:
-    """Operators of one run alone that have made what an operator is given: their outputs have the same bits."""
+    """Operators of one run alone whose outputs have the same bits as an operator's input."""
     assert pair.baseline is not None
     assert pair.candidate is not None
     inputs = (pair.baseline.inputs.get(slot), pair.candidate.inputs.get(slot))
@@ -192,13 +208,12 @@ def _made_by(pair: OperatorPair, slot: str, alone: Sequence[tuple[OperatorPair, 
     return found
 
 
-def _of_interest(found: _Measured, cause: ZoomCause) -> Size:
-    if cause == "operator":
-        return Size(slot=found.made_slot, size=found.made, floor=found.made_floor, given=found.given)
-    return Size(slot=found.given_slot, size=found.given, floor=found.given_floor, given=found.given)
+def _of_interest(found: _Measured, cause: Cause) -> Size:
+    one = found.made if cause == "operator" else found.given
+    return Size(slot=one.slot, size=one.size, floor=one.floor, given=found.given.size)
 
 
-def _row(pair: OperatorPair, measured: _Measured | None, given: ZoomInput, explained: float) -> OperatorRow:
+def _row(pair: OperatorPair, measured: _Measured | None, given: StepOperators, explained: float) -> OperatorRow:
     both = zip((pair.baseline, pair.candidate), given.described, strict=True)
     baseline, candidate = (None if one is None else _about(one, described) for one, described in both)
     if measured is None:
@@ -208,8 +223,8 @@ def _row(pair: OperatorPair, measured: _Measured | None, given: ZoomInput, expla
     if not measured.makes_other and measured.is_given_other(explained):
         message = "is given other inputs"
     return OperatorRow(
-        baseline=baseline, candidate=candidate, given=measured.given, made=measured.made, floor=measured.made_floor,
-        message=message,
+        baseline=baseline, candidate=candidate, message=message,
+        given=measured.given.size, made=measured.made.size, floor=measured.made.floor,
     )  # fmt: skip
 
 
@@ -232,63 +247,43 @@ def _measured(pair: OperatorPair, noise: Sequence[Mapping[_RunKey, OperatorRun]]
         return None
     key = (baseline.rank, baseline.micro_step, baseline.phase, baseline.path, baseline.call)
     replicas = [one for runs in noise if (one := runs.get(key)) is not None]
-    given = _farthest(baseline.inputs, candidate.inputs, [one.inputs for one in replicas])
-    made = _farthest(baseline.outputs, candidate.outputs, [one.outputs for one in replicas])
     return _Measured(
-        given=given[0], given_floor=given[1], given_slot=given[2],
-        made=made[0], made_floor=made[1], made_slot=made[2],
-    )  # fmt: skip
+        given=_farthest(baseline.inputs, candidate.inputs, [one.inputs for one in replicas]),
+        made=_farthest(baseline.outputs, candidate.outputs, [one.outputs for one in replicas]),
+    )
 
 
 def _farthest(
-    baseline: Mapping[str, Entry], candidate: Mapping[str, Entry], replicas: Sequence[Mapping[str, Entry]]
-) -> tuple[float, float, str]:
-    """Difference, floor and slot of the tensor that is furthest above its floor."""
-    sizes = list(_sizes(baseline, candidate, replicas))
-    return max(sizes, key=lambda one: _ratio(one[0], one[1]), default=(0.0, 0.0, ""))
-
-
-def _sizes(
-    baseline: Mapping[str, Entry], candidate: Mapping[str, Entry], replicas: Sequence[Mapping[str, Entry]]
-) -> Iterator[tuple[float, float, str]]:
+    baseline: Mapping[str, MergedSite],
+    candidate: Mapping[str, MergedSite],
+    replicas: Sequence[Mapping[str, MergedSite]],
+) -> _Farthest:
+    found = []
     for slot, entry in baseline.items():
         other = candidate.get(slot)
         if other is None or entry.unobserved or other.unobserved:
             continue
-        shown = [_size(Pair(baseline=entry, candidate=one[slot])) for one in replicas if slot in one]
+        shown = [size_of(Pair(baseline=entry, candidate=one[slot])) for one in replicas if slot in one]
         floor = max(rounding(entry.dtype), rounding(other.dtype), SAFETY * max(shown, default=0.0))
-        yield _size(Pair(baseline=entry, candidate=other)), floor, slot
-
-
-def _size(pair: Pair) -> float:
-    """Relative L2 difference; inf for whole numbers that differ."""
-    if equal_bits(pair):
-        return 0.0
-    size = difference(pair)
-    return math.inf if size is None else size
-
-
-def _ratio(size: float, floor: float) -> float:
-    if size == 0.0 or math.isinf(floor):
-        return 0.0
-    return size / floor if floor else math.inf
+        found.append(_Farthest(size_of(Pair(baseline=entry, candidate=other)), floor, slot))
+    return max(found, key=lambda one: ratio_of(one.size, one.floor), default=_Farthest())
 
 
 MOST = 12
-"""Findings that are taken apart: those that come first."""
+"""Number of findings that are traced into operators: the first ones."""
 
-_ZOOMED = ("forward", "backward", "grad")
+_SEARCHED = ("forward", "backward", "grad")
 
 
-class Zooms:
-    """Takes findings apart while the steps of two runs come.
+class OperatorSearch:
+    """Traces findings into operators while the steps of two runs come.
 
     Args:
         runs: Baseline and candidate.
         rename: Turns the candidate's paths into the baseline's.
 
     Attributes:
-        found: What was found so far.
+        found: Results so far.
     """
 
     def __init__(self, runs: tuple[Run, Run], rename: Rename) -> None:
@@ -296,7 +291,7 @@ class Zooms:
         self._rename = rename
         self._tried: set[tuple[str, str, str]] = set()
         self._alone: dict[str, None] = {}
-        self.found: list[Zoom] = []
+        self.found: list[OperatorLocalization] = []
 
     def see(
         self,
@@ -304,33 +299,33 @@ class Zooms:
         operators: tuple[Sequence[Part], Sequence[Part]],
         noise: Sequence[Sequence[Part]],
     ) -> None:
-        """Take the findings of a step apart.
+        """Trace the findings of a step.
 
         Args:
             findings: In execution order.
-            operators: What baseline and candidate have observed of operators in it.
+            operators: Observations of operators in it, of baseline and candidate.
             noise: The same of noise recordings.
         """
         if not all(operators):
             self._alone["baseline" if operators[0] else "candidate"] = None
             return
-        wanted = [one for one in findings if one.phase in _ZOOMED and one.kind not in ("missing", "extra")]
+        wanted = [one for one in findings if one.phase in _SEARCHED and one.kind not in ("missing", "extra")]
         wanted = [one for one in wanted if (one.phase, one.path, one.slot) not in self._tried]
         room = MOST - len(self.found)
         if not wanted or room <= 0:
             return
-        given = ZoomInput(
+        given = StepOperators(
             runs=(operator_runs(operators[0]), operator_runs(operators[1], self._rename)),
             noise=[operator_runs(one) for one in noise],
             described=(_described(self._runs[0]), _described(self._runs[1])),
         )
         for finding in wanted[:room]:
             self._tried.add((finding.phase, finding.path, finding.slot))
-            if (found := zoom(finding, given)) is not None:
+            if (found := localize(finding, given)) is not None:
                 self.found.append(found)
 
     def told(self, first: Finding) -> Finding:
-        """The first finding, which then says what was found inside its module, if anything was."""
+        """The first finding, with the result for its module, if there is one."""
         for one in self.found:
             seen_at = (one.step, one.phase, one.path, one.slot)
             if seen_at == (first.step, first.phase, first.path, first.slot) and one.cause != "none":
@@ -340,7 +335,7 @@ class Zooms:
 
     @property
     def notes(self) -> list[str]:
-        """What limits it, one sentence each."""
+        """One sentence for each limit of the search."""
         return [f"Only the {run} has recorded operators, so none could be compared." for run in self._alone]
 
 

@@ -1,35 +1,35 @@
-"""What a comparison says of the operators inside a module whose numbers differ."""
+"""The first operator that differs inside a module, as a comparison reports it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from traindiff.analyse.findings import ratio_of
+from traindiff.analyse.findings import finite, ratio_of
 from traindiff.core.site import ROOT, label
 
-ZoomCause = Literal["operator", "other-operators", "other-inputs", "none"]
-"""What the first difference inside a module is.
+Cause = Literal["operator", "other-operators", "other-inputs", "none"]
+"""Kind of the first difference inside a module.
 
 * `operator`: an operator whose inputs agree and whose output does not.
-* `other-operators`: between two that agree, the runs call other operators.
-* `other-inputs`: the first operator of the module that differs is given other inputs already.
+* `other-operators`: between two operators that agree, the runs call different ones.
+* `other-inputs`: the first operator of the module that differs already has other inputs.
 * `none`: every operator that both runs have agrees.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AboutOperator:
-    """What one run knows of an operator beside its numbers.
+    """One run's description of an operator.
 
     Attributes:
         path: Where it ran, its name and its number there.
-        source: File, line and function from which it was called; empty where that is not known.
+        source: File, line and function of the call; empty if unknown.
         code: The line itself.
-        settings: Its arguments that are no tensors, as text.
-        node: Of one that ran in a backward pass: the node of the graph.
+        settings: Its arguments that are not tensors, as text.
+        node: In a backward pass: the node of the graph.
         of: The operator of the forward pass that made the node.
     """
 
@@ -42,27 +42,20 @@ class AboutOperator:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as JSON values."""
-        return {
-            "path": self.path,
-            "source": self.source,
-            "code": self.code,
-            "settings": dict(self.settings),
-            "node": self.node,
-            "of": self.of,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorRow:
-    """An operator, as a walk through a module comes to it.
+    """An operator on the walk through a module.
 
     Attributes:
-        baseline: The baseline's; None where only the candidate has it.
-        candidate: The candidate's; None where only the baseline has it.
-        given: Largest relative L2 difference of its inputs; inf without a size, NaN where it is in one run only.
+        baseline: The baseline's; None if only the candidate has it.
+        candidate: The candidate's; None if only the baseline has it.
+        given: Largest relative L2 difference of its inputs; inf without a size, NaN if only one run has it.
         made: The same of its outputs.
-        floor: What `made` may be: of the output that is furthest above its own.
-        message: What it is, in a word or two.
+        floor: Floor of `made`.
+        message: A word or two.
     """
 
     baseline: AboutOperator | None
@@ -74,7 +67,7 @@ class OperatorRow:
 
     @property
     def shown(self) -> AboutOperator:
-        """The operator in the run in question, or in the one that has it."""
+        """The candidate's operator, or the baseline's if the candidate lacks it."""
         found = self.candidate or self.baseline
         assert found is not None
         return found
@@ -84,16 +77,16 @@ class OperatorRow:
         return {
             "baseline": self.baseline.to_json() if self.baseline else None,
             "candidate": self.candidate.to_json() if self.candidate else None,
-            "inputs": _finite(self.given),
-            "outputs": _finite(self.made),
-            "floor": _finite(self.floor),
+            "inputs": finite(self.given),
+            "outputs": finite(self.made),
+            "floor": finite(self.floor),
             "message": self.message,
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Zoom:
-    """A finding, taken apart into the operators of its module.
+class OperatorLocalization:
+    """A finding, traced into the operators of its module.
 
     Attributes:
         step: Step of the finding.
@@ -102,15 +95,15 @@ class Zoom:
         phase: Phase of the finding.
         path: Path of the finding.
         slot: Its slot.
-        module: Inside which the first difference is; empty for the root.
-        cause: What the first difference is.
-        operator: The first operator that differs, as the candidate recorded it; empty where there is none.
+        module: Module that contains the first difference; empty for the root.
+        cause: Kind of the first difference.
+        operator: The first operator that differs, as the candidate recorded it; empty if there is none.
         operator_slot: Which of its outputs, or inputs.
-        difference: How far that is from the baseline's.
-        floor: How far it might be.
+        difference: Relative L2 difference of that tensor.
+        floor: Its floor.
         message: Two or three sentences.
         rows: The walk up to there, and a little further.
-        num_operators: How many operators of the module, or modules, both runs have together.
+        num_operators: Number of operators that both runs have.
     """
 
     step: int
@@ -120,7 +113,7 @@ class Zoom:
     path: str
     slot: str
     module: str
-    cause: ZoomCause
+    cause: Cause
     operator: str = ""
     operator_slot: str = ""
     difference: float = math.nan
@@ -147,16 +140,12 @@ class Zoom:
             "cause": self.cause,
             "operator": self.operator,
             "operator_slot": self.operator_slot,
-            "difference": _finite(self.difference),
-            "ratio": _finite(ratio_of(self.difference, self.floor)),
+            "difference": finite(self.difference),
+            "ratio": finite(ratio_of(self.difference, self.floor)),
             "message": self.message,
             "rows": [row.to_json() for row in self.rows],
             "num_operators": self.num_operators,
         }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 _SHOWN = 4
@@ -169,7 +158,7 @@ class Size:
     Attributes:
         slot: Which one.
         size: Relative L2 difference; inf without a size.
-        floor: What it might be.
+        floor: Its floor.
         given: Largest difference of the operator's inputs.
     """
 
@@ -179,14 +168,14 @@ class Size:
     given: float
 
 
-def first_says(cause: ZoomCause, row: OperatorRow, alone: Sequence[OperatorRow], size: Size | None) -> str:
-    """What the first difference inside a module is.
+def localization_message(cause: Cause, row: OperatorRow, alone: Sequence[OperatorRow], size: Size | None) -> str:
+    """Sentences about the first difference inside a module.
 
     Args:
-        cause: See `Zoom`.
+        cause: Its kind.
         row: The operator.
         alone: Operators just before it that only one run has.
-        size: How far it is apart; None where that was not measured.
+        size: Its difference; None if that was not measured.
     """
     if cause == "none":
         return "Every operator that both runs have agrees: what differs is computed where no operator was recorded."
@@ -200,14 +189,14 @@ def first_says(cause: ZoomCause, row: OperatorRow, alone: Sequence[OperatorRow],
         what = "is given another" if cause == "other-operators" else "is already given another"
         sentences = [f"{row.shown.path} {what} {size.slot}, which {_differs(size)}."]
     if cause == "other-operators":
-        sentences.append(_alone_says(alone))
-    if settings := _settings_say(row):
+        sentences.append(_alone_message(alone))
+    if settings := _settings_message(row):
         sentences.append(settings)
-    return " ".join([*sentences, *_places_say(row)])
+    return " ".join([*sentences, *_places_messages(row)])
 
 
 def place_text(about: AboutOperator) -> str:
-    """Where an operator was called: `model.py:12: x = x @ w`; empty where that is not known."""
+    """Where an operator was called: `model.py:12: x = x @ w`; empty if unknown."""
     return f"{about.source}: {about.code}" if about.source and about.code else about.source
 
 
@@ -218,8 +207,8 @@ def _differs(size: Size) -> str:
     return f"differs by {size.size:.3g}" + (f" ({ratio:.3g} x its floor)" if math.isfinite(ratio) else "")
 
 
-def _alone_says(alone: Sequence[OperatorRow]) -> str:
-    """Which operators only one run has, e.g. `Before that, the baseline alone runs aten.t[0] (at model.py:12).`."""
+def _alone_message(alone: Sequence[OperatorRow]) -> str:
+    """Operators that only one run has, e.g. `Before that, the baseline alone runs aten.t[0] (at model.py:12).`."""
     parts = []
     for run in ("baseline", "candidate"):
         found = [one for row in alone if (one := row.baseline if run == "baseline" else row.candidate) is not None]
@@ -231,8 +220,8 @@ def _alone_says(alone: Sequence[OperatorRow]) -> str:
     return f"Before that, {' and '.join(parts)}."
 
 
-def _settings_say(row: OperatorRow) -> str:
-    """Which of its arguments the two runs give otherwise."""
+def _settings_message(row: OperatorRow) -> str:
+    """Arguments that differ between the two runs."""
     if row.baseline is None or row.candidate is None:
         return ""
     names = [*row.baseline.settings, *(name for name in row.candidate.settings if name not in row.baseline.settings)]
@@ -245,8 +234,8 @@ def _settings_say(row: OperatorRow) -> str:
     return f"It is called with {'; '.join(apart[:_SHOWN])}." if apart else ""
 
 
-def _places_say(row: OperatorRow) -> list[str]:
-    """Where it was called from, in the candidate, and in the baseline where that is elsewhere."""
+def _places_messages(row: OperatorRow) -> list[str]:
+    """Where it was called in the candidate, and in the baseline if that is elsewhere."""
     found = []
     shown = row.shown
     if place := place_text(shown):

@@ -1,4 +1,4 @@
-"""Calibrate floors: hold out each replica of a baseline in turn, and see how far it is from the others."""
+"""Calibrate noise floors: hold out each replica of a baseline in turn, and measure it against the others."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from traindiff.analyse.align.exact import check_batch, check_initial_parameter, check_random_state
-from traindiff.analyse.align.hyper_parameters import check_hyper_parameters
+from traindiff.analyse.align.exact import (
+    check_batch,
+    check_hyper_parameters,
+    check_initial_parameter,
+    check_random_state,
+)
 from traindiff.analyse.align.side import Side, SideStep, StepsOnDemand
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.distance import Pair, size_of
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.calibration import Calibration, NoiseRecording
 from traindiff.analyse.noise.gradients import summed_rows, terms_by_module
-from traindiff.analyse.noise.replicas import (
+from traindiff.analyse.noise.measured import (
     FEW,
     NoiseRun,
     Replicas,
@@ -23,7 +27,6 @@ from traindiff.analyse.noise.replicas import (
     basis,
     is_measured,
     made_as,
-    noise_of,
     step_noise,
 )
 from traindiff.analyse.noise.site_floors import adaptive_parameters, is_quotient
@@ -34,14 +37,14 @@ from traindiff.errors import ConfigError, Problem
 from traindiff.storage import Recording, Run
 
 OwnedParameters = dict[str, list[dict[int, float]]]
-"""By module: of each of its parameters, the distance of each replica from the baseline after the step before."""
+"""By module, for each of its parameters: the distance of each replica from the baseline after the step before."""
 
 
-def calibrate(baseline: Recording, recordings: Sequence[Recording], selection: StepSelection) -> Calibration:
+def calibration_of(baseline: Recording, recordings: Sequence[Recording], selection: StepSelection) -> Calibration:
     """Measure how the noise of a baseline varies from replica to replica.
 
-    Each replica is held out in turn and held against the others. The largest ratio in a phase, over
-    all sites and steps, is the constant by which floors of this phase are multiplied.
+    Each replica is held out in turn and measured against the others. The largest ratio in a phase, over all sites and
+    steps, is the constant that multiplies the floors of this phase.
 
     Args:
         baseline: The run.
@@ -62,12 +65,12 @@ def calibrate(baseline: Recording, recordings: Sequence[Recording], selection: S
 
 
 def following(recordings: Sequence[Recording]) -> list[NoiseRun]:
-    """Noise recordings, each with its steps, from the first on."""
+    """Noise recordings, each with its steps on demand."""
     return [(recording, StepsOnDemand(run_steps(recording))) for recording in recordings]
 
 
 class Calibrating:
-    """What replicas say about the noise of a baseline, as they follow it step by step.
+    """Measures the noise of a baseline while its replicas follow it step by step.
 
     Args:
         baseline: The run.
@@ -87,17 +90,17 @@ class Calibrating:
         """Hold the replicas against each other in one step of the baseline; steps must be given in order.
 
         Args:
-            run_step: The step.
-            step: What the baseline has of it.
+            run_step: The step, as it was recorded.
+            step: The same, as a side of a comparison.
             first: Whether it is the first that the baseline has.
 
         Returns:
-            Distances of those that differ from the baseline at all, so far.
+            Distances of the replicas that differ from the baseline at all, so far.
 
         Raises:
             ConfigError: A recording is of another training.
         """
-        distances: dict[Key, list[tuple[int, float, Pair]]] = {}
+        distances: dict[SiteKey, list[tuple[int, float, Pair]]] = {}
         of_runs: list[list[Pair]] = []
         for index, (own, pairs) in enumerate(self._replicas.pairs(run_step, step)):
             of_runs.append(pairs)
@@ -110,7 +113,7 @@ class Calibrating:
             seen.aligned += len(pairs)
             for pair in pairs:
                 if is_measured(pair.baseline.key):
-                    size = noise_of(pair)
+                    size = size_of(pair)
                     seen.note(pair.baseline.key, run_step.step, size)
                     distances.setdefault(pair.baseline.key, []).append((index, size, pair))
         _hold_out(distances, step.before, self._parameters, self._constants)
@@ -118,7 +121,7 @@ class Calibrating:
         return step_noise(pairs for pairs, seen in zip(of_runs, self._seen, strict=True) if seen.differs)
 
     def calibration(self) -> Calibration:
-        """What the steps so far have shown."""
+        """The calibration from the steps so far."""
         repeated = [one.largest for one in self._seen if not one.replica and one.largest is not None]
         return Calibration(
             recordings=tuple(
@@ -131,7 +134,7 @@ class Calibrating:
         )
 
     def refuse_what_does_not_align(self) -> None:
-        """Raise `ConfigError` where a recording has nothing in common with the baseline."""
+        """Raise `ConfigError` if a recording has nothing in common with the baseline."""
         problems = [
             Problem(
                 where=f"noise {run.path}",
@@ -169,13 +172,13 @@ class Calibrating:
 
 @dataclass(slots=True)
 class _Seen:
-    """What a noise recording has shown so far.
+    """Results for one noise recording so far.
 
     Attributes:
         replica: How it was made.
-        partial: Why it is no full replica.
-        aligned: How many sites it has in common with the baseline, over all steps.
-        largest: Its largest difference from the baseline, and where that is.
+        partial: Why it is not a full replica.
+        aligned: Number of sites in common with the baseline, over all steps.
+        largest: Its largest difference from the baseline, and the place.
     """
 
     replica: str
@@ -188,30 +191,30 @@ class _Seen:
         """Whether it differs from the baseline at all."""
         return self.largest is not None and self.largest[0] > 0
 
-    def note(self, key: Key, step: int, size: float) -> None:
-        """Remember the largest difference; of several, the first."""
+    def note(self, key: SiteKey, step: int, size: float) -> None:
+        """Remember the largest difference; of several equal ones, the first."""
         if self.largest is None or size > self.largest[0]:
             self.largest = (size, f"step {step}, {key.phase} of {key.path} {key.slot}")
 
 
 def _partial(step: SideStep) -> str:
-    """Why a training was not perturbed as it should have been, as its recording says it; empty if it was."""
+    """Why a training was not perturbed fully, as its recording says it; empty if it was."""
     said = (entry.unobserved for key, entry in step.table.items() if key.path == ITSELF)
     return next((reason for reason in said if reason.startswith(NO_REPLICA)), "")
 
 
 def _hold_out(
-    distances: Mapping[Key, Sequence[tuple[int, float, Pair]]],
-    before: Mapping[str, Entry],
+    distances: Mapping[SiteKey, Sequence[tuple[int, float, Pair]]],
+    before: Mapping[str, MergedSite],
     parameters: OwnedParameters,
     constants: dict[str, float],
 ) -> None:
-    """Raise the constants to what is needed for each replica to stay within the floors of the others."""
+    """Raise the constants so that each replica stays within the floors measured from the others."""
     adaptive = adaptive_parameters(distances)
     terms = terms_by_module(found[0][2] for found in distances.values())
     for key, found in distances.items():
         if is_quotient(key, adaptive):
-            continue  # signs of small gradients: they rarely flip, and by their whole size if they do
+            continue  # signs of small gradients rarely flip, and change by their whole size if they do
         for index, apart, pair in found:
             others = [other for number, other, _ in found if number != index]
             if not others or not math.isfinite(apart) or int(finite_count(pair.baseline.summary)) < FEW:
@@ -222,7 +225,7 @@ def _hold_out(
                 constants[key.phase] = max(constants.get(key.phase, 1.0), apart / floor)
 
 
-def _owned_parameters(distances: Mapping[Key, Sequence[tuple[int, float, Pair]]]) -> OwnedParameters:
+def _owned_parameters(distances: Mapping[SiteKey, Sequence[tuple[int, float, Pair]]]) -> OwnedParameters:
     owned: OwnedParameters = {}
     for key, found in distances.items():
         if key[:2] == ("param", ""):
@@ -231,7 +234,7 @@ def _owned_parameters(distances: Mapping[Key, Sequence[tuple[int, float, Pair]]]
 
 
 def _further(path: str, index: int, parameters: OwnedParameters) -> float:
-    """How much further from the baseline a replica's parameters of a module are than those of the others; 1 if less."""
+    """Ratio of a replica's parameter differences in a module to those of the other replicas; at least 1."""
     ratio = 1.0
     for found in parameters.get(path, ()):
         if index in found:
@@ -240,7 +243,7 @@ def _further(path: str, index: int, parameters: OwnedParameters) -> float:
     return ratio
 
 
-def _storage(pair: Pair, before: Mapping[str, Entry]) -> float:
+def _storage(pair: Pair, before: Mapping[str, MergedSite]) -> float:
     key = pair.baseline.key
     if key.phase != "update" or key.path not in before:
         return 0.0

@@ -11,17 +11,16 @@ from numpy.typing import NDArray
 
 from tests.analyse.merge.test_step_table import only, part, random
 from traindiff.analyse.align.exact import check_initial_parameter
-from traindiff.analyse.align.ranks import differing_ranks
 from traindiff.analyse.findings import ranks_text
-from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.step_table import Entry, only_rank
+from traindiff.analyse.merge.distance import Pair, differing_ranks
+from traindiff.analyse.merge.site import MergedSite, only_rank
 from traindiff.core.shards import Shard
 
 ROWS, COLUMNS = 64, 6
 PARAMETER = ("param", "", "fc.weight", "value")
 
 
-def sharded(values: NDArray[np.float32], cuts: Mapping[int, tuple[int, int]]) -> Entry:
+def sharded(values: NDArray[np.float32], cuts: Mapping[int, tuple[int, int]]) -> MergedSite:
     """Rows of a matrix on several ranks."""
     width = values.shape[1]
     return only([
@@ -33,7 +32,7 @@ def sharded(values: NDArray[np.float32], cuts: Mapping[int, tuple[int, int]]) ->
     ])  # fmt: skip
 
 
-def flat(values: NDArray[np.float32], cuts: Mapping[int, tuple[int, int]]) -> Entry:
+def flat(values: NDArray[np.float32], cuts: Mapping[int, tuple[int, int]]) -> MergedSite:
     """Flat ranges of a matrix on several ranks, as FSDP's flat parameters and ZeRO cut them."""
     return only([
         part(
@@ -120,7 +119,7 @@ def test_ranks_are_named_in_words() -> None:
     assert ranks_text(range(10)) == "Ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
 
 
-def copies(*seeds: int) -> Entry:
+def copies(*seeds: int) -> MergedSite:
     """A parameter of which each rank holds a copy; equal seeds are equal copies."""
     return only([part(random(4, 3, seed=seed), rank=rank, site=PARAMETER) for rank, seed in enumerate(seeds)])
 

@@ -1,4 +1,4 @@
-"""The baseline's replicas, and how far each is from it in a step."""
+"""The baseline's replicas, and their differences from it in a step."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from traindiff.analyse.align.gradients import gradient_norms
 from traindiff.analyse.align.pairs import align
-from traindiff.analyse.align.side import Side, SideStep, join, sites_in_order
-from traindiff.analyse.merge.distance import Pair, difference
+from traindiff.analyse.align.side import Side, SideStep, gradient_norms, join, sites_in_order
+from traindiff.analyse.merge.distance import Pair, size_of
 from traindiff.analyse.merge.run_steps import RunStep
-from traindiff.analyse.merge.step_table import Key, Part
+from traindiff.analyse.merge.site import Part, SiteKey
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count
 from traindiff.storage import Run
 
 SAFETY = 2.0
-"""How much further than its replicas a correct run may be.
+"""Multiple of the replicas' differences that a correct run may have.
 
-With m replicas, a further correct run lies beyond all of them in one of m + 1 cases, but not far: of the legal
-variations in benchmarks/FAULTS.md none exceeds the floor that this factor leaves.
+With m replicas, one of m + 1 further correct runs lies beyond all of them, but not far: none of the legal variations in
+benchmarks/FAULTS.md exceeds the floor that this factor leaves.
 """
 
 ALONE = 4.0
-"""Constant of the floors where there is one replica only, so that none can be held out."""
+"""Constant of the floors if there is only one replica, so that none can be held out."""
 
 FEW = 16
-"""Tensors with fewer elements are too small for their noise to be measured by a few replicas."""
+"""Tensors with fewer elements are too small to measure their noise with a few replicas."""
 
 
 def basis(
@@ -37,26 +36,26 @@ def basis(
     rounded: float = 0.0,
     inside: float = 0.0,
 ) -> float:
-    """What the floor of a site is a multiple of: rounding, or what replicas show, whichever is larger.
+    """The quantity that the floor of a site is a multiple of: rounding, or the replicas' differences if larger.
 
-    The estimate from a few replicas scatters, the more the fewer elements there are: the relative spread of a norm
-    of n independent errors is 1 / sqrt(2 n).
+    An estimate from few replicas scatters, the more the fewer elements there are: the relative spread of a norm of n
+    independent errors is 1 / sqrt(2 n).
 
     Args:
         pair: Both sides.
         distances: Relative differences of replicas from the baseline.
         storage: For an update: norm of the parameter over norm of the update.
-        terms: Rows that are summed over for each element of a gradient, or of what BatchNorm computes. A kernel
-            that adds one after the other in float32 is off by sqrt(terms) u; replicas, which all run the baseline's
-            kernels, do not show it. Measured with torch on the CPU: 30 u over 512 rows (gradients of BatchNorm,
-            channels last; 4 u otherwise).
-        rounded: Largest unit roundoff on the baseline's way to here: its noise is of this size already, whatever
-            the dtype of the pair (float32 parameters under autocast).
-        inside: Unit roundoff of the dtype that the operation may compute in, and these replicas do not show.
+        terms: Rows that are summed for each element of a gradient, or of an output of BatchNorm. A kernel that sums one
+            after the other in float32 is off by sqrt(terms) u. Replicas do not show that, because all run the
+            baseline's kernels. Measured with torch on the CPU: 30 u over 512 rows (gradients of BatchNorm, channels
+            last; 4 u otherwise).
+        rounded: Largest unit roundoff on the baseline's way to here: its noise is of this size already, whatever the
+            dtype of the pair (float32 parameters under autocast).
+        inside: Unit roundoff of the dtype that the operation may compute in, and that these replicas do not show.
     """
     baseline, candidate = pair.baseline, pair.candidate
     units = [UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in (baseline, candidate)]
-    # Noise of a shorter dtype is larger.
+    # A shorter dtype has more noise.
     shorter = max(1.0, max(units) / max(units[0], rounded)) if units[0] and max(units) else 1.0
     summation = math.sqrt(terms) * min(max(units), UNIT_ROUNDOFF["float32"])
     quantum = max(max(units) * (1.0 + storage), summation, inside)
@@ -67,9 +66,8 @@ def basis(
 UNMEASURED = ("batch", "rng")
 """Phases and paths that are compared bit by bit, or not at all."""
 
-
-StepNoise = Mapping[Key, tuple[float, ...]]
-"""By site: relative L2 difference of each replica that has it from the baseline. inf: whole numbers that differ."""
+StepNoise = Mapping[SiteKey, tuple[float, ...]]
+"""By site: relative L2 difference of each replica that has it. inf: whole numbers that differ."""
 
 
 def made_as(recording: Run) -> str:
@@ -85,7 +83,7 @@ class FollowingSteps(Protocol):
 
 
 NoiseRun = tuple[Run, FollowingSteps]
-"""One of the further correct runs of the baseline's training, and its steps."""
+"""A further correct run of the baseline's training, and its steps."""
 
 
 class Replicas:
@@ -93,7 +91,7 @@ class Replicas:
 
     Attributes:
         sides: The recordings.
-        operators: What each has observed of operators in the step that was asked for last.
+        operators: Observations of operators in the latest step, one list per recording.
     """
 
     def __init__(self, runs: Sequence[NoiseRun]) -> None:
@@ -102,7 +100,7 @@ class Replicas:
         self._streams = [steps for _, steps in runs]
 
     def pairs(self, baseline: RunStep, step: SideStep) -> Iterator[tuple[SideStep | None, list[Pair]]]:
-        """Per noise recording: its own step and that brought together with the baseline's; None if it has none."""
+        """For each noise recording: its own step (None if it has none), and the pairs with the baseline."""
         self.operators = []
         for side, stream in zip(self.sides, self._streams, strict=True):
             found: SideStep | None = None
@@ -114,22 +112,18 @@ class Replicas:
             yield found, _pairs(step, found) if found else []
 
     def noise(self, baseline: RunStep, step: SideStep) -> StepNoise:
-        """Distances from the baseline in one step."""
+        """Differences from the baseline in one step."""
         return step_noise(pairs for _, pairs in self.pairs(baseline, step))
 
 
 def step_noise(of_runs: Iterable[Sequence[Pair]]) -> StepNoise:
-    """Distances from the baseline in one step.
-
-    Args:
-        of_runs: Per noise recording: its step brought together with the baseline's.
-    """
-    noise: dict[Key, tuple[float, ...]] = {}
+    """Differences from the baseline in one step, from the pairs of each noise recording with it."""
+    noise: dict[SiteKey, tuple[float, ...]] = {}
     for pairs in of_runs:
         for pair in pairs:
             key = pair.baseline.key
             if is_measured(key):
-                noise[key] = (*noise.get(key, ()), noise_of(pair))
+                noise[key] = (*noise.get(key, ()), size_of(pair))
     return noise
 
 
@@ -140,12 +134,6 @@ def _pairs(baseline: SideStep, replica: SideStep) -> list[Pair]:
     return [*pairs, *gradient_norms(pairs)]
 
 
-def is_measured(key: Key) -> bool:
-    """Whether a site has noise: what must be equal to the bit has none."""
+def is_measured(key: SiteKey) -> bool:
+    """Whether a site has noise. Sites that must be equal to the bit have none."""
     return key.phase not in UNMEASURED and key.path not in UNMEASURED
-
-
-def noise_of(pair: Pair) -> float:
-    """Relative L2 difference of a replica from the baseline; inf for whole numbers that differ."""
-    size = difference(pair)
-    return math.inf if size is None else size

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import traindiff
 from traindiff.analyse.compare import Comparison
-from traindiff.analyse.compare.zoom import Zoom
+from traindiff.analyse.compare.operator_localization import OperatorLocalization
 
 WIDTH = 16
 SOURCE = Path(__file__)
@@ -95,7 +95,7 @@ def compared(tmp_path: Path) -> Compared:
     return run
 
 
-def first(comparison: Comparison) -> Zoom:
+def first(comparison: Comparison) -> OperatorLocalization:
     """What was found inside the module of the first divergence, which says so."""
     zoom, divergence = comparison.zooms[0], comparison.first_divergence
     assert divergence is not None
