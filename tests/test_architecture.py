@@ -16,12 +16,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "core": frozenset(),
     "storage": frozenset({"core"}),
     "observe": frozenset({"core", "storage"}),
-    "analyze": frozenset({"core", "storage"}),
-    "present": frozenset({"core", "storage", "analyze"}),
-    "run": frozenset({"core", "storage", "observe", "analyze", "present"}),
-    "compat": frozenset({"core", "storage", "observe", "analyze", "present"}),
+    "analyse": frozenset({"core", "storage"}),
+    "present": frozenset({"core", "storage", "analyse"}),
+    "run": frozenset({"core", "storage", "observe", "analyse", "present"}),
+    "compat": frozenset({"core", "storage", "observe", "analyse", "present"}),
     "integrations": frozenset({"core", "observe"}),
-    "cli": frozenset({"core", "storage", "observe", "analyze", "present", "run", "compat"}),
+    "cli": frozenset({"core", "storage", "observe", "analyse", "present", "run", "compat"}),
 }
 """The layers, and what each may import beside itself."""
 
@@ -29,7 +29,7 @@ PUBLIC = frozenset({"__init__", "__main__", "testing", "mindspore"})
 """Modules that have names for users alone: they import any layer, and no layer imports them."""
 
 WITHOUT_FRAMEWORK = (
-    "core", "storage", "observe.common", "analyze", "present", "compat.msprobe.importing", "compat.msprobe.exporting",
+    "core", "storage", "observe.common", "analyse", "present", "compat.msprobe.importing", "compat.msprobe.exporting",
     "compat.onnxruntime.importing", "cli",
 )  # fmt: skip
 """What can be imported where no framework is installed, except for:"""
@@ -88,7 +88,7 @@ def test_the_analysis_and_other_frameworks_never_import_torch() -> None:
     assert [
         name_of(path)
         for path in FILES
-        if name_of(path).startswith(("storage", "analyze", "present", "observe.mindspore"))
+        if name_of(path).startswith(("storage", "analyse", "present", "observe.mindspore"))
         and any(module.partition(".")[0] == "torch" for module in imported_modules(path))
     ] == []
 

@@ -94,7 +94,7 @@ def forget_compiled_code() -> None:
         torch.compiler.reset()
 
 
-def run_as_it_is(function: Callable[..., Any], *, callees: bool) -> None:
+def exclude_from_compilation(function: Callable[..., Any], *, callees: bool) -> None:
     """Have `function` run without being compiled where code that is not compiled calls it.
 
     While `torch.compile` is at work, every Python function that it did not trace into is compiled by

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from traindiff.core._torch_compat import inside_backward, run_as_it_is
+from traindiff.core._torch_compat import exclude_from_compilation, inside_backward
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.hooks.context import TapContext
 
@@ -79,17 +79,17 @@ class _Listener:
 
     def look(self) -> None:
         """A backward pass begins."""
-        for function in self._context.moments.at_backward:
+        for function in self._context.events.at_backward:
             function()
 
     def before(self, roots: Sequence[Tensor]) -> None:
         """The backward pass is about to run."""
-        for function in self._context.moments.before_backward:
+        for function in self._context.events.before_backward:
             function(roots)
 
     def after(self) -> None:
         """It has ended, also by an error."""
-        for function in self._context.moments.after_backward:
+        for function in self._context.events.after_backward:
             function()
 
     def concerns(self, roots: Sequence[Tensor]) -> bool:
@@ -136,8 +136,8 @@ def _install() -> None:
         for listener in listeners:
             listener.end()
 
-    run_as_it_is(backward, callees=False)
-    run_as_it_is(inside_backward, callees=True)
+    exclude_from_compilation(backward, callees=False)
+    exclude_from_compilation(inside_backward, callees=True)
     _listeners.replace(torch.autograd, "backward", backward)
 
 

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from traindiff.core._torch_compat import (
+    exclude_from_compilation,
     forget_compiled_code,
     is_exporting,
     patch_hook_guards,
     register_ordered_effect,
-    run_as_it_is,
 )
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
-from traindiff.observe.torch.hooks.left_behind import NUMBER, LeftBehind
+from traindiff.observe.torch.hooks.left_behind import NUMBER, InertOnCopy
 from traindiff.observe.torch.hooks.nested import tensors
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 
@@ -190,7 +190,7 @@ def _detach(module: nn.Module | Optimizer, key: int, observer: Any, registry: di
         module.__dict__.pop(NUMBER, None)  # compiled code is guarded by it, and compiled anew without us
 
 
-class _Traced(LeftBehind):
+class _Traced(InertOnCopy):
     """A hook that does something while code is compiled, and nothing otherwise."""
 
     def __init__(self, hook: Callable[..., None]) -> None:
@@ -254,7 +254,7 @@ def operators() -> torch.library.Library:
         library.impl(name, run, "CompositeExplicitAutograd")
         library.impl(name, _do_nothing, "Meta")
         register_ordered_effect(getattr(torch.ops.traindiff, name).default)
-    run_as_it_is(_Traced.__call__, callees=True)
+    exclude_from_compilation(_Traced.__call__, callees=True)
     return library
 
 

@@ -49,7 +49,7 @@ def elements(tensor: Tensor, first: int, shard: Shard) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
+class Events:
     """What taps, and the session, have called at certain moments; each function is guarded by the one who adds it.
 
     Attributes:
@@ -84,7 +84,7 @@ class TapContext:
         observe: What is observed; see `traindiff.core.tap_registry`.
         evaluation: Whether forward passes without gradients are.
         batch_axis: Recognizes the batch axis.
-        moments: Where to ask to be called.
+        events: Where to ask to be called.
         root: The module that the training loop calls, or that holds those which it calls.
         roots: What it calls: the root, or some of what that holds.
         root_paths: Canonical path of each of these, by id.
@@ -115,7 +115,7 @@ class TapContext:
     observe: frozenset[str]
     evaluation: bool
     batch_axis: BatchAxis
-    moments: Moments
+    events: Events
     root: nn.Module
     roots: Sequence[nn.Module]
     root_paths: dict[int, str]

@@ -12,7 +12,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from traindiff.core._torch_compat import drawing_of, loader_iterators, run_as_it_is
+from traindiff.core._torch_compat import drawing_of, exclude_from_compilation, loader_iterators
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.observe.common.batch_axis import batch_first
 from traindiff.observe.common.listeners import Listeners
@@ -46,7 +46,7 @@ def attach(context: TapContext) -> ExitStack:
         Close it to remove the tap.
     """
     tap = _Loaders(context)
-    context.moments.after_step.append(context.sink.guarded("dataloader", tap.say_elsewhere))
+    context.events.after_step.append(context.sink.guarded("dataloader", tap.say_elsewhere))
     return _listeners.attach(context.sink.guarded("dataloader", tap.yielded))
 
 
@@ -142,7 +142,7 @@ def _install() -> None:
             listener(iterator, batch)
         return batch
 
-    run_as_it_is(following, callees=False)
+    exclude_from_compilation(following, callees=False)
     _listeners.replace(kind, "__next__", following)
 
 

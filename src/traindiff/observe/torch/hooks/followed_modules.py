@@ -14,7 +14,7 @@ from torch.optim import optimizer as optimizers
 
 from traindiff.core._torch_compat import script_compiler
 from traindiff.observe.common.listeners import Listeners
-from traindiff.observe.torch.hooks.left_behind import NUMBER, LeftBehind
+from traindiff.observe.torch.hooks.left_behind import NUMBER, InertOnCopy
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -45,7 +45,7 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
     number = vars(module).pop(NUMBER, None)
     for name, hooks in kept.items():
         for key, hook in hooks.items():
-            if isinstance(hook, LeftBehind):
+            if isinstance(hook, InertOnCopy):
                 del getattr(module, name)[key]
     try:
         yield

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import run_as_it_is
+from traindiff.core._torch_compat import exclude_from_compilation
 from traindiff.core.observation import ALL_GRADIENTS
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.common.sink import Sink
@@ -98,8 +98,8 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         finally:
             _depth[0] -= 1
 
-    run_as_it_is(function, callees=False)
-    run_as_it_is(replacement, callees=False)
+    exclude_from_compilation(function, callees=False)
+    exclude_from_compilation(replacement, callees=False)
     _listeners.replace(owner, name, function)
 
 

@@ -28,7 +28,7 @@ _MOST_ENTRIES = 10_000
 """A list or dict with more entries is not searched for the attributes of a module."""
 
 
-class LeftBehind:
+class InertOnCopy:
     """A hook that does nothing in a copy of its module, such as a moving average, and in a file of it.
 
     While a session is attached, modules and optimizers are copied and pickled without it; see `leave_hooks_behind`.
@@ -45,7 +45,7 @@ class LeftBehind:
         return getattr, (nullcontext(), "__exit__")  # takes whatever it is given, and returns None
 
 
-class _NoHook(LeftBehind):
+class _NoHook(InertOnCopy):
     """One that compilers can trace through."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -155,11 +155,11 @@ def _is_about(value: Any, name: Any, hooks: AbstractSet[Any]) -> bool:
 
 
 def _has_ours(value: Any) -> bool:
-    return isinstance(value, dict) and any(isinstance(hook, LeftBehind) for hook in value.values())
+    return isinstance(value, dict) and any(isinstance(hook, InertOnCopy) for hook in value.values())
 
 
 def _keys_of_ours(hooks: Mapping[Any, Any]) -> list[Any]:
-    return [key for key, hook in hooks.items() if isinstance(hook, LeftBehind)]
+    return [key for key, hook in hooks.items() if isinstance(hook, InertOnCopy)]
 
 
 def _with_others(entries: dict[Any, Any], ours: Iterable[Any]) -> dict[Any, Any]:

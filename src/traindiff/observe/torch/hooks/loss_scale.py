@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import run_as_it_is, scale_of
+from traindiff.core._torch_compat import exclude_from_compilation, scale_of
 from traindiff.core.observation import LOSS_SCALE
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.common.sink import Sink
@@ -86,8 +86,8 @@ def _once(name: str, original: Callable[..., Any], replacement: Callable[..., An
         finally:
             _running.discard(running)
 
-    run_as_it_is(method, callees=False)
-    run_as_it_is(replacement, callees=False)
+    exclude_from_compilation(method, callees=False)
+    exclude_from_compilation(replacement, callees=False)
     return method
 
 

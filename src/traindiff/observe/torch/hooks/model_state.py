@@ -15,9 +15,9 @@ from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 def attach(context: TapContext) -> ExitStack:
     """Observe parameters and buffers at the moments of each step. Close the result to remove the tap."""
     tap, guarded = ModelStateTap(context), partial(context.sink.guarded, "model_state")
-    context.moments.before_step.append(guarded(tap.before_step))
-    context.moments.after_step.append(guarded(tap.after_step))
-    return ExitStack()  # moments end with the session
+    context.events.before_step.append(guarded(tap.before_step))
+    context.events.after_step.append(guarded(tap.after_step))
+    return ExitStack()  # events end with the session
 
 
 class ModelStateTap:

@@ -32,9 +32,9 @@ class _ModuleOutputs:
 
     def attach(self) -> ExitStack:
         guarded, modules = self._guarded, self._context.modules
-        for moment in (self._context.moments.after_step, self._context.moments.at_end):
-            moment.append(guarded(self._silent.report))
-        self._context.moments.after_step.append(guarded(self._silent.end_step))
+        for event in (self._context.events.after_step, self._context.events.at_end):
+            event.append(guarded(self._silent.report))
+        self._context.events.after_step.append(guarded(self._silent.end_step))
         with ExitStack() as undo:
             undo.callback(self._activations.let_go)
             taking = {path: module for path, module in modules.items() if takes_hooks(module)}

@@ -79,12 +79,12 @@ class _Operators:
         self.end = context.sink.guarded("operators", self._end)
 
     def attach(self) -> ExitStack:
-        guarded, moments = partial(self._sink.guarded, "operators"), self._context.moments
-        moments.before_forward.append(guarded(self._begin_forward))
-        for moment in (moments.after_step, moments.at_end):
-            moment.append(guarded(self._end_step))
-        moments.before_backward.append(guarded(self._begin_backward))
-        moments.after_backward.append(self._context.cleaning_up("operators", self._end_backward))
+        guarded, events = partial(self._sink.guarded, "operators"), self._context.events
+        events.before_forward.append(guarded(self._begin_forward))
+        for event in (events.after_step, events.at_end):
+            event.append(guarded(self._end_step))
+        events.before_backward.append(guarded(self._begin_backward))
+        events.after_backward.append(self._context.cleaning_up("operators", self._end_backward))
         with ExitStack() as undo:
             undo.callback(self._let_go)
             taking = {path: module for path, module in self._context.zoomed.items() if takes_hooks(module)}

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from traindiff.core._torch_compat import is_nested_step
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
-from traindiff.observe.torch.hooks.left_behind import LeftBehind
+from traindiff.observe.torch.hooks.left_behind import InertOnCopy
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
 
 StepHook = Callable[..., Any]
@@ -35,7 +35,7 @@ def hook_after_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
     return hooks
 
 
-class _Once(LeftBehind):
+class _Once(InertOnCopy):
     def __init__(self, hook: StepHook) -> None:
         self._hook = hook
 

@@ -40,9 +40,9 @@ class _Leaves:
 
     def attach(self) -> ExitStack:
         look = self._context.sink.guarded("parameter_gradients", self._look)
-        self._context.moments.before_forward.append(look)
-        self._context.moments.before_backward.append(look)
-        self._context.moments.after_step.append(look)
+        self._context.events.before_forward.append(look)
+        self._context.events.before_backward.append(look)
+        self._context.events.after_step.append(look)
         with ExitStack() as undo:
             undo.callback(self._remove)
             self._follow()

@@ -46,7 +46,7 @@ class _Listener:
         self._observe_loss = "loss" in context.observe
         self._ours = {id(module) for module in context.root.modules()}
         self._count = 1
-        self._on_schedule = context.moments.on_schedule
+        self._on_schedule = context.events.on_schedule
         self.begin_schedule = self._sink.guarded("pipeline_calls", self._begin_schedule)
         self.begin_chunk = self._sink.guarded("pipeline_calls", self._begin_chunk)
 

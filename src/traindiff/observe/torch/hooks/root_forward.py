@@ -160,11 +160,11 @@ class RootForwardTap:
             self._running.append(nullcontext())
             progress.given = frozenset()
             return
-        for before_forward in self._context.moments.before_forward:
+        for before_forward in self._context.events.before_forward:
             before_forward()
         if not evaluating and not progress.forward_done and progress.batch is None:
             with progress.before_all_chunks():
-                for before_step in self._context.moments.before_step:
+                for before_step in self._context.events.before_step:
                     before_step()
         if not evaluating:
             self._count_pass()
@@ -204,7 +204,7 @@ class RootForwardTap:
         self._ended()
 
     def _ended(self) -> None:
-        for after_forward in self._context.moments.after_forward:
+        for after_forward in self._context.events.after_forward:
             after_forward()
 
     @property

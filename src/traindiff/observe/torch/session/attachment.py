@@ -18,7 +18,7 @@ from traindiff.errors import TraindiffWarning, level_of_caller
 from traindiff.observe.common.batch_axis import BatchAxis
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import trace_hooks
-from traindiff.observe.torch.hooks.context import Moments, TapContext
+from traindiff.observe.torch.hooks.context import Events, TapContext
 from traindiff.observe.torch.hooks.followed_modules import FollowedModules, hide_from_scripting
 from traindiff.observe.torch.hooks.left_behind import leave_hooks_behind
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
@@ -70,7 +70,7 @@ class Attachment:
             observe=settings.observe | ({"param"} if "update" in settings.observe else frozenset()),
             evaluation=settings.evaluation,
             batch_axis=BatchAxis(settings.batch_axis, targets.modules),
-            moments=Moments(),
+            events=Events(),
             root=targets.root,
             roots=targets.roots,
             root_paths=targets.root_paths,
@@ -95,7 +95,7 @@ class Attachment:
             described=self._described,
             write_described=on_discovery,
         )
-        self._moments = context.moments
+        self._events = context.events
         self._write_described = on_discovery
         upkeep = Upkeep(context, targets, on_change=on_discovery)
         self._optimizers = FollowedOptimizers(
@@ -106,8 +106,8 @@ class Attachment:
             on_discovery=on_discovery,
             before_step=upkeep.before_optimizer,
         )
-        self._moments.before_forward.append(self.settle)
-        self._moments.on_schedule.append(partial(on_schedule, targets.root))
+        self._events.before_forward.append(self.settle)
+        self._events.on_schedule.append(partial(on_schedule, targets.root))
         with ExitStack() as undo:
             if replica:  # before the taps, which see what it did
                 undo.enter_context(replica.attach(sink))
@@ -122,7 +122,7 @@ class Attachment:
             undo.enter_context(leave_hooks_behind([*targets.root.modules(), *targets.optimizers.values()]))
             self._undo = undo.pop_all()
         report = partial(_report_unused, context.batch_axis, targets.layout)
-        self._moments.at_end.append(sink.guarded("batch_axis", report))
+        self._events.at_end.append(sink.guarded("batch_axis", report))
 
     def close(self) -> None:
         """Remove all taps."""
@@ -135,7 +135,7 @@ class Attachment:
         if elsewhere := self._optimizers.goes_on_elsewhere():
             self._described["goes_on_elsewhere"] = elsewhere
             self._write_described()
-        for at_end in self._moments.at_end:
+        for at_end in self._events.at_end:
             at_end()
 
     def settle(self) -> None:

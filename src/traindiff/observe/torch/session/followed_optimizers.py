@@ -82,11 +82,11 @@ class FollowedOptimizers:
             self._listen()
             for name, optimizer in self._targets.optimizers.items():
                 self._following[name] = self._follow(name, optimizer)
-            moments, guarded = self._context.moments, self._context.sink.guarded
-            moments.after_backward.append(guarded("optimizer_step", self._after_backward))
-            for moment in (moments.before_forward, moments.at_backward):
-                moment.insert(0, guarded("optimizer_step", self.look))
-            moments.after_step.append(guarded("optimizer_step", self.look))
+            events, guarded = self._context.events, self._context.sink.guarded
+            events.after_backward.append(guarded("optimizer_step", self._after_backward))
+            for event in (events.before_forward, events.at_backward):
+                event.insert(0, guarded("optimizer_step", self.look))
+            events.after_step.append(guarded("optimizer_step", self.look))
             given = [one for one in self._targets.optimizers.values() if isinstance(one, Optimizer)]
             self._known.update([*given, *map(inner_optimizer, given)])
             self._made_before = WeakSet(given) if given else None
@@ -263,7 +263,7 @@ class FollowedOptimizers:
         self._elsewhere.clear()
         with out_of_sight():
             if name == self._context.sink.progress.optimizer:
-                for after_step in self._context.moments.after_step:
+                for after_step in self._context.events.after_step:
                     after_step()
             self._on_step(name)
 

@@ -11,7 +11,14 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from traindiff.core._torch_compat import arrived, has_arrived, is_asynchronous, is_tracing, run_as_it_is, versions_of
+from traindiff.core._torch_compat import (
+    arrived,
+    exclude_from_compilation,
+    has_arrived,
+    is_asynchronous,
+    is_tracing,
+    versions_of,
+)
 from traindiff.core.kernels.store import SummaryStore
 from traindiff.core.kernels.torch_arrays import detail_of, dtype_name, shape_of
 from traindiff.core.observation import LOSS_SCALE, OPERATOR_STAGES, SAMPLE, Merge, Observation
@@ -21,19 +28,19 @@ from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.common.faults import Faults
 from traindiff.observe.common.progress import Progress
 from traindiff.observe.common.sink import Pending
-from traindiff.observe.torch.hooks.left_behind import LeftBehind
+from traindiff.observe.torch.hooks.left_behind import InertOnCopy
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.perturb.replica import NAME as REPLICA
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
 from traindiff.observe.torch.sharding.layout import Layout, is_before_unscaling
 
 _REPLICA_FAILED = (
-    "traindiff no longer perturbs the training: {says}. The training goes on; the recording says that it is no full "
+    "traindiff no longer perturbs the training: {message}. The training goes on; the recording says that it is no full "
     "replica, and no floors can be measured from it."
 )
 
 
-class _Guard(LeftBehind):
+class _Guard(InertOnCopy):
     """A hook made harmless."""
 
     def __init__(
@@ -53,7 +60,7 @@ class _Guard(LeftBehind):
         return result if self._alters else None
 
 
-run_as_it_is(_Guard.__call__, callees=True)
+exclude_from_compilation(_Guard.__call__, callees=True)
 
 
 class Containment(Faults):

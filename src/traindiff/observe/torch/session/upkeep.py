@@ -144,12 +144,12 @@ class Upkeep:
         self._on_change = on_change
 
     def attach(self) -> None:
-        """Have the training looked at in these moments, which end with the session."""
-        guarded, moments = partial(self._context.sink.guarded, "upkeep"), self._context.moments
-        moments.before_forward.insert(0, guarded(self._before_forward))
-        moments.after_forward.append(guarded(self._after_forward))
-        moments.at_backward.append(guarded(self._at_backward))
-        moments.after_step.append(guarded(self._after_step))
+        """Have the training looked at in these events, which end with the session."""
+        guarded, events = partial(self._context.sink.guarded, "upkeep"), self._context.events
+        events.before_forward.insert(0, guarded(self._before_forward))
+        events.after_forward.append(guarded(self._after_forward))
+        events.at_backward.append(guarded(self._at_backward))
+        events.after_step.append(guarded(self._after_step))
 
     def before_optimizer(self) -> None:
         """An optimizer is about to step."""
