@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from traindiff.core._torch_compat import from_compiled_code, inside_backward
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import BOUNDARY, RECOMPUTED, Merge
 from traindiff.core.shards import Region, Shard
+from traindiff.core.torch_compat.execution import from_compiled_code, inside_backward
 from traindiff.observe.common.batch_axis import batch_first
 from traindiff.observe.common.progress import Chunk
 from traindiff.observe.common.sink import Sink
@@ -45,7 +45,7 @@ class Activations:
         self._backward = "backward" in context.observe
         self._evaluation = context.evaluation
         self._several_roots = context.several_roots
-        self._regions = context.regions_of
+        self._regions = context.targets.layout.regions_of
         self._guarded = partial(context.sink.guarded, tap)
         self._on_leaves: dict[tuple[str, str, int, int], RemovableHandle] = {}
         self._compiled: dict[tuple[str, str], list[_Gradient]] = {}

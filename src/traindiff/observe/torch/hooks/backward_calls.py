@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from traindiff.core._torch_compat import exclude_from_compilation, inside_backward
+from traindiff.core.torch_compat.execution import exclude_from_compilation, inside_backward
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.hooks.context import TapContext
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import (
+from traindiff.core.torch_compat.execution import (
     exclude_from_compilation,
     forget_compiled_code,
     is_exporting,
@@ -30,7 +30,7 @@ from traindiff.core._torch_compat import (
     register_ordered_effect,
 )
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
-from traindiff.observe.torch.hooks.left_behind import NUMBER, InertOnCopy
+from traindiff.observe.torch.hooks.inert_on_copy import NUMBER, InertOnCopy
 from traindiff.observe.torch.hooks.nested import tensors
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 

@@ -12,8 +12,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from traindiff.core._torch_compat import drawing_of, exclude_from_compilation, loader_iterators
 from traindiff.core.kernels.torch_arrays import shape_of
+from traindiff.core.torch_compat.execution import exclude_from_compilation
+from traindiff.core.torch_compat.training import index_sampler_of, loader_iterators
 from traindiff.observe.common.batch_axis import batch_first
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.common.progress import Batch
@@ -73,7 +74,7 @@ class _Loaders:
         process, thread = self._here
         if os.getpid() != process or not torch.is_grad_enabled():
             return  # a worker whose data set has a loader of its own, or evaluation
-        path, progress = self._path(drawing_of(iterator)), self._sink.progress
+        path, progress = self._path(index_sampler_of(iterator)), self._sink.progress
         if threading.get_ident() != thread:
             self._elsewhere.setdefault(path, False)
         elif progress.observing and not progress.hidden:

@@ -2,66 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
-from traindiff.core._torch_compat import script_compiler
-from traindiff.observe.common.listeners import Listeners
-from traindiff.observe.torch.hooks.left_behind import NUMBER, InertOnCopy
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-
-
-def hide_from_scripting() -> ExitStack:
-    """Have `torch.jit.script` see modules without our hooks. Close the result to leave it as it was."""
-    return _sessions.attach(None)
+from traindiff.core.torch_compat.training import (
+    EVERY_STEP_PRE_HOOKS,
+    FORWARD_HOOKS,
+    FORWARD_PRE_HOOKS,
+    GRADIENT_HOOKS,
+    STEP_POST_HOOKS,
+    STEP_PRE_HOOKS,
+)
 
 
-def _replace_compiler() -> None:
-    compiler = script_compiler()
-    original = compiler.create_script_module
-
-    @wraps(original)
-    def create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as undo:
-            for module in nn_module.modules() if isinstance(nn_module, nn.Module) else ():
-                undo.enter_context(_as_it_was(module))
-            return original(nn_module, *args, **kwargs)
-
-    _sessions.replace(compiler, "create_script_module", create_script_module)
-
-
-@contextmanager
-def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Inside it, a module is without what a session has put on it."""
-    kept = {name: dict(getattr(module, name)) for name in _HOOKS}
-    number = vars(module).pop(NUMBER, None)
-    for name, hooks in kept.items():
-        for key, hook in hooks.items():
-            if isinstance(hook, InertOnCopy):
-                del getattr(module, name)[key]
-    try:
-        yield
-    finally:
-        for name, hooks in kept.items():
-            getattr(module, name).clear()
-            getattr(module, name).update(hooks)
-        if number is not None:
-            vars(module)[NUMBER] = number
-
-
-_sessions: Listeners[None] = Listeners(_replace_compiler)
-
-
-FORWARD = "_forward_hooks"
-BEFORE_FORWARD = "_forward_pre_hooks"
+def takes_hooks(module: nn.Module) -> bool:
+    """True if hooks on the module are called; TorchScript calls none."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 class HeldHooks:
@@ -76,28 +39,28 @@ class HeldHooks:
 
     def before_forward(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
         """Have `hook` called before each forward pass of a module; `options` are those of torch."""
-        self._hold(module, BEFORE_FORWARD, module.register_forward_pre_hook(hook, **options), hook)
+        self._hold(module, FORWARD_PRE_HOOKS, module.register_forward_pre_hook(hook, **options), hook)
 
     def after_forward(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
         """Have `hook` called after each forward pass of a module."""
-        self._hold(module, FORWARD, module.register_forward_hook(hook, **options), hook)
+        self._hold(module, FORWARD_HOOKS, module.register_forward_hook(hook, **options), hook)
 
     def before_step(self, optimizer: Optimizer, hook: Callable[..., Any]) -> None:
         """Have `hook` called before each step of an optimizer."""
-        self._hold(optimizer, "_optimizer_step_pre_hooks", optimizer.register_step_pre_hook(hook), hook)
+        self._hold(optimizer, STEP_PRE_HOOKS, optimizer.register_step_pre_hook(hook), hook)
 
     def after_step(self, optimizer: Optimizer, hook: Callable[..., Any]) -> None:
         """Have `hook` called after each step of an optimizer."""
-        self._hold(optimizer, "_optimizer_step_post_hooks", optimizer.register_step_post_hook(hook), hook)
+        self._hold(optimizer, STEP_POST_HOOKS, optimizer.register_step_post_hook(hook), hook)
 
     def before_every_step(self, hook: Callable[..., Any]) -> None:
         """Have `hook` called before each step of every optimizer."""
         handle = optimizers.register_optimizer_step_pre_hook(hook)
-        self._hold(optimizers, "_global_optimizer_pre_hooks", handle, hook)
+        self._hold(optimizers, EVERY_STEP_PRE_HOOKS, handle, hook)
 
     def on_gradient(self, tensor: Tensor, hook: Callable[..., Any]) -> None:
         """Have `hook` called with each gradient of a tensor."""
-        self._hold(tensor, "_backward_hooks", tensor.register_hook(hook), hook)
+        self._hold(tensor, GRADIENT_HOOKS, tensor.register_hook(hook), hook)
 
     def are_there(self) -> bool:
         """Whether torch still calls all of them."""

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import exclude_from_compilation
 from traindiff.core.observation import ALL_GRADIENTS
+from traindiff.core.torch_compat.execution import exclude_from_compilation
+from traindiff.core.torch_compat.training import CLIPS_WITH_NORM
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.context import TapContext
@@ -68,9 +69,9 @@ def tap_clipping(listener: ClippingListener) -> ExitStack:
 
 def _install() -> None:
     utils: Any = torch.nn.utils
-    if hasattr(utils.clip_grad, "_clip_grads_with_norm_"):
+    if hasattr(utils.clip_grad, CLIPS_WITH_NORM):
         # What `clip_grad_norm_` calls by its module's name for it, and the public name of the same function.
-        _replace(utils.clip_grad, "_clip_grads_with_norm_", _with_norm)
+        _replace(utils.clip_grad, CLIPS_WITH_NORM, _with_norm)
         _replace(utils, "clip_grads_with_norm_", _with_norm)
     else:
         _replace(utils.clip_grad, "clip_grad_norm_", _norm)
@@ -162,7 +163,7 @@ class _GradientStages:
 
     def __init__(self, context: TapContext) -> None:
         self._optimizers = context.optimizers
-        self._names = context.names
+        self._names = context.targets.names
         self._sink = context.sink
         self._observe_gradients = "grad.stages" in context.observe
         self._stages: dict[str, tuple[int, str]] = {}  # by optimizer: the step, and the next stage to be recorded

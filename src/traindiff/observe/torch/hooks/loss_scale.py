@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import exclude_from_compilation, scale_of
 from traindiff.core.observation import LOSS_SCALE
+from traindiff.core.torch_compat.execution import exclude_from_compilation
+from traindiff.core.torch_compat.training import scale_of
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.backward_calls import may_reach

@@ -9,6 +9,7 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
+from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 
 
@@ -53,23 +54,23 @@ class ModelStateTap:
             return
         self._recorded_step = progress.step
         with self._sink.together():
-            self._parameters_before(self._context.parameters)
-            for path, buffer in present_buffers(self._context.root, self._context.buffers):
-                self._seen[path] = ref(buffer), buffer._version
+            self._parameters_before(self._context.targets.parameters)
+            for path, buffer in present_buffers(self._context.targets.root, self._context.targets.buffers):
+                self._seen[path] = ref(buffer), version_of(buffer)
                 self._sink.emit(buffer, phase="param", path=path, slot="buffer", stage="before")
 
     def _parameters_before(self, paths: Collection[str]) -> None:
         """Record the parameters with these paths as the step finds them."""
-        holders = {id(holder): holder for path, holder in self._context.parameters.items() if path in paths}
+        holders = {id(holder): holder for path, holder in self._context.targets.parameters.items() if path in paths}
         for parameter in holders.values():
-            pieces = [piece for piece in self._context.pieces_of(parameter) or () if piece.path in paths]
+            pieces = [piece for piece in self._context.targets.pieces_of(parameter) or () if piece.path in paths]
             emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage="before")
 
     def _held_by_none(self) -> Collection[str]:
         """Paths of the parameters that require a gradient and that no optimizer holds; none without optimizers."""
         optimizers = self._context.optimizers.values()
         held = {piece.path for one in optimizers for _, _, pieces in one.held() for piece in pieces}
-        return {path for path, one in self._context.parameters.items() if held and one.requires_grad} - held
+        return {path for path, one in self._context.targets.parameters.items() if held and one.requires_grad} - held
 
     def after_step(self) -> None:
         """Record the buffers that may have been written."""
@@ -77,14 +78,14 @@ class ModelStateTap:
             return
         if not self._sink.progress.unseen:  # else what it made of parameters is recorded before the next one
             self._recorded_step = self._sink.progress.step
-        for path, buffer in present_buffers(self._context.root, self._context.buffers):
+        for path, buffer in present_buffers(self._context.targets.root, self._context.targets.buffers):
             if buffer.is_floating_point() or self._is_new(path, buffer):
-                self._seen[path] = ref(buffer), buffer._version
+                self._seen[path] = ref(buffer), version_of(buffer)
                 self._sink.emit(buffer, phase="param", path=path, slot="buffer")
 
     def _is_new(self, path: str, buffer: Tensor) -> bool:
         before, version = self._seen.get(path, (None, 0))
-        return before is None or before() is not buffer or version != buffer._version
+        return before is None or before() is not buffer or version != version_of(buffer)
 
 
 def present_buffers(root: nn.Module, buffers: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Where an operator runs: in which call of which module, forward or backward."""
+"""What one call of an operator is: its place in the training, the tensors that it reads and writes, its settings."""
 
 from __future__ import annotations
 
@@ -6,16 +6,27 @@ import linecache
 import os
 import sys
 from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import traindiff
-from traindiff.core._torch_compat import next_node_number, node_number
+from traindiff.core.torch_compat.execution import (
+    BACKWARD_FILE,
+    COMPILER_FILES,
+    MODULE_CALL,
+    TORCH_FILES,
+    next_node_number,
+    node_number,
+    operator_schema,
+)
+from traindiff.observe.torch.hooks.nested import tensors
 
 _LONGEST_CODE = 120
 """Characters: generated code may be one line."""
@@ -42,12 +53,9 @@ class SourceLine:
         return {"file": self.file, "line": self.line, "function": self.function, "code": self.code}
 
 
-_TORCH, _OURS = (Path(one.__file__ or "").absolute().parent for one in (torch, traindiff))
-_OF_TORCH, _OF_OURS = f"{_TORCH}{os.sep}", f"{_OURS}{os.sep}"
+_OURS = Path(traindiff.__file__ or "").absolute().parent
+_OF_TORCH, _OF_OURS = f"{TORCH_FILES}{os.sep}", f"{_OURS}{os.sep}"
 _OF_THE_DEMO = f"{_OURS / 'run' / 'demo'}{os.sep}"
-_ENGINE = str(_TORCH / "autograd" / "graph.py")
-_MODULE = str(_TORCH / "nn" / "modules" / "module.py")
-_COMPILER = f"{_TORCH / '_dynamo'}{os.sep}"
 
 
 def called_from(*, in_backward: bool) -> SourceLine | None:
@@ -64,9 +72,9 @@ def called_from(*, in_backward: bool) -> SourceLine | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if (in_backward and path == _ENGINE) or (found is not None and path == _MODULE and name == "_call_impl"):
+        if (in_backward and path == BACKWARD_FILE) or (found is not None and (path, name) == MODULE_CALL):
             return found
-        if path.startswith(_COMPILER) and name == "compile_wrapper":
+        if path.startswith(COMPILER_FILES) and name == "compile_wrapper":
             raise RuntimeError(
                 "a function that is compiled was called where operators are recorded, and compiled code runs no "
                 "operators one by one. Record the same training without torch.compile"
@@ -173,3 +181,178 @@ class GraphNodes:
         """The step has ended."""
         self._first.clear()
         self._made.clear()
+
+
+Slots = list[tuple[str, Tensor]]
+"""Tensors with their slots."""
+
+_LEAVE_MEMORY_AS_IT_IS = frozenset(
+    {
+        "empty", "empty_like", "empty_permuted", "empty_quantized", "empty_strided", "new_empty", "new_empty_strided",
+        "resize_",
+    }
+)  # fmt: skip
+"""Operators whose output holds whatever was in memory: nothing that two runs could have in common."""
+
+_OVERWRITE = frozenset(
+    {
+        "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_",
+        "uniform_", "zero_",
+    }
+)  # fmt: skip
+"""Operators that write to their first argument without having read it."""
+
+_WORKSPACES: Mapping[str, frozenset[int]] = {
+    "mkldnn_rnn_layer": frozenset({3}), "_cudnn_rnn": frozenset({3, 4}), "cudnn_batch_norm": frozenset({3}),
+    "_cudnn_init_dropout_state": frozenset({0}),
+}  # fmt: skip
+"""Outputs that only the operator's own backward pass can read."""
+
+
+class Schema(NamedTuple):
+    """What is known of an operator.
+
+    Attributes:
+        name: Namespace and name, without the overload: `aten.addmm`.
+        arguments: Names of its arguments, in order; none where it has no schema.
+        written: Names of those that it writes to.
+        unread: Names of those that it writes to and does not read.
+        undefined: Whether its output holds whatever was in memory.
+        workspaces: Which of its outputs only its own backward pass can read.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    written: frozenset[str]
+    unread: frozenset[str]
+    undefined: bool
+    workspaces: frozenset[int]
+
+
+@cache
+def schema_of(operator: Any) -> Schema:
+    """What is known of an operator that was dispatched."""
+    namespace, _, rest = str(operator).partition(".")
+    short = rest.partition(".")[0]
+    name = f"{namespace}.{short}" if short else namespace
+    schema = operator_schema(operator)
+    arguments = () if schema is None else tuple(schema.arguments)
+    written = [one for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    unread = {one.name for one in written if one.is_out or (short in _OVERWRITE and one.name == arguments[0].name)}
+    return Schema(
+        name=name,
+        arguments=tuple(one.name for one in arguments),
+        written=frozenset(one.name for one in written),
+        unread=frozenset(unread),
+        undefined=short in _LEAVE_MEMORY_AS_IT_IS,
+        workspaces=_WORKSPACES.get(short, frozenset()),
+    )
+
+
+def inputs_of(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Slots:
+    """What an operator reads, e.g. `input[0]`, `input[1][2]` (of a list), `input.mask`."""
+    found: Slots = []
+    for place, value in enumerate(args):
+        if _name(schema, place) not in schema.unread:
+            found += _within(value, f"input[{place}]")
+    for name, value in kwargs.items():
+        if name not in schema.unread:
+            found += _within(value, f"input.{name}")
+    return found
+
+
+def outputs_of(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Slots:
+    """What an operator returned, and what it wrote to beside that, e.g. `output[0]`, `output.running_mean`."""
+    returned = list(tensors(output, "output"))
+    if isinstance(output, (list, tuple)) and schema.workspaces:
+        hidden = {id(output[place]) for place in schema.workspaces if place < len(output)}
+        returned = [(slot, tensor) for slot, tensor in returned if id(tensor) not in hidden]
+    known = {id(tensor) for _, tensor in returned}
+    named = [*((_name(schema, place), value) for place, value in enumerate(args)), *kwargs.items()]
+    written = (one for name, value in named if name in schema.written for one in _within(value, f"output.{name}"))
+    return [*returned, *((slot, tensor) for slot, tensor in written if id(tensor) not in known)]
+
+
+def settings_of(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments of an operator that are no tensors, as text by name, e.g. `{"eps": "1e-05"}`."""
+    named = [*((_name(schema, place), value) for place, value in enumerate(args)), *kwargs.items()]
+    return {name: text for name, value in named if value is not None and (text := _text(value))}
+
+
+def _name(schema: Schema, place: int) -> str:
+    return schema.arguments[place] if place < len(schema.arguments) else f"argument {place}"
+
+
+def _within(value: Any, slot: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield slot, value
+    else:
+        yield from tensors(value, slot)
+
+
+_LONGEST_TEXT = 80
+
+
+def _text(value: Any) -> str:
+    """An argument as text; empty for what has tensors in it, or says nothing that two processes have in common."""
+    if isinstance(value, (bool, int, float, complex, str)):
+        return str(value)[:_LONGEST_TEXT]
+    if isinstance(value, (list, tuple)):
+        if any(True for _ in tensors(value, "")) or any(one is None for one in value):
+            return ""
+        return f"[{', '.join(map(str, value))}]"[:_LONGEST_TEXT]
+    return str(value) if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)) else ""
+
+
+class UndefinedMemory:
+    """Follows, from operator to operator, which storages hold nothing that two runs could have in common.
+
+    A storage that operators write to part by part counts as undefined until as much was written as it holds.
+    """
+
+    def __init__(self) -> None:
+        self._unwritten: dict[int, float] = {}  # bytes to which nothing was written, by address
+
+    def __bool__(self) -> bool:
+        return bool(self._unwritten)
+
+    def note(self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """An operator has run."""
+        given = {_address(tensor) for _, tensor in tensors((args, dict(kwargs)), "")}
+        if schema.undefined:
+            for _, tensor in tensors(output, ""):
+                self._unwritten[_address(tensor)] = tensor.untyped_storage().nbytes()
+            return
+        for name, value in (*zip(schema.arguments, args, strict=False), *kwargs.items()):
+            for _, tensor in tensors(value, "") if name in schema.written else ():
+                self._wrote(tensor)
+        for _, tensor in tensors(output, ""):
+            if _address(tensor) not in given:  # neither a view nor written in place: new, whatever was there before
+                self._unwritten.pop(_address(tensor), None)
+        if schema.workspaces and isinstance(output, (list, tuple)):
+            for place in schema.workspaces:
+                if place < len(output) and isinstance(output[place], Tensor):
+                    self._unwritten[_address(output[place])] = float("inf")
+
+    def is_undefined(self, tensor: Tensor) -> bool:
+        """Whether a tensor has elements to which nothing was written, as far as is known."""
+        return bool(self._unwritten) and tensor.numel() > 0 and _address(tensor) in self._unwritten
+
+    def clear(self) -> None:
+        """What was in memory is gone."""
+        self._unwritten.clear()
+
+    def _wrote(self, tensor: Tensor) -> None:
+        address = _address(tensor)
+        if address in self._unwritten:
+            self._unwritten[address] -= tensor.numel() * tensor.element_size()
+            if self._unwritten[address] <= 0:
+                del self._unwritten[address]
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's storage is; that of the object, for a tensor that has none."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from traindiff.core._torch_compat import inside_backward, running_node
 from traindiff.core.kernels.torch_arrays import is_abstract
 from traindiff.core.observation import OPERATOR, RECOMPUTED_OPERATOR, UNSEEN
 from traindiff.core.site import ROOT, path_in_whole
+from traindiff.core.torch_compat.execution import TorchDispatchMode, hide_dispatch_mode, inside_backward, running_node
 from traindiff.observe.torch.hooks.context import TapContext
-from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks
-from traindiff.observe.torch.hooks.operator_calls import GraphNodes, Made, ModuleCall, SourceLine, called_from
-from traindiff.observe.torch.hooks.operator_tensors import (
-    WITHOUT_MODE,
+from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
+from traindiff.observe.torch.hooks.operator_calls import (
+    GraphNodes,
+    Made,
+    ModuleCall,
     Schema,
+    SourceLine,
     UndefinedMemory,
-    WithoutMode,
+    called_from,
     inputs_of,
     outputs_of,
     schema_of,
     settings_of,
 )
 from traindiff.observe.torch.hooks.out_of_sight import enter_mode, leave_mode
-from traindiff.observe.torch.hooks.silent_modules import takes_hooks
 
 MOST_DESCRIBED_BYTES = 40_000_000
 """Size of what is kept of the places and settings of operators, as JSON: readers take no larger `rank.json`."""
@@ -84,11 +84,11 @@ class _Operators:
         for event in (events.after_step, events.at_end):
             event.append(guarded(self._end_step))
         events.before_backward.append(guarded(self._begin_backward))
-        events.after_backward.append(self._context.cleaning_up("operators", self._end_backward))
+        events.after_backward.append(self._context.containment.guarded("operators", self._end_backward, always=True))
         with ExitStack() as undo:
             undo.callback(self._let_go)
-            taking = {path: module for path, module in self._context.zoomed.items() if takes_hooks(module)}
-            for path in self._context.zoomed.keys() - taking.keys():
+            taking = {path: module for path, module in self._context.targets.zoomed.items() if takes_hooks(module)}
+            for path in self._context.targets.zoomed.keys() - taking.keys():
                 why = "TorchScript takes no hooks on modules"
                 self._sink.unobserved(why, phase="forward", path=path, slot="output[0]", stage=OPERATOR)
             undo.enter_context(self._context.followed.follow(taking, Following(hook=self._hook, lost=self._lost)))
@@ -97,7 +97,7 @@ class _Operators:
     def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
         hooks.before_forward(module, self._sink.guarded("operators", partial(self._enter, path_in_whole(path))))
         # First, so that what other hooks do with the output is not taken for the module's.
-        leave = self._context.cleaning_up("operators", self._leave)
+        leave = self._context.containment.guarded("operators", self._leave, always=True)
         hooks.after_forward(module, leave, prepend=True, always_call=True)
 
     def _lost(self, path: str, why: str) -> None:
@@ -107,7 +107,7 @@ class _Operators:
 
     def is_at_work(self) -> bool:
         """Whether an operator that is called now may be one of those that are recorded."""
-        return bool(self._calls or self._in_backward) and not self._context.is_own_hook()
+        return bool(self._calls or self._in_backward) and not self._context.containment.is_running()
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         progress = self._sink.progress
@@ -160,8 +160,7 @@ class _Operators:
         self._switch()
         if not self._is_written:
             self._is_written = True
-            self._context.described["operators"] = self._described
-            self._context.write_described()
+            self._context.describe("operators", self._described)
 
     def _let_go(self) -> None:
         self._calls.clear()
@@ -267,3 +266,61 @@ class _Mode(TorchDispatchMode):
         if running is not None:
             self._tap.end(running, args, kwargs, output)
         return output
+
+
+_COMPUTE_OTHERWISE = ("ProdBackward", "MaskedFillBackward1")
+"""How the names begin of nodes that take another formula, which rounds otherwise, while any mode is on.
+
+Of all operators that torch lists for its own tests (`op_db`), these are the ones.
+"""
+
+WITHOUT_MODE = "its backward pass computes other bits while it is looked into"
+
+
+class WithoutMode:
+    """Has a mode off while nodes run that would compute otherwise under it.
+
+    Args:
+        mode: The mode.
+    """
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        self._mode = mode
+        self._handles: list[Any] = []
+
+    def hook(self, roots: Sequence[Tensor]) -> list[Any]:
+        """Follow the graph of a backward pass that is about to run; gives the nodes that would compute otherwise."""
+        found = [node for node in _nodes(roots) if node.name().startswith(_COMPUTE_OTHERWISE)]
+        for node in found:
+            self._handles += self._hooked(node)
+        return found
+
+    def unhook(self) -> None:
+        """The backward pass has ended."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hooked(self, node: Any) -> tuple[Any, Any]:
+        hidden = ExitStack()
+
+        def before(_: Any) -> None:
+            hidden.callback(hide_dispatch_mode(self._mode))
+
+        def after(_: Any, __: Any) -> None:
+            hidden.close()
+
+        return node.register_prehook(before), node.register_hook(after)
+
+
+def _nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
+    """All nodes of a graph."""
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.core.shards import Piece
+from traindiff.core.kernels.torch_arrays import is_abstract
+from traindiff.core.shards import Piece, Shard
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import StepObserver, tap_compiled_optimizer
-from traindiff.observe.torch.hooks.optimizer_step import has_closure
-from traindiff.observe.torch.hooks.optimizers import hook_after_step, hook_before_step
-from traindiff.observe.torch.hooks.replay_formulas import Rule, variants
-from traindiff.observe.torch.hooks.replay_range import CopiedRange, copy_range, moments_of, obstacle, rule_name, rule_of
+from traindiff.observe.torch.hooks.optimizer_step import has_closure, hook_after_step, hook_before_step
+from traindiff.observe.torch.hooks.replay_formulas import (
+    Before,
+    Rule,
+    Units,
+    moments_of,
+    rule_name,
+    rule_of,
+    step_of,
+    variants,
+)
 
 FIRST = 3
 """Recorded steps that are replayed at the beginning of a run."""
@@ -251,3 +260,140 @@ class OptimizerReplayTap:
 def _in_roundings(residual: Tensor, rounding: Tensor) -> Tensor:
     """A residual in units of what rounding allows; NaN where it has no size, which is for others to judge."""
     return torch.where(residual.isfinite(), residual / rounding, torch.nan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedRange:
+    """Copies, in their own dtypes, of what belongs to a range of a parameter's elements.
+
+    Attributes:
+        path: The path of the model's parameter.
+        parameter: What the optimizer holds of it, or of several.
+        part: The range, in row-major order of `parameter`.
+        shard: Which elements of the model's parameter they are.
+        rule: What the optimizer says that it does.
+        elements: The parameter's.
+        gradient: Their gradient; None where a closure has yet to compute it.
+        state: Moments of these elements.
+        step: The optimizer's count of steps.
+        scale: What the gradient is yet to be divided by, where the optimizer sees to that itself (a fused one,
+            under a loss scaler).
+        overflowed: Whether it was told that the gradients overflowed, so that it leaves the step out.
+    """
+
+    path: str
+    parameter: Tensor
+    part: slice
+    shard: Shard
+    rule: Rule
+    elements: Tensor
+    gradient: Tensor | None
+    state: dict[str, Tensor]
+    step: Tensor
+    scale: Tensor | None
+    overflowed: Tensor | None
+
+    @property
+    def units(self) -> Units:
+        """What its numbers are rounded to."""
+        tensors = [self.elements, *self.state.values(), *([] if self.gradient is None else [self.gradient])]
+        infos = [torch.finfo(tensor.dtype) for tensor in tensors]
+        return Units(
+            storage=infos[0].eps / 2.0,
+            arithmetic=max(info.eps for info in infos) / 2.0,
+            tiny=max(info.tiny for info in infos),
+        )
+
+    def before(self) -> Before | None:
+        """What the step has found, float64; None where a closure gave no gradient to replay.
+
+        Where it was to be computed by a closure, the gradient is the one that is there now.
+        """
+        gradient = self.gradient
+        if gradient is None:
+            if self.parameter.grad is None or self.parameter.grad.layout != torch.strided:
+                return None
+            gradient = _part(self.parameter.grad, self.part)
+        gradient = gradient.to(torch.float64)
+        if self.scale is not None:
+            gradient = gradient / self.scale
+        state = {name: moment.to(torch.float64) for name, moment in self.state.items()}
+        return Before(parameter=self.elements.to(torch.float64), gradient=gradient, state=state, step=self.step)
+
+    def taken(self) -> Tensor:
+        """The elements as they are now minus what they were, float64, flat."""
+        return _part(self.parameter, self.part).to(torch.float64) - self.elements.to(torch.float64)
+
+    def unless_overflowed(self, update: Tensor) -> Tensor:
+        """The update, or none where the step is left out."""
+        return update if self.overflowed is None else torch.where(self.overflowed.bool(), 0.0, update)
+
+
+def copy_range(
+    optimizer: Optimizer, parameter: Tensor, piece: Piece, rule: Rule, part: range, *, has_closure: bool
+) -> CopiedRange:
+    """Copy a range of a parameter, and what belongs to it.
+
+    Args:
+        optimizer: The optimizer.
+        parameter: What it holds.
+        piece: What that has of one of the model's parameters, as one range.
+        rule: What the optimizer says that it does.
+        part: Which elements of the piece.
+        has_closure: Whether the gradient is yet to be computed.
+    """
+    state = optimizer.state.get(parameter, {})
+    whole = piece.shard or Shard.whole(tuple(parameter.shape))
+    flat = Shard(shape=(len(part),), global_shape=whole.global_shape, offset=(whole.start + part.start,))
+    within = slice(piece.first + part.start, piece.first + part.stop)
+    return CopiedRange(
+        path=piece.path,
+        parameter=parameter,
+        part=within,
+        shard=whole if len(part) == whole.size else flat,
+        rule=rule,
+        elements=_copy(parameter, within),
+        gradient=None if has_closure or parameter.grad is None else _copy(parameter.grad, within),
+        state={name: _copy(moment, within) for name, moment in moments_of(optimizer, state).items()},
+        step=step_of(state),
+        scale=_left_with(optimizer, "grad_scale"),
+        overflowed=_left_with(optimizer, "found_inf"),
+    )
+
+
+def obstacle(parameter: Tensor, piece: Piece) -> str:
+    """Why what an optimizer holds of a parameter cannot be replayed; empty if it can."""
+    known = type(parameter.data) is Tensor or (piece.shard is not None and hasattr(parameter, "placements"))
+    if not known:
+        return f"the parameter is a {type(parameter.data).__name__}"
+    if not parameter.is_floating_point():
+        return f"the parameter is {str(parameter.dtype).removeprefix('torch.')}"
+    if parameter.device.type in ("mps", "meta"):
+        return f"there is no float64 on {parameter.device.type}"
+    if parameter.grad is not None and is_abstract(parameter.grad):
+        return f"the gradient is a {type(parameter.grad).__name__}"
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        return f"the gradient is {str(parameter.grad.layout).removeprefix('torch.')}"
+    placements = [getattr(one, "placements", None) for one in (parameter, parameter.grad) if one is not None]
+    if placements[0] != placements[-1]:
+        return "the gradient is divided otherwise over ranks"
+    if piece.shard is not None and not piece.shard.contiguous:
+        return "this rank holds a part of it that is no range of its elements"
+    return ""
+
+
+def _copy(tensor: Tensor, part: slice) -> Tensor:
+    return _part(tensor, part).clone()
+
+
+def _part(tensor: Tensor, part: slice) -> Tensor:
+    """Elements as they are now, flat; of a DTensor this rank's."""
+    held: Any = tensor.detach()
+    local: Tensor = held.to_local() if hasattr(held, "to_local") else held
+    return local.reshape(-1)[part]
+
+
+def _left_with(optimizer: Optimizer, name: str) -> Tensor | None:
+    """What a loss scaler leaves with an optimizer for the length of a step: a copy, float64."""
+    value = getattr(optimizer, name, None)
+    return value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else None

@@ -1,25 +1,99 @@
-"""Observe each call of an optimizer: gradients and settings before it, state and parameters after it."""
+"""Find optimizers when they first step, and observe what each step reads and writes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from traindiff.core.observation import ITSELF, MAYBE_UNSEEN, SKIPPED, UNSEEN
 from traindiff.core.shards import Piece
+from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.training import is_nested_step
 from traindiff.observe.torch.hooks.compiled import StepObserver, tap_compiled_optimizer
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
+from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
 from traindiff.observe.torch.hooks.nested import as_tensor, tensors
-from traindiff.observe.torch.hooks.optimizers import hook_after_step, hook_before_step, inner_optimizer
+
+StepHook = Callable[..., Any]
+"""Called with the optimizer, and with positional and keyword arguments of its `step`."""
+
+
+def hook_before_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
+    """Have `hook` called before each step, until the result is removed."""
+    hooks = HeldHooks()
+    hooks.before_step(optimizer, _Once(hook))
+    return hooks
+
+
+def hook_after_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
+    """Have `hook` called after each step, until the result is removed."""
+    hooks = HeldHooks()
+    hooks.after_step(optimizer, _Once(hook))
+    return hooks
+
+
+class _Once(InertOnCopy):
+    def __init__(self, hook: StepHook) -> None:
+        self._hook = hook
+
+    def __call__(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if is_compiling() or not is_nested_step(optimizer):
+            self._hook(optimizer, *arguments)
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """What updates this rank's parameters and keeps their state; for most optimizers that is the optimizer itself.
+
+    `ZeroRedundancyOptimizer` steps it, then broadcasts what it has written. With `overlap_with_ddp` it has none
+    that can be followed.
+    """
+    module = sys.modules.get("torch.distributed.optim")
+    kind = getattr(module, "ZeroRedundancyOptimizer", None)
+    if kind is None or not isinstance(optimizer, kind):
+        return optimizer
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def tap_optimizer_discovery(
+    parameter_ids: Collection[int], found: Callable[..., None], *, known: WeakSet[Optimizer]
+) -> ExitStack:
+    """Call `found` before the first step of each optimizer that holds one of the parameters.
+
+    Args:
+        parameter_ids: Ids of the model's parameters.
+        found: Called with the optimizer, and with what its `step` was called with, inside its `step`, before its own
+            hooks: those that it registers run in this very step.
+        known: Is filled with those that were looked at, which is not done again; what is taken out is found again.
+
+    Returns:
+        Close it to remove the tap.
+    """
+
+    def before_step(optimizer: Optimizer, *call: Any) -> None:
+        if optimizer in known:
+            return
+        known.update((optimizer, inner_optimizer(optimizer)))
+        if any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):
+            found(optimizer, *call)
+
+    undo = ExitStack()
+    undo.enter_context(tap_loss_scaler(ScalerListener(before=before_step)))  # which may leave out the very first step
+    undo.callback(register_optimizer_step_pre_hook(before_step).remove)
+    return undo
+
 
 MOST_BYTES = 2**30
 """Memory that the dense form may take while it is summarized; a larger gradient is not observed."""
@@ -72,8 +146,8 @@ class OptimizerTap:
     ) -> None:
         self.optimizer = optimizer
         self.name = name
-        self._pieces_of = context.pieces_of
-        self._selects = context.selects
+        self._pieces_of = context.targets.pieces_of
+        self._selects = context.targets.selects
         self._observe = context.observe
         self._sink = context.sink
         self._on_end = on_end
@@ -122,7 +196,7 @@ class OptimizerTap:
         """A backward pass has ended: the next change of a parameter is a step."""
         for _, parameter, _ in self.held():
             if parameter.grad is not None:
-                self._backward = parameter, parameter._version, self._calls
+                self._backward = parameter, version_of(parameter), self._calls
                 return
 
     def end_unseen_step(self) -> None:
@@ -135,7 +209,7 @@ class OptimizerTap:
         if before is None or (self.is_attached() and "step" not in vars(self.optimizer)):
             return
         parameter, version, calls = before
-        if calls != self._calls or parameter._version == version:
+        if calls != self._calls or version_of(parameter) == version:
             return
         if self._sink.progress.observing:
             for phase in ("grad", "optimizer", "param"):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from traindiff.core._torch_compat import (
+from traindiff.core.torch_compat.execution import (
     leave_dispatch_mode,
     put_dispatch_modes,
     take_dispatch_modes,

@@ -49,15 +49,15 @@ class _Leaves:
             return undo.pop_all()
 
     def _follow(self) -> None:
-        for leaf in self._context.leaves:
+        for leaf in self._context.targets.leaves:
             if leaf.requires_grad and id(leaf) not in self._hooks:
                 hooks = HeldHooks()
-                hooks.on_gradient(leaf, _hook(self._context, leaf, self._context.pieces_of))
+                hooks.on_gradient(leaf, _hook(self._context, leaf, self._context.targets.pieces_of))
                 self._hooks[id(leaf)] = leaf, hooks
 
     def _look(self, *roots: Any) -> None:  # noqa: ARG002
         """Before the backward pass nothing of it is lost."""
-        leaves = {id(leaf) for leaf in self._context.leaves}
+        leaves = {id(leaf) for leaf in self._context.targets.leaves}
         for key, (_, hooks) in [*self._hooks.items()]:
             if key not in leaves or not hooks.are_there():
                 hooks.remove()
@@ -77,8 +77,8 @@ def _gathered(context: TapContext) -> ExitStack:
 
     def before_forward(prefix: str, module: nn.Module, *_: Any) -> None:
         for name, parameter in module.named_parameters():
-            path = context.first_name(canonical_path(f"{prefix}.{name}" if prefix else name))
-            if id(parameter) in hooked or not parameter.requires_grad or not context.selects(path):
+            path = context.targets.first_name(canonical_path(f"{prefix}.{name}" if prefix else name))
+            if id(parameter) in hooked or not parameter.requires_grad or not context.targets.selects(path):
                 continue
             hooked[id(parameter)] = parameter
             undo.callback(parameter.register_hook(_hook(context, parameter, _whole(path))).remove)
@@ -104,6 +104,6 @@ def _contribution(context: TapContext, leaf: Tensor, pieces_of: PiecesOf, gradie
         return  # a function of the user's may give None
     gradient = as_dense(gradient)
     for piece in pieces_of(leaf, gradient.numel()) or ():
-        if context.selects(piece.path):
+        if context.targets.selects(piece.path):
             call = sink.progress.next_call(piece.path, "micro")
             emit_pieces(sink, gradient, [piece], phase="grad", slot="grad", stage="micro", call=call, merge="sum")

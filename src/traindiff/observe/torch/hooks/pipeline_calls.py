@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from traindiff.core._torch_compat import num_chunks_of, pipeline_classes, runs_backward, stages_of
+from traindiff.core.torch_compat.distributed import (
+    PREPARES_STAGES,
+    num_chunks_of,
+    pipeline_classes,
+    runs_backward,
+    stages_of,
+)
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.common.progress import Chunk
 from traindiff.observe.torch.hooks.context import TapContext
@@ -44,7 +50,7 @@ class _Listener:
     def __init__(self, context: TapContext) -> None:
         self._sink = context.sink
         self._observe_loss = "loss" in context.observe
-        self._ours = {id(module) for module in context.root.modules()}
+        self._ours = {id(module) for module in context.targets.root.modules()}
         self._count = 1
         self._on_schedule = context.events.on_schedule
         self.begin_schedule = self._sink.guarded("pipeline_calls", self._begin_schedule)
@@ -81,7 +87,7 @@ def _install() -> None:
     classes = pipeline_classes()
     assert classes is not None  # or nobody would have been attached
     stage, *schedules = classes
-    for schedule, name in zip(schedules, ("_initialize_stage", "_initialize_stages"), strict=True):
+    for schedule, name in zip(schedules, PREPARES_STAGES, strict=True):
         _replace(schedule, name, _initializing)
     for name, kind in _CHUNK_METHODS.items():
         _replace(stage, name, partial(_working, kind))

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from traindiff.core._torch_compat import inside_backward
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import ITSELF, UNSEEN
+from traindiff.core.torch_compat.execution import inside_backward
 from traindiff.observe.common.batch_axis import batch_first
 from traindiff.observe.common.progress import Progress, Rounds
 from traindiff.observe.torch.hooks.compiled import RootObserver, tap_compiled_root
 from traindiff.observe.torch.hooks.context import TapContext
-from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks
+from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
 from traindiff.observe.torch.hooks.nested import tensors
-from traindiff.observe.torch.hooks.silent_modules import takes_hooks
 
 
 def given_to_training(inputs: Sequence[tuple[str, Tensor]], progress: Progress, *, several: bool) -> list[str]:
@@ -87,7 +86,7 @@ class RootForwardTap:
         """See `attach`."""
         followed = self._context.followed
         with ExitStack() as undo:
-            roots = [(self._paths[id(root)], root) for root in self._context.roots]
+            roots = [(self._paths[id(root)], root) for root in self._context.targets.roots]
             undo.enter_context(followed.follow(roots, Following(hook=self._hook, lost=self._lost, calls_follow=True)))
             parts = {path: part for path, part in self._context.parts.items() if takes_hooks(part)}
             how = Following(hook=self._hook_part, lost=self._lost_part, calls_follow=True)
@@ -128,7 +127,7 @@ class RootForwardTap:
     def _begin_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         progress = self._sink.progress
         if not self._calls_several:
-            if not all(self._context.followed.is_intact(root) for root in self._context.roots):
+            if not all(self._context.followed.is_intact(root) for root in self._context.targets.roots):
                 return  # the part was called by a root, without the hooks of that
             has_begun = progress.in_forward or progress.forward_done or inside_backward()
             if has_begun or progress.hidden or progress.chunk is not None or not torch.is_grad_enabled():
@@ -225,7 +224,7 @@ class RootForwardTap:
             if phase not in self._context.observe:
                 continue
             site = (phase, stage, path, slot, str(call))
-            regions = self._context.regions_of(tensor, path, slot)
+            regions = self._context.targets.layout.regions_of(tensor, path, slot)
             shape = self._shape(slot, tensor)
             axis, shard = self._batch_axis.split(shape, path=path, slot=slot, site=site, progress=progress)
             region = regions.value.batch_first(axis) if regions else None
@@ -236,7 +235,7 @@ class RootForwardTap:
 
     def _shape(self, slot: str, tensor: Tensor) -> tuple[int, ...]:
         """Shape of an input; where ranks hold parts of it, of all of it."""
-        regions = self._context.regions_of(tensor, "", slot)
+        regions = self._context.targets.layout.regions_of(tensor, "", slot)
         return regions.value.shape if regions else shape_of(tensor)
 
     def _random_state_after(self) -> None:

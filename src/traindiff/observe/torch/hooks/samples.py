@@ -28,7 +28,7 @@ def attach(context: TapContext) -> ExitStack:
 
     # What is lost with them, `root_forward` says.
     how = Following(hook=hook_root, lost=lambda *_: None, calls_follow=True)
-    return context.followed.follow([(context.root_paths[id(root)], root) for root in context.roots], how)
+    return context.followed.follow([(context.root_paths[id(root)], root) for root in context.targets.roots], how)
 
 
 class _Samples:

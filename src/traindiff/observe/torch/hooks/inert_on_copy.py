@@ -1,13 +1,13 @@
-"""Hooks that stay behind when their module is copied or saved as a whole, as if they had never been there."""
+"""Hooks that stay behind when their module is copied, saved as a whole or scripted, as if they had never been there."""
 
 from __future__ import annotations
 
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from operator import is_
 from types import FrameType, FunctionType
@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from traindiff.core.torch_compat.execution import script_compiler
+from traindiff.core.torch_compat.training import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 from traindiff.observe.common.listeners import Listeners
 
 NUMBER = "_traindiff_number"
@@ -171,3 +173,44 @@ def _with_others(entries: dict[Any, Any], ours: Iterable[Any]) -> dict[Any, Any]
 
 
 _sessions: Listeners[None] = Listeners(_install)
+
+
+def hide_from_scripting() -> ExitStack:
+    """Have `torch.jit.script` see modules without our hooks. Close the result to leave it as it was."""
+    return _scripting.attach(None)
+
+
+def _replace_compiler() -> None:
+    compiler = script_compiler()
+    original = compiler.create_script_module
+
+    @wraps(original)
+    def create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as undo:
+            for module in nn_module.modules() if isinstance(nn_module, nn.Module) else ():
+                undo.enter_context(_as_it_was(module))
+            return original(nn_module, *args, **kwargs)
+
+    _scripting.replace(compiler, "create_script_module", create_script_module)
+
+
+@contextmanager
+def _as_it_was(module: nn.Module) -> Iterator[None]:
+    """Inside it, a module is without what a session has put on it."""
+    kept = {name: dict(getattr(module, name)) for name in (FORWARD_HOOKS, FORWARD_PRE_HOOKS)}
+    number = vars(module).pop(NUMBER, None)
+    for name, hooks in kept.items():
+        for key, hook in hooks.items():
+            if isinstance(hook, InertOnCopy):
+                del getattr(module, name)[key]
+    try:
+        yield
+    finally:
+        for name, hooks in kept.items():
+            getattr(module, name).clear()
+            getattr(module, name).update(hooks)
+        if number is not None:
+            vars(module)[NUMBER] = number
+
+
+_scripting: Listeners[None] = Listeners(_replace_compiler)
