@@ -1,12 +1,11 @@
 """Observe inside `torch.compile`: opaque operators that call the taps when the compiled code runs.
 
-A hook on a module is traced into the compiled graph. What it does there must be traceable, cause no
-graph break, and be the same for all modules of a class, or each of a model's layers would be compiled
-anew. So a compiled hook only calls an operator with the tensor, the *number* of the module (a tensor
-that each observed module carries, and thus an input of the graph, not a constant in it) and a slot. The
-operators are registered as having ordered effects: compilers neither drop, repeat nor reorder them.
-When the compiled code runs, an operator looks up who observes the module with that number, and hands
-on the tensor; if nobody does any more, it does nothing.
+A hook on a module is traced into the compiled graph. Its code must be traceable, cause no graph break, and be the
+same for all modules of a class, or each of a model's layers would be compiled anew. So a compiled hook only calls an
+operator with the tensor, the *number* of the module (a tensor that each observed module carries, and thus an input of
+the graph, not a constant in it) and a slot. The operators are registered as having ordered effects: compilers neither
+drop, repeat nor reorder them. When the compiled code runs, an operator passes the tensor to the observers of the module
+with that number; if there are none any more, it does nothing.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleObserver:
-    """Who observes a module in compiled code, or what that inspects.
+    """Observes a module in compiled code, or the tensors that compiled code inspects.
 
     Attributes:
-        output: Called with an output in the forward pass, which does not know whether it requires a gradient, and its
-            slot; of an inspected tensor, its name.
+        output: Called with an output in the forward pass and its slot, or with an inspected tensor and its name. The
+            tensor does not tell whether it requires a gradient.
         gradient: Called with the gradient of that output, and the slot.
-        no_gradient: Called with the slot where the output is a parameter or an input: a hook on it in compiled code
-            would never be removed.
+        no_gradient: Called with the slot if the output is a parameter or an input: a hook on it in compiled code would
+            never be removed.
     """
 
     output: Callable[[Tensor, str], None]
@@ -54,7 +53,7 @@ class ModuleObserver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootObserver:
-    """Who observes the forward passes of the root in compiled code.
+    """Observes the forward passes of the root in compiled code.
 
     Attributes:
         begin: Called with the inputs by slot, and `evaluating`, when one begins.
@@ -67,11 +66,11 @@ class RootObserver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepObserver:
-    """Who observes the calls of an optimizer in compiled code.
+    """Observes the calls of an optimizer in compiled code.
 
     Attributes:
         begin: Called when one begins: nothing is written yet.
-        end: Called when it has ended; what it computed may be written when the compiled code returns, not before.
+        end: Called when it has ended; the results may be written only when the compiled code returns.
     """
 
     begin: Callable[[], None]
@@ -80,7 +79,7 @@ class StepObserver:
 
 @dataclass(slots=True, kw_only=True)
 class _Observed:
-    """Who observes a module, and the hooks on it."""
+    """The observers of a module or optimizer, and the hooks on it."""
 
     observers: list[Any] = field(default_factory=list)
     hooks: HeldHooks = field(default_factory=HeldHooks)
@@ -138,18 +137,15 @@ def inspect_compiled(name: str, tensor: Tensor) -> None:
 
 
 def trace_hooks() -> ExitStack:
-    """Have compiled code traced anew, with the hooks that are there, and guarded by them.
+    """Have code compiled anew, with the hooks that are there, and guarded by them. Close the result to end it.
 
-    By default torch looks for new hooks neither when it reuses code for the module that it was
-    compiled for, nor for another one of its class, and the hooks would record nothing.
-
-    Returns:
-        Close it to leave guards as they were.
+    By default torch does not look for new hooks when it reuses code, for the module that it was compiled for or for
+    another of its class, and the hooks would record nothing.
     """
     forget_compiled_code()
     if not _tracing:
         _tracing.append(patch_hook_guards())
-    _tracing.append(_do_nothing)  # one per recording: the last one puts things back
+    _tracing.append(_do_nothing)  # one per recording: the last one restores the guards
     undo = ExitStack()
     undo.callback(_trace_no_hooks)
     return undo
@@ -197,7 +193,7 @@ class _Traced(InertOnCopy):
         self._hook = hook
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling() and not is_exporting():  # what is exported is used without traindiff
+        if torch.compiler.is_compiling() and not is_exporting():  # an exported model is used without traindiff
             self._hook(*args)
 
 
@@ -259,7 +255,7 @@ def operators() -> torch.library.Library:
 
 
 def _do_nothing(*_: Any) -> None:
-    """What the operators do when shapes are inferred."""
+    """Stand for the operators while shapes are inferred."""
 
 
 def _run_observe(x: Tensor, module: Tensor, slot: str) -> None:

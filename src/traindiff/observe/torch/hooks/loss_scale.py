@@ -24,14 +24,14 @@ from traindiff.observe.torch.hooks.nested import as_tensor, tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerListener:
-    """What is called when a scaler does something.
+    """Is called when a scaler works.
 
     Attributes:
-        before: Before `step`, with the optimizer.
-        after: After it, also by taps that were attached in between. Not called if it raised.
-        before_unscaling: Before `unscale_`, with the optimizer; also where `step` calls it.
-        after_unscaling: After it.
-        scaled: After `scale`, with what it returned and the scale, on its device. Not called by a disabled scaler.
+        before: Called before `step`, with the optimizer.
+        after: Called after it unless it raised; also if the tap was attached in between.
+        before_unscaling: Called before `unscale_`, with the optimizer; also if `step` calls that.
+        after_unscaling: Called after it.
+        scaled: Called after `scale`, with its result and the scale, on its device. A disabled scaler does not call it.
     """
 
     before: Callable[[Optimizer], None] | None = None
@@ -47,12 +47,10 @@ _running: set[tuple[int, str]] = set()
 def tap_loss_scaler(listener: ScalerListener) -> ExitStack:
     """Have a listener called by every `GradScaler`, those of FSDP and of other subclasses included.
 
-    There are no hooks for it, so the methods are replaced while at least one tap is attached, and put back
-    when the last one is removed. What a scaler decides on the device, inside a fused optimizer's own
-    step, is not seen.
+    There are no hooks for it, so the methods are replaced while at least one tap is attached, and restored when the
+    last one is removed. Decisions that are made on the device, in a fused optimizer's own step, are not seen.
 
-    Returns:
-        Close it to remove the tap.
+    Close the result to remove the tap.
     """
     return _listeners.attach(listener)
 
@@ -74,7 +72,7 @@ def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _once(name: str, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """A method in place of `original`; as it was where a subclass's method of the same name calls it."""
+    """A method in place of `original`, which calls `original` alone where a subclass's method calls its base's."""
 
     @wraps(original)
     def method(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
@@ -127,11 +125,8 @@ def _step(
 def attach(context: TapContext) -> ExitStack:
     """Record the scale (phase `loss`, path `loss_scale`) when a scaler multiplies a loss of the model by it.
 
-    From then on until the next step, what comes of that loss is scaled: `Progress.loss_scaled`. The scale is read
-    on its device.
-
-    Returns:
-        Close it to remove the tap.
+    From then on until the next step, everything that is computed from that loss is scaled: `Progress.loss_scaled`.
+    The scale is read on its device. Close the result to remove the tap.
     """
     scaled = partial(_scaled, context)
     return tap_loss_scaler(ScalerListener(scaled=context.sink.guarded("loss_scale", scaled)))
@@ -144,7 +139,7 @@ def _scaled(context: TapContext, outputs: Any, scale: Tensor) -> None:
 
 
 def emit_loss_scale(sink: Sink, scale: float | Tensor) -> None:
-    """Record the scale by which a loss was multiplied, and that what comes of it is scaled until the next step."""
+    """Record the scale by which a loss was multiplied, and that its gradients are scaled until the next step."""
     progress = sink.progress
     progress.loss_scaled = True
     if progress.observing:

@@ -14,7 +14,7 @@ from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 
 
 def attach(context: TapContext) -> ExitStack:
-    """Observe parameters and buffers at the moments of each step. Close the result to remove the tap."""
+    """Observe parameters and buffers around each step. The tap ends with the session, as all events do."""
     tap, guarded = ModelStateTap(context), partial(context.sink.guarded, "model_state")
     context.events.before_step.append(guarded(tap.before_step))
     context.events.after_step.append(guarded(tap.after_step))
@@ -22,15 +22,15 @@ def attach(context: TapContext) -> ExitStack:
 
 
 class ModelStateTap:
-    """Summarize what no optimizer tap sees: initial and frozen parameters, and buffers.
+    """Summarizes what no optimizer tap sees: initial and frozen parameters, and buffers.
 
-    Parameters are recorded before the first step, and again before each recorded step whose
-    predecessor was not recorded, so that every update has both its ends. Those that require a gradient and that
-    no optimizer holds are recorded again before steps 1, 2, 4, 8 and so on: whether they ever change.
+    Parameters are recorded before the first step, and before each recorded step whose predecessor was not recorded,
+    so that every update has both its ends. Parameters that require a gradient and that no optimizer holds are recorded
+    before steps 1, 2, 4, 8 and so on, too, to show whether they ever change.
 
-    Buffers are recorded with them, and after a step those that may have been written: floating-point ones (batch
-    normalization writes its statistics without moving their version counter), and others whose counter has moved or
-    that another tensor has replaced.
+    Buffers are recorded with the parameters. After a step, those are recorded that may have been written: floating-
+    point buffers (batch normalization writes its statistics without moving their version counter), and others whose
+    counter has moved or that another tensor has replaced.
 
     Args:
         context: The training.
@@ -43,7 +43,7 @@ class ModelStateTap:
         self._recorded_step = -2
 
     def before_step(self) -> None:
-        """Record parameters and buffers unless the step before was recorded."""
+        """Record parameters and buffers, unless the step before was recorded."""
         progress = self._sink.progress
         recorded = {progress.step} if self._context.before_every_step else {progress.step, progress.step - 1}
         if not progress.observing:
@@ -76,7 +76,7 @@ class ModelStateTap:
         """Record the buffers that may have been written."""
         if not self._sink.progress.observing:
             return
-        if not self._sink.progress.unseen:  # else what it made of parameters is recorded before the next one
+        if not self._sink.progress.unseen:  # else the parameters are recorded before the next step
             self._recorded_step = self._sink.progress.step
         for path, buffer in present_buffers(self._context.targets.root, self._context.targets.buffers):
             if buffer.is_floating_point() or self._is_new(path, buffer):
@@ -89,11 +89,11 @@ class ModelStateTap:
 
 
 def present_buffers(root: nn.Module, buffers: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a model has now, by canonical path: a training may delete some, or set them to None.
+    """Yield the buffers that a model has now, by canonical path: a training may delete some, or set them to None.
 
     Args:
         root: The model.
-        buffers: What `root.get_buffer` calls them, by canonical path.
+        buffers: Their names for `root.get_buffer`, by canonical path.
     """
     for path, name in buffers.items():
         try:

@@ -37,6 +37,8 @@ def attach(context: TapContext) -> ExitStack:
 
 
 class _ModuleOutputs:
+    """Hooks each selected module. The root of a pipeline's stage is hooked for what it sends and receives, too."""
+
     def __init__(self, context: TapContext) -> None:
         self._context = context
         self._progress = context.sink.progress

@@ -1,4 +1,4 @@
-"""What one call of an operator is: its place in the training, the tensors that it reads and writes, its settings."""
+"""One call of an operator: its place in the training, the tensors that it reads and writes, and its settings."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class SourceLine:
     """A line of source.
 
     Attributes:
-        file: Path, relative to the working directory where it lies below.
+        file: Path; relative if the file is below the working directory.
         line: Its number, from 1.
         function: Name of the function.
-        code: The line itself without indentation, cut after 120 characters; empty where the file cannot be read.
+        code: The line itself without indentation, cut after 120 characters; empty if the file cannot be read.
     """
 
     file: str
@@ -62,11 +62,11 @@ def called_from(*, in_backward: bool) -> SourceLine | None:
     """The innermost line on this thread's stack that is neither torch's nor traindiff's.
 
     Args:
-        in_backward: Look no further than where a backward pass began: only what is written in Python runs in it, as
-            the `backward` of a `torch.autograd.Function` does.
+        in_backward: Look no further than the start of the backward pass: Python code runs in it only in the
+            `backward` of a `torch.autograd.Function`, and the like.
 
     Raises:
-        RuntimeError: Between there and the call of the module is a function that `torch.compile` made.
+        RuntimeError: There is a function that `torch.compile` made on the way to the call of the module.
     """
     found: SourceLine | None = None
     frame: FrameType | None = sys._getframe(1)
@@ -107,8 +107,8 @@ class ModuleCall:
 
     Attributes:
         path: Canonical path of the module.
-        stage: Of what is observed in it.
-        call: How often the module had been called before in the micro-step.
+        stage: The stage under which its operators are recorded.
+        call: The number of earlier calls of the module in the micro-step.
         counts: Operators so far, by phase and name.
     """
 
@@ -118,7 +118,7 @@ class ModuleCall:
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def next_number(self, phase: str, name: str) -> int:
-        """How many operators of this name the call has had before."""
+        """The number of earlier operators of this name in the call."""
         number = self.counts.get((phase, name), 0)
         self.counts[phase, name] = number + 1
         return number
@@ -126,12 +126,12 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What has made a node of the graph.
+    """The maker of a node of the graph.
 
     Attributes:
-        inside: The call of a module; None outside of those whose operators are recorded.
+        inside: The call of a module; None outside of the modules whose operators are recorded.
         operator: Path of the operator.
-        source: Where it was called from.
+        source: The line that called it.
     """
 
     inside: ModuleCall | None
@@ -140,11 +140,11 @@ class Made:
 
 
 class GraphNodes:
-    """Which call of a module has made which nodes of autograd's graph, in one step.
+    """Finds the call of a module that has made a node of autograd's graph, in one step.
 
     Nodes are told by their numbers, which count up while a forward pass makes them: nothing is attached to the graph,
-    and nothing of it is kept. What lies between two noted numbers (a copy into a slice makes its node after it ran)
-    belongs to the first.
+    and nothing of it is kept. Nodes between two noted numbers (a copy into a slice makes its node after it ran) belong
+    to the first.
     """
 
     def __init__(self) -> None:
@@ -155,21 +155,21 @@ class GraphNodes:
         return bool(self._made)
 
     def note(self, made: Made) -> None:
-        """An operator is running, whose node autograd has made just now, if it makes one."""
+        """Note that an operator is running, whose node autograd has just made, if it makes one."""
         number = next_node_number() - 1
         if not self._first or number > self._first[-1]:
             self._first.append(number)
             self._made.append(made)
 
     def outside(self) -> None:
-        """The nodes from here on are made by what is not recorded."""
+        """Note that the next nodes are made outside of the modules whose operators are recorded."""
         number = next_node_number()
         if self._first and number > self._first[-1]:
             self._first.append(number)
             self._made.append(Made(inside=None))
 
     def find(self, node: Any) -> Made | None:
-        """What has made a node; None for what is not recorded: other nodes, and those that accumulate gradients."""
+        """The maker of a node; None for nodes of other modules, and for those that accumulate gradients."""
         number = node_number(node)
         place = bisect_right(self._first, number) - 1
         if place < 0 or number >= 1 << 63:
@@ -178,7 +178,7 @@ class GraphNodes:
         return made if made.inside is not None else None
 
     def clear(self) -> None:
-        """The step has ended."""
+        """Forget all nodes: the step has ended."""
         self._first.clear()
         self._made.clear()
 
@@ -192,7 +192,7 @@ _LEAVE_MEMORY_AS_IT_IS = frozenset(
         "resize_",
     }
 )  # fmt: skip
-"""Operators whose output holds whatever was in memory: nothing that two runs could have in common."""
+"""Operators whose output is uninitialized memory, which two runs cannot have in common."""
 
 _OVERWRITE = frozenset(
     {
@@ -200,7 +200,7 @@ _OVERWRITE = frozenset(
         "uniform_", "zero_",
     }
 )  # fmt: skip
-"""Operators that write to their first argument without having read it."""
+"""Operators that overwrite their first argument without reading it."""
 
 _WORKSPACES: Mapping[str, frozenset[int]] = {
     "mkldnn_rnn_layer": frozenset({3}), "_cudnn_rnn": frozenset({3, 4}), "cudnn_batch_norm": frozenset({3}),
@@ -210,15 +210,15 @@ _WORKSPACES: Mapping[str, frozenset[int]] = {
 
 
 class Schema(NamedTuple):
-    """What is known of an operator.
+    """The properties of an operator that matter for observing it.
 
     Attributes:
         name: Namespace and name, without the overload: `aten.addmm`.
-        arguments: Names of its arguments, in order; none where it has no schema.
-        written: Names of those that it writes to.
-        unread: Names of those that it writes to and does not read.
-        undefined: Whether its output holds whatever was in memory.
-        workspaces: Which of its outputs only its own backward pass can read.
+        arguments: Names of its arguments, in order; none if it has no schema.
+        written: Names of the arguments that it writes to.
+        unread: Names of the arguments that it writes to and does not read.
+        undefined: Its output is uninitialized memory.
+        workspaces: Positions of outputs that only its own backward pass can read.
     """
 
     name: str
@@ -231,7 +231,7 @@ class Schema(NamedTuple):
 
 @cache
 def schema_of(operator: Any) -> Schema:
-    """What is known of an operator that was dispatched."""
+    """The properties of an operator that was dispatched."""
     namespace, _, rest = str(operator).partition(".")
     short = rest.partition(".")[0]
     name = f"{namespace}.{short}" if short else namespace
@@ -250,7 +250,7 @@ def schema_of(operator: Any) -> Schema:
 
 
 def inputs_of(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Slots:
-    """What an operator reads, e.g. `input[0]`, `input[1][2]` (of a list), `input.mask`."""
+    """The tensors that an operator reads, e.g. `input[0]`, `input[1][2]` (of a list), `input.mask`."""
     found: Slots = []
     for place, value in enumerate(args):
         if _name(schema, place) not in schema.unread:
@@ -262,7 +262,7 @@ def inputs_of(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def outputs_of(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Slots:
-    """What an operator returned, and what it wrote to beside that, e.g. `output[0]`, `output.running_mean`."""
+    """The tensors that an operator returned, and others that it wrote to, e.g. `output[0]`, `output.running_mean`."""
     returned = list(tensors(output, "output"))
     if isinstance(output, (list, tuple)) and schema.workspaces:
         hidden = {id(output[place]) for place in schema.workspaces if place < len(output)}
@@ -274,7 +274,7 @@ def outputs_of(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], o
 
 
 def settings_of(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """The arguments of an operator that are no tensors, as text by name, e.g. `{"eps": "1e-05"}`."""
+    """The arguments of an operator other than tensors, as text by name, e.g. `{"eps": "1e-05"}`."""
     named = [*((_name(schema, place), value) for place, value in enumerate(args)), *kwargs.items()]
     return {name: text for name, value in named if value is not None and (text := _text(value))}
 
@@ -294,7 +294,7 @@ _LONGEST_TEXT = 80
 
 
 def _text(value: Any) -> str:
-    """An argument as text; empty for what has tensors in it, or says nothing that two processes have in common."""
+    """An argument as text; empty if it holds tensors, or has no text that two processes would have in common."""
     if isinstance(value, (bool, int, float, complex, str)):
         return str(value)[:_LONGEST_TEXT]
     if isinstance(value, (list, tuple)):
@@ -305,19 +305,19 @@ def _text(value: Any) -> str:
 
 
 class UndefinedMemory:
-    """Follows, from operator to operator, which storages hold nothing that two runs could have in common.
+    """Follows, from operator to operator, which storages are uninitialized, so that two runs cannot be compared there.
 
-    A storage that operators write to part by part counts as undefined until as much was written as it holds.
+    A storage that operators write part by part counts as uninitialized until as much was written as it holds.
     """
 
     def __init__(self) -> None:
-        self._unwritten: dict[int, float] = {}  # bytes to which nothing was written, by address
+        self._unwritten: dict[int, float] = {}  # number of bytes that were never written, by address
 
     def __bool__(self) -> bool:
         return bool(self._unwritten)
 
     def note(self, schema: Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """An operator has run."""
+        """Note what an operator that has run left undefined, and what it wrote."""
         given = {_address(tensor) for _, tensor in tensors((args, dict(kwargs)), "")}
         if schema.undefined:
             for _, tensor in tensors(output, ""):
@@ -327,7 +327,9 @@ class UndefinedMemory:
             for _, tensor in tensors(value, "") if name in schema.written else ():
                 self._wrote(tensor)
         for _, tensor in tensors(output, ""):
-            if _address(tensor) not in given:  # neither a view nor written in place: new, whatever was there before
+            if (
+                _address(tensor) not in given
+            ):  # neither a view nor written in place: it is new, whatever was at its address before
                 self._unwritten.pop(_address(tensor), None)
         if schema.workspaces and isinstance(output, (list, tuple)):
             for place in schema.workspaces:
@@ -335,11 +337,11 @@ class UndefinedMemory:
                     self._unwritten[_address(output[place])] = float("inf")
 
     def is_undefined(self, tensor: Tensor) -> bool:
-        """Whether a tensor has elements to which nothing was written, as far as is known."""
+        """True if a tensor may have elements that were never written."""
         return bool(self._unwritten) and tensor.numel() > 0 and _address(tensor) in self._unwritten
 
     def clear(self) -> None:
-        """What was in memory is gone."""
+        """Forget everything: the memory may be reused."""
         self._unwritten.clear()
 
     def _wrote(self, tensor: Tensor) -> None:
@@ -351,7 +353,7 @@ class UndefinedMemory:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a tensor's storage is; that of the object, for a tensor that has none."""
+    """The address of a tensor's storage; a number of its own for a tensor without one."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (NotImplementedError, RuntimeError):

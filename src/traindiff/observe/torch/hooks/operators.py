@@ -1,4 +1,4 @@
-"""Observe every operator inside chosen modules, forward and backward: what it is given and what it returns."""
+"""Observe every operator inside chosen modules, forward and backward: its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from traindiff.observe.torch.hooks.operator_calls import (
 from traindiff.observe.torch.hooks.out_of_sight import enter_mode, leave_mode
 
 MOST_DESCRIBED_BYTES = 40_000_000
-"""Size of what is kept of the places and settings of operators, as JSON: readers take no larger `rank.json`."""
+"""Size of the sources and settings of operators that are kept, as JSON: readers refuse a larger `rank.json`."""
 
 _FRAME_BYTES = 250
-"""What an operator takes of that beside its texts: keys, indentation."""
+"""Size of an operator in there beside its texts: keys, indentation."""
 
 UNDEFINED = "it holds whatever was in memory: nothing was written to it yet"
 
@@ -44,9 +44,9 @@ def attach(context: TapContext) -> ExitStack:
     """Observe operators in the modules that were chosen for it (phases `forward` and `backward`, stage `operator`).
 
     A `TorchDispatchMode` sees each operator below autograd. It is on only inside these modules, and during the
-    backward pass of a step in which one of them was called: there it asks autograd for the node that runs, and the
-    number of the node tells which module's forward pass made it. So nothing is hooked to the graph, a
-    `torch.autograd.Function` is seen like any other node, and so is what activation checkpointing computes again.
+    backward pass of a step in which one of them was called. There it asks autograd for the node that runs, and the
+    number of the node tells which module's forward pass made it. So nothing is hooked to the graph, and operators of a
+    `torch.autograd.Function`, or of activation checkpointing, are seen like all others.
 
     Close the result to remove the tap.
     """
@@ -68,7 +68,7 @@ class _Operators:
         self._is_on = False
         self._in_backward = False
         self._calls: list[tuple[nn.Module, ModuleCall]] = []
-        self._thread = 0  # that of the outermost of these calls
+        self._thread = 0  # the thread of the outermost of these calls
         self._without_mode = WithoutMode(self._mode)
         self._nodes = GraphNodes()
         self._memory = UndefinedMemory()
@@ -96,7 +96,7 @@ class _Operators:
 
     def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
         hooks.before_forward(module, self._sink.guarded("operators", partial(self._enter, path_in_whole(path))))
-        # First, so that what other hooks do with the output is not taken for the module's.
+        # First, so that operators of other hooks on the output are not taken for the module's.
         leave = self._context.containment.guarded("operators", self._leave, always=True)
         hooks.after_forward(module, leave, prepend=True, always_call=True)
 
@@ -106,7 +106,7 @@ class _Operators:
             self._sink.unobserved(message, phase="forward", path=path_in_whole(path), slot="output[0]", stage=OPERATOR)
 
     def is_at_work(self) -> bool:
-        """Whether an operator that is called now may be one of those that are recorded."""
+        """True if an operator that is called now may be one to record."""
         return bool(self._calls or self._in_backward) and not self._context.containment.is_running()
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
@@ -115,7 +115,7 @@ class _Operators:
             return
         if not self._calls:
             self._thread = threading.get_ident()
-        elif self._thread != threading.get_ident():  # beside the call that is looked into, in no certain order
+        elif self._thread != threading.get_ident():  # it runs beside the outermost call, in no certain order
             return
         stage = RECOMPUTED_OPERATOR if inside_backward() else OPERATOR
         inside = ModuleCall(path=path, stage=stage, call=progress.next_call(path, stage))
@@ -130,7 +130,7 @@ class _Operators:
                 self._switch()
 
     def _begin_forward(self) -> None:
-        """Forget calls that an interrupt has ended: torch runs no hooks of theirs."""
+        """Forget calls that an interrupt has ended: torch does not run their hooks."""
         if self._calls and self._thread == threading.get_ident() and not inside_backward():
             self._calls.clear()
             self._nodes.outside()
@@ -178,7 +178,7 @@ class _Operators:
         self._is_on = wanted
 
     def _begin(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Running | None:
-        """Record what an operator is given; None where it is not one of those that are recorded."""
+        """Record the inputs of an operator; None if it is not one to record."""
         node = None
         if self._calls:
             phase, inside, made = "forward", self._calls[-1][1], None
@@ -203,7 +203,7 @@ class _Operators:
         return running
 
     def _end(self, running: _Running, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Record what it made of it."""
+        """Record the outputs of the operator."""
         schema, found = running.schema, outputs_of(running.schema, args, kwargs, output)
         if schema.undefined or schema.workspaces or self._memory:
             self._memory.note(schema, args, kwargs, output)
@@ -230,7 +230,7 @@ class _Operators:
         node: Any,
         made: Made | None,
     ) -> None:
-        """Note, once for all calls and steps, where an operator was called from and with which settings."""
+        """Note, once for all calls and steps, the source line and the settings of an operator."""
         of_phase = self._described.setdefault(phase, {})
         if path in of_phase or self._described_bytes > MOST_DESCRIBED_BYTES:
             return
@@ -250,7 +250,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays so; else torch runs it without its compiled code, or refuses to."""
+        """Let compiled code run; else torch runs the function without it, or refuses to."""
         return True
 
     def __init__(self, tap: _Operators) -> None:
@@ -269,16 +269,16 @@ class _Mode(TorchDispatchMode):
 
 
 _COMPUTE_OTHERWISE = ("ProdBackward", "MaskedFillBackward1")
-"""How the names begin of nodes that take another formula, which rounds otherwise, while any mode is on.
+"""First parts of the names of nodes that take another formula, which rounds otherwise, while any mode is on.
 
-Of all operators that torch lists for its own tests (`op_db`), these are the ones.
+These are all that were found among the operators that torch lists for its own tests (`op_db`).
 """
 
 WITHOUT_MODE = "its backward pass computes other bits while it is looked into"
 
 
 class WithoutMode:
-    """Has a mode off while nodes run that would compute otherwise under it.
+    """Takes a mode off while nodes run that would compute other bits under it.
 
     Args:
         mode: The mode.
@@ -289,14 +289,14 @@ class WithoutMode:
         self._handles: list[Any] = []
 
     def hook(self, roots: Sequence[Tensor]) -> list[Any]:
-        """Follow the graph of a backward pass that is about to run; gives the nodes that would compute otherwise."""
+        """Hook the nodes of a backward pass that would compute other bits; returns them."""
         found = [node for node in _nodes(roots) if node.name().startswith(_COMPUTE_OTHERWISE)]
         for node in found:
             self._handles += self._hooked(node)
         return found
 
     def unhook(self) -> None:
-        """The backward pass has ended."""
+        """Remove the hooks: the backward pass has ended."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

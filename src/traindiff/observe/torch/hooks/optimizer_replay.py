@@ -1,4 +1,4 @@
-"""Replay what an optimizer does, in float64, from what it finds: no other run is needed to judge it."""
+"""Replay the update of an optimizer in float64, so that it can be judged without another run."""
 
 from __future__ import annotations
 
@@ -29,48 +29,47 @@ from traindiff.observe.torch.hooks.replay_formulas import (
 )
 
 FIRST = 3
-"""Recorded steps that are replayed at the beginning of a run."""
+"""The number of recorded steps that are replayed at the beginning of a run."""
 
 EVERY = 100
-"""After these, one step in so many."""
+"""After these, one step in this many is replayed."""
 
 RANGE = 2**16
-"""Elements of a parameter that are replayed at a time; the next step takes its next ones."""
+"""The number of elements of a parameter that are replayed in a step; the next replay takes the next ones."""
 
 CAPACITY_BYTES = 64 * 2**20
-"""What may be copied of parameters, gradients and moments during a step."""
+"""The most bytes of parameters, gradients and moments that are copied during a step."""
 
 MOST_VARIANTS = 8
-"""Parameters of a step for which all known mistakes are tried, where the replay does not fit; for others, those
-that explain one of these."""
+"""The number of parameters of a step for which all known mistakes are tried, if the replay does not fit; for others,
+those mistakes are tried that explain one of these."""
 
 BETTER = 0.5
-"""A mistake is recorded where it leaves less than this share of what the right formula leaves (RMS)."""
+"""A mistake is recorded if its residual (RMS) is less than this share of the right formula's."""
 
 
 class OptimizerReplayTap:
-    """Hold what an optimizer does against its own formula and settings, in some steps.
+    """Compares the updates of an optimizer with its own formula and settings, in some steps.
 
-    The first three recorded steps are replayed, then one in a hundred. Before such a step parameters,
-    gradients and moments are copied: of each parameter at most 65,536 elements, and at most 64 MiB in
-    all. Parameters and ranges that have no room take their turn in the next replayed step. After
-    it, recorded per parameter (phase `update`):
+    The first three recorded steps are replayed, then one in a hundred. Before such a step parameters, gradients and
+    moments are copied: at most 65,536 elements of each parameter, and at most 64 MiB in all. Parameters and ranges that
+    have no room take their turn in the next replayed step. After the step, recorded per parameter (phase `update`):
 
     * stage `replayed`: the update that the formula gives;
     * stage `taken`: the update that was made, new minus old parameter;
-    * stage `rounding`: how far a correct optimizer may be from `replayed`, per element;
+    * stage `rounding`: the largest difference of a correct optimizer from `replayed`, per element;
     * stage `residual`: (taken - replayed) / rounding, so between -1 and 1;
-    * stage `variant[NAME]`: the same with a known mistake, where that explains what the formula does not.
+    * stage `variant[NAME]`: the residual of a formula with a known mistake, if that explains the update better.
 
     The slot is the optimizer whose formula it is.
 
     Args:
         optimizer: The optimizer.
-        name: What its steps are filed under.
-        held: Gives, for each parameter of each group, the group's number and what it holds of the model's.
-        selects: Whether the parameter with this path is observed.
+        name: The name under which its steps are recorded.
+        held: Gives each parameter with the number of its group and the pieces of the model's parameters in it.
+        selects: Tells whether the parameter with a path is observed.
         sink: Receives the observations.
-        capacity_bytes: What may be copied during a step.
+        capacity_bytes: The most bytes that are copied during a step.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class OptimizerReplayTap:
         self._rule = rule_name(optimizer)
         self._replayed = 0
         self._latest = 0
-        self._turn = 0  # the parameter that is the first to be copied
+        self._turn = 0  # the first parameter to copy
         self._reached: dict[str, int] = {}  # by path: the element at which the next range begins
         self._copied: list[CopiedRange] = []
         self._said: set[tuple[str, str]] = set()
@@ -101,8 +100,8 @@ class OptimizerReplayTap:
         """Follow the optimizer's calls. Close the result to remove the tap and let go of all copies.
 
         Args:
-            around: Attaches another tap of the optimizer. This one is closer to the step itself: what the
-                other writes to gradients before it is replayed, and what it writes after it is not.
+            around: Attaches another tap of the optimizer, around this one: changes that the other makes to gradients
+                before the step are replayed, changes after the step are not.
         """
         guarded = partial(self._sink.guarded, "optimizer_replay")
         with ExitStack() as undo:
@@ -115,8 +114,8 @@ class OptimizerReplayTap:
             return undo.pop_all()
 
     def before_step(self, *call: Any) -> None:
-        """Copy what the step starts from, if it is one to replay."""
-        self._copied.clear()  # of a step that raised
+        """Copy the values that the step starts from, if it is one to replay."""
+        self._copied.clear()  # copies of a step that raised
         if not self._is_due():
             return
         if not self._rule:
@@ -138,7 +137,7 @@ class OptimizerReplayTap:
             raise
 
     def after_step(self, *_: Any) -> None:
-        """Replay the step and record how it compares."""
+        """Replay the step and record the comparison."""
         try:
             unexplained = [copied for copied, size in zip(self._copied, self._replay_all(), strict=True) if size > 1.0]
             helpful: set[str] = set()
@@ -178,7 +177,7 @@ class OptimizerReplayTap:
             self._copied.append(copy_range(self._optimizer, parameter, piece, rule, part, has_closure=has_closure))
 
     def _parameters(self, *, has_closure: bool) -> Iterator[tuple[Piece, Tensor, Rule]]:
-        """Those that this step will move and that can be replayed."""
+        """Yield the parameters that this step will change and that can be replayed."""
         rules = [rule_of(self._optimizer, group) for group in self._optimizer.param_groups]
         for number, parameter, pieces in self._parameters_held():
             if not parameter.numel() or not (has_closure or parameter.grad is not None):
@@ -192,7 +191,7 @@ class OptimizerReplayTap:
                     yield piece, parameter, rules[number]
 
     def _replay_all(self) -> list[float]:
-        """Largest residual of each copied parameter. One synchronization per device for all of them."""
+        """The largest residual of each copied parameter. Synchronizes once per device for all of them."""
         worst = [self._replay(copied) for copied in self._copied]
         sizes = [0.0] * len(worst)
         for device in {one.device for one in worst}:
@@ -216,7 +215,7 @@ class OptimizerReplayTap:
         return residual.abs().amax()
 
     def _try_variants(self, copied: CopiedRange, helpful: set[str], *, everything: bool) -> None:
-        """Record the mistakes that explain a residual. Synchronizes: the training has something wrong.
+        """Record the mistakes that explain a residual. It may synchronize: something is wrong with the training.
 
         Args:
             copied: The parameter.
@@ -258,27 +257,26 @@ class OptimizerReplayTap:
 
 
 def _in_roundings(residual: Tensor, rounding: Tensor) -> Tensor:
-    """A residual in units of what rounding allows; NaN where it has no size, which is for others to judge."""
+    """A residual in units of the rounding bound; NaN where it is not finite, which other rules judge."""
     return torch.where(residual.isfinite(), residual / rounding, torch.nan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiedRange:
-    """Copies, in their own dtypes, of what belongs to a range of a parameter's elements.
+    """Copies of a range of a parameter's elements and of their gradient and state, in their own dtypes.
 
     Attributes:
         path: The path of the model's parameter.
-        parameter: What the optimizer holds of it, or of several.
+        parameter: The optimizer's tensor, which holds elements of one parameter or of several.
         part: The range, in row-major order of `parameter`.
-        shard: Which elements of the model's parameter they are.
-        rule: What the optimizer says that it does.
-        elements: The parameter's.
-        gradient: Their gradient; None where a closure has yet to compute it.
+        shard: The place of the elements in the model's parameter.
+        rule: The formula and settings by which the optimizer should update it.
+        elements: The elements.
+        gradient: Their gradient; None if a closure has yet to compute it.
         state: Moments of these elements.
         step: The optimizer's count of steps.
-        scale: What the gradient is yet to be divided by, where the optimizer sees to that itself (a fused one,
-            under a loss scaler).
-        overflowed: Whether it was told that the gradients overflowed, so that it leaves the step out.
+        scale: The loss scale, if the optimizer divides the gradient by it itself (fused, under a loss scaler).
+        overflowed: Whether the optimizer was told that the gradients overflowed, so that it skips the step.
     """
 
     path: str
@@ -295,7 +293,7 @@ class CopiedRange:
 
     @property
     def units(self) -> Units:
-        """What its numbers are rounded to."""
+        """The unit roundoffs of its numbers."""
         tensors = [self.elements, *self.state.values(), *([] if self.gradient is None else [self.gradient])]
         infos = [torch.finfo(tensor.dtype) for tensor in tensors]
         return Units(
@@ -305,9 +303,9 @@ class CopiedRange:
         )
 
     def before(self) -> Before | None:
-        """What the step has found, float64; None where a closure gave no gradient to replay.
+        """The values that the step starts from, in float64; None if a closure left no gradient to replay.
 
-        Where it was to be computed by a closure, the gradient is the one that is there now.
+        If a closure computes the gradient, it is the one that is there now.
         """
         gradient = self.gradient
         if gradient is None:
@@ -325,22 +323,22 @@ class CopiedRange:
         return _part(self.parameter, self.part).to(torch.float64) - self.elements.to(torch.float64)
 
     def unless_overflowed(self, update: Tensor) -> Tensor:
-        """The update, or none where the step is left out."""
+        """The update, or zeros if the step was skipped."""
         return update if self.overflowed is None else torch.where(self.overflowed.bool(), 0.0, update)
 
 
 def copy_range(
     optimizer: Optimizer, parameter: Tensor, piece: Piece, rule: Rule, part: range, *, has_closure: bool
 ) -> CopiedRange:
-    """Copy a range of a parameter, and what belongs to it.
+    """Copy a range of a parameter, with gradient and state.
 
     Args:
         optimizer: The optimizer.
-        parameter: What it holds.
-        piece: What that has of one of the model's parameters, as one range.
-        rule: What the optimizer says that it does.
-        part: Which elements of the piece.
-        has_closure: Whether the gradient is yet to be computed.
+        parameter: A tensor that it holds.
+        piece: The elements of one of the model's parameters in that tensor, as one range.
+        rule: The formula and settings by which the optimizer should update it.
+        part: The elements of the piece to copy.
+        has_closure: The gradient is yet to be computed.
     """
     state = optimizer.state.get(parameter, {})
     whole = piece.shard or Shard.whole(tuple(parameter.shape))
@@ -362,7 +360,7 @@ def copy_range(
 
 
 def obstacle(parameter: Tensor, piece: Piece) -> str:
-    """Why what an optimizer holds of a parameter cannot be replayed; empty if it can."""
+    """Why the update of a parameter cannot be replayed; empty if it can."""
     known = type(parameter.data) is Tensor or (piece.shard is not None and hasattr(parameter, "placements"))
     if not known:
         return f"the parameter is a {type(parameter.data).__name__}"
@@ -387,13 +385,13 @@ def _copy(tensor: Tensor, part: slice) -> Tensor:
 
 
 def _part(tensor: Tensor, part: slice) -> Tensor:
-    """Elements as they are now, flat; of a DTensor this rank's."""
+    """Elements as they are now, flat; this rank's elements of a DTensor."""
     held: Any = tensor.detach()
     local: Tensor = held.to_local() if hasattr(held, "to_local") else held
     return local.reshape(-1)[part]
 
 
 def _left_with(optimizer: Optimizer, name: str) -> Tensor | None:
-    """What a loss scaler leaves with an optimizer for the length of a step: a copy, float64."""
+    """A copy, in float64, of a tensor that a loss scaler leaves with an optimizer for the length of a step."""
     value = getattr(optimizer, name, None)
     return value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else None

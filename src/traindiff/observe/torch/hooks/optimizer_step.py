@@ -27,7 +27,7 @@ from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_sc
 from traindiff.observe.torch.hooks.nested import as_tensor, tensors
 
 StepHook = Callable[..., Any]
-"""Called with the optimizer, and with positional and keyword arguments of its `step`."""
+"""Called with the optimizer, and with the positional and keyword arguments of its `step`."""
 
 
 def hook_before_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
@@ -45,6 +45,8 @@ def hook_after_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
 
 
 class _Once(InertOnCopy):
+    """A hook that is called once per step, although a subclass's `step` may call that of its base."""
+
     def __init__(self, hook: StepHook) -> None:
         self._hook = hook
 
@@ -54,10 +56,10 @@ class _Once(InertOnCopy):
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """What updates this rank's parameters and keeps their state; for most optimizers that is the optimizer itself.
+    """The optimizer that updates this rank's parameters and keeps their state: as a rule the optimizer itself.
 
-    `ZeroRedundancyOptimizer` steps it, then broadcasts what it has written. With `overlap_with_ddp` it has none
-    that can be followed.
+    `ZeroRedundancyOptimizer` steps an inner optimizer, then broadcasts the parameters that this has written. With
+    `overlap_with_ddp` it has none that can be followed.
     """
     module = sys.modules.get("torch.distributed.optim")
     kind = getattr(module, "ZeroRedundancyOptimizer", None)
@@ -74,9 +76,9 @@ def tap_optimizer_discovery(
 
     Args:
         parameter_ids: Ids of the model's parameters.
-        found: Called with the optimizer, and with what its `step` was called with, inside its `step`, before its own
-            hooks: those that it registers run in this very step.
-        known: Is filled with those that were looked at, which is not done again; what is taken out is found again.
+        found: Called with the optimizer and the arguments of its `step`, inside `step` and before the optimizer's own
+            hooks: hooks that it registers run in this very step.
+        known: The optimizers that were looked at, which is done once; extended. One that is removed is found again.
 
     Returns:
         Close it to remove the tap.
@@ -90,13 +92,13 @@ def tap_optimizer_discovery(
             found(optimizer, *call)
 
     undo = ExitStack()
-    undo.enter_context(tap_loss_scaler(ScalerListener(before=before_step)))  # which may leave out the very first step
+    undo.enter_context(tap_loss_scaler(ScalerListener(before=before_step)))  # a scaler may skip the very first step
     undo.callback(register_optimizer_step_pre_hook(before_step).remove)
     return undo
 
 
 MOST_BYTES = 2**30
-"""Memory that the dense form may take while it is summarized; a larger gradient is not observed."""
+"""Memory that the dense form of a gradient may take while it is summarized; a larger gradient is not observed."""
 
 
 def as_dense(gradient: Tensor) -> Tensor:
@@ -105,7 +107,7 @@ def as_dense(gradient: Tensor) -> Tensor:
     Rows that appear several times are added up. Copies; the gradient itself is not changed.
 
     Args:
-        gradient: Of a parameter. One whose dense form is larger than `MOST_BYTES` comes back as it is.
+        gradient: A parameter's gradient. If its dense form is larger than `MOST_BYTES`, it is returned as it is.
     """
     if gradient.is_nested or gradient.layout == torch.strided or gradient.numel() * gradient.itemsize > MOST_BYTES:
         return gradient
@@ -117,23 +119,24 @@ UNSEEN_STEP = "parameters were written, but the step of the optimizer was called
 NOT_HELD = f"{MAYBE_UNSEEN}: the optimizer that is followed no longer holds it"
 
 IMPLEMENTATION_CHOICES = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""Entries of a parameter group that choose how the same update is computed, not which."""
+"""Entries of a parameter group that choose how an update is computed, not which update."""
 
 
 class OptimizerTap:
-    """Summarize what one optimizer reads and writes.
+    """Summarizes what one optimizer reads and writes: phases `grad`, `optimizer` and `param`, if they are observed.
 
-    A call that a loss scaler leaves out because of infinite gradients is a step like any other, with
-    the gradients that it would have been given, marked as skipped.
-
-    Parameters that are none of the model's are named by group and position. Recorded here are the phases `grad`,
-    `optimizer` and `param`, as far as they are observed.
+    A call that a loss scaler skips because of infinite gradients is recorded as a step, with the gradients that the
+    optimizer would have been given, and marked as skipped. Parameters that are not the model's are named by group and
+    position.
 
     Args:
         optimizer: The optimizer.
-        name: What its steps and hyper-parameters are filed under.
+        name: The name under which its steps and hyper-parameters are recorded.
         context: The training.
         on_end: Called with `name` when a step has ended.
+
+    Attributes:
+        was_held: Paths of the observed parameters that the optimizer, or the one before it, held in recorded steps.
     """
 
     def __init__(
@@ -158,7 +161,7 @@ class OptimizerTap:
         self._calls = 0
         self._calls_before_scaler = 0
         self._hooks: tuple[HeldHooks, ...] = ()
-        self._was_held: set[str] = set()
+        self.was_held: set[str] = set()
         self._backward: tuple[Tensor, int, int] | None = None  # a parameter, its version, and the calls until then
 
     def attach(self) -> ExitStack:
@@ -180,30 +183,25 @@ class OptimizerTap:
             return undo.pop_all()
 
     def is_attached(self) -> bool:
-        """Whether the hooks on the optimizer are all there."""
+        """True if all hooks on the optimizer are there."""
         return all(hooks.are_there() for hooks in self._hooks)
 
     def takes_over(self, before: OptimizerTap) -> None:
-        """The optimizer steps in place of that of another tap: what is not held by it any more may be stepped on."""
-        self._was_held |= before.was_held
-
-    @property
-    def was_held(self) -> set[str]:
-        """Paths of the observed parameters that the optimizer, or the one before it, has held in recorded steps."""
-        return self._was_held
+        """Note that the optimizer steps in place of another tap's, whose parameters may still be stepped elsewhere."""
+        self.was_held |= before.was_held
 
     def note_backward(self) -> None:
-        """A backward pass has ended: the next change of a parameter is a step."""
+        """Note that a backward pass has ended: the next change of a parameter is a step."""
         for _, parameter, _ in self.held():
             if parameter.grad is not None:
                 self._backward = parameter, version_of(parameter), self._calls
                 return
 
     def end_unseen_step(self) -> None:
-        """End a step that no hook has seen, if there was one since the last backward pass: parameters were written.
+        """End a step that no hook has seen, if parameters were written since the last backward pass.
 
-        Only where the hooks are gone, or `step` is not the method that calls them: parameters may be written in other
-        ways, too.
+        Looks only if the hooks are gone, or if `step` is not the method that calls them: parameters may be written in
+        other ways, too.
         """
         before, self._backward = self._backward, None
         if before is None or (self.is_attached() and "step" not in vars(self.optimizer)):
@@ -222,7 +220,7 @@ class OptimizerTap:
         self._end_step()
 
     def settle(self) -> None:
-        """End a step that ran in compiled code, once what it wrote can be read: after that code."""
+        """End a step that ran in compiled code; to be called after that code, when parameters can be read."""
         if self._unsettled:
             self._unsettled = False
             self._sink.guarded("optimizer_step", self.after_step)()
@@ -238,7 +236,7 @@ class OptimizerTap:
     def before_step(self, *call: Any) -> None:
         """Record hyper-parameters, and gradients as the optimizer sees them.
 
-        Where `step` is given a closure, that computes them: they are recorded after the step.
+        If `step` is given a closure, that computes the gradients, and they are recorded after the step.
         """
         self._has_closure = has_closure(*call)
         self._left_out = not self._counts_skipped and leaves_out(self.optimizer)
@@ -250,10 +248,10 @@ class OptimizerTap:
             self.gradients()
 
     def gradients(self, stage: str = "") -> None:
-        """Record gradients as they are now: as the optimizer sees them, or at a stage before that."""
+        """Record gradients as they are now: those that the optimizer sees, or those of a stage before."""
         if ("grad.stages" if stage else "grad") not in self._observe:
             return
-        # A fused optimizer is left the loss scale, and divides by it itself.
+        # A loss scaler leaves it to a fused optimizer to divide by the loss scale.
         scaled = None if stage else isinstance(getattr(self.optimizer, "grad_scale", None), Tensor)
         with self._sink.together():
             for parameter, pieces in self._selected():
@@ -273,11 +271,11 @@ class OptimizerTap:
                     self._state(parameter, pieces)
                 if "param" in self._observe:
                     self._emit_pieces(parameter, pieces, phase="param", slot="value")
-        self._let_go(self._was_held - held)
-        self._was_held |= held
+        self._let_go(self.was_held - held)
+        self.was_held |= held
 
     def _let_go(self, paths: Collection[str]) -> None:
-        """Record that what becomes of parameters is not known which the optimizer no longer holds."""
+        """Record that nothing more is known of parameters which the optimizer no longer holds."""
         for path in sorted(paths):
             for phase, slot in (("grad", "grad"), ("optimizer", "state"), ("param", "value")):
                 if phase in self._observe:
@@ -302,7 +300,7 @@ class OptimizerTap:
             self._end_step()
 
     def _skip(self) -> None:
-        """Record a step that a loss scaler has left out."""
+        """Record a step that a loss scaler has skipped."""
         self.before_step()
         if self._sink.progress.observing and "optimizer" in self._observe:
             self._numbers(1, path=self.name, slot=SKIPPED)
@@ -316,13 +314,13 @@ class OptimizerTap:
         self._unsettled = True
 
     def updated(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
-        """What this rank updates itself, of what is held."""
+        """The entries of `held` that this rank updates itself."""
         inner = inner_optimizer(self.optimizer)
         here = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
         return (held for held in self.held() if id(held[1]) in here)
 
     def held(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
-        """Number of the group, parameter, and what it holds of which of the model's parameters."""
+        """Yield each parameter with the number of its group and the pieces of the model's parameters in it."""
         for number, entry in enumerate(self.optimizer.param_groups):
             for position, parameter in enumerate(entry["params"]):
                 pieces = self._pieces_of(parameter)
@@ -367,7 +365,7 @@ class OptimizerTap:
                     self._emit(tensor, phase="optimizer", path=piece.path, slot=slot)
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
-        """What the optimizer keeps of something that it steps on; empty where it keeps nothing."""
+        """The state that the optimizer keeps of a parameter; empty if it keeps none."""
         state: Mapping[str, Any] = inner_optimizer(self.optimizer).state.get(parameter, {})
         return state
 
@@ -388,7 +386,7 @@ class OptimizerTap:
 
 
 def has_closure(*call: Any) -> bool:
-    """Whether a hook on `step`, called with the optimizer, `args` and `kwargs`, was called for `step(closure)`."""
+    """True if a hook on `step`, called with the optimizer, `args` and `kwargs`, was called for `step(closure)`."""
     if len(call) < 3:
         return False
     _, args, kwargs = call  # `args` begins with the optimizer itself
@@ -396,7 +394,7 @@ def has_closure(*call: Any) -> bool:
 
 
 def leaves_out(optimizer: Optimizer) -> bool:
-    """Whether a fused optimizer is about to leave its step out: a loss scaler has told it of infinite gradients.
+    """True if a fused optimizer is about to skip its step: a loss scaler has told it of infinite gradients.
 
     Waits for the device.
     """
