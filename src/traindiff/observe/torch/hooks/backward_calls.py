@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
@@ -31,13 +31,8 @@ def may_reach(roots: Iterable[Tensor], parameter_ids: Collection[int]) -> bool:
     Returns:
         False only if all leaves of the graph are other tensors.
     """
-    waiting = [root.grad_fn for root in roots]
-    seen = set(waiting)
     reaches_others = False
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
+    for node in nodes_of(roots):
         if isinstance(node, _IN_PYTHON):
             return True
         variable = getattr(node, "variable", None)
@@ -45,11 +40,20 @@ def may_reach(roots: Iterable[Tensor], parameter_ids: Collection[int]) -> bool:
             if id(variable) in parameter_ids:
                 return True
             reaches_others = True
+    return not reaches_others
+
+
+def nodes_of(roots: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield all nodes of the graph of some tensors."""
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
         for following, _ in node.next_functions:
-            if following not in seen:
+            if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return not reaches_others
 
 
 def attach(context: TapContext) -> ExitStack:

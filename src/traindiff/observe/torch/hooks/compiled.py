@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -233,18 +233,19 @@ def _after_step_hook(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: A
 def operators() -> torch.library.Library:
     """Define the operators, once."""
     library = torch.library.Library("traindiff", "DEF")  # kept alive by the cache
-    for schema, run in (
-        ("observe(Tensor x, Tensor module, str slot) -> ()", _run_observe),
-        ("observe_gradient(Tensor x, Tensor module, str slot) -> ()", _run_observe_gradient),
-        ("observe_no_gradient(Tensor module, str slot) -> ()", _run_observe_no_gradient),
-        ("begin(Tensor module, Tensor[] inputs, str slots, bool evaluating) -> ()", _run_begin),
-        ("end(Tensor module) -> ()", _run_end),
-        ("before_step(Tensor optimizer) -> ()", _run_before_step),
-        ("after_step(Tensor optimizer) -> ()", _run_after_step),
-        ("inspect(Tensor x, str name) -> ()", _run_inspect),
-        ("inspect_gradient(Tensor x, str name) -> ()", _run_inspect_gradient),
-        ("inspect_no_gradient(str name) -> ()", _run_inspect_no_gradient),
-    ):
+    implementations: tuple[tuple[str, Callable[..., None]], ...] = (
+        ("observe(Tensor x, Tensor module, str slot) -> ()", partial(_tell_of_tensor, "output")),
+        ("observe_gradient(Tensor x, Tensor module, str slot) -> ()", partial(_tell_of_tensor, "gradient")),
+        ("observe_no_gradient(Tensor module, str slot) -> ()", partial(_tell, _modules, "no_gradient")),
+        ("begin(Tensor module, Tensor[] inputs, str slots, bool evaluating) -> ()", _tell_of_inputs),
+        ("end(Tensor module) -> ()", partial(_tell, _roots, "end")),
+        ("before_step(Tensor optimizer) -> ()", partial(_tell, _optimizers, "begin")),
+        ("after_step(Tensor optimizer) -> ()", partial(_tell, _optimizers, "end")),
+        ("inspect(Tensor x, str name) -> ()", partial(_tell_inspectors, "output")),
+        ("inspect_gradient(Tensor x, str name) -> ()", partial(_tell_inspectors, "gradient")),
+        ("inspect_no_gradient(str name) -> ()", partial(_tell_inspectors, "no_gradient")),
+    )
+    for schema, run in implementations:
         library.define(schema)
         name = schema.partition("(")[0]
         library.impl(name, run, "CompositeExplicitAutograd")
@@ -258,62 +259,25 @@ def _do_nothing(*_: Any) -> None:
     """Stand for the operators while shapes are inferred."""
 
 
-def _run_observe(x: Tensor, module: Tensor, slot: str) -> None:
-    for observer in _observers(_modules, module):
-        observer.output(x, slot)
-
-
-def _run_observe_gradient(x: Tensor | None, module: Tensor, slot: str) -> None:
-    if x is None:
-        return  # backward did not come this way
-    for observer in _observers(_modules, module):
-        observer.gradient(x, slot)
-
-
-def _run_observe_no_gradient(module: Tensor, slot: str) -> None:
-    for observer in _observers(_modules, module):
-        observer.no_gradient(slot)
-
-
-def _run_begin(module: Tensor, inputs: list[Tensor], slots: str, evaluating: bool) -> None:  # noqa: FBT001
-    names = slots.split("\n") if slots else []
-    for observer in _observers(_roots, module):
-        observer.begin(list(zip(names, inputs, strict=True)), evaluating=evaluating)
-
-
-def _run_end(module: Tensor) -> None:
-    for observer in _observers(_roots, module):
-        observer.end()
-
-
-def _run_before_step(optimizer: Tensor) -> None:
-    for observer in _observers(_optimizers, optimizer):
-        observer.begin()
-
-
-def _run_after_step(optimizer: Tensor) -> None:
-    for observer in _observers(_optimizers, optimizer):
-        observer.end()
-
-
-def _observers(registry: dict[int, _Observed], module: Tensor) -> list[Any]:
+def _tell(registry: dict[int, _Observed], function: str, number: Tensor, *about: Any, **named: Any) -> None:
+    """Call a function of all observers of the module, root or optimizer with this number."""
     with out_of_sight():
-        observed = registry.get(int(module))
-    return list(observed.observers) if observed else []
+        observed = registry.get(int(number))
+    for observer in list(observed.observers) if observed else ():
+        getattr(observer, function)(*about, **named)
 
 
-def _run_inspect(x: Tensor, name: str) -> None:
-    for observer in _inspectors:
-        observer.output(x, name)
+def _tell_of_tensor(function: str, x: Tensor | None, module: Tensor, slot: str) -> None:
+    if x is not None:  # else backward did not come this way
+        _tell(_modules, function, module, x, slot)
 
 
-def _run_inspect_gradient(x: Tensor | None, name: str) -> None:
-    if x is None:
-        return
-    for observer in _inspectors:
-        observer.gradient(x, name)
+def _tell_of_inputs(module: Tensor, inputs: list[Tensor], slots: str, evaluating: bool) -> None:  # noqa: FBT001
+    found = list(zip(slots.split("\n") if slots else [], inputs, strict=True))
+    _tell(_roots, "begin", module, found, evaluating=evaluating)
 
 
-def _run_inspect_no_gradient(name: str) -> None:
-    for observer in _inspectors:
-        observer.no_gradient(name)
+def _tell_inspectors(function: str, *about: Any) -> None:
+    if about[0] is not None:
+        for observer in _inspectors:
+            getattr(observer, function)(*about)

@@ -22,6 +22,10 @@ from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import as_tensor, tensors
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerListener:
     """Is called when a scaler works.
@@ -34,11 +38,11 @@ class ScalerListener:
         scaled: Called after `scale`, with its result and the scale, on its device. A disabled scaler does not call it.
     """
 
-    before: Callable[[Optimizer], None] | None = None
-    after: Callable[[Optimizer], None] | None = None
-    before_unscaling: Callable[[Optimizer], None] | None = None
-    after_unscaling: Callable[[Optimizer], None] | None = None
-    scaled: Callable[[Any, Tensor], None] | None = None
+    before: Callable[[Optimizer], None] = _nothing
+    after: Callable[[Optimizer], None] = _nothing
+    before_unscaling: Callable[[Optimizer], None] = _nothing
+    after_unscaling: Callable[[Optimizer], None] = _nothing
+    scaled: Callable[[Any, Tensor], None] = _nothing
 
 
 _running: set[tuple[int, str]] = set()
@@ -94,18 +98,17 @@ def _scale(original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> An
     scaled = original(scaler, outputs)
     if scaler.is_enabled() and (scale := scale_of(scaler)) is not None:
         for listener in _listeners:
-            if listener.scaled is not None:
-                listener.scaled(scaled, scale)
+            listener.scaled(scaled, scale)
     return scaled
 
 
 def _unscale(original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer) -> None:
-    for listener in _listeners:
-        if listener.before_unscaling is not None and scaler.is_enabled():
+    if scaler.is_enabled():
+        for listener in _listeners:
             listener.before_unscaling(optimizer)
     original(scaler, optimizer)
-    for listener in _listeners:
-        if listener.after_unscaling is not None and scaler.is_enabled():
+    if scaler.is_enabled():
+        for listener in _listeners:
             listener.after_unscaling(optimizer)
 
 
@@ -113,12 +116,10 @@ def _step(
     original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
 ) -> float | None:
     for listener in _listeners:
-        if listener.before is not None:
-            listener.before(optimizer)
+        listener.before(optimizer)
     result: float | None = original(scaler, optimizer, *args, **kwargs)
     for listener in _listeners:
-        if listener.after is not None:
-            listener.after(optimizer)
+        listener.after(optimizer)
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from traindiff.core.kernels.torch_arrays import is_abstract
 from traindiff.core.observation import OPERATOR, RECOMPUTED_OPERATOR, UNSEEN
 from traindiff.core.site import ROOT, path_in_whole
 from traindiff.core.torch_compat.execution import TorchDispatchMode, hide_dispatch_mode, inside_backward, running_node
+from traindiff.observe.torch.hooks.backward_calls import nodes_of
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
 from traindiff.observe.torch.hooks.operator_calls import (
@@ -290,7 +291,7 @@ class WithoutMode:
 
     def hook(self, roots: Sequence[Tensor]) -> list[Any]:
         """Hook the nodes of a backward pass that would compute other bits; returns them."""
-        found = [node for node in _nodes(roots) if node.name().startswith(_COMPUTE_OTHERWISE)]
+        found = [node for node in nodes_of(roots) if node.name().startswith(_COMPUTE_OTHERWISE)]
         for node in found:
             self._handles += self._hooked(node)
         return found
@@ -311,16 +312,3 @@ class WithoutMode:
             hidden.close()
 
         return node.register_prehook(before), node.register_hook(after)
-
-
-def _nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
-    """All nodes of a graph."""
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)

@@ -160,7 +160,7 @@ class OptimizerTap:
         self._left_out = False
         self._calls = 0
         self._calls_before_scaler = 0
-        self._hooks: tuple[HeldHooks, ...] = ()
+        self._hooks = HeldHooks()
         self.was_held: set[str] = set()
         self._backward: tuple[Tensor, int, int] | None = None  # a parameter, its version, and the calls until then
 
@@ -168,14 +168,10 @@ class OptimizerTap:
         """Follow the optimizer's calls. Close the result to remove the tap."""
         guarded = partial(self._sink.guarded, "optimizer_step")
         with ExitStack() as undo:
-            for hook, function in (
-                (hook_before_step, guarded(self.before_step)),
-                (hook_after_step, guarded(self.after_step)),
-                (hook_after_step, self._end_step),
-            ):
-                hooks = hook(self.optimizer, function)
-                undo.callback(hooks.remove)
-                self._hooks = (*self._hooks, hooks)
+            undo.callback(self._hooks.remove)
+            self._hooks.before_step(self.optimizer, _Once(guarded(self.before_step)))
+            self._hooks.after_step(self.optimizer, _Once(guarded(self.after_step)))
+            self._hooks.after_step(self.optimizer, _Once(self._end_step))
             compiled = StepObserver(begin=guarded(self._begin_compiled), end=guarded(self._end_compiled))
             undo.enter_context(tap_compiled_optimizer(self.optimizer, compiled))
             scaler = ScalerListener(before=self._before_scaler, after=partial(self._after_scaler, guarded(self._skip)))
@@ -184,7 +180,7 @@ class OptimizerTap:
 
     def is_attached(self) -> bool:
         """True if all hooks on the optimizer are there."""
-        return all(hooks.are_there() for hooks in self._hooks)
+        return self._hooks.are_there()
 
     def takes_over(self, before: OptimizerTap) -> None:
         """Note that the optimizer steps in place of another tap's, whose parameters may still be stepped elsewhere."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from traindiff.core.kernels.extent import Extent, extent, stored_values
-from traindiff.core.torch_compat.distributed import arrived, has_arrived, is_asynchronous
 from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynchronous
 from traindiff.errors import UnsupportedTensorError
 
 

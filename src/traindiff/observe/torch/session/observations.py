@@ -16,8 +16,8 @@ from traindiff.core.kernels.torch_arrays import detail_of, dtype_name, shape_of
 from traindiff.core.observation import LOSS_SCALE, OPERATOR_STAGES, SAMPLE, Merge, Observation
 from traindiff.core.shards import Region, Shard
 from traindiff.core.summary import Detail
-from traindiff.core.torch_compat.distributed import arrived, has_arrived, is_asynchronous, versions_of
 from traindiff.core.torch_compat.execution import exclude_from_compilation, is_tracing
+from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynchronous, versions_of
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.common.faults import Faults
 from traindiff.observe.common.progress import Progress

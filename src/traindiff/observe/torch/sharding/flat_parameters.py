@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from traindiff.core.shards import Piece, Shard
 from traindiff.core.site import canonical_path
-from traindiff.core.torch_compat.distributed import FLAT_PARAMETER, FlatLayout, flat_layout
+from traindiff.core.torch_compat.training import FLAT_PARAMETER, FlatLayout, flat_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import Merge
 from traindiff.core.shards import DeclaredShard, Piece, Region, Regions, Shard
-from traindiff.core.torch_compat.distributed import localized_layout
+from traindiff.core.torch_compat.training import localized_layout
 from traindiff.observe.torch.sharding.data_parallel import DataParallel, find_data_parallel
 from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of, region_placed
