@@ -121,7 +121,7 @@ def _is_shallow_copy(frame: FrameType | None) -> bool:
 
 
 def _cleared(value: Any, depth: int) -> Any:
-    """What a class returns for pickling, without hooks in the attributes; the very same if it holds none."""
+    """The result of `__reduce_ex__` without hooks in the attributes; the very same if it holds none."""
     kind = type(value)
     if not depth or kind not in (tuple, list, dict, OrderedDict) or len(value) > _MOST_ENTRIES:
         return value

@@ -276,7 +276,7 @@ class CopiedRange:
         state: Moments of these elements.
         step: The optimizer's count of steps.
         scale: The loss scale, if the optimizer divides the gradient by it itself (fused, under a loss scaler).
-        overflowed: Whether the optimizer was told that the gradients overflowed, so that it skips the step.
+        overflowed: A flag by which the optimizer was told that the gradients overflowed, so that it skips the step.
     """
 
     path: str
