@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 from mindspore import Tensor, nn
-from mindspore.common.api import _pynative_executor
 
 from traindiff.core.observation import NOT_CALLED
 from traindiff.observe.common.batch_axis import BatchAxis
 from traindiff.observe.common.containers import slots_of
 from traindiff.observe.common.faults import Faults
+from traindiff.observe.mindspore._mindspore_compat import records_gradients
 from traindiff.observe.mindspore.observations import Observations, read
 
 
@@ -159,7 +159,7 @@ class ForwardPass:
         self._running.append(self._faults.run(ROOT, partial(self._enter, args, kwargs)))
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None] | None:
-        if not _is_differentiated():
+        if not records_gradients():
             return None
         self._before_forward()
         inputs = [*slots_of(args, "input", Tensor), *slots_of(kwargs, "input", Tensor)]
@@ -187,7 +187,7 @@ class ForwardPass:
             self._progress.end_backward()  # of which nothing is told: the next forward pass begins the next micro-step
 
     def _returned(self, path: str, output: Any) -> None:
-        if self._progress.observing and any(self._running) and _is_differentiated():
+        if self._progress.observing and any(self._running) and records_gradients():
             self._heard.add(path)
             if "forward" in self._observe:
                 self._faults.run(FORWARD, partial(self._output, path, output))
@@ -209,11 +209,6 @@ class ForwardPass:
             np.moveaxis(read(tensor), axis, 0) if axis else read(tensor), phase=phase, path=path, slot=slot, call=call,
             shard=shard, merge="mean" if a_mean else "shard", weight=batch.size if a_mean and batch else 1,
         )  # fmt: skip
-
-
-def _is_differentiated() -> bool:
-    """Whether what is called now will be differentiated: MindSpore tells nobody but its own cells."""
-    return bool(_pynative_executor.requires_grad())
 
 
 def _has_construct(cell: nn.Cell) -> bool:

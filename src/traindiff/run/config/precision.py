@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from traindiff.core.torch_compat.training import parameters_of
 from traindiff.run.config.setup import Setup
 
 _INITIAL_SCALE = 2.0**16
@@ -101,9 +102,9 @@ def computing_in(model: nn.Module, setup: Setup) -> None:
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         rounded: dict[int, Tensor] = {}
         for module in model.modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in parameters_of(module).items():
                 if parameter is not None and parameter.is_floating_point():
-                    own.append((module._parameters, name, parameter))
+                    own.append((parameters_of(module), name, parameter))
                     rounded.setdefault(id(parameter), parameter.to(dtype))
         for holder, name, parameter in own:
             holder[name] = rounded[id(parameter)]

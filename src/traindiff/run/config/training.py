@@ -10,10 +10,14 @@ import numpy as np
 from torch import Tensor, nn
 
 from traindiff.errors import ConfigError, Problem, type_of
+from traindiff.observe.common.containers import slots_of
 from traindiff.observe.torch.session.targets import Optimizers
 
 Split = Callable[[Any, int], Sequence[Any]]
 """Equal parts of a batch, in order: of the batch, and how many."""
+
+
+_ARRAYS: tuple[type[Any], ...] = (Tensor, np.ndarray)
 
 
 def split(batch: Any, parts: int, *, where: str, asked_by: str, by: Split | None = None) -> Sequence[Any]:
@@ -44,7 +48,7 @@ def split(batch: Any, parts: int, *, where: str, asked_by: str, by: Split | None
             message = f"returned {len(given)} of a batch's parts when asked for {parts}."
             raise _cannot(f"{where}, split", message, "Return as many as asked for, equally large.", asked_by)
         return given
-    lengths = sorted({tensor.shape[0] for tensor in _tensors(batch)})
+    lengths = sorted({one.shape[0] for _, one in slots_of(batch, "", _ARRAYS) if one.ndim})
     if not lengths:
         message = f"is {type_of(batch)} without tensors, so that its samples cannot be told apart."
         fix = "Give traindiff.Training(split=...), a function of batch and number of parts that returns the parts."
@@ -66,20 +70,7 @@ def _cannot(where: str, what: str, fix: str, asked_by: str) -> ConfigError:
 
 
 def _is_rows(value: Any) -> bool:
-    return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
-
-
-def _tensors(value: Any) -> list[Any]:
-    """What has samples along its first axis, in the order in which it is found."""
-    if _is_rows(value):
-        return [value]
-    if isinstance(value, Mapping):
-        return [tensor for one in value.values() for tensor in _tensors(one)]
-    if isinstance(value, (tuple, list)):
-        return [tensor for one in value for tensor in _tensors(one)]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [tensor for one in fields(value) for tensor in _tensors(getattr(value, one.name))]
-    return []
+    return isinstance(value, _ARRAYS) and value.ndim > 0
 
 
 def _rows(value: Any, rows: slice) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from traindiff.core._torch_compat import default_store
+from traindiff.core.torch_compat.training import default_store
 from traindiff.errors import LockstepError
 
 LOOK_SECONDS = 0.5

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from traindiff.core.torch_compat.execution import version_of
 from traindiff.errors import LockstepError
 from traindiff.observe.torch.hooks.nested import replaced, tensors
 from traindiff.run.lockstep.live_side import LiveSide, noted
@@ -66,7 +67,7 @@ class BatchGuard:
         """A batch has come."""
         self._number += 1
         self._batch = batch
-        self._versions = [(tensor, _version(tensor)) for _, tensor in tensors(batch, "batch")]
+        self._versions = [(tensor, version_of(tensor)) for _, tensor in tensors(batch, "batch")]
         self._backup = _copied(batch) if self._copies or self._number == 0 else None
 
     def given(self) -> Any:
@@ -79,7 +80,7 @@ class BatchGuard:
         Raises:
             LockstepError: It has changed the batch in place, of which there is no copy.
         """
-        if self._copies or all(_version(tensor) == version for tensor, version in self._versions):
+        if self._copies or all(version_of(tensor) == version for tensor, version in self._versions):
             return
         if self._backup is None:
             raise LockstepError(
@@ -92,10 +93,6 @@ class BatchGuard:
         """Let go of the batch."""
         self._batch = self._backup = None
         self._versions = []
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _copied(batch: Any) -> Any:

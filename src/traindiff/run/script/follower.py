@@ -20,12 +20,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from traindiff.core._torch_compat import is_nested_step
 from traindiff.core.settings import RecordSettings
+from traindiff.core.torch_compat.training import is_loader_worker, is_nested_step
 from traindiff.errors import ConfigError, TraindiffWarning
 from traindiff.observe.common.listeners import Listeners
-from traindiff.observe.torch.hooks.optimizer_step import has_closure
-from traindiff.observe.torch.hooks.optimizers import inner_optimizer
+from traindiff.observe.torch.hooks.optimizer_step import has_closure, inner_optimizer
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.run.script.account import Account, SeenModel, SeenOptimizer
@@ -169,8 +168,7 @@ class Follower:
             self._account.optimizers.append(self._seen[optimizer])
 
     def _started(self, process: BaseProcess) -> None:
-        of_loader = getattr(getattr(process, "_target", None), "__module__", "") == "torch.utils.data._utils.worker"
-        self._account.num_processes += not of_loader and not self._is_elsewhere()
+        self._account.num_processes += not is_loader_worker(process) and not self._is_elsewhere()
 
     def _launched(self, command: object) -> None:
         """A program was started. Trainers start the script again for further ranks."""

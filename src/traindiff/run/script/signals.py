@@ -17,7 +17,7 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import run_as_it_is
+from traindiff.core.torch_compat.execution import exclude_from_compilation
 from traindiff.observe.common.listeners import Listeners
 
 
@@ -63,7 +63,7 @@ def _replace_call() -> None:
                 listener(self)
         return original(self, *args, **kwargs)
 
-    run_as_it_is(call, callees=False)
+    exclude_from_compilation(call, callees=False)
     _called.replace(nn.Module, "__call__", call)
 
 

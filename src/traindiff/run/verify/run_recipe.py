@@ -16,6 +16,7 @@ import torch
 from traindiff.core.observation import Observation
 from traindiff.core.setting_checks import ReplicaSetting
 from traindiff.core.settings import SETTINGS, RecordSettings, check_names, record_settings
+from traindiff.core.torch_compat.execution import log_recompilations
 from traindiff.errors import ConfigError, Problem
 from traindiff.observe.torch.perturb.making import make_replica
 from traindiff.observe.torch.perturb.precision import PrecisionReplica
@@ -202,7 +203,7 @@ class RecordedRun:
 def record_on_rank(here: Here, run: RecordedRun) -> dict[str, Any]:
     """Make one rank's part of the run."""
     if run.compiler_logs:
-        _have_the_compiler_talk()
+        log_recompilations()
     recipe = load_recipe(run.recipe, asked_by=run.asked_by) if isinstance(run.recipe, str) else run.recipe
     run_recipe(
         recipe, run.path, num_steps=run.num_steps, seed=run.seed, setup=run.setup, asked_by=run.asked_by,
@@ -248,9 +249,3 @@ def peak_bytes() -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
     return 0
-
-
-def _have_the_compiler_talk() -> None:
-    import torch._logging as logs
-
-    logs.set_logs(guards=True, recompiles=True, graph_breaks=True)  # type: ignore[attr-defined]

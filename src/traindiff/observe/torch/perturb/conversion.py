@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+
+from traindiff.core.torch_compat.execution import operator_schema
+from traindiff.core.torch_compat.training import buffers_of
+from traindiff.observe.common.containers import mapped
+from traindiff.observe.torch.hooks.nested import tensors
 
 _BITS = {torch.float64: 64, torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
 
@@ -35,20 +39,20 @@ class Cast:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Its result; where that is an argument, the argument that was given."""
-        schema = self.operator._schema.arguments
+        schema = operator_schema(self.operator).arguments
         positional = [self._cast(arg, writes_to(one)) for arg, one in zip(args, schema, strict=False)]
         writes = {one.name: writes_to(one) for one in schema}
         named = {name: self._cast(arg, writes.get(name, False)) for name, arg in kwargs.items()}
         result = self.operator(*positional, **named)
         for copy, given in self.written:
             given.copy_(copy)
-        return tree_map(self._given, result)
+        return mapped(result, Tensor, self._given)
 
     def _cast(self, argument: Any, written: bool) -> Any:  # noqa: FBT001
-        return tree_map(lambda one: self._cast_one(one, written), argument)
+        return mapped(argument, Tensor, lambda one: self._cast_one(one, written))
 
-    def _cast_one(self, argument: Any, written: bool) -> Any:  # noqa: FBT001
-        if not isinstance(argument, Tensor) or not argument.is_floating_point():
+    def _cast_one(self, argument: Tensor, written: bool) -> Tensor:  # noqa: FBT001
+        if not argument.is_floating_point():
             return argument
         dtype = self.dtype_of(argument, written)
         if dtype == argument.dtype:
@@ -58,7 +62,7 @@ class Cast:
             self.written.append((copy, argument))
         return copy
 
-    def _given(self, result: Any) -> Any:
+    def _given(self, result: Tensor) -> Tensor:
         return next((given for copy, given in self.written if copy is result), result)
 
 
@@ -69,12 +73,14 @@ def writes_to(argument: Any) -> bool:
 
 def is_view(operator: Any) -> bool:
     """Whether what the operator returns shares memory with an argument that it does not write to."""
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in operator._schema.arguments)
+    return any(
+        one.alias_info is not None and not one.alias_info.is_write for one in operator_schema(operator).arguments
+    )
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments of an operator."""
-    return [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    return [tensor for _, tensor in tensors((args, dict(kwargs)), "")]
 
 
 class Conversion:
@@ -129,7 +135,7 @@ class Conversion:
                 if value.dtype == self._dtype != before:
                     value.data = value.data.to(before)
         for module, name, dtype in self._buffers:
-            buffer = module._buffers.get(name)
+            buffer = buffers_of(module).get(name)
             if buffer is not None and buffer.dtype == self._dtype:
                 buffer.data = buffer.data.to(dtype)
         for parameter, dtype in self._parameters.items():

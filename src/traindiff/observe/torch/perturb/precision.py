@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map
 
-from traindiff.core._torch_compat import inside_backward
 from traindiff.core.observation import ITSELF
+from traindiff.core.torch_compat.execution import inside_backward, operator_schema, storage_key
+from traindiff.observe.common.containers import mapped
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.nested import replaced, tensors
 from traindiff.observe.torch.perturb.conversion import Cast, Conversion, is_shorter, is_view, tensors_of
@@ -53,16 +53,16 @@ class NominalDtypes:
 
     def of(self, tensor: Tensor) -> torch.dtype:
         """The dtype that this tensor would have."""
-        return self._by_storage.get(_address(tensor), tensor.dtype) if _has_storage(tensor) else tensor.dtype
+        return self._by_storage.get(storage_key(tensor), tensor.dtype) if _has_storage(tensor) else tensor.dtype
 
     def note(self, tensor: Tensor, dtype: torch.dtype) -> None:
         """`tensor` would have this dtype."""
         if not _has_storage(tensor):
             return
         if dtype == tensor.dtype:
-            self._by_storage.pop(_address(tensor), None)
+            self._by_storage.pop(storage_key(tensor), None)
         else:
-            self._by_storage[_address(tensor)] = dtype
+            self._by_storage[storage_key(tensor)] = dtype
 
     def clear(self) -> None:
         """Forget everything."""
@@ -91,10 +91,6 @@ def current_autocast() -> torch.dtype | None:
 
 def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
-
-
-def _address(tensor: Any) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 _DRAWING = frozenset(
@@ -166,7 +162,7 @@ class PrecisionReplica:
         return (replaced(args, promoted), replaced(kwargs, promoted)) if promoted else None
 
     def _compute(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        name = operator._schema.name.partition("::")[2]
+        name = operator_schema(operator).name.partition("::")[2]
         given = tensors_of(args, kwargs)
         if name == "_to_copy" and inside_backward() and not torch.is_grad_enabled():
             return operator(*args, **kwargs)  # autograd gives a gradient the dtype of a tensor that has a shorter one
@@ -210,7 +206,7 @@ class PrecisionReplica:
         )
 
     def _of_integers(self, arguments: Any) -> Any:
-        return tree_map(lambda one: one.to(self._dtype) if isinstance(one, Tensor) else one, arguments)
+        return mapped(arguments, Tensor, lambda one: one.to(self._dtype))
 
     def _in_longer(self, tensor: Tensor, written: bool) -> torch.dtype:  # noqa: FBT001
         return self._dtype if is_shorter(tensor.dtype, self._dtype) and not written else tensor.dtype
@@ -244,8 +240,8 @@ class PrecisionReplica:
     def _promoted(self, result: Any, nominal: torch.dtype | None, given: list[Tensor]) -> Any:
         """What an operator returned, in `dtype`, with the dtypes noted that it would have."""
 
-        def promote(one: Any) -> Any:
-            if not isinstance(one, Tensor) or not one.is_floating_point() or any(one is other for other in given):
+        def promote(one: Tensor) -> Tensor:
+            if not one.is_floating_point() or any(one is other for other in given):
                 return one
             would_be = nominal if nominal is not None else one.dtype
             if is_shorter(one.dtype, self._dtype):
@@ -253,7 +249,7 @@ class PrecisionReplica:
             self._nominal.note(one, would_be if is_shorter(would_be, self._dtype) else one.dtype)
             return one
 
-        return tree_map(promote, result)
+        return mapped(result, Tensor, promote)
 
     def _note_not_promoted(self, operator: str) -> None:
         if operator not in self._not_promoted:
@@ -274,7 +270,7 @@ def _usual_dtype(root: nn.Module) -> torch.dtype:
 
 
 def _with_dtype(arguments: Any, found: torch.dtype, wanted: torch.dtype) -> Any:
-    return tree_map(lambda one: wanted if one is found else one, arguments)
+    return mapped(arguments, torch.dtype, lambda one: wanted if one is found else one)
 
 
 def _before_step(conversion: Conversion, optimizer: Optimizer, *_: Any) -> None:

@@ -7,16 +7,15 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from traindiff.core._torch_compat import is_compiled
 from traindiff.core.setting_checks import ReplicaSetting
 from traindiff.core.site import ROOT, canonical_paths
+from traindiff.core.torch_compat.execution import TorchDispatchMode, is_compiled
 from traindiff.errors import ConfigError, NotPerturbedError, Problem
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import ModuleObserver, tap_compiled_module
+from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.hooks.out_of_sight import enter_mode, leave_mode
-from traindiff.observe.torch.hooks.silent_modules import takes_hooks
 
 NAME = "replica"
 """What a fault in a perturbation is filed under."""

@@ -14,10 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from traindiff.core.site import canonical_paths
+from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.common.sink import Sink
+from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.hooks.inspect import alter_inspected
 from traindiff.observe.torch.hooks.nested import replaced, tensors
-from traindiff.observe.torch.hooks.silent_modules import takes_hooks
 from traindiff.observe.torch.perturb.random_rounding import is_rounded, randomly_rounded, rounding_key
 from traindiff.observe.torch.perturb.replica import NAME
 
@@ -87,10 +88,10 @@ class UlpReplica:
 
     def _is_passed_on(self, tensor: Tensor, given: set[int]) -> bool:
         """Whether there is nothing new in the tensor: it was rounded before, or given and not written to."""
-        version = 0 if tensor.is_inference() else tensor._version
+        version = version_of(tensor)
         if tensor in self._versions:
             return bool(self._versions[tensor] == version)
-        return id(tensor) in given and version == 0
+        return id(tensor) in given and version <= 0
 
     def _rounded(self, sink: Sink, tensor: Tensor, path: str, slot: str) -> Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -102,7 +103,7 @@ class UlpReplica:
             rounded.register_hook(sink.altering(NAME, partial(_rounded_gradient, key)))
         else:
             rounded = randomly_rounded(tensor, self._key(sink, "forward", path, slot))
-        self._versions[rounded] = 0 if rounded.is_inference() else rounded._version
+        self._versions[rounded] = version_of(rounded)
         return rounded
 
     def _contribution(self, sink: Sink, path: str, gradient: Tensor | None) -> Tensor | None:

@@ -18,9 +18,8 @@ from traindiff.errors import TraindiffWarning, level_of_caller
 from traindiff.observe.common.batch_axis import BatchAxis
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import trace_hooks
-from traindiff.observe.torch.hooks.context import Moments, TapContext
-from traindiff.observe.torch.hooks.followed_modules import FollowedModules, hide_from_scripting
-from traindiff.observe.torch.hooks.left_behind import leave_hooks_behind
+from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.inert_on_copy import hide_from_scripting, leave_hooks_behind
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 from traindiff.observe.torch.perturb.replica import Replica, notice_compiled
 from traindiff.observe.torch.session.followed_optimizers import FollowedOptimizers
@@ -65,38 +64,20 @@ class Attachment:
         self._described: dict[str, Any] = {}
         optimizers: dict[str, OptimizerTap] = {}
         context = TapContext(
+            targets=targets,
             sink=sink,
+            containment=containment,
             # An update is the difference of two observations of a parameter.
             observe=settings.observe | ({"param"} if "update" in settings.observe else frozenset()),
             evaluation=settings.evaluation,
-            batch_axis=BatchAxis(settings.batch_axis, targets.modules),
-            moments=Moments(),
-            root=targets.root,
-            roots=targets.roots,
-            root_paths=targets.root_paths,
-            parts=targets.parts,
-            modules=targets.modules,
-            followed=FollowedModules(),
-            parameters=targets.parameters,
-            buffers=targets.buffers,
-            names=targets.names,
-            find_leaves=lambda: targets.leaves,
-            gathering=targets.gathering,
-            first_name=targets.first_name,
-            selects=targets.selects,
-            pieces_of=targets.pieces_of,
-            regions_of=targets.layout.regions_of,
-            optimizers=optimizers,
-            before_every_step=before_every_step,
             counts_skipped=settings.counts_skipped,
-            zoomed=targets.zoomed,
-            is_own_hook=containment.is_running,
-            cleaning_up=partial(containment.guarded, always=True),
-            described=self._described,
-            write_described=on_discovery,
+            before_every_step=before_every_step,
+            batch_axis=BatchAxis(settings.batch_axis, targets.modules),
+            optimizers=optimizers,
+            describe=self._describe,
         )
-        self._moments = context.moments
-        self._write_described = on_discovery
+        self._events = context.events
+        self._on_discovery = on_discovery
         upkeep = Upkeep(context, targets, on_change=on_discovery)
         self._optimizers = FollowedOptimizers(
             context,
@@ -106,8 +87,8 @@ class Attachment:
             on_discovery=on_discovery,
             before_step=upkeep.before_optimizer,
         )
-        self._moments.before_forward.append(self.settle)
-        self._moments.on_schedule.append(partial(on_schedule, targets.root))
+        self._events.before_forward.append(self.settle)
+        self._events.on_schedule.append(partial(on_schedule, targets.root))
         with ExitStack() as undo:
             if replica:  # before the taps, which see what it did
                 undo.enter_context(replica.attach(sink))
@@ -122,7 +103,7 @@ class Attachment:
             undo.enter_context(leave_hooks_behind([*targets.root.modules(), *targets.optimizers.values()]))
             self._undo = undo.pop_all()
         report = partial(_report_unused, context.batch_axis, targets.layout)
-        self._moments.at_end.append(sink.guarded("batch_axis", report))
+        self._events.at_end.append(sink.guarded("batch_axis", report))
 
     def close(self) -> None:
         """Remove all taps."""
@@ -133,9 +114,8 @@ class Attachment:
         self.settle()
         self._optimizers.end_unseen_steps()
         if elsewhere := self._optimizers.goes_on_elsewhere():
-            self._described["goes_on_elsewhere"] = elsewhere
-            self._write_described()
-        for at_end in self._moments.at_end:
+            self._describe("goes_on_elsewhere", elsewhere)
+        for at_end in self._events.at_end:
             at_end()
 
     def settle(self) -> None:
@@ -150,6 +130,11 @@ class Attachment:
     def followed(self) -> Mapping[str, OptimizerTap]:
         """The taps of the optimizers that are followed, by name."""
         return self._optimizers.taps
+
+    def _describe(self, name: str, value: Any) -> None:
+        """Put a value into `rank.json`, and have that written."""
+        self._described[name] = value
+        self._on_discovery()
 
     def describe(self) -> dict[str, Any]:
         """Names, shapes and dtypes of what is observed, for `rank.json`."""

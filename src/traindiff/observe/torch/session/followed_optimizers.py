@@ -16,13 +16,17 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import is_nested_step, is_stepping
 from traindiff.core.shards import Piece
+from traindiff.core.torch_compat.training import is_nested_step, is_stepping
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.optimizer_replay import OptimizerReplayTap
-from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap, has_closure
-from traindiff.observe.torch.hooks.optimizers import inner_optimizer, tap_optimizer_discovery
+from traindiff.observe.torch.hooks.optimizer_step import (
+    OptimizerTap,
+    has_closure,
+    inner_optimizer,
+    tap_optimizer_discovery,
+)
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.deepspeed_optimizer import EngineOptimizer
@@ -82,17 +86,17 @@ class FollowedOptimizers:
             self._listen()
             for name, optimizer in self._targets.optimizers.items():
                 self._following[name] = self._follow(name, optimizer)
-            moments, guarded = self._context.moments, self._context.sink.guarded
-            moments.after_backward.append(guarded("optimizer_step", self._after_backward))
-            for moment in (moments.before_forward, moments.at_backward):
-                moment.insert(0, guarded("optimizer_step", self.look))
-            moments.after_step.append(guarded("optimizer_step", self.look))
+            events, guarded = self._context.events, self._context.sink.guarded
+            events.after_backward.append(guarded("optimizer_step", self._after_backward))
+            for event in (events.before_forward, events.at_backward):
+                event.insert(0, guarded("optimizer_step", self.look))
+            events.after_step.append(guarded("optimizer_step", self.look))
             given = [one for one in self._targets.optimizers.values() if isinstance(one, Optimizer)]
             self._known.update([*given, *map(inner_optimizer, given)])
             self._made_before = WeakSet(given) if given else None
             if not self._targets.optimizers:
                 found = self._context.sink.guarded("optimizer_discovery", self._discover)
-                undo.enter_context(tap_optimizer_discovery(self._context.names, found, known=self._known))
+                undo.enter_context(tap_optimizer_discovery(self._targets.names, found, known=self._known))
             return undo.pop_all()
 
     def follow(self, optimizer: Optimizer, *call: Any) -> None:
@@ -100,7 +104,7 @@ class FollowedOptimizers:
         if optimizer in self._known:
             return
         self._known.update((optimizer, inner_optimizer(optimizer)))
-        if not _held_by(optimizer).isdisjoint(self._context.names):
+        if not _held_by(optimizer).isdisjoint(self._targets.names):
             self._context.sink.guarded("optimizer_discovery", self._discover)(optimizer, *call)
 
     def look(self) -> None:
@@ -139,7 +143,7 @@ class FollowedOptimizers:
 
     def _is_like_one_that_is_followed(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer holds nothing of the model, but parameters of the shapes that one for it holds."""
-        if not _held_by(optimizer).isdisjoint(self._context.names):
+        if not _held_by(optimizer).isdisjoint(self._targets.names):
             return False
         shapes = _shapes_of(optimizer)
         return any(_shapes_of(tap.optimizer) == shapes for tap in self.taps.values())
@@ -213,7 +217,7 @@ class FollowedOptimizers:
         if not replayed:
             return tap.attach()
         replay = OptimizerReplayTap(
-            inner_optimizer(optimizer), name=name, held=partial(self._updated, tap), selects=context.selects,
+            inner_optimizer(optimizer), name=name, held=partial(self._updated, tap), selects=context.targets.selects,
             sink=context.sink,
         )  # fmt: skip
         return replay.attach(around=tap.attach)
@@ -249,7 +253,7 @@ class FollowedOptimizers:
 
     def _paths_of(self, optimizer: Optimizer) -> set[str]:
         """Paths of the model's parameters that an optimizer holds."""
-        return {path for key in _held_by(optimizer) if (path := self._context.names.get(key)) is not None}
+        return {path for key in _held_by(optimizer) if (path := self._targets.names.get(key)) is not None}
 
     def _follow_no_more(self) -> None:
         with ExitStack() as undo:
@@ -263,7 +267,7 @@ class FollowedOptimizers:
         self._elsewhere.clear()
         with out_of_sight():
             if name == self._context.sink.progress.optimizer:
-                for after_step in self._context.moments.after_step:
+                for after_step in self._context.events.after_step:
                     after_step()
             self._on_step(name)
 

@@ -9,6 +9,7 @@ from inspect import getattr_static
 from torch import nn
 
 from traindiff.core.site import WRAPPERS
+from traindiff.core.torch_compat.training import live_children_of
 
 
 def live_modules() -> list[nn.Module]:
@@ -26,7 +27,7 @@ def outermost(modules: Sequence[nn.Module], parameter_ids: Collection[int]) -> l
         modules: All that there are.
         parameter_ids: Ids of parameters.
     """
-    inside = {id(child) for module in modules for child in _children(module)}
+    inside = {id(child) for module in modules for child in live_children_of(module)}
     return [
         module
         for module in modules
@@ -87,7 +88,7 @@ def called_of(model: nn.Module, first: nn.Module | None = None) -> list[nn.Modul
 
 def trained_parts(model: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules inside a model that compute something, and have parameters to train."""
-    for child in _children(model):
+    for child in live_children_of(model):
         if not any(one.requires_grad for one in child.parameters()):
             continue
         if has_forward(child):
@@ -99,9 +100,3 @@ def trained_parts(model: nn.Module) -> Iterator[nn.Module]:
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called at all; lists of modules cannot."""
     return getattr_static(type(module), "forward") is not nn.Module.forward
-
-
-def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Without what a module that is only half made, or is no longer one, might raise."""
-    inner = vars(module).get("_modules") or {}
-    return (child for child in dict(inner).values() if isinstance(child, nn.Module))

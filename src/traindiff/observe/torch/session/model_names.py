@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import is_compiled
 from traindiff.core.site import ROOT, WRAPPERS, canonical_paths, matches, part_name
+from traindiff.core.torch_compat.execution import is_compiled
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.observe.torch.sharding.flat_parameters import FlatParameters
 from traindiff.observe.torch.sharding.registry import ENGINES

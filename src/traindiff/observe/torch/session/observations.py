@@ -11,17 +11,18 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from traindiff.core._torch_compat import arrived, has_arrived, is_asynchronous, is_tracing, run_as_it_is, versions_of
 from traindiff.core.kernels.store import SummaryStore
 from traindiff.core.kernels.torch_arrays import detail_of, dtype_name, shape_of
 from traindiff.core.observation import LOSS_SCALE, OPERATOR_STAGES, SAMPLE, Merge, Observation
 from traindiff.core.shards import Region, Shard
 from traindiff.core.summary import Detail
+from traindiff.core.torch_compat.execution import exclude_from_compilation, is_tracing
+from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynchronous, versions_of
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.common.faults import Faults
 from traindiff.observe.common.progress import Progress
 from traindiff.observe.common.sink import Pending
-from traindiff.observe.torch.hooks.left_behind import LeftBehind
+from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.perturb.replica import NAME as REPLICA
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
@@ -33,7 +34,7 @@ _REPLICA_FAILED = (
 )
 
 
-class _Guard(LeftBehind):
+class _Guard(InertOnCopy):
     """A hook made harmless."""
 
     def __init__(
@@ -53,7 +54,7 @@ class _Guard(LeftBehind):
         return result if self._alters else None
 
 
-run_as_it_is(_Guard.__call__, callees=True)
+exclude_from_compilation(_Guard.__call__, callees=True)
 
 
 class Containment(Faults):

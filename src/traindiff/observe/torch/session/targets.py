@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import is_fully_sharded
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.shards import DeclaredShard, Piece
 from traindiff.core.site import ROOT, canonical_path, canonical_paths, matches, path_in_whole
+from traindiff.core.torch_compat.training import is_fully_sharded
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, level_of_caller, type_of
 from traindiff.observe.common.containers import is_of
 from traindiff.observe.common.user_input import warn_of_other_models

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from traindiff.core.site import canonical_paths, matches
+from traindiff.core.torch_compat.training import children_of, parameters_of
 from traindiff.observe.torch.hooks.context import TapContext
-from traindiff.observe.torch.hooks.followed_modules import FollowedModules
-from traindiff.observe.torch.hooks.silent_modules import takes_hooks
+from traindiff.observe.torch.hooks.followed_modules import FollowedModules, takes_hooks
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.registry import ENGINES
 
@@ -54,16 +54,16 @@ class ChangedModel:
         """Remember the tree. What it is made of is kept alive, so that nothing else gets the id of a part of it."""
         self._tree = []
         for module in self._targets.root.modules():
-            parts: list[Any] = [*module._modules.values()]
+            parts: list[Any] = [*children_of(module).values()]
             if self._replaces_parameters:
-                parts += module._parameters.values()
+                parts += parameters_of(module).values()
             self._tree.append((module, parts, [*map(id, parts)]))
 
     def _is_changed(self) -> bool:
         for module, _, ids in self._tree:
-            found = [*map(id, module._modules.values())]
+            found = [*map(id, children_of(module).values())]
             if self._replaces_parameters:
-                found += map(id, module._parameters.values())
+                found += map(id, parameters_of(module).values())
             if found != ids:
                 return True
         return False
@@ -144,12 +144,12 @@ class Upkeep:
         self._on_change = on_change
 
     def attach(self) -> None:
-        """Have the training looked at in these moments, which end with the session."""
-        guarded, moments = partial(self._context.sink.guarded, "upkeep"), self._context.moments
-        moments.before_forward.insert(0, guarded(self._before_forward))
-        moments.after_forward.append(guarded(self._after_forward))
-        moments.at_backward.append(guarded(self._at_backward))
-        moments.after_step.append(guarded(self._after_step))
+        """Have the training looked at in these events, which end with the session."""
+        guarded, events = partial(self._context.sink.guarded, "upkeep"), self._context.events
+        events.before_forward.insert(0, guarded(self._before_forward))
+        events.after_forward.append(guarded(self._after_forward))
+        events.at_backward.append(guarded(self._at_backward))
+        events.after_step.append(guarded(self._after_step))
 
     def before_optimizer(self) -> None:
         """An optimizer is about to step."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import distributed, nn
 
-from traindiff.core._torch_compat import localized_layout
+from traindiff.core.torch_compat.training import localized_layout
 from traindiff.observe.torch.sharding.distributed_tensor import MeshAxis, is_distributed, mesh_of
 from traindiff.observe.torch.sharding.registry import ENGINES
 

@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from traindiff.core.shards import Piece, Shard
+from traindiff.core.torch_compat.training import FORWARD_PRE_HOOKS
 from traindiff.errors import UnsupportedTensorError
 
 
@@ -66,7 +67,7 @@ def find_engine(model: nn.Module) -> Any:
     if isinstance(model, kind):
         return model
     # A wrapped module does not know its engine; but hooks on it do, which the engine defines in a method of its own.
-    for hook in model._forward_pre_hooks.values():
+    for hook in getattr(model, FORWARD_PRE_HOOKS).values():
         for cell in getattr(hook, "__closure__", None) or ():
             if isinstance(cell.cell_contents, kind) and cell.cell_contents.module is model:
                 return cell.cell_contents

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from traindiff.core._torch_compat import data_mesh_of, is_fully_sharded, replicating_group, root_mesh
 from traindiff.core.shards import Region
+from traindiff.core.torch_compat.training import data_mesh_of, is_fully_sharded, replicating_group, root_mesh
 from traindiff.observe.torch.sharding.deepspeed_optimizer import find_engine
 
 # Each returns the ranks in order, or None where the model is not one of the engine's.

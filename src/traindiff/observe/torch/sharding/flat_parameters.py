@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from traindiff.core.shards import Piece, Shard
 from traindiff.core.site import canonical_path
+from traindiff.core.torch_compat.training import FLAT_PARAMETER, FlatLayout, flat_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,32 +121,24 @@ def find_flat_parameters(model: nn.Module) -> list[FlatParameter]:
     if fsdp is None:
         return []
     return [
-        _flat_parameter(name, module)
+        _flat_parameter(name, layout)
         for name, module in model.named_modules()
-        if isinstance(module, fsdp.FullyShardedDataParallel) and _handle(module) is not None
+        if isinstance(module, fsdp.FullyShardedDataParallel) and (layout := flat_layout(module)) is not None
     ]
 
 
-def _handle(module: Any) -> Any:
-    # There is no public way to ask what a flat parameter is made of; the attributes are described in the docstring of
-    # torch.distributed.fsdp._flat_param.FlatParameter and have been the same since torch 2.1.
-    return module._handle
-
-
-def _flat_parameter(name: str, module: nn.Module) -> FlatParameter:
-    handle = _handle(module)
-    flat: Any = handle.flat_param
+def _flat_parameter(name: str, flat: FlatLayout) -> FlatParameter:
     owner = _joined(name, "_fsdp_wrapped_module")
     further: dict[str, list[str]] = {}
-    for shared in flat._shared_param_infos:
+    for shared in flat.shared:
         first = _joined(shared.prim_module_name, shared.prim_param_name)
         further.setdefault(first, []).append(_joined(shared.module_name, shared.param_name))
-    parameters: Sequence[Any] = flat._params or [None] * len(flat._fqns)
-    places = zip(flat._fqns, flat._shapes, _starts(flat), flat._shard_param_infos, parameters, strict=True)
+    parameters: Sequence[Any] = flat.parameters or [None] * len(flat.names)
+    places = zip(flat.names, flat.shapes, _starts(flat), flat.ranges, parameters, strict=True)
     return FlatParameter(
-        tensor=flat,
-        name="" if flat._params is not None else f"{owner}._flat_param",
-        local_size=int(flat._sharded_size.numel()),
+        tensor=flat.tensor,
+        name="" if flat.parameters is not None else f"{owner}.{FLAT_PARAMETER}",
+        local_size=flat.local_size,
         members=tuple(
             Member(
                 path=canonical_path(_joined(owner, path)),
@@ -162,10 +155,10 @@ def _flat_parameter(name: str, module: nn.Module) -> FlatParameter:
     )
 
 
-def _starts(flat: Any) -> Iterator[int]:
+def _starts(flat: FlatLayout) -> Iterator[int]:
     """Where each parameter begins in the gathered tensor: between them there may be padding."""
     start = 0
-    for size, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+    for size, is_padding in flat.padded:
         if not is_padding:
             yield start
         start += int(size)

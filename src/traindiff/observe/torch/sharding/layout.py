@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
-from traindiff.core._torch_compat import localized_layout
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import Merge
 from traindiff.core.shards import DeclaredShard, Piece, Region, Regions, Shard
+from traindiff.core.torch_compat.training import localized_layout
 from traindiff.observe.torch.sharding.data_parallel import DataParallel, find_data_parallel
 from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of, region_placed

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import distributed, nn
 
-from traindiff.core._torch_compat import num_chunks_of
+from traindiff.core.torch_compat.training import num_chunks_of
 from traindiff.observe.torch.sharding.data_parallel import BY_HAND, DataParallel, find_data_parallel
 from traindiff.observe.torch.sharding.distributed_tensor import MeshAxis
 

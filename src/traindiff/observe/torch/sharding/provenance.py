@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from traindiff.core._torch_compat import result_shape, saved_dims
 from traindiff.core.shards import Ranges, Region, Regions
+from traindiff.core.torch_compat.execution import result_shape, saved_dims
+from traindiff.core.torch_compat.training import TO_LOCAL
 from traindiff.observe.torch.sharding.distributed_tensor import region_placed
 
 MOST_RANGES = 256
@@ -99,9 +100,6 @@ def _merged(shape: Sequence[int], ranges: Sequence[Ranges]) -> Ranges | None:
     return tuple(found)
 
 
-_LOCAL = "_ToTorchTensorBackward"
-"""Node of `DTensor.to_local`. It has `dtensor_spec`, the layout of the DTensor, and `grad_placements`."""
-
 _ELEMENT_BY_ELEMENT = re.compile(
     "(?:Abs|Add|Alias|Clamp|Clone|Div|Dropout|Elu|Erf|Exp|FusedRmsNorm|Gelu|Hardsigmoid|Hardswish|Hardtanh|LeakyRelu|Log"
     "|LogSoftmax|MaskedFill|Mul|NativeDropout|NativeLayerNorm|Neg|Pow|Relu|Rsub|Rsqrt|Sigmoid|Silu|Softmax|Softplus"
@@ -132,7 +130,7 @@ def _of_node(node: Any, depth: int) -> Regions | None:
     if node is None or not depth:
         return None
     name = type(node).__name__
-    if name == _LOCAL:
+    if name == TO_LOCAL:
         return _of_local(node)
     known: Regions | None = node.metadata.get(_KEY)
     if known is None:
