@@ -1,4 +1,4 @@
-"""`traindiff.observe.mindspore.record`: attach the taps to a MindSpore training and write what they see."""
+"""`traindiff.mindspore.record`: attach the taps to a MindSpore training and write what they see."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def record(
     """Record a MindSpore training's numbers, without disturbing it.
 
     ```python
-    with traindiff.observe.mindspore.record("runs/mindspore", net, optimizer) as run:
+    with traindiff.mindspore.record("runs/mindspore", net, optimizer) as run:
         for inputs, labels in batches:
             loss, gradients = loss_and_gradients(inputs, labels)
             optimizer(gradients)

@@ -74,7 +74,7 @@ class Unseen:
 
 
 class Recorder:
-    """A recording in progress. Made by `traindiff.observe.mindspore.record`; ended by `close` or its `with` block.
+    """A recording in progress. Made by `traindiff.mindspore.record`; ended by `close` or its `with` block.
 
     Args:
         path: Directory to write.

@@ -152,7 +152,7 @@ class Targets:
 
 
 _ScriptModule: type[nn.Module] = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
-_OF_MINDSPORE = "A MindSpore training is recorded with traindiff.observe.mindspore.record(path, cell, optimizer)."
+_OF_MINDSPORE = "A MindSpore training is recorded with traindiff.mindspore.record(path, cell, optimizer)."
 _OPTIMIZER = "Give the optimizer whose step() the training calls, or leave it out to have it found."
 
 
