@@ -13,8 +13,7 @@ from mindspore import nn
 from traindiff.core.settings import RecordSettings, check_names, record_settings, recording_path
 from traindiff.core.tap_registry import OBSERVABLE
 from traindiff.errors import ConfigError, Problem
-from traindiff.observe.mindspore.environment import GRAPH, mode
-from traindiff.observe.mindspore.recorder import Recorder
+from traindiff.observe.mindspore.recorder import GRAPH, Recorder, mode
 from traindiff.observe.mindspore.targets import Optimizers, find_targets
 
 OBSERVABLE_HERE = ("batch", "forward", "grad", "optimizer", "update", "param")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from traindiff.core.settings import RecordSettings
 from traindiff.core.tap_registry import TAPS
@@ -142,14 +141,10 @@ class Attachment:
         """End the steps of optimizers that ran in compiled code, which has returned by now."""
         self._optimizers.settle()
 
-    def follow(self, optimizer: Optimizer, *call: Any) -> None:
-        """See `FollowedOptimizers.follow`."""
-        self._optimizers.follow(optimizer, *call)
-
     @property
-    def followed(self) -> Mapping[str, OptimizerTap]:
-        """The taps of the optimizers that are followed, by name."""
-        return self._optimizers.taps
+    def optimizers(self) -> FollowedOptimizers:
+        """The optimizers that are followed."""
+        return self._optimizers
 
     def describe(self) -> dict[str, Any]:
         """Names, shapes and dtypes of what is observed, for `rank.json`."""
