@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from traindiff.core.settings import check_names, record_settings, recording_path
-from traindiff.observe.torch.session.live_modules import called_of, outermost_around, trained_parts
+from traindiff.observe.torch.session.models import called_of, outermost_around, trained_parts
 from traindiff.observe.torch.session.record import STANDARD_SETTINGS, recorder_of
 from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import find_targets

@@ -22,8 +22,8 @@ from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
 from traindiff.observe.common.faults import Faults
-from traindiff.observe.mindspore.sights import Followed, Sight
 from traindiff.observe.mindspore.step_tap import TAP, StepTap
+from traindiff.observe.mindspore.targets import Followed, Sight
 
 PATIENCE_SECONDS = 60.0
 """How long a graph that runs is waited for."""

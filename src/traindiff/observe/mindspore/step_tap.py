@@ -13,7 +13,7 @@ from traindiff.core.observation import NO_GRADIENT
 from traindiff.observe.common.faults import Faults
 from traindiff.observe.mindspore.forward_pass import Listener, listen
 from traindiff.observe.mindspore.observations import Observations, read
-from traindiff.observe.mindspore.sights import COUNT, RATE, Followed, Sight
+from traindiff.observe.mindspore.targets import COUNT, RATE, Followed, Sight
 
 TAP = "optimizer_step"
 """What faults of this are filed under."""
