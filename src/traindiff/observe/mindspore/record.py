@@ -20,7 +20,8 @@ OBSERVABLE_HERE = ("batch", "forward", "grad", "optimizer", "update", "param")
 """What can be observed of a MindSpore training."""
 
 OUTSIDE_GRAPHS = ("batch", "forward")
-"""What of that cannot be seen in code that MindSpore has compiled."""
+"""The part of it that cannot be observed in code that MindSpore has compiled."""
+
 NOT_SET_HERE: dict[str, Any] = {"sample_order": "blocks", "evaluation": False, "replica": None}
 """Settings that MindSpore trainings cannot choose."""
 
@@ -55,15 +56,15 @@ def record(
     The training computes the same bits with and without it. An error inside traindiff disables the part in which it
     happened, is written into the recording, warns once, and the training goes on.
 
-    Call it before the training is compiled: before the first call of what `mindspore.jit` has decorated, and of
-    `Model.train`. What was compiled without it cannot be seen, and then a warning and the recording say so.
+    Call it before the training is compiled: before the first call of a function that `mindspore.jit` has decorated,
+    and of `Model.train`. Code compiled earlier cannot be observed; then a warning and the recording say so.
 
     Args:
         path: Directory to write: a local path or any fsspec URL.
         cell: The model: its paths name cells and parameters, and its calls are the forward passes. None to
-            observe optimizers alone, under the names that parameters have themselves.
-        optimizer: Whose calls are the steps: one, several, or several by name. With several, each
-            counts its own steps, and the first also those of forward passes.
+            observe optimizers alone, under the own names of the parameters.
+        optimizer: The optimizers whose calls are the steps: one, several, or several by name. Each counts its own
+            steps, and the first also those of forward passes.
         observe: Some of `batch`, `forward`, `grad`, `optimizer`, `update` and `param`. Default: all of them where
             MindSpore runs in PyNative mode; in graph mode all but `batch` and `forward`.
         select: Globs over canonical paths of cells and parameters, e.g. `"encoder.3.*"`.
@@ -78,14 +79,14 @@ def record(
         batch_axis: Where the batch axis is, if it is not axis 0: one axis for all, or by glob over
             paths, None for tensors without one. See docs/batch-axis.md.
         strict: Raise errors of traindiff's own instead of going on without the part that failed.
-        misspelt: What is no setting is an error that names the nearest one.
+        misspelt: Unknown settings raise ConfigError with a suggestion.
 
     Returns:
         The running recording: a context manager with `log`, `close` and `step`.
 
     Raises:
-        ConfigError: A setting is wrong, `select` matches nothing, `path` is taken, or something is asked for that
-            cannot be seen. Nothing was attached and nothing was written.
+        ConfigError: A setting is wrong, `select` matches nothing, `path` is taken, or `observe` names something
+            that cannot be observed here. Nothing was attached and nothing was written.
     """
     known = [name for name in signature(record).parameters if name not in ("path", "cell", "misspelt")]
     check_names(misspelt, known=known)
@@ -103,7 +104,8 @@ def record(
         **NOT_SET_HERE,
     )
     targets = find_targets(cell, optimizer, select=settings.select)
-    settings = _without_cells(settings) if cell is None and observe is None else settings
+    if cell is None and observe is None:
+        settings = replace(settings, observe=settings.observe - set(OUTSIDE_GRAPHS))
     _refuse_unseen(settings, without_cell=cell is None)
     return Recorder(directory, targets, settings, overwrite=overwrite)
 
@@ -113,16 +115,8 @@ def _seen_by_default() -> tuple[str, ...]:
     return tuple(name for name in OBSERVABLE_HERE if not (compiled and name in OUTSIDE_GRAPHS))
 
 
-def _without_cells(settings: RecordSettings) -> RecordSettings:
-    return replace(settings, observe=settings.observe - set(OUTSIDE_GRAPHS))
-
-
 def _refuse_unseen(settings: RecordSettings, *, without_cell: bool) -> None:
-    """Refuse what is asked for and cannot be seen.
-
-    Raises:
-        ConfigError: Something is.
-    """
+    """Raise ConfigError if `observe` names something that cannot be observed here."""
     problems = []
     for name in (name for name in OBSERVABLE if name in settings.observe):
         where = "record(observe=...)"
@@ -149,4 +143,4 @@ STANDARD_SETTINGS: dict[str, Any] = {
     },
     **NOT_SET_HERE,
 }
-"""What is recorded where nothing else is asked for: the arguments of `record_settings`."""
+"""The default arguments of `record_settings`."""

@@ -16,10 +16,10 @@ import torch
 from traindiff.core.observation import Observation
 from traindiff.core.settings import RecordSettings, ReplicaSetting, check_names, record_settings
 from traindiff.errors import ConfigError, Problem
-from traindiff.observe.torch.perturb.making import make_replica
+from traindiff.observe.torch.perturb import make_replica
 from traindiff.observe.torch.perturb.precision import PrecisionReplica
-from traindiff.observe.torch.perturb.random_rounding import is_rounded, randomly_rounded, rounding_key
 from traindiff.observe.torch.perturb.replica import Replica, compiled_parts
+from traindiff.observe.torch.perturb.ulp import is_rounded, randomly_rounded, rounding_key
 from traindiff.observe.torch.session.record import STANDARD_SETTINGS
 from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import Targets, find_targets

@@ -10,7 +10,7 @@ from typing import Any, Never
 from traindiff.core.settings import RecordSettings, check_names, record_settings, recording_path
 from traindiff.core.shards import DeclaredShard
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
-from traindiff.observe.torch.perturb.making import make_replica
+from traindiff.observe.torch.perturb import make_replica
 from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import Models, Optimizers, Targets, find_targets
 

@@ -28,9 +28,9 @@ from traindiff.observe.torch.session.environment import describe, rank_and_world
 from traindiff.observe.torch.session.observations import Containment, Observations
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
+from traindiff.observe.torch.sharding.data_parallel import Pipeline, find_pipeline
+from traindiff.observe.torch.sharding.engines import ENGINES
 from traindiff.observe.torch.sharding.layout import in_pipeline
-from traindiff.observe.torch.sharding.pipeline import Pipeline, find_pipeline
-from traindiff.observe.torch.sharding.registry import ENGINES
 
 
 class Recorder(Session[Observations]):
@@ -100,7 +100,8 @@ class Recorder(Session[Observations]):
             return
         opened = self._open(
             open_writer or on_disk(path, overwrite=overwrite), rank, world_size, circumstances=describe(),
-            mesh=layout.to_json(), engine=next(filter(None, (one.settings(targets.root) for one in ENGINES)), None),
+            mesh=layout.data.to_json(),
+            engine=next(filter(None, (one.settings(targets.root) for one in ENGINES)), None),
             forced_by=None if forced is None else forced.path, recipe=recipe,
         )  # fmt: skip
         with self._out_of_sight(), opened as undo:
@@ -176,7 +177,7 @@ class Recorder(Session[Observations]):
         layout = self._observations.layout = in_pipeline(self._observations.layout, model, pipeline)
         self._progress.data_rank, self._progress.data_size = layout.data.rank, layout.data.size
         if self._writer is not None:
-            self._writer.write_run({**self._run, "mesh": layout.to_json()})
+            self._writer.write_run({**self._run, "mesh": layout.data.to_json()})
             self._write_rank()
 
     def _catch_up(self) -> None:
@@ -202,7 +203,7 @@ class Recorder(Session[Observations]):
             content["pipeline"] = self._pipeline.to_json()
         run = {
             "world_size": self._run["world_size"],
-            "mesh": self._observations.layout.to_json(),
+            "mesh": self._observations.layout.data.to_json(),
             "pid": os.getpid(),
         }
         return {**content, **run}
