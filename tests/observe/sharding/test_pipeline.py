@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import traindiff
-from tests.observe.sharding.data_paralleld import train_pipelined, train_whole
+from tests.observe.sharding.pipelined import train_pipelined, train_whole
 from tests.on_ranks import RanksError, run_on_ranks
 from traindiff.analyse.compare.verdict import Comparison
 from traindiff.analyse.findings import Finding

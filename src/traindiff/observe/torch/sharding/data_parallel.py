@@ -17,115 +17,6 @@ BY_HAND = "by hand"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataParallel:
-    """This rank's place among the ranks that each have a part of the batch.
-
-    Attributes:
-        rank: Its number among them.
-        size: Number of these ranks.
-        engine: The engine that divides the batch, e.g. `DistributedDataParallel`; empty for a single process.
-        alike: Number of ranks that work on the same samples, because they divide the model or each sample.
-        part: Number of this rank's part of each sample, e.g. of its sequence, among `parts`.
-        parts: Number of parts of each sample.
-    """
-
-    rank: int = 0
-    size: int = 1
-    engine: str = ""
-    alike: int = 1
-    part: int = 0
-    parts: int = 1
-
-    @property
-    def term(self) -> int:
-        """This rank's number among the ranks that each have a term of the loss."""
-        return self.rank * self.parts + self.part
-
-    @property
-    def num_terms(self) -> int:
-        """Number of terms of the loss."""
-        return self.size * self.parts
-
-    @property
-    def factor(self) -> float:
-        """Factor in gradients before the reduction, which averages, relative to those of the global batch."""
-        return float(self.num_terms)
-
-    def to_json(self) -> dict[str, Any] | None:
-        """For `run.json`; None for a single process."""
-        if not self.engine:
-            return None
-        found: dict[str, Any] = {"data_parallel": self.size, "engine": self.engine}
-        if self.parts > 1:
-            found["context_parallel"] = self.parts
-        if self.alike > self.parts:
-            found["model_parallel"] = self.alike // self.parts
-        return found
-
-
-def find_data_parallel(
-    model: nn.Module, *, model_axes: Sequence[MeshAxis] = (), sample_axes: Sequence[MeshAxis] = ()
-) -> DataParallel:
-    """How the batch is divided, as far as the model shows it.
-
-    DistributedDataParallel, both FSDPs and DeepSpeed's engine know their process groups. A model with only
-    tensor-parallel parameters gets the same batch on all ranks of their mesh. Any other model on several ranks is
-    taken as data-parallel over all of them: by hand, or by an optimizer that shards its state.
-
-    Args:
-        model: The root module.
-        model_axes: Declared axes over which the model is divided: ranks along them work on the same samples.
-        sample_axes: Declared axes over which each sample is divided: ranks along them have terms of the loss.
-    """
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return DataParallel()
-    ranks, engine = _ranks_and_engine(model)
-    axes = [*model_axes, *sample_axes]
-    if engine == BY_HAND and (axis := _tensor_axis(model)) is not None:
-        engine, axes = "tensor parallel", [*axes, axis]
-    size, rank = len(ranks), ranks.index(distributed.get_rank())
-    within = {axis.ranks: [ranks.index(one) for one in axis.ranks] for axis in axes if {*axis.ranks} <= {*ranks}}
-    for numbers in sorted(within.values(), key=lambda numbers: numbers[-1] - numbers[0], reverse=True):
-        rank, size = without(rank, numbers), size // len(numbers)
-    part, parts = 0, 1
-    for axis in sample_axes:
-        part, parts = part * axis.size + axis.index, parts * axis.size
-    divided = axes or _tensor_axis(model) is not None
-    alike = distributed.get_world_size() // size if divided else 1
-    return DataParallel(rank=rank, size=size, engine=engine, alike=alike, part=part, parts=parts)
-
-
-def _ranks_and_engine(model: nn.Module) -> tuple[Sequence[int], str]:
-    """The ranks over which gradients are reduced, in order, and the name of the engine."""
-    for engine in ENGINES:
-        if (ranks := engine.reducing_ranks(model)) is not None:
-            return ranks, engine.name
-    return range(distributed.get_world_size()), BY_HAND
-
-
-def _tensor_axis(model: nn.Module) -> MeshAxis | None:
-    """The ranks over which parameters are divided, if they are DTensors or local parts of DTensors."""
-    for parameter in model.parameters():
-        layout = localized_layout(parameter)
-        if layout is not None or is_distributed(parameter):
-            ranks = (mesh_of(parameter) if layout is None else layout.mesh).mesh.flatten().tolist()
-            return MeshAxis(ranks=tuple(ranks), index=ranks.index(distributed.get_rank()))
-    return None
-
-
-def without(rank: int, axis: Sequence[int]) -> int:
-    """Number of a rank in its mesh after one axis is left out.
-
-    Args:
-        rank: Number of the rank in the whole mesh, in which the last axis counts fastest.
-        axis: Numbers of the ranks along that axis, this one among them.
-    """
-    size = len(axis)
-    step = axis[1] - axis[0] if size > 1 else 1
-    return rank // (step * size) * step + rank % step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """A pipeline, as one of its ranks knows it.
 
@@ -176,56 +67,126 @@ def find_pipeline(schedule: Any, stages: Sequence[Any]) -> Pipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineParallel(DataParallel):
-    """This rank's place among the ranks that share the batch, which are stages of one pipeline.
+class DataParallel:
+    """This rank's place among the ranks that each have a part of the batch.
 
     Attributes:
-        pipeline: The pipeline of this rank.
+        rank: Its number among them.
+        size: Number of these ranks.
+        engine: The engine that divides the batch, e.g. `DistributedDataParallel`; empty for a single process.
+        alike: Number of ranks that work on the same samples, because they divide the model or each sample.
+        part: Number of this rank's part of each sample, e.g. of its sequence, among `parts`.
+        parts: Number of parts of each sample.
+        pipeline: The pipeline of this rank, if it has stages of one.
     """
 
-    pipeline: Pipeline
+    rank: int = 0
+    size: int = 1
+    engine: str = ""
+    alike: int = 1
+    part: int = 0
+    parts: int = 1
+    pipeline: Pipeline | None = None
+
+    @property
+    def term(self) -> int:
+        """This rank's number among the ranks that each have a term of the loss."""
+        return self.rank * self.parts + self.part
+
+    @property
+    def num_terms(self) -> int:
+        """Number of terms of the loss."""
+        return self.size * self.parts
 
     @property
     def factor(self) -> float:
-        """`DataParallel.factor`, times the factor that the schedule divides by later."""
-        return self.num_terms * self.pipeline.factor
+        """Factor in gradients before the reduction, which averages, relative to those of the global batch."""
+        return self.num_terms * (1.0 if self.pipeline is None else self.pipeline.factor)
 
-    def to_json(self) -> dict[str, Any]:
-        """For `run.json`."""
-        pipeline = self.pipeline
-        return {
-            **(DataParallel.to_json(self) or {}),
-            "pipeline": pipeline.num_stages,
-            "schedule": pipeline.schedule,
-            "micro_batches": pipeline.num_chunks,
-            "scales_gradients": pipeline.scales_gradients,
-        }
+    def to_json(self) -> dict[str, Any] | None:
+        """For `run.json`; None for a single process."""
+        if not self.engine:
+            return None
+        found: dict[str, Any] = {"data_parallel": self.size, "engine": self.engine}
+        if self.parts > 1:
+            found["context_parallel"] = self.parts
+        if self.alike > self.parts:
+            found["model_parallel"] = self.alike // self.parts
+        if self.pipeline is not None:
+            found["pipeline"] = self.pipeline.num_stages
+            found["schedule"] = self.pipeline.schedule
+            found["micro_batches"] = self.pipeline.num_chunks
+            found["scales_gradients"] = self.pipeline.scales_gradients
+        return found
 
 
-def beside_pipeline(
+def find_data_parallel(
     model: nn.Module,
-    pipeline: Pipeline,
     *,
     model_axes: Sequence[MeshAxis] = (),
     sample_axes: Sequence[MeshAxis] = (),
-) -> PipelineParallel:
-    """How the batch is divided over ranks some of which are stages of one pipeline.
+    pipeline: Pipeline | None = None,
+) -> DataParallel:
+    """How the batch is divided, as far as the model shows it.
+
+    DistributedDataParallel, both FSDPs and DeepSpeed's engine know their process groups. A model with only
+    tensor-parallel parameters gets the same batch on all ranks of their mesh. Any other model on several ranks is
+    taken as data-parallel over all of them: by hand, or by an optimizer that shards its state.
 
     Args:
-        model: This rank's part of the model.
-        pipeline: The pipeline of this rank.
-        model_axes: See `find_data_parallel`.
-        sample_axes: See `find_data_parallel`.
+        model: The root module.
+        model_axes: Declared axes over which the model is divided: ranks along them work on the same samples.
+        sample_axes: Declared axes over which each sample is divided: ranks along them have terms of the loss.
+        pipeline: The pipeline of this rank, if it has stages of one: its ranks share the batch.
     """
-    ranks = sorted(set(pipeline.ranks))
-    stages = MeshAxis(ranks=tuple(ranks), index=ranks.index(distributed.get_rank()))
-    data = find_data_parallel(model, model_axes=[*model_axes, stages], sample_axes=sample_axes)
-    return PipelineParallel(
-        rank=data.rank,
-        size=data.size,
-        engine="pipeline" if data.engine == BY_HAND and data.size == 1 else data.engine,
-        alike=max(1, data.alike // len(ranks)),  # ranks with other stages have other tensors
-        part=data.part,
-        parts=data.parts,
-        pipeline=pipeline,
-    )
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return DataParallel()
+    ranks, engine = _ranks_and_engine(model)
+    stages = () if pipeline is None else tuple(sorted(set(pipeline.ranks)))
+    pipelines = [MeshAxis(ranks=stages, index=stages.index(distributed.get_rank()))] if stages else []
+    axes = [*model_axes, *pipelines, *sample_axes]
+    if engine == BY_HAND and (axis := _tensor_axis(model)) is not None:
+        engine, axes = "tensor parallel", [*axes, axis]
+    size, rank = len(ranks), ranks.index(distributed.get_rank())
+    within = {axis.ranks: [ranks.index(one) for one in axis.ranks] for axis in axes if {*axis.ranks} <= {*ranks}}
+    for numbers in sorted(within.values(), key=lambda numbers: numbers[-1] - numbers[0], reverse=True):
+        rank, size = without(rank, numbers), size // len(numbers)
+    part, parts = 0, 1
+    for axis in sample_axes:
+        part, parts = part * axis.size + axis.index, parts * axis.size
+    divided = axes or _tensor_axis(model) is not None
+    alike = distributed.get_world_size() // size if divided else 1
+    if stages:
+        alike = max(1, alike // len(stages))  # ranks with other stages have other tensors
+        engine = "pipeline" if engine == BY_HAND and size == 1 else engine
+    return DataParallel(rank=rank, size=size, engine=engine, alike=alike, part=part, parts=parts, pipeline=pipeline)
+
+
+def _ranks_and_engine(model: nn.Module) -> tuple[Sequence[int], str]:
+    """The ranks over which gradients are reduced, in order, and the name of the engine."""
+    for engine in ENGINES:
+        if (ranks := engine.reducing_ranks(model)) is not None:
+            return ranks, engine.name
+    return range(distributed.get_world_size()), BY_HAND
+
+
+def _tensor_axis(model: nn.Module) -> MeshAxis | None:
+    """The ranks over which parameters are divided, if they are DTensors or local parts of DTensors."""
+    for parameter in model.parameters():
+        layout = localized_layout(parameter)
+        if layout is not None or is_distributed(parameter):
+            ranks = (mesh_of(parameter) if layout is None else layout.mesh).mesh.flatten().tolist()
+            return MeshAxis(ranks=tuple(ranks), index=ranks.index(distributed.get_rank()))
+    return None
+
+
+def without(rank: int, axis: Sequence[int]) -> int:
+    """Number of a rank in its mesh after one axis is left out.
+
+    Args:
+        rank: Number of the rank in the whole mesh, in which the last axis counts fastest.
+        axis: Numbers of the ranks along that axis, this one among them.
+    """
+    size = len(axis)
+    step = axis[1] - axis[0] if size > 1 else 1
+    return rank // (step * size) * step + rank % step

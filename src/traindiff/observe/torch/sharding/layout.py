@@ -11,7 +11,7 @@ from traindiff.core._torch_compat import localized_layout
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import Merge
 from traindiff.core.shards import DeclaredShard, Piece, Region, Regions, Shard
-from traindiff.observe.torch.sharding.data_parallel import DataParallel, Pipeline, beside_pipeline, find_data_parallel
+from traindiff.observe.torch.sharding.data_parallel import DataParallel, Pipeline, find_data_parallel
 from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of, region_placed
 from traindiff.observe.torch.sharding.engines import ENGINES
@@ -174,20 +174,23 @@ def find_layout(model: nn.Module, *, shards: Sequence[DeclaredShard] = (), modul
         ConfigError: A declared axis is unknown.
     """
     declarations = Declarations(shards, model, modules)
-    data = find_data_parallel(
-        model, model_axes=declarations.axes(of_samples=False), sample_axes=declarations.axes(of_samples=True)
-    )
+    data = _data_parallel(model, declarations)
     flat = FlatParameters([one for engine in ENGINES for one in engine.flat_parameters(model)])
     return Layout(data=data, flat=flat, declarations=declarations)
 
 
 def in_pipeline(layout: Layout, model: nn.Module, pipeline: Pipeline) -> Layout:
-    """The layout after ranks turned out to be stages of a pipeline."""
-    declared = layout.declarations
-    data = beside_pipeline(
-        model, pipeline, model_axes=declared.axes(of_samples=False), sample_axes=declared.axes(of_samples=True)
+    """The layout after this rank turned out to have stages of a pipeline."""
+    return replace(layout, data=_data_parallel(model, layout.declarations, pipeline))
+
+
+def _data_parallel(model: nn.Module, declared: Declarations, pipeline: Pipeline | None = None) -> DataParallel:
+    return find_data_parallel(
+        model,
+        model_axes=declared.axes(of_samples=False),
+        sample_axes=declared.axes(of_samples=True),
+        pipeline=pipeline,
     )
-    return replace(layout, data=data)
 
 
 def regions_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> dict[str, Region]:
