@@ -38,7 +38,7 @@ class UnseenStepsError(TraindiffError):
     """Parameters changed, and no step was seen."""
 
 
-class Unseen:
+class UnseenSteps:
     """Remembers the bits of each optimizer's parameters and state, to notice steps that nothing has seen.
 
     Args:
@@ -104,10 +104,10 @@ class Recorder(Session[Observations]):
         self._forward: ForwardPass | None = None
         self._steps: list[StepTap] = []
         self._compiled: list[CompiledSteps] = []
-        self._unseen: Unseen | None = None
+        self._unseen: UnseenSteps | None = None
         if not recorded:
             return
-        self._unseen = Unseen(targets)
+        self._unseen = UnseenSteps(targets)
         # An update is the difference of two observations of a parameter.
         observe = settings.observe | ({"param"} if "update" in settings.observe else frozenset())
         self._steps = [

@@ -119,7 +119,7 @@ _EMPTY = nn.Module()
 _ScriptModule: type[nn.Module] = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
 
 
-class Parts(nn.Module):
+class ModelParts(nn.Module):
     """Holds the parts of one model that are called one by one, and adds nothing to the names in them.
 
     Args:
@@ -132,7 +132,7 @@ class Parts(nn.Module):
             self.add_module(part_name(number), part)
 
 
-class Together(nn.Module):
+class NamedModels(nn.Module):
     """Holds several models of one training, e.g. the generator and the discriminator of a GAN.
 
     Args:
@@ -145,7 +145,7 @@ class Together(nn.Module):
             self.add_module(name, model)
 
 
-def together(models: Mapping[Any, Any], problems: list[Problem], caller: str) -> Together | None:
+def named_models(models: Mapping[Any, Any], problems: list[Problem], caller: str) -> NamedModels | None:
     """Several named models as one module; None if that is not possible.
 
     Args:
@@ -166,7 +166,7 @@ def together(models: Mapping[Any, Any], problems: list[Problem], caller: str) ->
         fix = "Give at least one model."
         found.append(Problem(where=f"{caller}(model=...)", what="is empty: nothing would be recorded.", fix=fix))
     problems += found
-    return None if found else Together(models)
+    return None if found else NamedModels(models)
 
 
 def can_be_name(name: str) -> bool:
@@ -176,7 +176,7 @@ def can_be_name(name: str) -> bool:
 
 def roots_of(model: nn.Module) -> tuple[nn.Module, ...]:
     """The modules that the training calls: the model itself, or each of several parts or models."""
-    return tuple(model.children()) if isinstance(model, (Parts, Together)) else (model,)
+    return tuple(model.children()) if isinstance(model, (ModelParts, NamedModels)) else (model,)
 
 
 def takes_hooks(model: nn.Module) -> bool:

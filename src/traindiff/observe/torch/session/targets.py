@@ -20,12 +20,12 @@ from traindiff.observe.common.selection import examples, is_selected, near, no_m
 from traindiff.observe.common.user_input import warn_of_other_models
 from traindiff.observe.torch.hooks.model_state import present_buffers
 from traindiff.observe.torch.session.models import (
-    Parts,
-    Together,
+    ModelParts,
+    NamedModels,
+    named_models,
     named_parameters,
     roots_of,
     takes_hooks,
-    together,
     trained_parts,
     unwrapped,
     zoomed_modules,
@@ -80,7 +80,7 @@ class Targets:
     @property
     def root_paths(self) -> dict[int, str]:
         """Canonical path of each root, by id; the parts of one model have the path of the model."""
-        if isinstance(self.root, Parts):
+        if isinstance(self.root, ModelParts):
             return {id(root): "" for root in self.roots}
         paths = {id(module): canonical_path(name) for name, module in self.root.named_modules()}
         return {id(root): paths.get(id(root), "") for root in self.roots}
@@ -148,7 +148,7 @@ class Targets:
 
     @property
     def _models(self) -> Sequence[nn.Module]:
-        return roots_of(self.root) if isinstance(self.root, Together) else roots_of(self.root)[:1]
+        return roots_of(self.root) if isinstance(self.root, NamedModels) else roots_of(self.root)[:1]
 
 
 _OF_MINDSPORE = "A MindSpore training is recorded with traindiff.mindspore.record(path, cell, optimizer)."
@@ -182,9 +182,9 @@ def find_targets(
     """
     problems: list[Problem] = []
     if isinstance(model, (list, tuple)) and model and all(isinstance(part, nn.Module) for part in model):
-        model = Parts(model) if len(model) > 1 else model[0]
+        model = ModelParts(model) if len(model) > 1 else model[0]
     if isinstance(model, Mapping):
-        model = together(model, problems, caller)
+        model = named_models(model, problems, caller)
     if isinstance(model, nn.Module) and not takes_hooks(model):
         problems.append(
             Problem(
@@ -265,9 +265,9 @@ def _held(optimizer: Optimizer) -> list[Tensor]:
 
 def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by canonical path; with several parts of a model, also by the names of the parts."""
-    if isinstance(model, Together):
+    if isinstance(model, NamedModels):
         return {path: module for path, module in _canonical(dict(model.named_modules())).items() if path}
-    if not isinstance(model, Parts):
+    if not isinstance(model, ModelParts):
         return _canonical(dict(model.named_modules()))
     found: dict[str, nn.Module] = {}
     for name, part in model.named_children():
