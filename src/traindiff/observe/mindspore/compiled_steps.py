@@ -98,15 +98,15 @@ class CompiledSteps:
             object.__setattr__(optimizer, "construct", self._construct)
             return undo.pop_all()
 
-    def pause(self, begun: bool) -> None:  # noqa: FBT001  called back
+    def pause(self) -> None:
         """Put the optimizer's own `construct` back while Python calls the optimizer itself."""
-        optimizer = self._followed.optimizer
-        if self._construct is None:
-            return
-        if begun:
-            optimizer.__dict__.pop("construct", None)
-        else:
-            object.__setattr__(optimizer, "construct", self._construct)
+        if self._construct is not None:
+            self._followed.optimizer.__dict__.pop("construct", None)
+
+    def resume(self) -> None:
+        """Put the observed `construct` in place again."""
+        if self._construct is not None:
+            object.__setattr__(self._followed.optimizer, "construct", self._construct)
 
     def settle(self) -> None:
         """Wait until the running graph has ended, if there is one.

@@ -125,7 +125,9 @@ class Recorder(Session[Observations]):
                 undo.enter_context(self._forward.attach())
             for tap, compiled in zip(self._steps, self._compiled, strict=True):
                 undo.enter_context(compiled.attach())
-                direct = DirectSteps(tap, before_step=self._before_step, faults=faults, pause=compiled.pause)
+                direct = DirectSteps(
+                    tap, before_step=self._before_step, faults=faults, pause=compiled.pause, resume=compiled.resume
+                )
                 undo.enter_context(direct.attach())
             self._content = {**targets.describe(), "world_size": world_size, "mesh": divided, "pid": os.getpid()}
 

@@ -136,31 +136,36 @@ class DirectSteps:
         tap: Files what is seen.
         before_step: Records the parameters before a step, unless that is done.
         faults: Keeps errors out of the training.
-        pause: Called with True when a call begins and False when it ends; observes nothing inside in between.
+        pause: Called when a call begins: the compiled code inside it is not observed.
+        resume: Called when the call ends.
     """
 
     def __init__(
-        self, tap: StepTap, *, before_step: Callable[[], None], faults: Faults, pause: Callable[[bool], None]
+        self,
+        tap: StepTap,
+        *,
+        before_step: Callable[[], None],
+        faults: Faults,
+        pause: Callable[[], None],
+        resume: Callable[[], None],
     ) -> None:
         self._tap = tap
         self._before_step = before_step
         self._faults = faults
         self._pause = pause
+        self._resume = resume
 
     def attach(self) -> ExitStack:
         """Follow them. Close the result to end it."""
-        listener = Listener(before=self._before, after=self._after, failed=self._failed)
+        listener = Listener(before=self._before, after=self._after, failed=self._resume)
         return listen({self._tap.followed.optimizer: listener})
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._pause(True)  # noqa: FBT003  it has begun
+        self._pause()
         self._faults.run(TAP, lambda: self._read_before(args, kwargs))
 
-    def _failed(self) -> None:
-        self._pause(False)  # noqa: FBT003  it has ended
-
     def _after(self, output: Any) -> None:  # noqa: ARG002
-        self._pause(False)  # noqa: FBT003  it has ended
+        self._resume()
         self._faults.run(TAP, self._read_after)
         self._tap.end()
 

@@ -15,8 +15,8 @@ from traindiff.core._torch_compat import is_compiled
 from traindiff.core.site import WRAPPERS, canonical_paths, part_name
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.observe.common.selection import examples, is_selected, near
-from traindiff.observe.torch.sharding.engines import ENGINES
 from traindiff.observe.torch.sharding.flat_parameters import FlatParameters
+from traindiff.observe.torch.sharding.registry import ENGINES
 
 
 def live_modules() -> list[nn.Module]:

@@ -29,8 +29,8 @@ from traindiff.observe.torch.session.observations import Containment, Observatio
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
 from traindiff.observe.torch.sharding.data_parallel import Pipeline, find_pipeline
-from traindiff.observe.torch.sharding.engines import ENGINES
 from traindiff.observe.torch.sharding.layout import in_pipeline
+from traindiff.observe.torch.sharding.registry import ENGINES
 
 
 class Recorder(Session[Observations]):

@@ -31,8 +31,8 @@ from traindiff.observe.torch.session.models import (
     zoomed_modules,
 )
 from traindiff.observe.torch.sharding.deepspeed_optimizer import EngineOptimizer, is_engine_optimizer
-from traindiff.observe.torch.sharding.engines import ENGINES
 from traindiff.observe.torch.sharding.layout import Layout, find_layout, regions_of_parameters
+from traindiff.observe.torch.sharding.registry import ENGINES
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
 """One optimizer, several, several by name, or None to find them when they first step."""

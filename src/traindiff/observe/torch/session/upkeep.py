@@ -14,7 +14,7 @@ from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import FollowedModules
 from traindiff.observe.torch.hooks.silent_modules import takes_hooks
 from traindiff.observe.torch.session.targets import Targets
-from traindiff.observe.torch.sharding.engines import ENGINES
+from traindiff.observe.torch.sharding.registry import ENGINES
 
 
 class ChangedModel:

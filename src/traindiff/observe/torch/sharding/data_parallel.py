@@ -10,7 +10,7 @@ from torch import distributed, nn
 
 from traindiff.core._torch_compat import localized_layout, num_chunks_of
 from traindiff.observe.torch.sharding.distributed_tensor import MeshAxis, is_distributed, mesh_of
-from traindiff.observe.torch.sharding.engines import ENGINES
+from traindiff.observe.torch.sharding.registry import ENGINES
 
 BY_HAND = "by hand"
 """Engine of a model that does not show why there are several ranks."""

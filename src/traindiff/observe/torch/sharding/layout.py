@@ -14,9 +14,9 @@ from traindiff.core.shards import DeclaredShard, Piece, Region, Regions, Shard
 from traindiff.observe.torch.sharding.data_parallel import DataParallel, Pipeline, find_data_parallel
 from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of, region_placed
-from traindiff.observe.torch.sharding.engines import ENGINES
 from traindiff.observe.torch.sharding.flat_parameters import FlatParameters
 from traindiff.observe.torch.sharding.provenance import regions_of
+from traindiff.observe.torch.sharding.registry import ENGINES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
