@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import traindiff
 from traindiff.core.observation import Observation
 from traindiff.core.settings import record_settings
-from traindiff.observe.torch.session.live_modules import called_of, distinct, outermost_around, trained_parts, unwrapped
+from traindiff.observe.torch.session.models import called_of, distinct, outermost_around, trained_parts, unwrapped
 from traindiff.observe.torch.session.record import recorder_of
 from traindiff.observe.torch.session.targets import find_targets
 from traindiff.storage import open_recording

@@ -19,8 +19,7 @@ def attach(configuration: Configuration, optimizer: Any) -> tuple[Recorder, Live
         ConfigError: See `PrecisionDebugger.monitor`.
     """
     from traindiff.core.settings import record_settings
-    from traindiff.observe.mindspore.environment import rank_and_world_size
-    from traindiff.observe.mindspore.recorder import Recorder
+    from traindiff.observe.mindspore.recorder import Recorder, rank_and_world_size
     from traindiff.observe.mindspore.targets import find_targets
 
     rank, world_size = rank_and_world_size()

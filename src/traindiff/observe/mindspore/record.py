@@ -1,4 +1,4 @@
-"""`traindiff.observe.mindspore.record`: attach the taps to a MindSpore training and write what they see."""
+"""`traindiff.mindspore.record`: attach the taps to a MindSpore training and write what they see."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from traindiff.core.settings import (
 )
 from traindiff.core.tap_registry import OBSERVABLE
 from traindiff.errors import ConfigError, Problem
-from traindiff.observe.mindspore.environment import GRAPH, mode
-from traindiff.observe.mindspore.recorder import Recorder
+from traindiff.observe.mindspore.recorder import GRAPH, Recorder, mode
 from traindiff.observe.mindspore.targets import Optimizers, find_targets
 
 OBSERVABLE_HERE = ("batch", "forward", "grad", "optimizer", "update", "param")
@@ -41,7 +40,7 @@ def record(
     """Record a MindSpore training's numbers, without disturbing it.
 
     ```python
-    with traindiff.observe.mindspore.record("runs/mindspore", net, optimizer) as run:
+    with traindiff.mindspore.record("runs/mindspore", net, optimizer) as run:
         for inputs, labels in batches:
             loss, gradients = loss_and_gradients(inputs, labels)
             optimizer(gradients)
@@ -51,8 +50,8 @@ def record(
     The training computes the same bits with and without it. An error inside traindiff disables the part in which it
     happened, is written into the recording, warns once, and the training goes on.
 
-    Call it before the training is compiled: before the first call of what `mindspore.jit` has decorated, and of
-    `Model.train`. What was compiled without it cannot be seen, and then a warning and the recording say so.
+    Call it before the training is compiled: before the first call of a function that `mindspore.jit` has decorated,
+    and of `Model.train`. Code compiled earlier cannot be observed; then a warning and the recording say so.
 
     Args:
         path: Directory to write: a local path or any fsspec URL.
@@ -79,8 +78,8 @@ def record(
         The running recording: a context manager with `log`, `close` and `step`.
 
     Raises:
-        ConfigError: A setting is wrong, `select` matches nothing, `path` is taken, or something is asked for that
-            cannot be seen. Nothing was attached and nothing was written.
+        ConfigError: A setting is wrong, `select` matches nothing, `path` is taken, or `observe` names something
+            that cannot be observed here. Nothing was attached and nothing was written.
     """
     check_names(settings, known=("optimizer", "overwrite", *CommonOptions.__optional_keys__))
     directory = recording_path(path)
@@ -101,11 +100,7 @@ def _seen_by_default() -> tuple[str, ...]:
 
 
 def _refuse_unseen(settings: RecordSettings, *, without_cell: bool) -> None:
-    """Refuse what is asked for and cannot be seen.
-
-    Raises:
-        ConfigError: Something is.
-    """
+    """Raise ConfigError if `observe` names something that cannot be observed here."""
     problems = []
     for name in (name for name in OBSERVABLE if name in settings.observe):
         where = "record(observe=...)"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from traindiff.core.settings import record_settings
 from traindiff.observe.common.writing import StepWriter, on_disk
-from traindiff.observe.torch.perturb.making import make_replica
+from traindiff.observe.torch.perturb import make_replica
 from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import find_targets
 from traindiff.run.lockstep.live_steps import LiveWriter, RunMessage

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from traindiff.observe.torch.session.live_modules import unwrapped
-from traindiff.observe.torch.session.model_names import can_be_name
+from traindiff.observe.torch.session.models import can_be_name, unwrapped
 
 MOST = 5
 """Models that no optimizer trains, and optimizers that are not followed, which are named one by one."""

@@ -187,7 +187,7 @@ class Follower:
             self._attach(None, stepping=optimizer)
 
     def _trains_a_module(self, optimizer: Optimizer) -> bool:
-        from traindiff.observe.torch.session.live_modules import live_modules, outermost
+        from traindiff.observe.torch.session.models import live_modules, outermost
 
         return bool(outermost(live_modules(), self._given.get(optimizer, frozenset())))
 
@@ -240,15 +240,16 @@ class Follower:
 
     def _record(self, called: nn.Module | None, stepping: Optimizer | None, frame: FrameType) -> None:
         # Only now: importing all this is not for scripts that train nothing.
-        from traindiff.observe.torch.session.live_modules import (
+        from traindiff.observe.torch.session.models import (
             called_of,
             distinct,
             live_modules,
             outermost,
+            takes_hooks,
             trained_parts,
         )
         from traindiff.observe.torch.session.record import recorder_of
-        from traindiff.observe.torch.session.targets import find_targets, takes_hooks
+        from traindiff.observe.torch.session.targets import find_targets
         from traindiff.run.script.account import named_models
 
         if path := is_recorded_by_script():
@@ -322,7 +323,7 @@ _SCRIPTED = (
 
 
 def _seen(name: str, model: nn.Module) -> SeenModel:
-    from traindiff.observe.torch.session.live_modules import unwrapped
+    from traindiff.observe.torch.session.models import unwrapped
 
     modules = list(model.modules())
     inner = unwrapped(model)

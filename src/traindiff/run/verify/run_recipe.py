@@ -18,10 +18,10 @@ from traindiff.core.setting_checks import ReplicaSetting
 from traindiff.core.settings import SETTINGS, RecordSettings, check_names, record_settings
 from traindiff.core.torch_compat.execution import log_recompilations
 from traindiff.errors import ConfigError, Problem
-from traindiff.observe.torch.perturb.making import make_replica
+from traindiff.observe.torch.perturb import make_replica
 from traindiff.observe.torch.perturb.precision import PrecisionReplica
-from traindiff.observe.torch.perturb.random_rounding import is_rounded, randomly_rounded, rounding_key
 from traindiff.observe.torch.perturb.replica import Replica, compiled_parts
+from traindiff.observe.torch.perturb.ulp import is_rounded, randomly_rounded, rounding_key
 from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import Targets, find_targets
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues

@@ -1,8 +1,8 @@
-"""Convert what a training holds (parameters, buffers, gradients, state of optimizers) to a longer dtype, and back."""
+"""Convert parameters, buffers, gradients and states of optimizers to a longer dtype, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,18 +19,18 @@ _BITS = {torch.float64: 64, torch.float32: 32, torch.bfloat16: 16, torch.float16
 
 
 def is_shorter(dtype: torch.dtype, than: torch.dtype) -> bool:
-    """Whether `dtype` is a floating-point dtype that is to be computed in the longer one; float8 never is."""
+    """Whether `dtype` is a floating-point dtype to be computed in the longer one; float8 is not."""
     return _BITS.get(dtype, 64) < _BITS[than]
 
 
 @dataclass(slots=True)
 class Cast:
-    """A call of an operator, with tensors cast, that writes back to the tensors that were given.
+    """A call of an operator with cast tensors, which writes back to the given tensors.
 
     Attributes:
         operator: The operator.
-        dtype_of: The dtype in which it is to see a tensor; is asked for floating-point tensors only.
-        written: Copies of arguments that the operator writes to, with the arguments.
+        dtype_of: The dtype in which the operator gets a floating-point tensor, and whether it writes to it.
+        written: Copies of the arguments that the operator writes to, with these arguments.
     """
 
     operator: Any
@@ -84,12 +84,12 @@ def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]
 
 
 class Conversion:
-    """Converts tensors in place, and everything back at the end, rounded.
+    """Converts tensors in place, and at the end converts them back, which rounds them.
 
     Args:
         root: The model.
-        dtype: What parameters, buffers and gradients become.
-        converted: Called with each tensor that was converted, and the dtype that it had.
+        dtype: The new dtype of parameters, buffers and gradients.
+        converted: Called with each converted tensor and its old dtype.
     """
 
     def __init__(self, root: nn.Module, dtype: torch.dtype, converted: Callable[[Tensor, torch.dtype], None]) -> None:
@@ -117,7 +117,7 @@ class Conversion:
         self._flatten()
 
     def convert_optimizer(self, optimizer: Optimizer) -> None:
-        """Convert the state that an optimizer keeps of converted parameters; once."""
+        """Convert the state of converted parameters in an optimizer, once."""
         if optimizer in self._optimizers:
             return
         kept = self._optimizers[optimizer] = {}
@@ -128,7 +128,7 @@ class Conversion:
                 self._converted(value, before)
 
     def restore(self) -> None:
-        """Convert everything back, and state that is new since as the parameter that it is of."""
+        """Convert everything back; state that is new gets the dtype of its parameter."""
         for optimizer, kept in self._optimizers.items():
             for parameter, key, value in self._state(optimizer):
                 before = kept.get((id(parameter), key), self._parameters[parameter] if value.dim() else torch.float32)
@@ -147,14 +147,14 @@ class Conversion:
         self._parameters.clear()
 
     def _flatten(self) -> None:
-        """Put the weights of recurrent layers back into one piece of memory, as cuDNN wants them."""
+        """Put the weights of recurrent layers back into one piece of memory, as cuDNN needs them."""
         for module in self._root.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
 
     def _state(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
-        """Tensors that the optimizer keeps of converted parameters."""
-        for parameter in _held(optimizer):
+        """The tensors in the optimizer's state of converted parameters."""
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
             if parameter in self._parameters:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor) and value.is_floating_point():
@@ -162,13 +162,9 @@ class Conversion:
 
 
 def _set(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Give the parameter, and its gradient, another dtype, and leave both the objects that they are."""
+    """Give the parameter and its gradient another dtype, and keep both objects."""
     gradient, parameter.grad = parameter.grad, None
     parameter.data = parameter.data.to(dtype)
     if gradient is not None:
         gradient.data = gradient.data.to(dtype)
         parameter.grad = gradient
-
-
-def _held(optimizer: Any) -> Iterable[Any]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

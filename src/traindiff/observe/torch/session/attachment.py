@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from traindiff.core.settings import RecordSettings
 from traindiff.core.tap_registry import TAPS
@@ -36,14 +35,13 @@ class Attachment:
 
     Args:
         targets: What is observed.
-        settings: Which phases of it, and how.
+        settings: Which phases are observed, and how.
         sink: Receives the observations.
-        replica: Perturbs the training, where that is wanted.
-        before_every_step: Whether parameters are recorded before each step, not only where the step
-            before was not recorded.
-        on_step: Called with an optimizer's name when a step of it has ended and was observed.
+        replica: Perturbs the training; None for the training as it is.
+        before_every_step: Record parameters before each step, not only after a step that was not recorded.
+        on_step: Called with an optimizer's name when an observed step of it has ended.
         on_discovery: Called when more is known of this rank, e.g. an optimizer that was not given.
-        containment: What guards hooks.
+        containment: Guards hooks.
         on_schedule: Called with the root, a pipeline's schedule, and its stages on this rank, before it runs a batch.
     """
 
@@ -110,7 +108,7 @@ class Attachment:
         self._undo.close()
 
     def finish(self) -> None:
-        """Record what can be told only at the end; call it before the last observations are written."""
+        """Record what is known only at the end; to be called before the last observations are written."""
         self.settle()
         self._optimizers.end_unseen_steps()
         if elsewhere := self._optimizers.goes_on_elsewhere():
@@ -119,17 +117,13 @@ class Attachment:
             at_end()
 
     def settle(self) -> None:
-        """End the steps of optimizers that ran in compiled code, which has returned by now."""
+        """End the steps that optimizers made in compiled code, which has returned by now."""
         self._optimizers.settle()
 
-    def follow(self, optimizer: Optimizer, *call: Any) -> None:
-        """See `FollowedOptimizers.follow`."""
-        self._optimizers.follow(optimizer, *call)
-
     @property
-    def followed(self) -> Mapping[str, OptimizerTap]:
-        """The taps of the optimizers that are followed, by name."""
-        return self._optimizers.taps
+    def optimizers(self) -> FollowedOptimizers:
+        """The optimizers that are followed."""
+        return self._optimizers
 
     def _describe(self, name: str, value: Any) -> None:
         """Put a value into `rank.json`, and have that written."""
@@ -142,7 +136,7 @@ class Attachment:
 
 
 def _attached(tap: str, context: TapContext) -> AbstractContextManager[object]:
-    """A tap by its name in the registry: only those that are wanted are imported."""
+    """The tap with this name in the registry; only wanted taps are imported."""
     attached: AbstractContextManager[object] = import_module(f"traindiff.observe.torch.hooks.{tap}").attach(context)
     return attached
 

@@ -1,7 +1,7 @@
 """The optimizers that a session follows.
 
-No entry of the tap registry attaches them: there are as many as the training has, some appear only when they first
-step, and an engine's optimizer is followed by a tap of the engine.
+They are not in the tap registry: their number depends on the training, some are found only when they first step, and
+an engine's optimizer has a tap of the engine.
 """
 
 from __future__ import annotations
@@ -34,23 +34,21 @@ from traindiff.observe.torch.sharding.deepspeed_step import EngineOptimizerTap
 
 
 class FollowedOptimizers:
-    """Follows the optimizers that were given, or where none was, those that are found.
+    """Follows the given optimizers, or without any, those that are found.
 
-    An optimizer that is found, and was made after another had stepped that holds some of the same parameters, takes
-    its place: a training that goes on with a new optimizer counts its steps on, under one name. What it replaces is
-    let go of. The same holds for an optimizer that steps in place of one that was given: holding some of its
-    parameters, after a backward pass since which that one has not stepped.
+    An optimizer created later for the same parameters replaces the earlier one, and step numbering continues under
+    the same name. Among given optimizers it replaces one that has not stepped since the last backward pass.
 
     Args:
         context: The training, as taps see it.
         targets: What is observed.
-        taps: Filled with the tap of each optimizer that is followed, by its name.
-        on_step: Called with an optimizer's name when a step of it has ended and was observed.
+        taps: Filled with the tap of each followed optimizer, by its name.
+        on_step: Called with an optimizer's name when an observed step of it has ended.
         on_discovery: Called when an optimizer was found.
-        before_step: Called before each step of an optimizer that is followed.
+        before_step: Called before each step of a followed optimizer.
 
     Attributes:
-        taps: The tap of each optimizer that is followed, by its name.
+        taps: The tap of each followed optimizer, by its name.
     """
 
     def __init__(
@@ -71,8 +69,8 @@ class FollowedOptimizers:
         self._before_step = before_step
         self._hooks = HeldHooks()
         self._num_backward = 0
-        self._paths: dict[str, set[str]] = {}  # by name: what its optimizers have held of the model
-        self._stepped_after: dict[str, int] = {}  # by name: how many backward passes had ended at the latest step
+        self._paths: dict[str, set[str]] = {}  # by name: the model's parameters in its optimizers
+        self._stepped_after: dict[str, int] = {}  # by name: number of backward passes at the latest step
         self._following: dict[str, ExitStack] = {}
         self._known: WeakSet[Optimizer] = WeakSet()
         self._names: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
@@ -80,7 +78,7 @@ class FollowedOptimizers:
         self._made_before: WeakSet[Optimizer] | None = None
 
     def attach(self) -> ExitStack:
-        """Follow them. Close the result to end that."""
+        """Follow the optimizers. Close the result to end it."""
         with ExitStack() as undo:
             undo.callback(self._follow_no_more)
             self._listen()
@@ -100,7 +98,7 @@ class FollowedOptimizers:
             return undo.pop_all()
 
     def follow(self, optimizer: Optimizer, *call: Any) -> None:
-        """Follow one that is about to step, and was made after all those that were given, if it is of this training."""
+        """Follow an optimizer that is about to step and was made after the given ones, if it is of this training."""
         if optimizer in self._known:
             return
         self._known.update((optimizer, inner_optimizer(optimizer)))
@@ -108,7 +106,7 @@ class FollowedOptimizers:
             self._context.sink.guarded("optimizer_discovery", self._discover)(optimizer, *call)
 
     def look(self) -> None:
-        """End steps that were not seen, and attach hooks again that are gone."""
+        """End steps that no hook has seen, and attach missing hooks again."""
         self.end_unseen_steps()
         if not self._hooks.are_there():
             self._hooks.remove()
@@ -126,7 +124,7 @@ class FollowedOptimizers:
         self._hooks.before_every_step(self._context.sink.guarded("optimizer_step", self._stepping))
 
     def _stepping(self, optimizer: Optimizer, *call: Any) -> None:
-        """Some optimizer is about to step, by its own hooks as they are now: those that are added are still called."""
+        """Any optimizer is about to step. Hooks that are added to it now are still called for this step."""
         if is_nested_step(optimizer):
             return
         for name, tap in self.taps.items():
@@ -149,7 +147,7 @@ class FollowedOptimizers:
         return any(_shapes_of(tap.optimizer) == shapes for tap in self.taps.values())
 
     def goes_on_elsewhere(self) -> str:
-        """What has stepped in place of the optimizers that are followed since they do not; empty if nothing has."""
+        """A message about the optimizer that steps since the followed ones do not; empty if there is none."""
         for optimizer, steps in self._elsewhere.items():
             latest = max(self._context.sink.progress.steps.values(), default=0) - 1
             return (
@@ -161,7 +159,7 @@ class FollowedOptimizers:
         return ""
 
     def _steps_in_place(self, optimizer: Optimizer, *call: Any) -> bool:
-        """Whether the optimizer steps in place of one that was given, and not beside it, around it or inside it."""
+        """Whether the optimizer steps in place of a given one, and not beside it, around it or inside it."""
         self._before_step()  # it may hold parameters that have replaced others
         held = self._paths_of(optimizer)
         for name, tap in self.taps.items():
@@ -174,7 +172,7 @@ class FollowedOptimizers:
         return False
 
     def _is_due(self, name: str) -> bool:
-        """Whether a backward pass has ended since the latest step under this name, as far as such passes are seen."""
+        """Whether a backward pass has ended since the latest step under this name, or none was ever seen."""
         return self._stepped_after.get(name) != self._num_backward or not self._num_backward
 
     def _attach_again(self, name: str) -> None:
@@ -189,7 +187,7 @@ class FollowedOptimizers:
             tap.note_backward()
 
     def settle(self) -> None:
-        """End the steps of optimizers that ran in compiled code, which has returned by now."""
+        """End the steps that optimizers made in compiled code, which has returned by now."""
         for tap in self.taps.values():
             tap.settle()
 
@@ -202,8 +200,6 @@ class FollowedOptimizers:
 
     def _follow(self, name: str, optimizer: Optimizer | EngineOptimizer) -> ExitStack:
         context = self._context
-        if isinstance(optimizer, Optimizer):
-            self._paths.setdefault(name, set()).update(self._paths_of(optimizer))
         replayed = "replay" in context.observe
         if isinstance(optimizer, EngineOptimizer):
             engine_tap = EngineOptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
@@ -212,6 +208,7 @@ class FollowedOptimizers:
             for one in engine_tap.replays() if replayed else ():
                 attach = partial(one.attach, around=attach)
             return attach()
+        self._paths.setdefault(name, set()).update(self._paths_of(optimizer))
         tap = OptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
         self.taps[name] = tap
         if not replayed:
@@ -231,7 +228,7 @@ class FollowedOptimizers:
             self._made_before = _live_optimizers()
         name = self._names.get(optimizer) or self._replaced_by(optimizer)
         if name in self.taps and not (self._is_due(name) or has_closure(optimizer, *call)):
-            return  # it steps beside the one with this name, which goes on
+            return  # it steps beside the optimizer with this name, which continues
         if name is None:
             name = f"optimizer[{len(self.taps)}]" if self.taps else "optimizer"
         else:
@@ -245,7 +242,7 @@ class FollowedOptimizers:
         self._on_discovery()
 
     def _replaced_by(self, optimizer: Optimizer) -> str | None:
-        """Name of the optimizer whose place one takes that is found now; None if it takes none's."""
+        """Name of the optimizer that a newly found one replaces; None if it replaces none."""
         if self._made_before is None or optimizer in self._made_before:
             return None
         held = self._paths_of(optimizer)

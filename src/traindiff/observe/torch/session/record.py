@@ -15,7 +15,7 @@ from traindiff.core.settings import (
     takes_settings,
 )
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
-from traindiff.observe.torch.perturb.making import make_replica
+from traindiff.observe.torch.perturb import make_replica
 from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import Models, Optimizers, Targets, find_targets
 
@@ -115,14 +115,14 @@ def record(
 def recorder_of(
     directory: str, targets: Targets, settings: RecordSettings, *, overwrite: bool, first_step: int = 0
 ) -> Recorder:
-    """Record what was looked up, as `record` does.
+    """Record targets that were looked up before, as `record` does.
 
     Args:
         directory: Directory to write.
         targets: What is observed.
-        settings: How.
+        settings: What is recorded in which steps.
         overwrite: Replace a recording that is already there.
-        first_step: Number of the step that comes first, where the training goes on from a checkpoint.
+        first_step: Number of the first step, for a training that continues from a checkpoint.
 
     Raises:
         ConfigError: `directory` is taken, or a replica of a compiled model is asked for.
