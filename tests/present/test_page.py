@@ -22,7 +22,7 @@ from traindiff.analyse.compare import Comparison, compare
 from traindiff.core.site import printable
 from traindiff.errors import ConfigError
 from traindiff.present.page import page_of, write
-from traindiff.present.page.site_data import HIGHEST, LOWEST, STEPS, log_codes, packed
+from traindiff.present.page.sites import HIGHEST, LOWEST, STEPS, log_codes, packed
 
 GRADIENT = ("grad", "", "fc.weight", "grad")
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from traindiff._version import __version__
 from traindiff.errors import TraindiffError
-from traindiff.present.data.formats import FORMATS, writer
+from traindiff.present.data import FORMATS, writer
 
 UNUSABLE = 2
 """Exit code for input or settings that cannot be used."""

@@ -67,7 +67,7 @@ def print_table(result: Comparison, chosen: ChosenTable, *, form: str) -> None:
         ConfigError: There are no such steps.
     """
     from traindiff.present.data.step_rows import print_rows, step_rows, write_rows
-    from traindiff.present.text.comparison import print_comparison
+    from traindiff.present.text.results import print_comparison
 
     assert result.history is not None
     rows = step_rows(result, result.history, chosen.steps)
@@ -110,14 +110,14 @@ def compare(
     used, and 3 if they are misaligned or could only be compared in part.
     """
     from traindiff.analyse.compare import compare as compare_recordings
-    from traindiff.present.direction_pictures import check_available
-    from traindiff.present.text.comparison import print_comparison
+    from traindiff.present.pictures import check_matplotlib
+    from traindiff.present.text.results import print_comparison
 
     chosen = None if table is None else checked_table(table, form="json" if as_json else form)
     if html is not None:
         check_writable(html)
     if pictures is not None:
-        check_available()
+        check_matplotlib(f"--pictures {pictures}", asked_by="compare")
     with messages.status("comparing") as status:
         result = compare_recordings(
             baseline,

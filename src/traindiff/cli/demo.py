@@ -34,7 +34,7 @@ def demo(
     from rich.table import Table
 
     from traindiff.analyse.compare import compare
-    from traindiff.present.text.comparison import print_verdict
+    from traindiff.present.text.results import print_verdict
     from traindiff.run.demo.faults import DEFAULT, FAULTS, find_fault
     from traindiff.run.demo.training import train
 

@@ -83,8 +83,9 @@ def investigate(
     noise, does that remain without dropout, with deterministic algorithms, on one thread; which step is the first that
     differs, which site, which modules are wrong alone, which operator inside them. Exits like traindiff verify.
     """
+    from traindiff.analyse.story import runs_section, stage_section
     from traindiff.cli.setup_options import run_progress
-    from traindiff.present.text.verification import print_conclusion, print_heading, print_stage
+    from traindiff.present.text.results import print_conclusion, print_section
     from traindiff.run.processes.present_ranks import PresentRanks
     from traindiff.run.verify.asked import Asked, AskedSetup, candidate_setup, trusted_setup
     from traindiff.run.verify.investigate import Investigating
@@ -118,8 +119,10 @@ def investigate(
                 number = next(numbers)
                 with bar.hidden():
                     if number == 1:
-                        print_heading(results, work.sides, str(output))
-                    print_stage(results, number, stage)
+                        print_section(results, runs_section(work.sides, str(output)))
+                        results.print()
+                    print_section(results, stage_section(number, stage))
+                    results.print()
 
             work = Investigating(asked=asked, seeds=seeds, ranks=ranks, on_stage=None if as_json else tell)
             found = work.answered()

@@ -126,4 +126,4 @@ def write_page(result: Comparison | Verdict, output: Path) -> None:
     page = page_of(result)
     with output.open("w", encoding="utf-8", errors="replace") as file:  # a path may be no UTF-8
         write(page, file)
-    messages.print(f"traindiff: wrote {output}: {page.word}", markup=False, soft_wrap=True)
+    messages.print(f"traindiff: wrote {output}: {page.story.word}", markup=False, soft_wrap=True)

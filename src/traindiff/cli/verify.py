@@ -118,7 +118,7 @@ def verify(
     names each operation that is wrong by itself. Exits like traindiff compare.
     """
     from traindiff.cli.setup_options import run_progress
-    from traindiff.present.text.verification import print_matrix, print_verification
+    from traindiff.present.text.results import print_matrix, print_verification
     from traindiff.run.processes.present_ranks import PresentRanks
     from traindiff.run.verify.asked import Asked, AskedSetup, candidate_setup, trusted_setup
     from traindiff.run.verify.matrix import read_grid, verify_matrix

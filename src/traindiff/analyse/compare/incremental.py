@@ -31,7 +31,6 @@ from traindiff.analyse.compare.clipping import (
 )
 from traindiff.analyse.compare.judge import Judge
 from traindiff.analyse.compare.limits import hints, limits
-from traindiff.analyse.compare.sentences import representation_note
 from traindiff.analyse.compare.step_judge import StepInput
 from traindiff.analyse.compare.surroundings import (
     Surroundings,
@@ -53,6 +52,7 @@ from traindiff.analyse.noise.calibration import Calibration
 from traindiff.analyse.noise.replicas import StepNoise
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import run_facts
+from traindiff.analyse.story import representation_note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from traindiff.analyse.compare.verdict import EXIT_CODES, Comparison, Word
 from traindiff.analyse.compare.verification import RunCost, Sides, Verification
+from traindiff.analyse.story import investigation_sections, plain
 
 MATRIX_SCHEMA_NAME = "traindiff-matrix"
 MATRIX_SCHEMA_VERSION = 1
@@ -174,19 +175,4 @@ class Investigation:
         }
 
     def __str__(self) -> str:
-        return "\n".join([*story(self), "", self.cost])
-
-    @property
-    def cost(self) -> str:
-        """What it took, in one line."""
-        steps, seconds = sum(run.num_steps for run in self.costs), sum(run.seconds for run in self.costs)
-        memory = f", {self.peak_bytes / 1e6:.0f} MB at most" if self.peak_bytes else ""
-        return f"{len(self.costs)} runs, {steps} steps, {seconds:.1f} s{memory}."
-
-
-def story(investigation: Investigation) -> list[str]:
-    """The stages, numbered, each with its question and its conclusion, and the verdict."""
-    lines: list[str] = []
-    for number, stage in enumerate(investigation.stages, start=1):
-        lines += [f"{number}. {stage.asks}", f"   {stage.message}", ""]
-    return [*lines, f"Verdict: {investigation.verdict}"]
+        return plain(investigation_sections(self))

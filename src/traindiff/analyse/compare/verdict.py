@@ -10,13 +10,13 @@ import numpy as np
 
 from traindiff.analyse.align.pairs import Unaligned
 from traindiff.analyse.align.ranks import differences_by_rank
-from traindiff.analyse.compare.sentences import text
 from traindiff.analyse.compare.zoom import Zoom
 from traindiff.analyse.findings import Finding, ratio_of
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.history import History
 from traindiff.analyse.merge.step_table import Entry, Key
 from traindiff.analyse.signs import Similarities
+from traindiff.analyse.story import of_comparison
 from traindiff.core.summary import norm, number
 
 FIELDS = ("ratio", "difference", "floor", "baseline", "candidate")
@@ -201,4 +201,4 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        return text(self)
+        return str(of_comparison(self))

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from traindiff.analyse.compare import sentences
 from traindiff.analyse.compare.failed_run import CompilerLog, FailedRun
 from traindiff.analyse.compare.verdict import EXIT_CODES, Comparison, Word
-from traindiff.analyse.findings import Finding, where_text
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.story import of_verification
 
 SCHEMA_NAME = "traindiff-verification"
 SCHEMA_VERSION = 1
@@ -152,74 +152,4 @@ class Verification:
         }
 
     def __str__(self) -> str:
-        lines = [
-            *what_is_run(self.sides, self.output),
-            "",
-            sentences.text(self.comparison),
-            *beside_the_comparison(self),
-        ]
-        for one in self.pinned:
-            lines += ["", pinned_heading(one)]
-            lines += [f"  {where_text(found)}: {found.message}" for found in one.comparison.findings]
-            lines += pinned_limits(self, one)
-        lines += zoomed_lines(self)
-        return "\n".join([*lines, "", cost(self)])
-
-
-def what_is_run(sides: Sides, output: str) -> list[str]:
-    """What is run, and where its files are: the first lines of a report.
-
-    Args:
-        sides: Baseline and candidate.
-        output: Directory of the recordings.
-    """
-    baseline, candidate = sides
-    return [
-        f"baseline   {baseline.recipe} ({baseline.message})",
-        f"candidate  {candidate.recipe} ({candidate.message})",
-        f"files      {output}",
-    ]
-
-
-def beside_the_comparison(verification: Verification) -> list[str]:
-    """What is to be said beside the comparison of the free runs: of a run that failed, of the compiler, of pinning."""
-    lines: list[str] = []
-    if verification.failed:
-        lines += ["", *verification.failed.lines()]
-    if verification.compiler:
-        lines += ["", verification.compiler.message]
-    return [*lines, *(["", verification.pin_note] if verification.pin_note else [])]
-
-
-def pinned_heading(pinned: Pinned) -> str:
-    """What the forced run of a step shows, in one line."""
-    count = len(pinned.comparison.findings)
-    if not count:
-        return f"Pinned down, {pinned.where}: given the baseline's tensors, every operation agrees."
-    found = "1 site is" if count == 1 else f"{count} sites are"
-    return f"Pinned down, {pinned.where}: given the baseline's tensors, {found} wrong alone:"
-
-
-def pinned_limits(verification: Verification, pinned: Pinned) -> list[str]:
-    """What limits the judgment of a forced step, e.g. tensors that could not be forced: notes of it alone."""
-    return [note for note in pinned.comparison.notes if note not in verification.comparison.notes]
-
-
-def zoomed_lines(verification: Verification) -> list[str]:
-    """What was found inside the modules that are wrong, a line each; empty where that was not asked for."""
-    if verification.zoomed is None:
-        return ["", verification.zoom_note] if verification.zoom_note else []
-    told: dict[str, str] = {}  # of several sites behind one operator, the first
-    for zoom in verification.zoomed.comparison.zooms:
-        told.setdefault(zoom.operator or zoom.site, f"  {zoom.phase} of {zoom.site}: {zoom.message}")
-    found = list(told.values())
-    lines = ["", f"Operators, {verification.zoomed.where}:", *found]
-    return lines if found else ["", "No operator was recorded on the way to what is wrong."]
-
-
-def cost(verification: Verification) -> str:
-    """What it took, in one line."""
-    runs = verification.costs
-    steps, seconds = sum(run.num_steps for run in runs), sum(run.seconds for run in runs)
-    memory = f", {verification.peak_bytes / 1e6:.0f} MB at most" if verification.peak_bytes else ""
-    return f"{len(runs)} runs, {steps} steps, {seconds:.1f} s{memory}."
+        return str(of_verification(self))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from traindiff.analyse.findings import Finding, phase_text
 from traindiff.core.site import label
-from traindiff.present.page.site_rows import SiteRow, place_of
+from traindiff.present.page.sites import SiteRow, place_of
 
 FLOW = ("batch", "forward", "loss", "backward")
 """Phases in which data flows from one site to the next in the order of execution."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from traindiff.present.text.comparison import columns
+from traindiff.present.text.results import columns
 
 SCHEMA_NAME = "traindiff-doctor"
 SCHEMA_VERSION = 1

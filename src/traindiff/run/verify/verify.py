@@ -16,8 +16,8 @@ from traindiff.analyse.noise.tolerance import parse_tolerance
 from traindiff.core.settings import parse_replica
 from traindiff.core.untrusted import MOST_JSON_BYTES, Folder, parse
 from traindiff.errors import ConfigError, CorruptRecordingError, Problem
-from traindiff.present.data import as_json
-from traindiff.present.text.verification import print_verification
+from traindiff.present.data import write_json
+from traindiff.present.text.results import print_verification
 from traindiff.run.config.obstacles import obstacles
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.config.setup import baseline_setup as trusted_way
@@ -44,7 +44,7 @@ def write_files(verification: Verification, directory: Path) -> None:
     """
     text, values = io.StringIO(), io.StringIO()
     print_verification(Console(file=text, width=_WIDTH, highlight=False, emoji=False), verification, top=_ROWS)
-    as_json.write(verification, values)
+    write_json(verification, values)
     write_whole(directory / REPORT, text.getvalue())
     write_whole(directory / JSON, values.getvalue())
 
