@@ -7,6 +7,7 @@ from traindiff.cli import (  # noqa: F401
     compare,
     demo,
     doctor,
+    explain,
     export,
     investigate,
     replay,
