@@ -8,14 +8,12 @@ from traindiff.cli import (  # noqa: F401
     demo,
     doctor,
     explain,
-    export,
     investigate,
+    recordings,
     replay,
     report,
     run,
-    show,
     verify,
-    view,
 )
 from traindiff.cli.app import app
 

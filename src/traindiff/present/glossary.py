@@ -84,7 +84,8 @@ def explain(name: str) -> list[str]:
 
 def _unknown(name: str) -> Problem:
     known = {_plain(one): one for one, _ in _explanations()}
-    near = [one for one in known if _plain(name) in one.split()] or get_close_matches(_plain(name), known, n=3)
+    begun = [one for one in known if any(word.startswith(_plain(name)) for word in one.split())]
+    near = begun or get_close_matches(_plain(name), known, n=3)
     meant = " or ".join(f'"{known[one]}"' for one in near[:3])
     fix = f"Did you mean {meant}? " if meant else ""
     return Problem(

@@ -24,7 +24,7 @@ from traindiff.compat.msprobe.layout import (
 )
 from traindiff.core.site import canonical_paths
 from traindiff.errors import ConfigError, Problem, TraindiffWarning
-from traindiff.present.data.csv_rows import defused
+from traindiff.present.data.as_csv import defused
 from traindiff.present.direction_pictures import draw
 from traindiff.present.pictures import check_matplotlib
 

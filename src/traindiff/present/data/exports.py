@@ -14,7 +14,7 @@ from typing import Any
 from traindiff.analyse.merge.run_steps import run_steps
 from traindiff.analyse.merge.step_table import Entry, Key
 from traindiff.core.observation import ALL_GRADIENTS, SAMPLE
-from traindiff.core.site import PHASES, ROOT, matches
+from traindiff.core.site import ROOT, matches
 from traindiff.core.steps import ALL_STEPS, StepSelection
 from traindiff.core.summary import UNIT_ROUNDOFF, largest, norm, number
 from traindiff.errors import ConfigError, Problem
@@ -38,21 +38,6 @@ class Wanted:
 
 Scalars = dict[str, float]
 """By name: a number. NaN and infinities are as they are."""
-
-
-def check_phases(phases: tuple[str, ...]) -> None:
-    """Raise `ConfigError` for what is not a phase.
-
-    Args:
-        phases: What was given.
-    """
-    problems = [
-        Problem.unknown_name(where=f"--phase {name}", kind="a phase", found=name, known=PHASES)
-        for name in phases
-        if name not in PHASES
-    ]
-    if problems:
-        raise ConfigError("export", problems, consequence="nothing was exported")
 
 
 def scalars(recording: Recording, wanted: Wanted) -> Iterator[tuple[int, Scalars]]:

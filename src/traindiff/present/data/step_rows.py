@@ -19,7 +19,7 @@ from traindiff.analyse.merge.step_table import Key
 from traindiff.core.site import ROOT, label
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
-from traindiff.present.data.csv_rows import CsvRows
+from traindiff.present.data.as_csv import CsvRows
 
 FIRST = "first"
 """The step of the first divergence; without one, the first that was compared."""
