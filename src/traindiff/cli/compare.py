@@ -26,25 +26,25 @@ TableOption = Annotated[
         "differences; first is the step of the first divergence. With --format csv, too.",
     ),
 ]
-"""The option of commands that compare two runs."""
+"""Option of commands that compare two runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenTable:
-    """Which steps the table has; None for that of the first divergence."""
+    """The steps of the table; None for the step of the first divergence."""
 
     steps: StepSelection | None
 
 
 def checked_table(text: str, *, form: str) -> ChosenTable:
-    """What `--table` asks for.
+    """The table that `--table` asks for.
 
     Args:
-        text: As it was written.
+        text: The value of the option.
         form: The format of the result.
 
     Raises:
-        ConfigError: It is no steps, or the format has no table.
+        ConfigError: The value names no steps, or the format has no table.
     """
     from traindiff.present.data.step_rows import parse_table
 
@@ -56,11 +56,11 @@ def checked_table(text: str, *, form: str) -> ChosenTable:
 
 
 def print_table(result: Comparison, chosen: ChosenTable, *, form: str) -> None:
-    """Print the verdict and the table; as comma-separated values the table alone.
+    """Print the verdict and the table; with `csv`, the table alone.
 
     Args:
-        result: With a history.
-        chosen: Which steps.
+        result: A comparison with a history.
+        chosen: The steps of the table.
         form: `text` or `csv`.
 
     Raises:

@@ -85,7 +85,7 @@ def demo(
 
 
 def _this_command() -> str:
-    """How the user can call traindiff again: by its name if that leads here, else as it was called now."""
+    """The way to call traindiff again: its name if that leads here, else the way in which it was called now."""
     called = sys.argv[0]
     if not called.endswith("traindiff"):
         return "python -m traindiff"

@@ -77,7 +77,7 @@ def show(
 
 @contextmanager
 def _opened(output: Path, mode: str, **how: Any) -> Iterator[IO[Any]]:
-    """A file to write the result to."""
+    """A file for the result."""
     from traindiff.errors import ConfigError, Problem
 
     try:
@@ -128,7 +128,7 @@ def import_onnxruntime(
 
 
 MSPROBE = "msprobe"
-"""The tool that reads gradients, and no scalars."""
+"""The one tool that reads gradients and no scalars."""
 
 
 @app.command(short_help="Export scalars of a recording to TensorBoard or Weights & Biases.")

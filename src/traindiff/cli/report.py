@@ -34,7 +34,7 @@ RenameOption = Annotated[
 HtmlOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML file (docs/report.md).")
 ]
-"""The option of commands whose result can be looked at."""
+"""Option of commands whose result can be shown in a browser."""
 
 
 @app.command(short_help="Write a report of one run, or of two, as an HTML file.")
@@ -93,7 +93,7 @@ def report(
 
 
 def check_writable(output: Path) -> None:
-    """Make sure that a file can be written, before what is to be in it is computed.
+    """Make sure that a file can be written, before its content is computed.
 
     Args:
         output: The file, which stays as it is.
@@ -115,10 +115,10 @@ def check_writable(output: Path) -> None:
 
 
 def write_page(result: Comparison | Verdict, output: Path) -> None:
-    """Write the page of a result that has a history, and say where.
+    """Write the page of a result that has a history, and print its path.
 
     Args:
-        result: Of `compare` or `check`.
+        result: Result of `compare` or `check`.
         output: The file.
     """
     from traindiff.present.page import page_of, write

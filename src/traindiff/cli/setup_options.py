@@ -149,7 +149,7 @@ def with_setup_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(slots=True)
 class RunBar:
-    """A bar over all steps of all runs; called when one of them has taken a step."""
+    """A progress bar over all steps of all runs, which is called after each step."""
 
     _bar: Progress
     _task: TaskID
@@ -158,42 +158,41 @@ class RunBar:
     _done: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, name: str, step: int, count: int) -> None:
-        """A run has taken a step, as `traindiff.run.verify.runs.Progress` has it."""
+        """Count a step of a run, as `traindiff.run.verify.runs.Progress` is called."""
         self._begun[name], self._done[name] = count, step
         total = max(self._known, sum(self._begun.values()))
         self._bar.update(self._task, description=name, completed=sum(self._done.values()), total=total)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Inside it, something else is printed."""
+        """Hide the bar while something else is printed."""
         self._bar.stop()
         yield
         self._bar.start()
 
 
 @contextmanager
-def run_progress(console: Console, *, steps: int, shown: bool = True) -> Iterator[RunBar]:
-    """Show a bar over all steps of all runs; without a terminal, nothing.
+def run_progress(console: Console, *, steps: int) -> Iterator[RunBar]:
+    """Show a progress bar over all steps of all runs, if there is a terminal.
 
     Args:
-        console: Where to.
-        steps: How many are known to come. Those of further runs are added when they begin.
-        shown: Whether there is to be one.
+        console: Where to show it.
+        steps: Number of steps that are known to come. Steps of further runs are added when these begin.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield RunBar(bar, bar.add_task("starting", total=steps), steps)
 
 
 _LAST_SECONDS = 1.0
-"""torchrun ends the others as soon as one rank fails, so that rank 0 should be the first."""
+"""Time that other ranks wait after a failure: torchrun ends all ranks when one fails, so rank 0 should end first."""
 
 
 def on_rank_0(command: Callable[[PresentRanks | None], int]) -> int:
-    """The exit code of a command that rank 0 runs, while other ranks run what it launches.
+    """The exit code of a command that runs on rank 0, while other ranks run what it launches.
 
     Args:
-        command: Is given the ranks that are there already, None without a launcher. Prints, and returns an exit code.
+        command: Prints, and returns an exit code. Its argument is the ranks of a launcher, None without a launcher.
     """
     from traindiff.run.processes.present_ranks import PresentRanks
 
@@ -207,7 +206,7 @@ def on_rank_0(command: Callable[[PresentRanks | None], int]) -> int:
 
 
 def _exit_code(command: Callable[[], int]) -> int:
-    """What the command returns, or exits with."""
+    """The exit code of the command, whether it returns or raises it."""
     try:
         code: int = says_what_is_wrong(command)()
     except typer.Exit as ends:

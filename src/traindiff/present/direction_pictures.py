@@ -1,4 +1,4 @@
-"""Pictures of the similarity of directions, by matplotlib (extra `png`), which is imported when one is drawn."""
+"""Pictures of how similar the directions of gradients are. matplotlib (extra `png`) is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _LINE, _BROKEN, _LIMIT, _FAINT = "#1f5fa8", "#c0392b", "#8a8a8a", "#dddddd"
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _SETTINGS = {"text.parse_math": False, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 _NAMES = 64
-"""Parameters that a heat map names one by one; of more, every n-th is named."""
+"""A heat map names so many parameters one by one. Of more parameters it names every n-th."""
 
 
 def draw(found: Similarities, directory: Path, names: Mapping[str, str] = NO_NAMES) -> list[Path]:
     """Draw a picture for each parameter, one of all together, and the heat map.
 
     Args:
-        found: What to draw.
-        directory: Is made if it is not there. Pictures are called `PARAMETER_similarities.png`,
-            `summary_similarities.png` and `heat_map.png`; of names that are no file names, an encoding stands there.
-        names: What parameters are called, by canonical path, where that is not their path.
+        found: The similarities.
+        directory: Made if it is not there. Pictures are called `PARAMETER_similarities.png`,
+            `summary_similarities.png` and `heat_map.png`; names that are no file names are encoded.
+        names: The names of parameters, by canonical path, where these differ from the path.
 
     Returns:
         The pictures: parameters in their order, the summary, the heat map.
@@ -92,7 +92,7 @@ def _curve(
 def _heat_map(
     new: NewFigure, found: Similarities, broken: Mapping[str | None, Sequence[int]], called: Mapping[str, str]
 ) -> Any:
-    """Parameters over steps, all at once; a dot where the rule is broken."""
+    """All parameters over all steps, with a dot where the rule is broken."""
     names = list(found.parameters)
     shares = np.array(
         [
@@ -129,7 +129,7 @@ def _heat_map(
 def _mark_broken(
     axes: Any, steps: Sequence[int], names: Sequence[str], broken: Mapping[str | None, Sequence[int]]
 ) -> None:
-    """A dot on each cell that breaks the rule, and a triangle above each step in which one does."""
+    """Draw a dot on each cell that breaks the rule, and a triangle above each step with such a cell."""
     column = {step: number for number, step in enumerate(steps)}
     cells = [(column[step], row) for row, name in enumerate(names) for step in broken.get(name, ())]
     if not cells:
@@ -158,7 +158,7 @@ def _parameters(count: int) -> str:
 
 
 def _whole_ticks(steps: Sequence[int]) -> list[int]:
-    """At most ten steps, evenly apart, the first of them included."""
+    """At most ten steps, evenly apart."""
     apart = max(1, -(-(steps[-1] - steps[0]) // 10))
     apart = next(nice for power in range(20) for nice in (10**power, 2 * 10**power, 5 * 10**power) if nice >= apart)
     return list(range(-(-steps[0] // apart) * apart, steps[-1] + 1, apart)) or [steps[0]]
@@ -170,6 +170,6 @@ def _broken_text(steps: Sequence[int]) -> str:
 
 
 def _shortened(text: str, length: int) -> str:
-    """A text that fits, without what a font cannot show."""
+    """A text of at most this length, without characters that fonts lack."""
     shown = printable(text)
     return shown if len(shown) <= length else f"{shown[: length // 2 - 1]}...{shown[-length // 2 + 2 :]}"

@@ -27,13 +27,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Which observations are wanted.
+    """A choice of observations.
 
     Attributes:
         site: Glob over canonical paths, or over `path slot`.
         phases: Phases; empty for all.
         steps: Steps.
-        samples: Whether the single samples of a batch are.
+        samples: Whether the single samples of a batch are included.
     """
 
     site: str = "*"
@@ -146,7 +146,7 @@ def _row(rank: int, seen: Observation, summary: Any) -> Row:
 
 
 def _json_value(value: Any) -> Any:
-    """A value, or None for a number that JSON lacks: the norm of numbers whose squares overflow float64."""
+    """A value, or None for a number that JSON lacks, e.g. the norm of numbers whose squares overflow float64."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -28,13 +28,13 @@ class SiteRow:
     """One site of a page.
 
     Attributes:
-        place: What identifies it, but for the micro-step.
-        micro_step: Of what is told apart by micro-steps.
-        order: Where it comes in execution order.
-        step: In which it is farthest, or largest.
-        dtypes: Of each side.
-        shapes: Of each side.
-        summaries: Of each side, in that step.
+        place: Identifies it, except for the micro-step.
+        micro_step: Its micro-step, if it has one for each micro-step.
+        order: Its place in execution order.
+        step: The step in which its difference, or its size, is largest.
+        dtypes: Dtype on each side.
+        shapes: Shape on each side.
+        summaries: Summary on each side, in that step.
     """
 
     place: Place
@@ -52,8 +52,8 @@ class ShownSites:
 
     Attributes:
         rows: In execution order, phase by phase.
-        order: By row, which site of the history it is.
-        places: The row of each place; of one with several micro-steps the first.
+        order: By row, the number of the site in the history.
+        places: The row of each place; of several micro-steps, the first.
     """
 
     rows: Sequence[SiteRow]
@@ -79,11 +79,11 @@ def place_of(finding: Finding) -> Place:
 
 
 MOST = 6
-"""Curves that a page begins with."""
+"""Most curves at the top of a page."""
 
 
 def curve_rows(rows: Sequence[SiteRow]) -> list[int]:
-    """Rows that are drawn first: the losses, numbers that the training logged, and the norm of all gradients."""
+    """Rows of the curves at the top: losses, numbers that the training logged, and the norm of all gradients."""
     scalars = [at for at, row in enumerate(rows) if row.place[0] == "loss" and _is_scalar(row)]
     losses = [at for at in scalars if rows[at].place[3] != "logged"] + [
         at for at in scalars if rows[at].place[3] == "logged"
@@ -96,12 +96,12 @@ _ALL = (ALL_GRADIENTS, "norm")
 
 
 def title_of(row: SiteRow) -> str:
-    """What a curve shows."""
+    """The title of a row's curve."""
     return "gradient norm, recomputed" if row.place[2:4] == _ALL else f"{row.place[2] or ROOT} ({row.place[3]})"
 
 
 def numbers(values: NDArray[Any]) -> list[float | None]:
-    """Numbers for JSON, to the 7 digits of float32; None for what is not finite."""
+    """Numbers for JSON, with the 7 digits of float32; None in place of NaN and infinities."""
     return [float(f"{value:.7g}") if math.isfinite(value) else None for value in np.asarray(values, np.float64)]
 
 
@@ -116,7 +116,7 @@ NUMBERS = (
 """Fields of a summary that a page shows as numbers."""
 
 PROFILES = ("row_squares", "row_largest", "column_squares", "column_largest")
-"""Fields that it draws."""
+"""Fields of a summary that a page draws."""
 
 
 def data_of(
@@ -127,14 +127,14 @@ def data_of(
     recordings: Sequence[str],
     findings: Iterable[Finding],
 ) -> dict[str, Any]:
-    """What every page has of its sites, whatever it is about.
+    """The data of the sites of a page, for its script.
 
     Args:
-        sites: Its rows.
-        whole: The history that they are from.
+        sites: The rows.
+        whole: The history that the rows are from.
         drawn: Numbers of the history that the heat map shows.
-        recordings: Of one run, or of two.
-        findings: All that the page names.
+        recordings: Path of one recording, or paths of two.
+        findings: All findings that the page names.
     """
     rows = sites.rows
     numbers, profiles = _numbers([row.summaries for row in rows])
@@ -171,7 +171,7 @@ def _numbers(summaries: Sequence[Sequence[Any]]) -> tuple[NDArray[np.float64], N
     """Numbers and profiles of the summaries of each row.
 
     Args:
-        summaries: By row, of one side or of both.
+        summaries: By row, on one side or on both.
 
     Returns:
         `(rows, sides, NUMBERS)`, and `(rows, sides, PROFILES, buckets)`.
@@ -183,10 +183,10 @@ def _numbers(summaries: Sequence[Sequence[Any]]) -> tuple[NDArray[np.float64], N
 
 
 MISSING, ZERO, INFINITE = 0, 1, 65535
-"""Codes of what has no logarithm."""
+"""Codes of values without a logarithm."""
 
 LOWEST, HIGHEST = -64.0, 128.0
-"""Binary logarithms of the smallest and largest size that is told from others: 5e-20, and that of float32."""
+"""Binary logarithms of the smallest and the largest size with a code of its own: 5e-20, and the end of float32."""
 
 STEPS = INFINITE - 2 - 2
 """Codes from the lowest to the highest; one is a factor of 1.002."""
@@ -196,7 +196,7 @@ def log_codes(values: NDArray[Any]) -> NDArray[np.uint16]:
     """Sizes as 16-bit codes that are linear in their logarithm.
 
     Args:
-        values: Any shape; signs are lost, and NaN means that there is none.
+        values: Any shape; signs are lost, and NaN stands for a missing value.
 
     Returns:
         Codes of the same shape, within 0.1 % of the sizes.
@@ -210,9 +210,9 @@ def log_codes(values: NDArray[Any]) -> NDArray[np.uint16]:
 
 
 def packed(values: NDArray[Any]) -> dict[str, Any]:
-    """An array for the page: its name of a typed array, its shape, and its little-endian bytes, deflated, in base 64.
+    """An array for the page: name of its typed array, its shape, and its little-endian bytes, deflated, in base 64.
 
-    Bytes of the same significance stand together, which deflates better.
+    Bytes of the same significance are stored together, which deflates better.
     """
     little = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False)
     size = little.dtype.itemsize
@@ -229,21 +229,21 @@ _TYPES = {"uint16": "Uint16Array", "float32": "Float32Array", "float64": "Float6
 
 
 FIRST = -160
-"""Binary exponent that the first count of a histogram is of (FORMAT.md)."""
+"""Binary exponent of the first count of a histogram (FORMAT.md)."""
 
 Counts = NDArray[np.int64]
 
 
 def histograms(paths: Sequence[str], rows: Sequence[SiteRow]) -> dict[int, dict[str, Any]]:
-    """Histograms of the sites of a page, each in the step that its numbers are of.
+    """Histograms of the sites of a page, each in the step of its numbers.
 
     Args:
-        paths: Of one recording, or of two.
+        paths: Paths of one recording, or of two.
         rows: The sites.
 
     Returns:
-        By row: `first`, the exponent of the first count, and `counts` of each recording, over the exponents that any
-        of them has; empty where no recording has histograms.
+        By row: `first`, the exponent of the first count, and the `counts` of each recording, over the exponents that
+        occur in any of them; empty where no recording has histograms.
     """
     wanted = {(row.place, row.step): at for at, row in enumerate(rows) if not row.micro_step}
     try:

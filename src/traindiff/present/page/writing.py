@@ -23,18 +23,17 @@ SCRIPTS = (
     "script/state.js", "script/curves.js", "script/heat_map.js", "script/pointing.js", "script/details.js",
     "script/tables.js", "script/main.js",
 )  # fmt: skip
-"""What a page holds, in the order in which it runs."""
+"""The scripts of a page, in the order in which they run."""
 
 
 def write(page: Page, file: IO[str], *, home: str = "", refresh: str = "") -> None:
     """Write a page.
 
     Args:
-        page: What it says.
+        page: Its content.
         file: Where to write it.
         home: Address of the list of recordings on the same server; empty for a file.
-        refresh: Path of the same server at which the page asks whether there is something new; empty for a file, which
-            asks for nothing.
+        refresh: Path on the same server at which the page asks for changes; empty for a file, which asks for nothing.
     """
     script = _script()
     template = environment("traindiff.present.page").get_template("page.html")
@@ -52,11 +51,11 @@ def write(page: Page, file: IO[str], *, home: str = "", refresh: str = "") -> No
 
 
 def policy(script: str, *, asks: bool = False, sends_forms: bool = False) -> str:
-    """What a browser lets a page do: run this script and no other, and load nothing.
+    """The content security policy of a page: it runs this script and no other, and loads nothing.
 
     Args:
         script: The page's script; empty for none.
-        asks: Whether it may ask the server that it comes from.
+        asks: Whether the page may send requests to its own server.
         sends_forms: Whether it may send a form to it.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
@@ -121,7 +120,7 @@ def _read(name: str) -> str:
 
 @cache
 def environment(package: str) -> Environment:
-    """Templates of a package; what they are filled with is text, and escaped.
+    """The templates of a package. All values in them are text, and escaped.
 
     Args:
         package: Its dotted name.

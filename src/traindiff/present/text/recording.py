@@ -18,7 +18,7 @@ from traindiff.storage.manifest import framework
 
 
 def print_head(console: Console, recording: Recording) -> None:
-    """Print what the recording is of, and how its ranks end."""
+    """Print where, when and with what a run was recorded, and how its ranks ended."""
     run = recording.run
     observed = ", ".join(run["settings"].get("observe", ())) or "nothing"
     console.print(Text(recording.path, style="bold"))
@@ -35,13 +35,13 @@ def print_head(console: Console, recording: Recording) -> None:
 
 
 def print_rows(console: Console, rows: Iterable[Row], *, rest: Iterable[Row], recorded: bool = True) -> None:
-    """Print the first rows as a table, and how many more there are.
+    """Print the first rows as a table, and the number of the others.
 
     Args:
         console: Where to print.
         rows: The first ones.
-        rest: The others, which are counted.
-        recorded: Whether the recording has a step at all.
+        rest: The other rows.
+        recorded: Whether the recording has any step.
     """
     shown = list(rows)
     table = columns(
