@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,15 +28,8 @@ TableOption = Annotated[
 """Option of commands that compare two runs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenTable:
-    """The steps of the table; None for the step of the first divergence."""
-
-    steps: StepSelection | None
-
-
-def checked_table(text: str, *, form: str) -> ChosenTable:
-    """The table that `--table` asks for.
+def checked_table(text: str, *, form: str) -> StepSelection | None:
+    """The steps that `--table` asks for; None for the step of the first divergence.
 
     Args:
         text: The value of the option.
@@ -52,15 +44,15 @@ def checked_table(text: str, *, form: str) -> ChosenTable:
         fix = "Leave out one of the two; --format csv has the table for programs."
         problem = Problem(where=f"--table {text}", what=f"is no part of --format {form}.", fix=fix)
         raise ConfigError("compare", [problem], consequence="nothing was compared")
-    return ChosenTable(steps=parse_table(text))
+    return parse_table(text)
 
 
-def print_table(result: Comparison, chosen: ChosenTable, *, form: str) -> None:
+def print_table(result: Comparison, steps: StepSelection | None, *, form: str) -> None:
     """Print the verdict and the table; with `csv`, the table alone.
 
     Args:
         result: A comparison with a history.
-        chosen: The steps of the table.
+        steps: The steps of the table; None for the step of the first divergence.
         form: `text` or `csv`.
 
     Raises:
@@ -70,7 +62,7 @@ def print_table(result: Comparison, chosen: ChosenTable, *, form: str) -> None:
     from traindiff.present.text.results import print_comparison
 
     assert result.history is not None
-    rows = step_rows(result, result.history, chosen.steps)
+    rows = step_rows(result, result.history, steps)
     if form == "csv":
         write_rows(sys.stdout, rows)
         return
@@ -113,7 +105,7 @@ def compare(
     from traindiff.present.pictures import check_matplotlib
     from traindiff.present.text.results import print_comparison
 
-    chosen = None if table is None else checked_table(table, form="json" if as_json else form)
+    shown = None if table is None else checked_table(table, form="json" if as_json else form)
     if html is not None:
         check_writable(html)
     if pictures is not None:
@@ -135,10 +127,10 @@ def compare(
     if pictures is not None:
         _draw(result, pictures)
     form = "json" if as_json else form
-    if chosen is None:
+    if table is None:
         print_result(result, form, text=lambda: print_comparison(results, result, top=top))
     else:
-        print_table(result, chosen, form=form)
+        print_table(result, shown, form=form)
     raise typer.Exit(result.exit_code)
 
 

@@ -85,7 +85,7 @@ def explain(name: str) -> list[str]:
 def _unknown(name: str) -> Problem:
     known = {_plain(one): one for one, _ in _explanations()}
     begun = [one for one in known if any(word.startswith(_plain(name)) for word in one.split())]
-    near = begun or get_close_matches(_plain(name), known, n=3)
+    near = begun or get_close_matches(_plain(name), known, n=3, cutoff=0.7)
     meant = " or ".join(f'"{known[one]}"' for one in near[:3])
     fix = f"Did you mean {meant}? " if meant else ""
     return Problem(

@@ -44,7 +44,7 @@ def check_matplotlib(where: str, *, asked_by: str) -> None:
     try:
         import matplotlib.figure  # noqa: F401  whether it is there
     except ModuleNotFoundError:
-        fix = "Install it with: pip install 'traindiff[png]'"
+        fix = "Install it with: pip install 'traindiff[png]'."
         problem = Problem(where=where, what="needs matplotlib, which is not installed.", fix=fix)
         raise ConfigError(asked_by, [problem], consequence="nothing was written") from None
 
