@@ -16,7 +16,7 @@ from traindiff.errors import ConfigError, Problem
 
 
 class ScriptReady(Exception):  # noqa: N818  not an error
-    """Carries what is to be run out of the command line's own handling of errors, which is not the script's.
+    """Carries the script out of the command line's own handling of errors, which is not for the script's errors.
 
     Args:
         settings: The arguments of `run_recorded`.
@@ -112,7 +112,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 
 def _of_options(error: ConfigError) -> ConfigError:
-    """What is wrong with settings of a recording, as the command line spells them."""
+    """The problems with settings of a recording, in the spelling of the command line."""
     spelled = [
         replace(
             problem, where=re.sub(r"^record\((\w+)=.*\)$", lambda name: f"--{name[1].replace('_', '-')}", problem.where)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.run.verify import divided
 from traindiff.analyse.compare.investigation import Matrix, MatrixRow
-from traindiff.present.text.verification import print_matrix
+from traindiff.present.text.results import print_matrix
 from traindiff.run.config.setup import PLAIN
 from traindiff.run.verify.asked import Asked, AskedSetup
 from traindiff.run.verify.matrix import Combination, verify_matrix

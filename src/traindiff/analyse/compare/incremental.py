@@ -33,7 +33,6 @@ from traindiff.analyse.compare.explanations import (
 from traindiff.analyse.compare.judge import BothRuns, Judge, recomputation_findings
 from traindiff.analyse.compare.limits import hints, limits
 from traindiff.analyse.compare.operator_search import OperatorSearch
-from traindiff.analyse.compare.sentences import representation_note
 from traindiff.analyse.compare.step_judge import StepInput
 from traindiff.analyse.compare.verdict import Comparison, Word
 from traindiff.analyse.findings import Finding
@@ -46,6 +45,7 @@ from traindiff.analyse.noise.calibration import Calibration
 from traindiff.analyse.noise.measured import StepNoise
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import run_facts
+from traindiff.analyse.story import representation_note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from traindiff.analyse.compare.verdict import EXIT_CODES, Comparison, Word
-from traindiff.analyse.compare.verification import RunCost, Sides, Verification, cost_text
+from traindiff.analyse.compare.verification import RunCost, Sides, Verification
+from traindiff.analyse.story import investigation_sections, plain
 
 MATRIX_SCHEMA_NAME = "traindiff-matrix"
 MATRIX_SCHEMA_VERSION = 1
@@ -167,17 +168,4 @@ class Investigation:
         }
 
     def __str__(self) -> str:
-        return "\n".join([*story(self), "", self.cost])
-
-    @property
-    def cost(self) -> str:
-        """The cost of all runs, in one line."""
-        return cost_text(self.costs, self.peak_bytes)
-
-
-def story(investigation: Investigation) -> list[str]:
-    """The numbered stages, each with its question and its conclusion, and the verdict."""
-    lines: list[str] = []
-    for number, stage in enumerate(investigation.stages, start=1):
-        lines += [f"{number}. {stage.asks}", f"   {stage.message}", ""]
-    return [*lines, f"Verdict: {investigation.verdict}"]
+        return plain(investigation_sections(self))

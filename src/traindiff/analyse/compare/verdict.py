@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from traindiff.analyse.align.pairs import Unaligned
 from traindiff.analyse.compare.operator_localization import OperatorLocalization
-from traindiff.analyse.compare.sentences import text
 from traindiff.analyse.findings import Finding, ratio_of
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.signs import Similarities
+from traindiff.analyse.story import of_comparison
 
 Word = Literal["identical", "equivalent", "diverged", "misaligned", "incomplete"]
 
@@ -113,4 +113,4 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        return text(self)
+        return str(of_comparison(self))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from traindiff.analyse.compare import sentences
 from traindiff.analyse.compare.verdict import EXIT_CODES, Comparison, Word
-from traindiff.analyse.findings import Finding, where_text
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.story import of_verification
 
 SCHEMA_NAME = "traindiff-verification"
 
@@ -272,73 +272,4 @@ class Verification:
         }
 
     def __str__(self) -> str:
-        lines = [
-            *what_is_run(self.sides, self.output),
-            "",
-            sentences.text(self.comparison),
-            *beside_the_comparison(self),
-        ]
-        for one in self.pinned:
-            lines += ["", pinned_heading(one)]
-            lines += [f"  {where_text(found)}: {found.message}" for found in one.comparison.findings]
-            lines += pinned_limits(self, one)
-        lines += zoomed_lines(self)
-        return "\n".join([*lines, "", cost(self)])
-
-
-def what_is_run(sides: Sides, output: str) -> list[str]:
-    """The first lines of a report: both sides, and the directory of the files."""
-    baseline, candidate = sides
-    return [
-        f"baseline   {baseline.recipe} ({baseline.message})",
-        f"candidate  {candidate.recipe} ({candidate.message})",
-        f"files      {output}",
-    ]
-
-
-def beside_the_comparison(verification: Verification) -> list[str]:
-    """Lines about a run that failed, about the compiler, and about pinning."""
-    lines: list[str] = []
-    if verification.failed:
-        lines += ["", *verification.failed.lines()]
-    if verification.compiler:
-        lines += ["", verification.compiler.message]
-    return [*lines, *(["", verification.pin_note] if verification.pin_note else [])]
-
-
-def pinned_heading(pinned: Pinned) -> str:
-    """The result of the forced run of a step, in one line."""
-    count = len(pinned.comparison.findings)
-    if not count:
-        return f"Pinned down, {pinned.where}: given the baseline's tensors, every operation agrees."
-    found = "1 site is" if count == 1 else f"{count} sites are"
-    return f"Pinned down, {pinned.where}: given the baseline's tensors, {found} wrong alone:"
-
-
-def pinned_limits(verification: Verification, pinned: Pinned) -> list[str]:
-    """Notes of a forced step alone, e.g. about tensors that could not be forced."""
-    return [note for note in pinned.comparison.notes if note not in verification.comparison.notes]
-
-
-def zoomed_lines(verification: Verification) -> list[str]:
-    """One line for each operator behind a wrong module; empty if not requested."""
-    if verification.zoomed is None:
-        return ["", verification.zoom_note] if verification.zoom_note else []
-    told: dict[str, str] = {}  # if several sites share an operator, the first one
-    for zoom in verification.zoomed.comparison.zooms:
-        told.setdefault(zoom.operator or zoom.site, f"  {zoom.phase} of {zoom.site}: {zoom.message}")
-    found = list(told.values())
-    lines = ["", f"Operators, {verification.zoomed.where}:", *found]
-    return lines if found else ["", "No operator was recorded on the way to what is wrong."]
-
-
-def cost(verification: Verification) -> str:
-    """The cost of a verification, in one line."""
-    return cost_text(verification.costs, verification.peak_bytes)
-
-
-def cost_text(costs: Sequence[RunCost], peak_bytes: int) -> str:
-    """The cost of some runs, in one line."""
-    steps, seconds = sum(run.num_steps for run in costs), sum(run.seconds for run in costs)
-    memory = f", {peak_bytes / 1e6:.0f} MB at most" if peak_bytes else ""
-    return f"{len(costs)} runs, {steps} steps, {seconds:.1f} s{memory}."
+        return str(of_verification(self))

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from traindiff.core.setting_checks import interval_names
 from traindiff.errors import NotARecordingError
-from traindiff.present.data.csv_rows import defused, restored
+from traindiff.present.data.as_csv import defused, restored
 from traindiff.storage.schema import MOST_AXES, MOST_ELEMENTS
 
 _INTERVAL = re.compile(r"\((-inf|[^,]+), ([^\])]+)[\])]")

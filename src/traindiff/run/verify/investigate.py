@@ -18,10 +18,10 @@ from traindiff.analyse.compare.verification import FailedRun, Sides
 from traindiff.analyse.merge.run_steps import run_steps
 from traindiff.core.summary import number
 from traindiff.errors import ConfigError, Problem, RecordingError
-from traindiff.present.data import as_json
+from traindiff.present.data import write_json
 from traindiff.present.page import page_of
 from traindiff.present.page import write as write_page
-from traindiff.present.text.verification import print_investigation
+from traindiff.present.text.results import print_investigation
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.config.setup import baseline_setup as trusted_way
 from traindiff.run.processes.present_ranks import PresentRanks
@@ -293,7 +293,7 @@ def write_files(found: Investigation, asked: Asked) -> None:
     """
     text, values = io.StringIO(), io.StringIO()
     print_investigation(Console(file=text, width=_WIDTH, highlight=False, emoji=False), found, top=_ROWS)
-    as_json.write(found, values)
+    write_json(found, values)
     write_whole(asked.output / REPORT, text.getvalue())
     write_whole(asked.output / JSON, values.getvalue())
     (asked.output / HTML).unlink(missing_ok=True)  # of an earlier investigation

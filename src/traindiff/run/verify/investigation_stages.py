@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from traindiff.analyse.compare import Comparison, Verification
 from traindiff.analyse.compare.investigation import Stage
-from traindiff.analyse.compare.sentences import MEANINGS
 from traindiff.analyse.compare.verification import FailedRun
 from traindiff.analyse.findings import before_text, size_text, where_text
+from traindiff.analyse.story import MEANINGS
 from traindiff.run.verify.aids import AIDS
 
 Losses = Mapping[int, float]

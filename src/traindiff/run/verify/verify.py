@@ -17,8 +17,8 @@ from traindiff.core.setting_checks import parse_replica
 from traindiff.core.untrusted.demands import MOST_JSON_BYTES, parse
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import ConfigError, CorruptRecordingError, Problem
-from traindiff.present.data import as_json
-from traindiff.present.text.verification import print_verification
+from traindiff.present.data import write_json
+from traindiff.present.text.results import print_verification
 from traindiff.run.config.obstacles import obstacles
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.config.setup import baseline_setup as trusted_way
@@ -45,7 +45,7 @@ def write_files(verification: Verification, directory: Path) -> None:
     """
     text, values = io.StringIO(), io.StringIO()
     print_verification(Console(file=text, width=_WIDTH, highlight=False, emoji=False), verification, top=_ROWS)
-    as_json.write(verification, values)
+    write_json(verification, values)
     write_whole(directory / REPORT, text.getvalue())
     write_whole(directory / JSON, values.getvalue())
 
