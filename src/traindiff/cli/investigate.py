@@ -86,12 +86,11 @@ def investigate(
     from traindiff.cli.setup_options import run_progress
     from traindiff.present.text.verification import print_conclusion, print_heading, print_stage
     from traindiff.run.processes.present_ranks import PresentRanks
-    from traindiff.run.verify.asked import Asked, AskedSetup, candidate_setup, trusted_setup
     from traindiff.run.verify.investigate import Investigating
+    from traindiff.run.verify.request import SetupOptions, VerifyRequest, candidate_setup, trusted_setup
     from traindiff.run.verify.runs import REPLICAS
-    from traindiff.run.verify.trusted import Question
 
-    given = AskedSetup(
+    given = SetupOptions(
         engine=engine, baseline_engine=baseline_engine, nproc=nproc, zero_stage=zero_stage,
         offload_device=offload_device,
         further={
@@ -104,13 +103,11 @@ def investigate(
 
     def decide(ranks: PresentRanks | None) -> int:
         setup = candidate_setup(given, world_size=ranks.world_size if ranks else None)
-        question = Question(
-            candidate=candidate or recipe, setup=setup, steps=steps, replicas=replicas, rename=rename, zoom=True
-        )
         with run_progress(messages, steps=(3 + seeds + len(replicas)) * steps) as bar:
-            asked = Asked(
-                recipe=recipe, baseline_setup=trusted_setup(given, setup), question=question, output=output, seed=seed,
-                timeout=timeout, progress=bar, asked_by="investigate",
+            request = VerifyRequest(
+                recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=trusted_setup(given, setup),
+                setup=setup, steps=steps, seed=seed, replicas=replicas, zoom=True, rename=rename, timeout=timeout,
+                progress=bar, asked_by="investigate",
             )  # fmt: skip
             numbers = count(1)
 
@@ -118,11 +115,11 @@ def investigate(
                 number = next(numbers)
                 with bar.hidden():
                     if number == 1:
-                        print_heading(results, work.sides, str(output))
+                        print_heading(results, request.sides, str(output))
                     print_stage(results, number, stage)
 
-            work = Investigating(asked=asked, seeds=seeds, ranks=ranks, on_stage=None if as_json else tell)
-            found = work.answered()
+            work = Investigating(request=request, seeds=seeds, ranks=ranks, on_stage=None if as_json else tell)
+            found = work.run()
         print_result(found, "json" if as_json else "text", text=lambda: print_conclusion(results, found, top=top))
         return found.exit_code
 

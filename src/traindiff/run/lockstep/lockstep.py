@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from traindiff.analyse.compare.verdict import Comparison
 from traindiff.errors import ConfigError, LockstepError, Problem
 from traindiff.run.lockstep.live_comparison import Exchange, LiveComparison
-from traindiff.run.lockstep.live_side import LiveSide, noted
+from traindiff.run.lockstep.live_side import BatchGuard, LiveSide, noted, train_all
 from traindiff.run.lockstep.printer import Printer
 from traindiff.run.lockstep.ranks import LOOK_SECONDS, Ranks
-from traindiff.run.lockstep.setting_back import set_back
+from traindiff.run.lockstep.set_back import set_back
 from traindiff.run.lockstep.settings import Paths, lockstep_settings
 from traindiff.run.lockstep.stepped import REPLICAS, Stepped, copied, refuse_one_for_both, stepped, uncopyable
-from traindiff.run.lockstep.training import BatchGuard, train_all
 
 _NO_MORE = object()
 

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import IO
+from typing import IO, Any
 
 from traindiff.analyse.align.exact import EXACT_KINDS
 from traindiff.analyse.compare.incremental import ComparedStep
@@ -17,7 +17,8 @@ from traindiff.analyse.merge.step_table import Key
 from traindiff.core.observation import ALL_GRADIENTS
 from traindiff.core.summary import distance, nonfinite_count, norm
 from traindiff.run.lockstep.live_comparison import LiveComparison, Outcome
-from traindiff.run.lockstep.settings import LockstepSettings, SettingDifferences, Settings
+from traindiff.run.lockstep.live_side import UNKNOWN, Settings
+from traindiff.run.lockstep.settings import LockstepSettings
 
 MOST_LINES = 8
 """Lines for one kind of divergence in one batch; of the rest it is said how many they are."""
@@ -150,6 +151,47 @@ def _sizes(finding: Finding, pair: Pair | None) -> tuple[float, float, float]:
     if not math.isfinite(finding.difference):
         return finding.difference, finding.difference, finding.floor
     return finding.difference * size, finding.difference, finding.floor
+
+
+class SettingDifferences:
+    """Tells each difference between the settings of two sides once, when it is first seen."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str, str]] = set()
+
+    def lines(self, baseline: Settings, candidate: Settings) -> Iterator[str]:
+        """One line for each difference that has not been told."""
+        for name in [*baseline, *(name for name in candidate if name not in baseline)]:
+            changes: dict[tuple[str, str], int] = {}
+            for path, before, after in _common(baseline.get(name, {}), candidate.get(name, {})):
+                if not _same_setting(before, after):
+                    change = _shown_setting(name, before), _shown_setting(name, after)
+                    changes[change] = changes.get(change, 0) + 1
+                    whole = not path
+            for (before, after), count in changes.items():
+                if (name, before, after) not in self._told:
+                    self._told.add((name, before, after))
+                    of = "" if whole else f" parameters={count}"
+                    yield f"SETTING DIFFERS name={name} baseline={before} candidate={after}{of}"
+
+
+def _common(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for path, value in baseline.items():
+        if path in candidate:
+            yield path, value, candidate[path]
+
+
+def _same_setting(baseline: Any, candidate: Any) -> bool:
+    if UNKNOWN in (baseline, candidate) or baseline == candidate:
+        return True
+    numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (baseline, candidate))
+    return numbers and math.isclose(baseline, candidate, rel_tol=1e-9)
+
+
+def _shown_setting(name: str, value: Any) -> str:
+    if name == "gradient_clipping" and value == 0.0:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value).replace(" ", "")
 
 
 class Printer:

@@ -10,12 +10,12 @@ from traindiff.analyse.compare.failed_run import FailedRun
 from traindiff.analyse.compare.investigation import Stage
 from traindiff.analyse.compare.sentences import MEANINGS
 from traindiff.analyse.findings import before_text, size_text, where_text
-from traindiff.run.verify.aids import AIDS
+from traindiff.run.verify.determinism import CONTROLS
 
 Losses = Mapping[int, float]
 """The loss of a run, by step."""
 
-_REMAINS = f"Does it remain with {', '.join(AIDS.values())}?"
+_REMAINS = f"Does it remain with {', '.join(CONTROLS.values())}?"
 
 
 def repeats(bits: Comparison, tolerant: Comparison) -> Stage:
@@ -109,8 +109,8 @@ def remains(steady: Verification, alone: Mapping[str, str]) -> Stage:
     """Whether the difference remains when nothing varies any more.
 
     Args:
-        steady: Baseline against candidate, with all aids.
-        alone: The verdict with each aid alone, where it does not remain.
+        steady: Baseline against candidate, with all determinism controls.
+        alone: The verdict with each control alone, where it does not remain.
     """
     numbers = {"verdict": steady.verdict, "alone": dict(alone)}
     if steady.failed is not None and steady.verdict != "diverged":
@@ -118,7 +118,7 @@ def remains(steady: Verification, alone: Mapping[str, str]) -> Stage:
     if steady.verdict == "diverged":
         message = "Yes: it has nothing to do with randomness. What follows is measured so."
         return Stage(name="remains", asks=_REMAINS, message=message, numbers=numbers)
-    enough = [AIDS[name] for name, word in alone.items() if word in ("identical", "equivalent")]
+    enough = [CONTROLS[name] for name, word in alone.items() if word in ("identical", "equivalent")]
     cause = f" {' or '.join(enough)} alone makes it vanish." if enough else " None of them alone makes it vanish."
     message = (
         f"No: so run, the two are {steady.verdict}.{cause} Look at what draws random numbers, or is not "

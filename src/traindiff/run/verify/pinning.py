@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,13 +14,10 @@ from traindiff.analyse.merge.renames import parse_renames
 from traindiff.errors import ConfigError
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.verify.failed import RunFailedError
-from traindiff.run.verify.run_recipe import Named
+from traindiff.run.verify.recipe import Named
+from traindiff.run.verify.request import VerifyRequest
 from traindiff.run.verify.runs import REPLICAS, Runs
 from traindiff.storage import open_recording
-
-if TYPE_CHECKING:
-    from traindiff.run.verify.trusted import Question
-
 
 _SHORTER = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 
@@ -95,15 +92,12 @@ class ForcedSteps:
         recipe: Prepares the trusted training.
         setup: How it is run.
         replicas: How to perturb it; in another dtype those that round are used.
-
-    Attributes:
-        setup: How the trusted training is run.
     """
 
     def __init__(self, runs: Runs, recipe: Named, *, setup: Setup = PLAIN, replicas: Sequence[str] = REPLICAS) -> None:
         self._runs = runs
         self._recipe = recipe
-        self.setup = setup
+        self._setup = setup
         self._replicas = replicas
         self._recorded: dict[tuple[int, torch.dtype | None, str], ForcedStep] = {}
 
@@ -127,7 +121,7 @@ class ForcedSteps:
 
     def _record(self, plain: ForcedStep) -> ForcedStep:
         directory = plain.directory
-        settings = {**plain.settings, "setup": self.setup}
+        settings = {**plain.settings, "setup": self._setup}
         baseline = self._runs.run(self._recipe, f"{directory}/baseline", detail="tensors", **settings)
         used = [one for one in self._replicas if plain.precision is None or one.startswith("ulp")]
         noise = [
@@ -155,7 +149,7 @@ def pin_down(
     Args:
         runs: Where, and how.
         given: What it is forced to.
-        candidate: Prepares the training in question.
+        candidate: Prepares the training in request.
         setup: How it is run.
         rename: See `traindiff.compare`.
         operators: What the candidate calls the modules whose operators are recorded.
@@ -173,12 +167,14 @@ def pin_down(
 EVERYWHERE = "*"
 
 
-def zoom_in(pinned: Sequence[Pinned], question: Question, runs: Runs, forced: ForcedSteps) -> tuple[Pinned | None, str]:
+def zoom_in(
+    pinned: Sequence[Pinned], request: VerifyRequest, runs: Runs, forced: ForcedSteps
+) -> tuple[Pinned | None, str]:
     """The first of the steps that were pinned down in which something is wrong, with its operators.
 
     Args:
         pinned: The step in each precision.
-        question: What is asked of the candidate.
+        request: The request.
         runs: Where, and how.
         forced: Steps that the candidate can be forced to.
 
@@ -188,19 +184,19 @@ def zoom_in(pinned: Sequence[Pinned], question: Question, runs: Runs, forced: Fo
     wrong = next((one for one in pinned if _zoomable(one)), None)
     if wrong is None:
         return None, "No operators were recorded: given the baseline's tensors, no module is wrong alone."
-    if forced.setup.nproc != question.setup.nproc:
+    if request.baseline_setup.nproc != request.setup.nproc:
         return None, (
-            f"No operators were recorded: the baseline has {forced.setup.nproc} and the candidate "
-            f"{question.setup.nproc} ranks, and operators are compared rank by rank."
+            f"No operators were recorded: the baseline has {request.baseline_setup.nproc} and the candidate "
+            f"{request.setup.nproc} ranks, and operators are compared rank by rank."
         )
-    if why := why_not_forced(question.setup):
+    if why := why_not_forced(request.setup):
         return None, f"No operators were recorded: {why}"
     found: Pinned | None = None
-    for patterns in _modules(_zoomable(wrong)[0], wrong, question.rename):
+    for patterns in _modules(_zoomable(wrong)[0], wrong, request.rename):
         try:
             given = forced.step(wrong.step, precision_named(wrong.precision), operators=patterns[0])
             found = pin_down(
-                runs, given, question.candidate, setup=question.setup, rename=question.rename, operators=patterns[1]
+                runs, given, request.candidate, setup=request.setup, rename=request.rename, operators=patterns[1]
             )
         except ConfigError as error:
             problem = error.problems[0]

@@ -43,6 +43,10 @@ class Recipe(Protocol):
         """The training, ready to start."""
 
 
+Named = Recipe | str
+"""A recipe, or its name: `FILE.py:FUNCTION`, `MODULE:FUNCTION`."""
+
+
 def prepared(recipe: Recipe, *, seed: int, asked_by: str, setup: Setup = PLAIN) -> Training:
     """A fresh training, seeded, with a step.
 
@@ -134,6 +138,11 @@ def undisturbed_random_state() -> Iterator[None]:
 def name_of(recipe: Recipe) -> str:
     """What the recipe is called in messages."""
     return str(getattr(recipe, "__qualname__", type(recipe).__qualname__))
+
+
+def recipe_name(recipe: Named) -> str:
+    """The recipe's name in messages, as the user gave it."""
+    return recipe if isinstance(recipe, str) else name_of(recipe)
 
 
 def logged(returned: Any) -> Iterator[tuple[str, float | Tensor]]:

@@ -27,8 +27,9 @@ from traindiff.observe.torch.session.teacher_forcing import ForcedValues
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.config.training import Training
 from traindiff.run.processes.rank_process import Here
-from traindiff.run.verify.aids import DROPOUT, aided, take_out_dropout
+from traindiff.run.verify.determinism import DROPOUT, controlled, take_out_dropout
 from traindiff.run.verify.recipe import (
+    Named,
     Recipe,
     failures_explained,
     load_recipe,
@@ -56,7 +57,7 @@ def run_recipe(
     last_seen: Callable[[Observation], None] | None = None,
     overwrite: bool = False,
     setup: Setup = PLAIN,
-    aids: Sequence[str] = (),
+    controls: Sequence[str] = (),
     **settings: Any,
 ) -> str:
     """Train for some steps, from scratch, and record it.
@@ -75,7 +76,7 @@ def run_recipe(
         overwrite: Replace a recording that is already at `path`.
         setup: Under which engine, in which dtype, ... the training is run. Where that has several ranks, this is
             called on each of them, in a process group.
-        aids: What to take out of the training that may vary; see `traindiff.run.verify.aids`.
+        controls: Determinism controls; see `traindiff.run.verify.determinism`.
         **settings: Of `traindiff.record`, over those of the training itself.
 
     Returns:
@@ -85,9 +86,9 @@ def run_recipe(
         ConfigError: The recipe cannot be used or fails, a setting is wrong, or there are no batches.
     """
     where = f"recipe {name_of(recipe)}"
-    with undisturbed_random_state(), aided(aids):
+    with undisturbed_random_state(), controlled(controls):
         training = prepared(recipe, seed=seed, asked_by=asked_by, setup=setup)
-        if DROPOUT in aids:
+        if DROPOUT in controls:
             take_out_dropout(training.model)
         chosen = {**training.record, **settings}
         unknown = [name for name in chosen if name not in STANDARD_SETTINGS]
@@ -169,10 +170,6 @@ def _forced_values(path: str, replica: ReplicaSetting | None) -> ForcedValues:
         open_recording(path),
         perturb=lambda value, site: randomly_rounded(value, rounding_key(seed, site)) if is_rounded(value) else value,
     )
-
-
-Named = Recipe | str
-"""A recipe, or where it is found: `FILE.py:FUNCTION`, `MODULE:FUNCTION`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

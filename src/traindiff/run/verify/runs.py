@@ -8,20 +8,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from traindiff.analyse.compare import RunCost
 from traindiff.core.observation import Observation
 from traindiff.errors import ConfigError, Problem, RecordingError
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.processes.launch import launch
-from traindiff.run.processes.processes import OnStep
-from traindiff.run.processes.rank_end import Patience, RankEnd, RanksError, seen_text
-from traindiff.run.processes.rank_process import Launched
+from traindiff.run.processes.rank_end import Patience, RankEnd, RanksError
+from traindiff.run.processes.rank_process import seen_text
 from traindiff.run.verify.failed import RunFailedError, of_ranks, of_this_process, refused
-from traindiff.run.verify.recipe import Recipe, undisturbed_random_state
+from traindiff.run.verify.recipe import Named, Recipe, undisturbed_random_state
 from traindiff.run.verify.run_recipe import (
-    Named,
     RecordedRun,
     check_on_rank,
     check_recipe,
@@ -42,20 +40,8 @@ Progress = Callable[[str, int, int], None]
 """Called with the name of a run, its current step, and how many there will be."""
 
 
-class Launcher(Protocol):
-    """Starts ranks and waits for them: `traindiff.run.processes.launch`, or that of ranks that are there already."""
-
-    def __call__(
-        self,
-        function: Launched,
-        *args: Any,
-        world_size: int,
-        grouped: bool,
-        outputs: Path,
-        patience: Patience,
-        on_step: OnStep | None = None,
-    ) -> list[RankEnd]:
-        """See `traindiff.run.processes.launch.launch`."""
+Launcher = Callable[..., list[RankEnd]]
+"""Starts ranks and waits for them: `launch`, or `PresentRanks.launch` for ranks that exist already."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +59,7 @@ class Runs:
         asked_by: The call, for messages.
         patience: How long a run may go without ending a step.
         launcher: Starts the processes.
-        aids: What is taken out of the trainings that may vary; see `traindiff.run.verify.aids`.
+        controls: Determinism controls of the trainings; see `traindiff.run.verify.determinism`.
         label: Put before the name of each run, where `progress` and `costs` tell of it.
         costs: What each run took, in order.
         peak_bytes: Largest resident memory of a process that ran one.
@@ -86,7 +72,7 @@ class Runs:
     asked_by: str
     patience: Patience = field(default_factory=Patience)
     launcher: Launcher = launch
-    aids: Sequence[str] = ()
+    controls: Sequence[str] = ()
     label: str = ""
     costs: list[RunCost] = field(default_factory=list)
     peak_bytes: int = 0
@@ -167,7 +153,7 @@ class Runs:
         run = RecordedRun(
             recipe=recipe, path=os.fspath(self.directory / name), num_steps=num_steps, seed=self.seed, setup=setup,
             asked_by=f"{self.asked_by}, run {name}", compiler_logs=compiler_logs,
-            settings={"aids": tuple(self.aids), **self.record, **settings},
+            settings={"controls": tuple(self.controls), **self.record, **settings},
         )  # fmt: skip
         try:
             if isinstance(recipe, str) or compiler_logs or is_launched(recipe, setup):

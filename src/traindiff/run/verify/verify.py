@@ -6,28 +6,23 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 
 from traindiff.analyse.compare import Verification
-from traindiff.analyse.merge.renames import parse_renames
-from traindiff.analyse.noise.tolerance import parse_tolerance
-from traindiff.core.settings import parse_replica
 from traindiff.core.untrusted import MOST_JSON_BYTES, Folder, parse
 from traindiff.errors import ConfigError, CorruptRecordingError, Problem
 from traindiff.present.data import as_json
 from traindiff.present.text.verification import print_verification
-from traindiff.run.config.obstacles import obstacles
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.config.setup import baseline_setup as trusted_way
 from traindiff.run.processes.present_ranks import PresentRanks
-from traindiff.run.processes.rank_end import Patience
-from traindiff.run.verify.asked import Asked
 from traindiff.run.verify.pinning import ForcedSteps
-from traindiff.run.verify.run_recipe import Named
-from traindiff.run.verify.runs import REPLICAS, Progress, Runs
-from traindiff.run.verify.trusted import Pin, Question, names_of_runs, record_trusted, verify_against
+from traindiff.run.verify.recipe import Named
+from traindiff.run.verify.request import Pin, VerifyRequest
+from traindiff.run.verify.runs import REPLICAS, Progress
+from traindiff.run.verify.trusted import names_of_runs, record_trusted, verify_against
 
 REPORT, JSON, INVESTIGATION = "report.txt", "verification.json", "investigation.json"
 
@@ -127,13 +122,14 @@ def calibrate(
     Raises:
         ConfigError: The recipe or the setup cannot be used, or the training fails, or does not repeat itself.
     """
-    asked_by = "calibrate(...)"
-    _check(asked_by, [setup], steps=steps, replicas=replicas, timeout=timeout)
-    runs = Runs(
-        directory=Path(output), seed=seed, progress=progress, asked_by=asked_by, patience=Patience(seconds=timeout)
-    )
+    request = VerifyRequest(
+        recipe=recipe, candidate=recipe, output=Path(output), baseline_setup=setup, setup=setup, steps=steps, seed=seed,
+        repeat=repeat, replicas=replicas, timeout=timeout, progress=progress, asked_by="calibrate(...)",
+    )  # fmt: skip
+    request.check(None)
+    runs = request.runs(request.output, None)
     runs.check(names_of_runs(replicas, repeat=repeat))
-    trusted = record_trusted(runs, recipe, setup, steps=steps, replicas=replicas, repeat=repeat)
+    trusted = record_trusted(runs, request)
     return trusted.baseline, trusted.noise
 
 
@@ -198,83 +194,33 @@ def verify(
     Raises:
         ConfigError: A recipe, setup or setting cannot be used, or the baseline fails or does not repeat itself.
     """
-    question = Question(
-        candidate=recipe if candidate is None else candidate, setup=setup, steps=steps, replicas=replicas, pin=pin,
-        rename=rename, rtol=rtol, atol=atol, compiler_logs=compiler_logs, zoom=zoom,
-    )  # fmt: skip
-    asked = Asked(
-        recipe=recipe, baseline_setup=trusted_way(setup) if baseline_setup is None else baseline_setup,
-        question=question, output=Path(output), seed=seed, repeat=repeat, record=record or {}, timeout=timeout,
-        progress=progress,
+    request = VerifyRequest(
+        recipe=recipe, candidate=recipe if candidate is None else candidate, output=Path(output),
+        baseline_setup=trusted_way(setup) if baseline_setup is None else baseline_setup, setup=setup, steps=steps,
+        seed=seed, repeat=repeat, replicas=replicas, pin=pin, zoom=zoom, rename=rename, rtol=rtol, atol=atol,
+        record=record or {}, compiler_logs=compiler_logs, timeout=timeout, progress=progress,
     )  # fmt: skip
     ranks = PresentRanks.found()
-    return ranks.together(lambda: answered(asked, ranks)) if ranks else answered(asked)
+    return ranks.together(lambda: run_request(request, ranks)) if ranks else run_request(request)
 
 
-def answered(asked: Asked, ranks: PresentRanks | None = None) -> Verification:
-    """Verify as was asked for, and leave the report with the recordings.
+def run_request(request: VerifyRequest, ranks: PresentRanks | None = None) -> Verification:
+    """Verify as requested, and leave the report beside the recordings.
 
     Args:
-        asked: What was asked for.
-        ranks: Those that are there already, of which this process leads.
+        request: The request.
+        ranks: Ranks that exist already; this process leads them.
 
     Raises:
         ConfigError: See `verify`.
     """
-    check_asked(asked, ranks)
-    runs = asked.runs(asked.output, ranks)
-    replicas, steps, repeat = asked.question.replicas, asked.question.steps, asked.repeat
-    refuse_others_files(asked.output, (REPORT,), jsons=(JSON, INVESTIGATION), asked_by=asked.asked_by)
-    runs.check([*names_of_runs(replicas, repeat=repeat), "candidate"])
-    runs.refuse_unusable(asked.question.candidate, asked.question.setup)  # now, not after all other runs
-    trusted = record_trusted(runs, asked.recipe, asked.baseline_setup, steps=steps, replicas=replicas, repeat=repeat)
-    forced = ForcedSteps(runs, trusted.recipe, setup=trusted.setup, replicas=replicas)
-    verification = verify_against(trusted, asked.question, runs, forced)
+    request.check(ranks)
+    runs = request.runs(request.output, ranks)
+    refuse_others_files(request.output, (REPORT,), jsons=(JSON, INVESTIGATION), asked_by=request.asked_by)
+    runs.check([*names_of_runs(request.replicas, repeat=request.repeat), "candidate"])
+    runs.refuse_unusable(request.candidate, request.setup)  # now, not after all other runs
+    trusted = record_trusted(runs, request)
+    forced = ForcedSteps(runs, request.recipe, setup=request.baseline_setup, replicas=request.replicas)
+    verification = verify_against(trusted, request, runs, forced)
     write_files(verification, runs.directory)
     return verification
-
-
-def check_asked(asked: Asked, ranks: PresentRanks | None) -> None:
-    """Refuse settings that cannot be used, and setups that cannot be run here.
-
-    Raises:
-        ConfigError: Lists all of them.
-    """
-    question, setups = asked.question, [asked.baseline_setup, asked.question.setup]
-    _check(
-        asked.asked_by, setups, steps=question.steps, replicas=question.replicas, pin=question.pin,
-        timeout=asked.timeout,
-    )  # fmt: skip
-    parse_renames(question.rename)
-    parse_tolerance(question.rtol, question.atol)
-    if ranks is not None:
-        for one in setups:
-            ranks.refuse_other_sizes(one.nproc, asked.asked_by)
-
-
-def _check(
-    asked_by: str,
-    setups: Sequence[Setup],
-    *,
-    steps: int,
-    replicas: Sequence[str],
-    pin: str = "never",
-    timeout: float | None,
-) -> None:
-    problems = [
-        found for one in replicas if isinstance(found := parse_replica(one, where=f"replicas, {one!r}"), Problem)
-    ]
-    if pin not in get_args(Pin):
-        kind = "a moment to pin a fault down"
-        problems.append(Problem.unknown_name(where="pin", kind=kind, found=str(pin), known=get_args(Pin)))
-    if steps < 1:
-        problems.append(
-            Problem(where=f"steps={steps}", what="must be a whole number, at least 1.", fix="Write steps=4.")
-        )
-    if timeout is not None and not timeout > 0:
-        fix = "Write timeout=600, or leave it out."
-        problems.append(Problem(where=f"timeout={timeout:g}", what="must be a number of seconds above 0.", fix=fix))
-    for setup in setups:
-        problems += [found for found in obstacles(setup) if found not in problems]
-    if problems:
-        raise ConfigError(asked_by, problems)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 DROPOUT, ALGORITHMS, THREADS = "dropout", "algorithms", "threads"
 
-AIDS: Mapping[str, str] = {
+CONTROLS: Mapping[str, str] = {
     DROPOUT: "no dropout",
     ALGORITHMS: "deterministic algorithms",
     THREADS: "one thread",
@@ -55,27 +55,27 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 @contextmanager
-def aided(aids: Sequence[str]) -> Iterator[None]:
-    """Inside it, trainings are without what `aids` take out; everything is as it was afterwards.
+def controlled(controls: Sequence[str]) -> Iterator[None]:
+    """Inside it, trainings are without what `controls` take out; everything is as it was afterwards.
 
     Args:
-        aids: Some of `AIDS`. Of dropout, calls of torch's functions are made without; see `take_out_dropout` for the
+        controls: Some of `CONTROLS`. `dropout` covers calls of functions; see `take_out_dropout` for the
             modules. What a model draws by itself, e.g. with `torch.bernoulli`, stays.
     """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        with warnings.catch_warnings(), _WithoutDropout() if DROPOUT in aids else nullcontext():
-            if THREADS in aids:
+        with warnings.catch_warnings(), _WithoutDropout() if DROPOUT in controls else nullcontext():
+            if THREADS in controls:
                 torch.set_num_threads(1)
-            if ALGORITHMS in aids:
+            if ALGORITHMS in controls:
                 warnings.filterwarnings("ignore", message=".*deterministic")
                 torch.use_deterministic_algorithms(True, warn_only=True)  # noqa: FBT003
             yield
     finally:
-        if THREADS in aids:
+        if THREADS in controls:
             torch.set_num_threads(threads)
-        if ALGORITHMS in aids:
+        if ALGORITHMS in controls:
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
