@@ -26,12 +26,7 @@ _STARTING_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleLock:
-    """A lock that no running build holds.
-
-    Attributes:
-        path: The lock file.
-        age_seconds: Time since it was taken.
-    """
+    """A lock file that no running build holds."""
 
     path: Path
     age_seconds: float

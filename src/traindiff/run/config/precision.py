@@ -20,12 +20,9 @@ _INITIAL_SCALE = 2.0**16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScaler:
-    """Backward pass and optimizer step, with or without a loss scale.
+    """Backward pass and optimizer step with a loss scale; without one if `scaler` is None.
 
-    Attributes:
-        optimizer: Is stepped.
-        scaler: torch's scaler; None without scaling.
-        stays_at: The constant scale; None for a dynamic one.
+    `stays_at` is a constant scale, None for a dynamic one.
     """
 
     optimizer: Optimizer
@@ -53,16 +50,10 @@ class LossScaler:
 def loss_scaler(
     setup: Setup, optimizer: Optimizer, *, device: torch.device, made: type[GradScaler] = GradScaler
 ) -> LossScaler:
-    """The loss scaler that `setup.loss_scale` asks for.
+    """The loss scaler that `setup.loss_scale` asks for; `made` is its class, of which FSDP1 has its own.
 
     None means dynamic in float16 and no scale otherwise; 0 means dynamic; any other number is a constant scale, with
     which a step whose gradients are not finite is skipped too.
-
-    Args:
-        setup: The setup.
-        optimizer: Is stepped.
-        device: Device of the loss.
-        made: Class of the scaler; FSDP1 has its own.
     """
     chosen = setup.loss_scale
     if chosen is None and setup.dtype != "float16":

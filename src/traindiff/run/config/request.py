@@ -18,16 +18,7 @@ from traindiff.run.config.training import Training, split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A training to run, and how to run it.
-
-    Attributes:
-        model: The recipe's model.
-        optimizer: The recipe's optimizer.
-        training: The recipe's result; has `loss`.
-        setup: How to run it.
-        where: The recipe, for messages.
-        asked_by: The call, for messages.
-    """
+    """A training to run, and how to run it; `where` and `asked_by` are for messages."""
 
     model: nn.Module
     optimizer: Optimizer

@@ -1,4 +1,4 @@
-"""A side of a lockstep, or a copy of one: stepped, observed only while it is, its steps taken from memory."""
+"""The sides of a lockstep, trained on each batch one after the other, each as if it were alone."""
 
 from __future__ import annotations
 
@@ -45,12 +45,7 @@ _MADE_HERE = {"gradient_clipping": 0.0, "gradient_accumulation_steps": 1, "loss_
 
 
 def _effective_settings(side: Stepped, targets: Targets) -> Settings:
-    """What a side is set to do now. Nothing is read from a device but numbers that a schedule keeps there.
-
-    Args:
-        side: The side.
-        targets: What is observed of it.
-    """
+    """The settings of a side now. Reads nothing from a device except numbers that a schedule keeps there."""
     found: Settings = {}
     engine = engine_settings(side.model)
     whole = engine or (_MADE_HERE if side.loss is not None else {})
@@ -73,7 +68,7 @@ def _effective_settings(side: Stepped, targets: Targets) -> Settings:
 
 
 def _optimizer_kind(optimizer: Optimizer) -> str:
-    """Class of an optimizer; AdamW is an Adam that decouples weight decay, which is a setting of its own."""
+    """Class of an optimizer. AdamW counts as an Adam: decoupling weight decay is a setting of its own."""
     name = type(optimizer).__name__
     return {"AdamW": "Adam", "FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam"}.get(name, name)
 
@@ -94,18 +89,12 @@ def _plain(value: Any) -> Any:
 
 
 class LiveSide:
-    """A side that is trained and observed.
-
-    Args:
-        stepped: What is stepped.
-        settings: What is observed.
-        record: Further settings of `traindiff.record`.
-        replica: How it is perturbed; empty where it is not.
+    """A side that is trained, and observed only while it is trained; a copy of the baseline if `replica` is not empty.
 
     Attributes:
-        stepped: What is stepped.
-        targets: What is observed.
-        loss: What the latest step gave.
+        stepped: The trained model and its step.
+        targets: The observed objects.
+        loss: The latest result of the step.
     """
 
     def __init__(
@@ -140,16 +129,16 @@ class LiveSide:
             pass  # from here on only what happens in such a block
 
     def step(self, batch: Any) -> None:
-        """Train on a batch, and observe that and nothing else."""
+        """Train on a batch, and observe nothing else."""
         with self.recorder.stepping():
             self.loss = self.stepped.step(batch)
 
     def settings(self) -> Settings:
-        """What it is set to do now."""
+        """The side's settings now."""
         return _effective_settings(self.stepped, self.targets)
 
     def message(self) -> RunMessage:
-        """What has come since the last message."""
+        """Everything since the last message."""
         assert self._writer is not None
         now = (self._writer.run, self._writer.content)
         new = [None if one is said else one for one, said in zip(now, self._said, strict=True)]
@@ -158,13 +147,13 @@ class LiveSide:
 
     @property
     def num_waiting(self) -> int:
-        """How many steps have ended since the last message and were observed."""
+        """Number of observed steps since the last message."""
         assert self._writer is not None
         return self._writer.num_waiting
 
     @property
     def loss_number(self) -> float:
-        """The loss that the latest step gave; NaN where it gave none. Waits for the device that has it."""
+        """The loss of the latest step; NaN if it gave none. Waits for the loss's device."""
         return next(_numbers(self.loss), float("nan"))
 
     def _open_writer(self, run: Mapping[str, Any], rank: int, world_size: int) -> StepWriter:
@@ -184,7 +173,7 @@ def _numbers(loss: Any) -> Iterator[float]:
 
 @contextmanager
 def noted(note: str) -> Iterator[None]:
-    """Have whatever is raised inside say where that was."""
+    """Add a note to any exception raised inside."""
     try:
         yield
     except Exception as error:
@@ -194,7 +183,7 @@ def noted(note: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomState:
-    """The state of torch's, Python's and, where it is loaded, NumPy's global generators."""
+    """The state of the global generators of torch, Python and, if it is loaded, NumPy."""
 
     cpu: Tensor
     cuda: Tensor | None
@@ -203,7 +192,7 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """The state as it is; draws nothing and waits for no device."""
+        """The current state; draws nothing and waits for no device."""
         numpy = sys.modules.get("numpy")
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
@@ -214,7 +203,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Have the generators go on from here."""
+        """Make the generators continue from this state."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
@@ -226,8 +215,8 @@ class RandomState:
 class BatchGuard:
     """Gives every side the batch as it came.
 
-    Only the first batch is copied beforehand. Where a side is seen to change tensors of it, each side is given a copy
-    of every batch from then on; one that first does so later is told of.
+    Only the first batch is copied beforehand. If a side changes its tensors, each side gets a copy of every batch from
+    then on. A side that changes a later batch first raises an error.
     """
 
     def __init__(self) -> None:
@@ -238,21 +227,21 @@ class BatchGuard:
         self._versions: list[tuple[Tensor, int]] = []
 
     def begin(self, batch: Any) -> None:
-        """A batch has come."""
+        """Remember a new batch."""
         self._number += 1
         self._batch = batch
         self._versions = [(tensor, _version(tensor)) for _, tensor in tensors(batch, "batch")]
         self._backup = _copied(batch) if self._copies or self._number == 0 else None
 
     def given(self) -> Any:
-        """What the next side is given: the batch itself, or a copy of what came."""
+        """The batch for the next side: the batch itself, or a copy."""
         return _copied(self._backup) if self._copies else self._batch
 
     def end(self, side: str) -> None:
-        """A side has been stepped.
+        """Check the batch after a side has trained on it.
 
         Raises:
-            LockstepError: It has changed the batch in place, of which there is no copy.
+            LockstepError: The side has changed the batch in place, and there is no copy.
         """
         if self._copies or all(_version(tensor) == version for tensor, version in self._versions):
             return
@@ -264,7 +253,7 @@ class BatchGuard:
         self._copies = True
 
     def release(self) -> None:
-        """Let go of the batch."""
+        """Forget the batch."""
         self._batch = self._backup = None
         self._versions = []
 
@@ -281,15 +270,9 @@ def _copied(batch: Any) -> Any:
 
 
 def train_all(sides: Sequence[LiveSide], batch: Any, guard: BatchGuard, *, where: str) -> None:
-    """The baseline first, and the candidate last. Each begins with the same random state, and all with the same batch.
+    """Train the baseline first and the candidate last, each from the same random state and on the same batch.
 
-    Afterwards generators go on from where the baseline has left them.
-
-    Args:
-        sides: Baseline, candidate, and copies of the baseline.
-        batch: What to train on.
-        guard: Keeps the batch as it came.
-        where: Which batch, and on which rank, for what an error says.
+    Afterwards the generators continue from the baseline's state. `where` names batch and rank in errors.
 
     Raises:
         LockstepError: A side has changed the batch in place.

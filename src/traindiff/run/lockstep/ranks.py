@@ -1,4 +1,4 @@
-"""The ranks of a lockstep, on a process group of its own: they agree, and none waits for ever."""
+"""The ranks of a lockstep, in their own process group: they exchange data, and none waits forever."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from traindiff.core._torch_compat import default_store
 from traindiff.errors import LockstepError
 
 LOOK_SECONDS = 0.5
-"""How often a rank that waits looks whether another has failed."""
+"""How often a waiting rank checks if another has failed."""
 
 GRACE_SECONDS = 5.0
-"""How long a rank that has failed waits until the others know, and how long they look for its reason."""
+"""How long a failed rank waits until the others know, and how long they look for its reason."""
 
 _FAILED = "failed"
 
@@ -26,8 +26,9 @@ _FAILED = "failed"
 class Ranks:
     """Exchanges numbers and bytes among ranks, on the CPU.
 
-    A rank that fails says so through the store of the default process group, and those that wait in a collective of
-    this group look there: all end with its reason. What hangs inside an engine's own collective is out of reach.
+    A rank that fails writes its reason into the store of the default process group, and ranks that wait in a collective
+    of this group look there, so all end with the same reason. A rank that hangs in an engine's own collective is out of
+    reach.
 
     Args:
         timeout_seconds: How long a rank waits for the others.
@@ -50,7 +51,7 @@ class Ranks:
             )
 
     def meet(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers that each rank brings, by rank; all bring as many."""
+        """The numbers of each rank, by rank; all ranks bring the same number of them."""
         if self._group is None:
             return [list(numbers)]
         self._meetings += 1
@@ -61,12 +62,7 @@ class Ranks:
         return [one.tolist() for one in found]
 
     def gather(self, message: bytes, sizes: Sequence[int]) -> list[bytes] | None:
-        """The messages of all ranks on rank 0; None on the others.
-
-        Args:
-            message: Of this rank.
-            sizes: Of all messages, in bytes, by rank.
-        """
+        """The messages of all ranks on rank 0, None on the others; `sizes` are their lengths in bytes, by rank."""
         if self._group is None:
             return [message]
         longest = max(sizes)
@@ -79,7 +75,7 @@ class Ranks:
         return [one[:size].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
     def share(self, message: bytes | None) -> bytes:
-        """What rank 0 brings, on all ranks."""
+        """The message of rank 0, on all ranks."""
         if self._group is None:
             assert message is not None
             return message
@@ -104,7 +100,7 @@ class Ranks:
         return [one[:size].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
     def fail(self, message: str) -> None:
-        """Tell the other ranks that this one cannot go on, and wait a little until they know."""
+        """Tell the other ranks that this one cannot continue, and wait a little until they know."""
         if self._store is None:
             return
         self._store.set(f"seen-{self.rank}", "1")  # it waits for nobody any more
@@ -117,13 +113,13 @@ class Ranks:
             time.sleep(0.02)
 
     def raise_failure(self, *, patience_seconds: float = 0.0) -> None:
-        """Raise what another rank has told, if one has.
+        """Raise the reason of a rank that failed, if there is one.
 
         Args:
             patience_seconds: How long to look for it: a connection may be lost before the reason is there.
 
         Raises:
-            LockstepError: Another rank cannot go on.
+            LockstepError: Another rank cannot continue.
         """
         deadline = time.monotonic() + patience_seconds
         while self._store is not None:

@@ -1,4 +1,4 @@
-"""What a training carries from one step to the next, part by part as this rank holds it."""
+"""Reset the candidate to the baseline's state, even if the ranks divide the two differently."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALUE, BUFFER = "value", "buffer"
 
 
 class StateKey(NamedTuple):
-    """A tensor that a training carries: of which parameter or buffer, and what of it."""
+    """Names a tensor of a training's state: path of the parameter or buffer, and which of its tensors."""
 
     path: str
     slot: str
@@ -36,13 +36,13 @@ class StateKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePart:
-    """What this rank holds of such a tensor.
+    """The elements of such a tensor that this rank holds.
 
     Attributes:
-        key: Which tensor.
-        shard: Which elements of it.
+        key: The tensor.
+        shard: The elements.
         tensor: Their values, in the shape of the shard.
-        write: Has the training go on with other values.
+        write: Replaces the values in the training.
     """
 
     key: StateKey
@@ -52,12 +52,7 @@ class StatePart:
 
 
 def state_parts(targets: Targets, followed: Mapping[str, OptimizerTap]) -> list[StatePart]:
-    """Parameters, buffers, and what optimizers keep, master weights included. Calls no collective.
-
-    Args:
-        targets: What is observed of a training.
-        followed: Its optimizers, by name.
-    """
+    """Parameters, buffers, and optimizer state with master weights. Calls no collective."""
     with torch.no_grad():
         found = [part for path in targets.parameters for part in _of_parameter(path, targets)]
         for path, name in targets.buffers.items():
@@ -125,30 +120,24 @@ def _write_number(state: MutableMapping[str, Any], slot: str, kind: type[Any], v
 
 
 def cut(whole: Tensor, shard: Shard) -> Tensor:
-    """The elements of a tensor that a shard of it has; a view where that can be."""
+    """The elements of a tensor that belong to a shard; a view if possible."""
     if len(shard.offset) != len(shard.global_shape):  # a flat range
         return whole.reshape(-1)[shard.offset[0] : shard.offset[0] + math.prod(shard.shape)]
     return whole[tuple(slice(first, first + length) for first, length in zip(shard.offset, shard.shape, strict=True))]
 
 
 Where = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""A shard as it is told: shape, shape of the whole, offset."""
+"""A shard in a message: its shape, shape of the whole tensor, offset."""
 
 
 def set_back(baseline: LiveSide, candidate: LiveSide, ranks: Ranks, rename: Renaming) -> list[str]:
-    """Give the candidate the baseline's parameters, buffers, master weights and optimizer state; no settings.
+    """Give the candidate the baseline's parameters, buffers, master weights and optimizer state, but no settings.
 
-    What a rank's own part of the baseline covers is copied there. The rest is gathered tensor by tensor, on the CPU;
-    that is rare.
-
-    Args:
-        baseline: The baseline.
-        candidate: The candidate.
-        ranks: The ranks.
-        rename: Turns the candidate's paths into the baseline's.
+    A rank copies from its own part of the baseline where that suffices. The rest is gathered tensor by tensor, on the
+    CPU; that is rare.
 
     Returns:
-        What the candidate has and the baseline has not.
+        Sites that only the candidate has.
     """
     held = _by_key(baseline)
     wanted = {StateKey(rename(key.path), key.slot): parts for key, parts in _by_key(candidate).items()}
@@ -174,18 +163,18 @@ def _by_key(side: LiveSide) -> dict[StateKey, list[StatePart]]:
 
 
 def _sources(key: StateKey) -> tuple[StateKey, ...]:
-    """Where the baseline may have what a key asks for: its parameters are master weights, where it has no others."""
+    """The baseline's tensors that may serve for a key: its parameters are its master weights, if it has no others."""
     return (key, StateKey(key.path, VALUE)) if key.slot == MASTER else (key,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _About:
-    """What a rank says of its parts.
+    """A rank's parts.
 
     Attributes:
-        held: Which parts of the baseline's tensors it holds.
-        dtypes: The dtypes of these.
-        wanted: What the candidate there wants; for each source of it, whether the rank itself holds enough.
+        held: The parts of the baseline's tensors that the rank holds.
+        dtypes: Their dtypes.
+        wanted: The candidate's keys there; for each source of a key, True if the rank itself holds enough.
     """
 
     held: Mapping[StateKey, Sequence[Where]]
@@ -218,7 +207,7 @@ def _parsed(message: bytes) -> _About:
 def _whole(
     source: StateKey, own: Sequence[StatePart], told: Sequence[_About], ranks: Ranks, key: StateKey
 ) -> Tensor | None:
-    """All of one of the baseline's tensors, on every rank; None where each rank has what it needs of it."""
+    """One of the baseline's tensors, complete, on every rank; None if each rank has what it needs of it."""
     number = _sources(key).index(source)
     if all(about.wanted[key][number] for about in told if key in about.wanted):
         return None
@@ -249,7 +238,7 @@ def _whole(
 
 
 def _cut_of(shard: Shard, whole: Tensor | None, own: Sequence[StatePart]) -> Tensor:
-    """The values of a shard, from the whole tensor, or from what this rank holds itself."""
+    """The values of a shard, from the whole tensor, or from this rank's own parts."""
     if whole is not None:
         return cut(whole, shard).reshape(shard.shape)
     part = _covering(shard, own)
@@ -258,7 +247,7 @@ def _cut_of(shard: Shard, whole: Tensor | None, own: Sequence[StatePart]) -> Ten
 
 
 def _covering(shard: Shard, own: Iterable[StatePart]) -> StatePart | None:
-    """What holds a shard on this rank: the same shard, or all of the tensor."""
+    """This rank's part that contains a shard: the same shard, or the whole tensor."""
     same = (part for part in own if part.shard == shard or part.shard == Shard.whole(shard.global_shape))
     return next(same, None)
 

@@ -1,4 +1,4 @@
-"""What the user asked of a lockstep, checked before anything is attached."""
+"""The settings of a lockstep, checked before anything is attached."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from traindiff.storage import Recording, open_recording
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 TRACKED = ("params", "loss", "grads", "activations")
-"""What can be compared, in the order in which the settings are printed."""
+"""Things that can be compared, in the order in which the settings are printed."""
 
 TOLERANCES = {"params": "param_tol", "loss": "loss_tol", "grads": "grad_tol", "activations": "activation_tol"}
-"""Name of each one's tolerance."""
+"""Names of their tolerances."""
 
 _OBSERVE = {
     "params": ("param", "update", "optimizer"),
@@ -30,20 +30,9 @@ _OBSERVE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockstepSettings:
-    """Checked settings of a lockstep; see `traindiff.Lockstep` for what they mean.
+    """Checked settings of a lockstep; see `traindiff.Lockstep` for their meaning.
 
-    Attributes:
-        batches: How many; None for all that there are.
-        test_every: Compare in every so manieth step.
-        status_every: Print the losses of every so manieth batch.
-        tracked: What is compared, of `TRACKED`.
-        tolerances: The user's tolerances, by what they are of.
-        resync: Whether the candidate is set back after a divergence.
-        rename: Turns the candidate's paths into the baseline's.
-        noise: Recordings of further correct runs of the baseline's training.
-        select: What of the models is observed.
-        output: Directory in which both recordings are kept; None to keep nothing.
-        timeout_seconds: How long ranks wait for each other.
+    `tracked` has the names of `TRACKED` that are compared; `tolerances` has the user's tolerances by these names.
     """
 
     batches: int | None
@@ -60,7 +49,7 @@ class LockstepSettings:
 
     @property
     def observe(self) -> list[str]:
-        """What is recorded of both sides."""
+        """The phases to record on both sides."""
         found = ["batch"]
         for what in TRACKED:
             if what in self.tracked:
@@ -71,7 +60,7 @@ class LockstepSettings:
 
     @property
     def measures(self) -> bool:
-        """Whether anything is judged by floors."""
+        """True if anything is judged by noise floors."""
         return bool(self.tracked - self.tolerances.keys())
 
     @property
@@ -88,8 +77,8 @@ class LockstepSettings:
         """The configuration as it is printed.
 
         Args:
-            total: How many batches there are, if that is known.
-            floors: What decides where no tolerance is given.
+            total: Number of batches, if known.
+            floors: The source of the tolerances that the user left out.
         """
         found = ["--- Model Stepper Configuration ---", f"batches={'all' if total is None else total}"]
         found += [f"test_every={self.test_every}", f"status_every={self.status_every}"]
@@ -115,10 +104,10 @@ def lockstep_settings(
     timeout_seconds: Any,
     problems: list[Problem],
 ) -> LockstepSettings:
-    """Check the settings; see `traindiff.Lockstep`.
+    """The checked settings; see `traindiff.Lockstep`.
 
     Raises:
-        ConfigError: Lists everything that is wrong, with what was found before.
+        ConfigError: Lists everything that is wrong, including the `problems` found before.
         RecordingError: A noise recording cannot be used.
     """
     given = {what: value for what, value in tolerances.items() if value is not None}

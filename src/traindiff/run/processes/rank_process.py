@@ -118,15 +118,7 @@ def place_of(
 ) -> Place:
     """The place of a rank, with the environment that torchrun sets if the ranks have a process group.
 
-    Args:
-        rank: Among all ranks.
-        world_size: Number of ranks.
-        local_rank: Among the ranks of this machine.
-        store: See `Place`.
-        master: Address and port for the environment; None without a process group.
-        outputs: Directory for the ranks' output.
-        scratch: Directory for files that only the launcher reads.
-        threads: See `Place`.
+    `master` is address and port for that environment. Only the launcher reads the files in `scratch`.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
     if master is not None:

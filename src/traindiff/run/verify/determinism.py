@@ -1,4 +1,4 @@
-"""What can be taken out of a training that may make its numbers vary: dropout, unsteady kernels, threads."""
+"""Determinism controls: run a training without dropout, with deterministic algorithms, or on one thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTROLS: Mapping[str, str] = {
     ALGORITHMS: "deterministic algorithms",
     THREADS: "one thread",
 }
-"""What there is, and what it means, in a word or two."""
+"""The controls, with a few words for users."""
 
 _PLACE_OF_P: Mapping[Any, tuple[str, int]] = {
     functional.dropout: ("p", 1),
@@ -32,14 +32,14 @@ _PLACE_OF_P: Mapping[Any, tuple[str, int]] = {
     functional.scaled_dot_product_attention: ("dropout_p", 4),
     functional.multi_head_attention_forward: ("dropout_p", 10),
 }
-"""By function: the name and the place of its probability."""
+"""For each function: name and position of its dropout probability."""
 
 
 _DROPPING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Calls functions that drop elements with a probability of zero."""
+    """Sets the dropout probability of torch's functions to zero."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -56,11 +56,10 @@ class _WithoutDropout(TorchFunctionMode):
 
 @contextmanager
 def controlled(controls: Sequence[str]) -> Iterator[None]:
-    """Inside it, trainings are without what `controls` take out; everything is as it was afterwards.
+    """Run trainings inside under these `CONTROLS`; restore everything afterwards.
 
-    Args:
-        controls: Some of `CONTROLS`. `dropout` covers calls of functions; see `take_out_dropout` for the
-            modules. What a model draws by itself, e.g. with `torch.bernoulli`, stays.
+    `dropout` covers calls of torch's functions; `take_out_dropout` covers the modules. Numbers that a model draws
+    itself, e.g. with `torch.bernoulli`, stay.
     """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -80,7 +79,7 @@ def controlled(controls: Sequence[str]) -> Iterator[None]:
 
 
 def take_out_dropout(model: nn.Module) -> None:
-    """Set the probability of torch's own modules that drop elements to zero."""
+    """Set the dropout probability of torch's own modules to zero."""
     for module in model.modules():
         if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             module.dropout = 0.0

@@ -1,4 +1,4 @@
-"""`traindiff.investigate`: everything that one would ask of two trainings that should be the same, in one go."""
+"""`traindiff.investigate`: every question about two trainings that should be the same, in one call."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from traindiff.run.verify.verify import JSON as VERIFICATION
 from traindiff.storage import open_recording
 
 OUTPUT = "traindiff-investigate"
-"""Directory of an investigation where none is given."""
+"""Default directory of an investigation."""
 
 SEEDS = 2
-"""Further seeds that the baseline is run with."""
+"""Default number of further seeds of the baseline."""
 
 JSON, HTML = INVESTIGATION, "report.html"
 
@@ -49,7 +49,7 @@ _WIDTH, _ROWS = 200, 50
 _STEADY = "steady"
 
 OnStage = Callable[[Stage], None]
-"""Called with each stage when it is there."""
+"""Called with each stage when it is complete."""
 
 
 def investigate(
@@ -69,7 +69,7 @@ def investigate(
     progress: Progress | None = None,
     on_stage: OnStage | None = None,
 ) -> Investigation:
-    """Ask everything of a training in question, one stage after the other, and stop where a conclusion is final.
+    """Ask everything about a training in question, one stage after the other, and stop when a conclusion is final.
 
     Does the baseline repeat itself? How much does the seed matter? Does the candidate differ by more than noise? Does
     that remain without dropout, with deterministic algorithms, on one thread? Which step is the first that differs,
@@ -77,19 +77,19 @@ def investigate(
 
     Args:
         recipe: Prepares the trusted training; see `traindiff.verify`.
-        candidate: Prepares the training in question; `recipe` where left out.
+        candidate: Prepares the training in question; by default `recipe`.
         output: Directory for the recordings and the report; those of an earlier call are replaced.
-        setup: Under which engine, in which dtype, ... the candidate is run.
-        baseline_setup: The same of the trusted training; where left out, what computes the same in plain PyTorch.
+        setup: Engine, dtype, ... of the candidate.
+        baseline_setup: The same for the trusted training; by default plain PyTorch with the same mathematics.
         steps: Batches to train on in each run.
-        seed: Of torch's, NumPy's and Python's generators.
-        seeds: Further seeds with which the baseline is run, to see how much its loss depends on them.
-        replicas: How to perturb the baseline to measure its noise; see `traindiff.record(replica=...)`.
+        seed: Seed of torch's, NumPy's and Python's generators.
+        seeds: Number of further seeds for the baseline, which show how much its loss depends on the seed.
+        replicas: Perturbations of the baseline that measure its noise; see `traindiff.record(replica=...)`.
         rename: See `traindiff.compare`.
-        record: Settings of `traindiff.record` for all runs, over those of the recipes.
-        timeout: Seconds that a run in processes of its own may go without ending a step; see `traindiff.verify`.
+        record: Settings of `traindiff.record` for all runs; they override those of the recipes.
+        timeout: Seconds that a run in its own processes may go without ending a step; see `traindiff.verify`.
         progress: Called as the runs proceed.
-        on_stage: Called with each stage when it is there.
+        on_stage: Called with each stage when it is complete.
 
     Returns:
         The stages with their conclusions, and the verifications behind them.
@@ -182,7 +182,7 @@ class Investigating:
         return free.verdict
 
     def _add(self, stage: Stage) -> bool:
-        """Take note of a stage; gives whether it is the last."""
+        """Append a stage; return True if it is the last."""
         self._stages.append(stage)
         if self.on_stage:
             self.on_stage(stage)
@@ -244,7 +244,7 @@ def _in(runs: Runs, name: str) -> Runs:
 
 
 def losses_of(recording: str) -> dict[int, float]:
-    """The loss of each step of a recording, as `backward` was called on it; what of it cannot be read is left out."""
+    """The loss of each step of a recording, as `backward` was called on it; empty if the recording cannot be read."""
     found: dict[int, float] = {}
     try:
         for step in run_steps(open_recording(recording)):
@@ -258,7 +258,7 @@ def losses_of(recording: str) -> dict[int, float]:
 
 
 def write_files(found: Investigation, request: VerifyRequest) -> None:
-    """Write the story as text, everything as JSON, and the comparison as a page."""
+    """Write the stages as text, everything as JSON, and the comparison as a page."""
     text, values = io.StringIO(), io.StringIO()
     print_investigation(Console(file=text, width=_WIDTH, highlight=False, emoji=False), found, top=_ROWS)
     as_json.write(found, values)

@@ -1,4 +1,4 @@
-"""`traindiff verify --matrix`: verify every combination of a grid, each once."""
+"""`traindiff verify --matrix`: verify every combination of a grid once."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Combination:
     """One combination of a grid.
 
     Attributes:
-        varied: What the grid says of it, by setting.
-        asked: The setup, what neither grid nor settings say as on the command line.
+        varied: The values that the grid gives it, by setting.
+        options: The setup; the command line decides what neither grid nor settings mention.
     """
 
     varied: Mapping[str, Any]
@@ -52,16 +52,16 @@ class Combination:
 
 
 def read_grid(path: Path, base: SetupOptions) -> list[Combination]:
-    """The combinations of a grid: every value with every other, without those that are excluded.
+    """The combinations of a grid: all products of its values, without the excluded ones.
 
     Args:
-        path: TOML, or JSON with the same tables: `grid` (a list of values by setting), and if wanted `settings` (a
-            value by setting, for all combinations) and `exclude` (a list of tables; a combination that has all values
-            of one is left out).
-        base: What holds where the file says nothing.
+        path: TOML, or JSON with the same tables: `grid` (a list of values by setting), optionally `settings` (a value
+            by setting, for all combinations) and `exclude` (a list of tables; a combination with all values of one of
+            them is left out).
+        base: Options for everything that the file does not mention.
 
     Raises:
-        ConfigError: The file is not there, cannot be read, or says something else; lists all problems.
+        ConfigError: The file does not exist, cannot be read, or has wrong content; lists all problems.
     """
     content = _content(path)
     problems = [
@@ -137,7 +137,7 @@ _TRUSTED = "trusted.json"
 _BASELINES = "baselines"
 
 OnRow = Callable[[MatrixRow], None]
-"""Called with each row when it is there."""
+"""Called with each row when it is complete."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,23 +162,23 @@ def verify_matrix(
     ranks: PresentRanks | None = None,
     on_row: OnRow | None = None,
 ) -> Matrix:
-    """Verify every combination. Those with the same baseline share it, and its noise.
+    """Verify every combination. Combinations with the same baseline share it and its noise.
 
-    A combination that an earlier call has finished in the same directory is not run again, unless a setting, the
-    recipe's file or traindiff's version has changed since.
+    A combination that an earlier call finished in the same directory is not run again, unless a setting, the recipe's
+    file or traindiff's version has changed since.
 
     Args:
-        request: The request for each; its setups are ignored.
-        combinations: What is verified.
+        request: The request for each combination; its setups are ignored.
+        combinations: The combinations.
         fresh: Run all of them again.
-        ranks: Those that are there already, of which this process leads.
-        on_row: Called with each row when it is there.
+        ranks: Ranks that exist already; this process leads them.
+        on_row: Called with each row when it is complete.
 
     Returns:
-        A row for each, in order. What cannot be run here is a row with the reason.
+        A row for each combination, in order. A combination that cannot run here is a row with the reason.
 
     Raises:
-        ConfigError: A setting that all share cannot be used.
+        ConfigError: A setting that all combinations share cannot be used.
     """
     replace(request, baseline_setup=PLAIN, setup=PLAIN).check(None)
     work = _Work(request=request, ranks=ranks, fresh=fresh)
@@ -273,20 +273,20 @@ def _fingerprint(request: VerifyRequest, *, of_the_baseline: bool = False) -> st
 
 
 def _source(recipe: Any) -> list[str]:
-    """A recipe's name, and what its file holds."""
+    """The recipe's name, and the content of its file."""
     name = recipe_name(recipe)
     file = Path(name.rpartition(":")[0])
     return [name, file.read_text(encoding="utf-8") if file.suffix == ".py" and file.is_file() else ""]
 
 
 def _directory(name: str) -> str:
-    """A name for a directory: what is varied, legibly, and different for different names."""
+    """A directory name that is legible, and different for different names."""
     legible = re.sub(r"[^\w.=-]+", "_", name)
     return legible if len(legible) < 100 else f"{legible[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def _read(path: Path, key: str) -> Any:
-    """What was written with this key; None where nothing was."""
+    """The content that was written with this key, or None."""
     try:
         data = Folder.of(path.parent).read(path.name, limit=MOST_JSON_BYTES)
         content = demanded(parse(data, where=str(path)), shaped({"key": TEXT, "content": ANYTHING}), where=str(path))

@@ -25,15 +25,9 @@ Pin = Literal["divergence", "always", "never"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetupOptions:
-    """The setup as the user gave it; an option that was left out is None.
+    """The setup as the user gave it; None for options that were left out.
 
-    Attributes:
-        engine: See `Setup`.
-        baseline_engine: Engine of the trusted training.
-        nproc: See `Setup`.
-        zero_stage: See `Setup`.
-        offload_device: See `Setup`.
-        further: Further settings of a `Setup`.
+    `baseline_engine` is the engine of the trusted training; `further` has the settings of a `Setup` without own field.
     """
 
     engine: str | None = None
@@ -45,12 +39,7 @@ class SetupOptions:
 
 
 def candidate_setup(options: SetupOptions, *, world_size: int | None) -> Setup:
-    """The setup of the candidate, with defaults for the options that were left out.
-
-    Args:
-        options: The user's options.
-        world_size: Number of ranks that exist already; None without a launcher.
-    """
+    """The setup of the candidate, with defaults for options that were left out; `world_size` counts existing ranks."""
     of_deepspeed = options.zero_stage is not None or options.offload_device is not None
     engine: Any = options.engine or ("deepspeed" if of_deepspeed or options.further.get("deepcompile") else "plain")
     usual = 1 if engine == "plain" else world_size or 2
@@ -75,28 +64,9 @@ def trusted_setup(options: SetupOptions, candidate: Setup) -> Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyRequest:
-    """Everything that a verification is asked; see `traindiff.verify`.
+    """Everything that a verification is asked: the arguments of `traindiff.verify`, with defaults filled in.
 
-    Attributes:
-        recipe: Prepares the trusted training.
-        candidate: Prepares the training in question.
-        baseline_setup: Setup of the trusted training.
-        setup: Setup of the training in question.
-        output: Directory of the recordings.
-        steps: Batches to train on.
-        seed: Seed of torch's, NumPy's and Python's generators.
-        repeat: Also run the baseline a second time unchanged.
-        replicas: Perturbations of the baseline that measure its noise.
-        pin: When to run a step again, teacher-forced.
-        zoom: Run that step once more, and record the operators of the module that is wrong.
-        rename: See `traindiff.compare`.
-        rtol: See `traindiff.compare`.
-        atol: See `traindiff.compare`.
-        record: Settings of `traindiff.record`.
-        compiler_logs: Gather what torch's compiler reports of the candidate.
-        timeout: Seconds that a run may go without ending a step.
-        progress: Called as the runs proceed.
-        asked_by: The call, for messages.
+    `asked_by` names the call in messages.
     """
 
     recipe: Named

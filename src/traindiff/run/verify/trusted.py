@@ -100,12 +100,6 @@ def _refuse_what_does_not_repeat(recipe: Named, comparison: Comparison, asked_by
 def verify_against(trusted: Trusted, request: VerifyRequest, runs: Runs, forced: ForcedSteps) -> Verification:
     """Run the candidate, compare it, and pin the fault down.
 
-    Args:
-        trusted: The baseline and its noise.
-        request: The request.
-        runs: Runs the candidate.
-        forced: Steps of the baseline to which the candidate can be forced.
-
     Raises:
         ConfigError: The candidate cannot be used. One that fails while it trains is `incomplete`.
     """

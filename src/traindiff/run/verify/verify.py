@@ -31,12 +31,7 @@ _ROWS = 50
 
 
 def write_files(verification: Verification, directory: Path) -> None:
-    """Write the report as text, and as JSON, each at once: a reader sees the earlier one or this one.
-
-    Args:
-        verification: What to write.
-        directory: Where; made if it is not there.
-    """
+    """Write the report as text and as JSON. Each file appears at once, so a reader never sees half of it."""
     text, values = io.StringIO(), io.StringIO()
     print_verification(Console(file=text, width=_WIDTH, highlight=False, emoji=False), verification, top=_ROWS)
     as_json.write(verification, values)
@@ -45,16 +40,9 @@ def write_files(verification: Verification, directory: Path) -> None:
 
 
 def refuse_others_files(directory: Path, names: Sequence[str], *, jsons: Sequence[str], asked_by: str) -> None:
-    """Raise if a report would replace a file that was not written by an earlier one: it is the user's own.
+    """Raise `ConfigError` if a report would replace a file that no earlier report wrote: it is the user's own.
 
-    Args:
-        directory: Where the report will be.
-        names: What its files are called.
-        jsons: What a report leaves beside them: where one of these is there, they are an earlier report's.
-        asked_by: The call, for messages.
-
-    Raises:
-        ConfigError: Names all of them.
+    If one of the JSON files that reports leave exists, the other files are an earlier report's too.
     """
     others = [name for name in jsons if (directory / name).exists() and not _is_result(directory / name)]
     if not any(_is_result(directory / name) for name in jsons):
@@ -80,7 +68,7 @@ def _is_result(path: Path) -> bool:
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write a file at once: a reader sees what was there before, or all of this."""
+    """Write a file at once: a reader sees the former content, or all of the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(content, encoding="utf-8")
@@ -88,7 +76,7 @@ def write_whole(path: Path, content: str) -> None:
 
 
 OUTPUT = "traindiff-verify"
-"""Directory of a verification where none is given."""
+"""Default directory of a verification."""
 
 
 def calibrate(
@@ -106,14 +94,14 @@ def calibrate(
     """Record a training and the runs that measure its noise.
 
     Args:
-        recipe: Prepares the training; called once per run. By name, it is run in processes of its own.
+        recipe: Prepares the training; called once per run. A recipe given by name runs in its own processes.
         output: Directory for the recordings.
         steps: Batches to train on in each run.
-        seed: Of torch's, NumPy's and Python's generators.
-        replicas: How to perturb it; see `traindiff.record(replica=...)`.
-        repeat: Also run it again as it is: what that differs by is the machine's own noise.
-        setup: Under which engine, in which dtype, ... it is run.
-        timeout: Seconds that a run in processes of its own may go without ending a step; see `verify`.
+        seed: Seed of torch's, NumPy's and Python's generators.
+        replicas: Perturbations of the training; see `traindiff.record(replica=...)`.
+        repeat: Also run it a second time unchanged, which measures the machine's own noise.
+        setup: Engine, dtype, ... of the run.
+        timeout: Seconds that a run in its own processes may go without ending a step; see `verify`.
         progress: Called as the runs proceed.
 
     Returns:
@@ -156,40 +144,39 @@ def verify(
 ) -> Verification:
     """Run a trusted training and the one in question, compare them against measured noise, and pin down the fault.
 
-    Where they diverge, the step is run again with every tensor of the candidate overwritten by the
-    baseline's after it was recorded. Errors then neither accumulate nor cancel, and each
-    operation is judged alone: natively, and where the training computes in a shorter dtype also
-    in float32, in which smaller errors show.
+    If they diverge, the step is run again with every tensor of the candidate overwritten by the baseline's after it was
+    recorded. Errors then neither accumulate nor cancel, and each operation is judged alone: natively, and if the
+    training computes in a shorter dtype also in float32, in which smaller errors show.
 
-    A recipe that is given by name (`"train.py:recipe"`) is run in fresh processes, one for each rank of its setup, and
-    so is a function whose setup has an engine. Other functions are run in this process. Where a launcher (torchrun,
-    deepspeed) has started several ranks, call this on all of them: rank 0 runs what has one rank, all run what has
-    several, and all get the result.
+    A recipe that is given by name (`"train.py:recipe"`) runs in fresh processes, one for each rank of its setup, and so
+    does a function whose setup has an engine. Other functions run in this process. If a launcher (torchrun, deepspeed)
+    has started several ranks, call this on all of them: rank 0 runs what has one rank, all run what has several, and
+    all get the result.
 
     Args:
         recipe: Prepares the trusted training; called once per run, so it must be the same each time.
-        candidate: Prepares the training in question; `recipe` where left out.
+        candidate: Prepares the training in question; by default `recipe`.
         output: Directory for the recordings; those of an earlier call are replaced.
-        setup: Under which engine, in which dtype, ... the candidate is run.
-        baseline_setup: The same of the trusted training; where left out, what computes the same in plain PyTorch.
+        setup: Engine, dtype, ... of the candidate.
+        baseline_setup: The same for the trusted training; by default plain PyTorch with the same mathematics.
         steps: Batches to train on in each run.
-        seed: Of torch's, NumPy's and Python's generators.
-        replicas: How to perturb the baseline to measure its noise; see `traindiff.record(replica=...)`.
-        repeat: Also run the baseline again as it is, and say first if it does not repeat itself.
-        pin: Pin the fault down on `divergence`, `always` (then in the last step if the runs do not
-            diverge), or `never`.
-        zoom: Where a module is wrong alone, run that step once more and name the first operator inside it that differs.
+        seed: Seed of torch's, NumPy's and Python's generators.
+        replicas: Perturbations of the baseline that measure its noise; see `traindiff.record(replica=...)`.
+        repeat: Also run the baseline a second time unchanged, and stop with an error if it does not repeat itself.
+        pin: When to pin the fault down: on `divergence`, `always` (in the last step if the runs do not diverge),
+            `never`.
+        zoom: If a module is wrong alone, run that step once more and name the first operator inside it that differs.
         rename: See `traindiff.compare`.
         rtol: See `traindiff.compare`.
         atol: See `traindiff.compare`.
-        record: Settings of `traindiff.record` for all runs, over those of the recipes.
-        compiler_logs: Have torch's compiler say what it does to the candidate, and gather that.
-        timeout: Seconds that a run in processes of its own may go without ending a step. Where left out, 600 for the
-            first step, then ten times the slowest step, but at least 60.
+        record: Settings of `traindiff.record` for all runs; they override those of the recipes.
+        compiler_logs: Gather what torch's compiler logs about the candidate.
+        timeout: Seconds that a run in its own processes may go without ending a step. Default: 600 for the first step,
+            then ten times the slowest step, but at least 60.
         progress: Called as the runs proceed.
 
     Returns:
-        The comparison, what was pinned down, and what it cost. `incomplete` where the candidate failed.
+        The comparison, what was pinned down, and what it cost. `incomplete` if the candidate failed.
 
     Raises:
         ConfigError: A recipe, setup or setting cannot be used, or the baseline fails or does not repeat itself.
@@ -205,11 +192,7 @@ def verify(
 
 
 def run_request(request: VerifyRequest, ranks: PresentRanks | None = None) -> Verification:
-    """Verify as requested, and leave the report beside the recordings.
-
-    Args:
-        request: The request.
-        ranks: Ranks that exist already; this process leads them.
+    """Verify as requested, on the ranks that exist already, and leave the report beside the recordings.
 
     Raises:
         ConfigError: See `verify`.
