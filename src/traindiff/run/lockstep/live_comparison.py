@@ -247,9 +247,7 @@ class Exchange:
         """The messages of all ranks on rank 0, None on the others."""
         if self._ranks.size == 1:
             return [message]
-        content = encoded(message)
-        sizes = [int(size) for (size,) in self._ranks.meet([len(content)])]
-        found = self._ranks.gather(content, sizes)
+        found = self._ranks.gather(encoded(message))
         return None if found is None else [decoded(one, rank) for rank, one in enumerate(found)]
 
     def _compare(self, messages: list[list[RunMessage]] | None) -> tuple[bool, tuple[ComparedStep, ...]]:

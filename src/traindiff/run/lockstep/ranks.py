@@ -61,15 +61,24 @@ class Ranks:
         self._wait(distributed.all_gather(found, mine, group=self._group, async_op=True))
         return [one.tolist() for one in found]
 
-    def gather(self, message: bytes, sizes: Sequence[int]) -> list[bytes] | None:
-        """The messages of all ranks on rank 0, None on the others; `sizes` are their lengths in bytes, by rank."""
+    def everyone(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, on all of them."""
+        found = self.gather(message, on_all=True)
+        assert found is not None
+        return found
+
+    def gather(self, message: bytes, *, on_all: bool = False) -> list[bytes] | None:
+        """The messages of all ranks on rank 0, and `on_all` ranks if wanted; None elsewhere."""
         if self._group is None:
             return [message]
-        longest = max(sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
+        sizes = [int(size) for (size,) in self.meet([len(message)])]
+        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         mine[: len(message)] = _as_tensor(message)
-        found = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else None
-        self._wait(distributed.gather(mine, found, dst=0, group=self._group, async_op=True))
+        found = [torch.empty_like(mine) for _ in sizes] if on_all or self.rank == 0 else None
+        if on_all:
+            self._wait(distributed.all_gather(found, mine, group=self._group, async_op=True))
+        else:
+            self._wait(distributed.gather(mine, found, dst=0, group=self._group, async_op=True))
         if found is None:
             return None
         return [one[:size].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
@@ -87,17 +96,6 @@ class Ranks:
         if len(content):
             self._wait(distributed.broadcast(content, src=0, group=self._group, async_op=True))
         return content.numpy().tobytes()
-
-    def everyone(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, on all of them."""
-        if self._group is None:
-            return [message]
-        sizes = [int(size) for (size,) in self.meet([len(message)])]
-        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-        mine[: len(message)] = _as_tensor(message)
-        found = [torch.empty_like(mine) for _ in sizes]
-        self._wait(distributed.all_gather(found, mine, group=self._group, async_op=True))
-        return [one[:size].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
     def fail(self, message: str) -> None:
         """Tell the other ranks that this one cannot continue, and wait a little until they know."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -126,10 +125,6 @@ def cut(whole: Tensor, shard: Shard) -> Tensor:
     return whole[tuple(slice(first, first + length) for first, length in zip(shard.offset, shard.shape, strict=True))]
 
 
-Where = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""A shard in a message: its shape, shape of the whole tensor, offset."""
-
-
 def set_back(baseline: LiveSide, candidate: LiveSide, ranks: Ranks, rename: Renaming) -> list[str]:
     """Give the candidate the baseline's parameters, buffers, master weights and optimizer state, but no settings.
 
@@ -141,7 +136,7 @@ def set_back(baseline: LiveSide, candidate: LiveSide, ranks: Ranks, rename: Rena
     """
     held = _by_key(baseline)
     wanted = {StateKey(rename(key.path), key.slot): parts for key, parts in _by_key(candidate).items()}
-    told = [_parsed(one) for one in ranks.everyone(json.dumps(_about(held, wanted)).encode())]
+    told: list[_About] = [pickle.loads(one) for one in ranks.everyone(pickle.dumps(_about(held, wanted)))]
     lacking: dict[StateKey, None] = {}
     with torch.no_grad():
         for key in sorted({key for about in told for key in about.wanted}):
@@ -177,30 +172,19 @@ class _About:
         wanted: The candidate's keys there; for each source of a key, True if the rank itself holds enough.
     """
 
-    held: Mapping[StateKey, Sequence[Where]]
-    dtypes: Mapping[StateKey, str]
+    held: Mapping[StateKey, Sequence[Shard]]
+    dtypes: Mapping[StateKey, torch.dtype]
     wanted: Mapping[StateKey, Sequence[bool]]
 
 
-def _about(held: Mapping[StateKey, Sequence[StatePart]], wanted: Mapping[StateKey, Sequence[StatePart]]) -> Any:
-    covered = []
-    for key, parts in wanted.items():
-        enough = [
-            all(_covering(part.shard, held.get(source, ())) is not None for part in parts) for source in _sources(key)
-        ]
-        covered.append([*key, enough])
-    return {
-        "held": [[*key, [_where(part.shard) for part in parts], _name(parts[0].tensor)] for key, parts in held.items()],
-        "wanted": covered,
-    }
+def _about(held: Mapping[StateKey, Sequence[StatePart]], wanted: Mapping[StateKey, Sequence[StatePart]]) -> _About:
+    def suffices(source: StateKey, parts: Sequence[StatePart]) -> bool:
+        return all(_covering(part.shard, held.get(source, ())) is not None for part in parts)
 
-
-def _parsed(message: bytes) -> _About:
-    about = json.loads(message)
     return _About(
-        held={StateKey(path, slot): [_as_where(one) for one in places] for path, slot, places, _ in about["held"]},
-        dtypes={StateKey(path, slot): name for path, slot, _, name in about["held"]},
-        wanted={StateKey(path, slot): enough for path, slot, enough in about["wanted"]},
+        held={key: [part.shard for part in parts] for key, parts in held.items()},
+        dtypes={key: parts[0].tensor.dtype for key, parts in held.items()},
+        wanted={key: [suffices(source, parts) for source in _sources(key)] for key, parts in wanted.items()},
     )
 
 
@@ -211,29 +195,24 @@ def _whole(
     number = _sources(key).index(source)
     if all(about.wanted[key][number] for about in told if key in about.wanted):
         return None
-    given: set[Where] = set()  # of copies, one is enough
-    by_rank: list[list[Where]] = []
+    given: set[Shard] = set()  # of copies, one is enough
+    by_rank: list[list[Shard]] = []
     for about in told:
-        fresh = [where for where in dict.fromkeys(about.held.get(source, ())) if where not in given]
+        fresh = [shard for shard in dict.fromkeys(about.held.get(source, ())) if shard not in given]
         given.update(fresh)
         by_rank.append(fresh)
-    name = next(about.dtypes[source] for about in told if source in about.dtypes)
-    dtype = getattr(torch, name)
-    parts = {_as_where(_where(part.shard)): part.tensor for part in own}
-    mine = [parts[where].detach().reshape(-1).cpu().contiguous() for where in by_rank[ranks.rank]]
+    dtype = next(about.dtypes[source] for about in told if source in about.dtypes)
+    parts = {part.shard: part.tensor for part in own}
+    mine = [parts[shard].detach().reshape(-1).cpu().contiguous() for shard in by_rank[ranks.rank]]
     joined = torch.cat(mine) if mine else torch.empty(0, dtype=dtype)
     messages = ranks.everyone(joined.view(torch.uint8).numpy().tobytes() if len(joined) else b"")
-    (shape,) = {where[1] for places in by_rank for where in places}
+    (shape,) = {shard.global_shape for shards in by_rank for shard in shards}
     whole = torch.zeros(shape, dtype=dtype)
-    for message, places in zip(messages, by_rank, strict=True):
+    for message, shards in zip(messages, by_rank, strict=True):
         values = torch.frombuffer(bytearray(message), dtype=dtype) if message else torch.empty(0, dtype=dtype)
-        first = 0
-        for where in places:
-            size = prod(where[0])
-            shard = Shard(shape=where[0], global_shape=where[1], offset=where[2])
+        for shard, part in zip(shards, values.split([shard.size for shard in shards]), strict=True):
             place = cut(whole, shard)
-            place.copy_(values[first : first + size].view(place.shape))
-            first += size
+            place.copy_(part.view(place.shape))
     return whole
 
 
@@ -250,16 +229,3 @@ def _covering(shard: Shard, own: Iterable[StatePart]) -> StatePart | None:
     """This rank's part that contains a shard: the same shard, or the whole tensor."""
     same = (part for part in own if part.shard == shard or part.shard == Shard.whole(shard.global_shape))
     return next(same, None)
-
-
-def _where(shard: Shard) -> list[list[int]]:
-    return [list(shard.shape), list(shard.global_shape), list(shard.offset)]
-
-
-def _as_where(value: Sequence[Sequence[int]]) -> Where:
-    shape, whole, offset = value
-    return tuple(shape), tuple(whole), tuple(offset)
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -129,16 +129,10 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def _of_training(training: Training, *, name: str) -> Stepped:
     if training.step is None and training.loss is not None:
-        side = made(training.model, training.optimizer, name=name, loss=training.loss, record=training.record)
+        side = made(training.model, training.optimizer, name=name, loss=training.loss)
     else:
-        side = Stepped(
-            name=name, model=training.model, optimizer=training.optimizer, step=training.train_on,
-            record=training.record,
-        )  # fmt: skip
-    return Stepped(
-        name=name, model=side.model, optimizer=side.optimizer, step=side.step, loss=side.loss,
-        record=side.record, batches=training.batches,
-    )  # fmt: skip
+        side = Stepped(name=name, model=training.model, optimizer=training.optimizer, step=training.train_on)
+    return replace(side, record=training.record, batches=training.batches)
 
 
 def _step_plain(model: nn.Module, optimizers: tuple[Any, ...], loss: Loss, batch: Any) -> Tensor:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from traindiff.analyse.compare import Verification, compare
 from traindiff.analyse.compare.failed_run import FailedRun
 from traindiff.analyse.compare.investigation import Investigation, Stage
@@ -18,7 +16,6 @@ from traindiff.analyse.compare.verdict import Word
 from traindiff.analyse.merge.run_steps import run_steps
 from traindiff.core.summary import number
 from traindiff.errors import ConfigError, Problem, RecordingError
-from traindiff.present.data import as_json
 from traindiff.present.page import page_of
 from traindiff.present.page import write as write_page
 from traindiff.present.text.verification import print_investigation
@@ -28,12 +25,11 @@ from traindiff.run.processes.present_ranks import PresentRanks
 from traindiff.run.verify import investigation_stages as stages
 from traindiff.run.verify.determinism import CONTROLS
 from traindiff.run.verify.failed import RunFailedError
-from traindiff.run.verify.pinning import ForcedSteps
 from traindiff.run.verify.recipe import Named
 from traindiff.run.verify.request import VerifyRequest
 from traindiff.run.verify.runs import REPLICAS, Progress, Runs
-from traindiff.run.verify.trusted import Trusted, names_of_runs, needed, record_repeated, verify_against, with_replicas
-from traindiff.run.verify.verify import INVESTIGATION, REPORT, refuse_others_files, write_whole
+from traindiff.run.verify.trusted import names_of_runs, needed, record_repeated, verify_against, with_replicas
+from traindiff.run.verify.verify import INVESTIGATION, REPORT, refuse_others_files, write_text_and_json, write_whole
 from traindiff.run.verify.verify import JSON as VERIFICATION
 from traindiff.storage import open_recording
 
@@ -45,7 +41,6 @@ SEEDS = 2
 
 JSON, HTML = INVESTIGATION, "report.html"
 
-_WIDTH, _ROWS = 200, 50
 _STEADY = "steady"
 
 OnStage = Callable[[Stage], None]
@@ -162,7 +157,7 @@ class Investigating:
         self._add(of_seeds)
         with needed(runs):
             trusted = with_replicas(runs, request, recorded)
-        free = self._free = _verified(runs, trusted, replace(request, pin="never"))
+        free = self._free = verify_against(trusted, replace(request, pin="never"), runs)
         both = losses[request.seed], losses_of(free.comparison.candidate)
         if self._add(stages.differs(free, both, of_seeds.numbers["spread"])):
             return free.verdict
@@ -218,14 +213,9 @@ class Investigating:
         name = _STEADY if len(controls) > 1 else f"{_STEADY}-{controls[0]}"
         controlled = replace(_in(runs, name), controls=controls)
         trusted = with_replicas(controlled, request, record_repeated(controlled, request, repeat=False))
-        found = _verified(controlled, trusted, request)
+        found = verify_against(trusted, request, controlled)
         runs.peak_bytes = max(runs.peak_bytes, controlled.peak_bytes)
         return found
-
-
-def _verified(runs: Runs, trusted: Trusted, request: VerifyRequest) -> Verification:
-    forced = ForcedSteps(runs, request.recipe, setup=request.baseline_setup, replicas=request.replicas)
-    return verify_against(trusted, request, runs, forced)
 
 
 def _names(request: VerifyRequest, seeds: int) -> list[str]:
@@ -259,11 +249,7 @@ def losses_of(recording: str) -> dict[int, float]:
 
 def write_files(found: Investigation, request: VerifyRequest) -> None:
     """Write the stages as text, everything as JSON, and the comparison as a page."""
-    text, values = io.StringIO(), io.StringIO()
-    print_investigation(Console(file=text, width=_WIDTH, highlight=False, emoji=False), found, top=_ROWS)
-    as_json.write(found, values)
-    write_whole(request.output / REPORT, text.getvalue())
-    write_whole(request.output / JSON, values.getvalue())
+    write_text_and_json(found, request.output, JSON, print_investigation)
     (request.output / HTML).unlink(missing_ok=True)  # of an earlier investigation
     comparison = found.comparison
     if comparison is not None and comparison.steps:

@@ -25,7 +25,7 @@ from traindiff.run.processes.present_ranks import PresentRanks
 from traindiff.run.verify.pinning import ForcedSteps
 from traindiff.run.verify.recipe import recipe_name
 from traindiff.run.verify.request import SetupOptions, VerifyRequest, candidate_setup, trusted_setup
-from traindiff.run.verify.trusted import Trusted, names_of_runs, record_trusted, verify_against
+from traindiff.run.verify.trusted import Trusted, forced_steps, names_of_runs, record_trusted, verify_against
 from traindiff.run.verify.verify import JSON, write_files, write_whole
 
 _TABLES = ("grid", "settings", "exclude")
@@ -141,17 +141,11 @@ OnRow = Callable[[MatrixRow], None]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Measured:
-    trusted: Trusted
-    forced: ForcedSteps
-
-
-@dataclass(slots=True, kw_only=True)
 class _Work:
     request: VerifyRequest
     ranks: PresentRanks | None
     fresh: bool
-    measured: dict[str, _Measured] = field(default_factory=dict)
+    measured: dict[str, tuple[Trusted, ForcedSteps]] = field(default_factory=dict)
 
 
 def verify_matrix(
@@ -223,13 +217,13 @@ def _verified(work: _Work, request: VerifyRequest) -> Verification:
     runs = request.runs(request.output, work.ranks)
     runs.check(["candidate"])
     runs.refuse_unusable(request.candidate, request.setup)
-    measured = _measured(work, request)
-    verification = verify_against(measured.trusted, request, runs, measured.forced)
+    trusted, forced = _measured(work, request)
+    verification = verify_against(trusted, request, runs, forced)
     write_files(verification, request.output)
     return verification
 
 
-def _measured(work: _Work, request: VerifyRequest) -> _Measured:
+def _measured(work: _Work, request: VerifyRequest) -> tuple[Trusted, ForcedSteps]:
     """The baseline of a combination and its noise: shared, kept from an earlier call, or recorded now."""
     message = request.baseline_setup.message
     if message in work.measured:
@@ -246,8 +240,7 @@ def _measured(work: _Work, request: VerifyRequest) -> _Measured:
         runs.check(names)
         trusted = record_trusted(runs, request)
         _write(directory / _TRUSTED, key, {"recordings": names})
-    forced = ForcedSteps(runs, request.recipe, setup=request.baseline_setup, replicas=request.replicas)
-    work.measured[message] = _Measured(trusted=trusted, forced=forced)
+    work.measured[message] = trusted, forced_steps(runs, request)
     return work.measured[message]
 
 

@@ -97,12 +97,22 @@ def _refuse_what_does_not_repeat(recipe: Named, comparison: Comparison, asked_by
         raise ConfigError(asked_by, [problem])
 
 
-def verify_against(trusted: Trusted, request: VerifyRequest, runs: Runs, forced: ForcedSteps) -> Verification:
+def forced_steps(runs: Runs, request: VerifyRequest) -> ForcedSteps:
+    """Steps of the baseline to which candidates can be forced."""
+    return ForcedSteps(runs, request.recipe, setup=request.baseline_setup, replicas=request.replicas)
+
+
+def verify_against(
+    trusted: Trusted, request: VerifyRequest, runs: Runs, forced: ForcedSteps | None = None
+) -> Verification:
     """Run the candidate, compare it, and pin the fault down.
+
+    `forced` has steps of the baseline that were recorded for other candidates.
 
     Raises:
         ConfigError: The candidate cannot be used. One that fails while it trains is `incomplete`.
     """
+    forced = forced or forced_steps(runs, request)
     failed: FailedRun | None = None
     path = str(runs.directory / "candidate")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from traindiff.present.text.verification import print_verification
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.config.setup import baseline_setup as trusted_way
 from traindiff.run.processes.present_ranks import PresentRanks
-from traindiff.run.verify.pinning import ForcedSteps
 from traindiff.run.verify.recipe import Named
 from traindiff.run.verify.request import Pin, VerifyRequest
 from traindiff.run.verify.runs import REPLICAS, Progress
@@ -32,11 +31,16 @@ _ROWS = 50
 
 def write_files(verification: Verification, directory: Path) -> None:
     """Write the report as text and as JSON. Each file appears at once, so a reader never sees half of it."""
+    write_text_and_json(verification, directory, JSON, print_verification)
+
+
+def write_text_and_json(result: Any, directory: Path, json_name: str, show: Callable[..., None]) -> None:
+    """Write a result as text, as `show` prints it, and as JSON."""
     text, values = io.StringIO(), io.StringIO()
-    print_verification(Console(file=text, width=_WIDTH, highlight=False, emoji=False), verification, top=_ROWS)
-    as_json.write(verification, values)
+    show(Console(file=text, width=_WIDTH, highlight=False, emoji=False), result, top=_ROWS)
+    as_json.write(result, values)
     write_whole(directory / REPORT, text.getvalue())
-    write_whole(directory / JSON, values.getvalue())
+    write_whole(directory / json_name, values.getvalue())
 
 
 def refuse_others_files(directory: Path, names: Sequence[str], *, jsons: Sequence[str], asked_by: str) -> None:
@@ -202,8 +206,6 @@ def run_request(request: VerifyRequest, ranks: PresentRanks | None = None) -> Ve
     refuse_others_files(request.output, (REPORT,), jsons=(JSON, INVESTIGATION), asked_by=request.asked_by)
     runs.check([*names_of_runs(request.replicas, repeat=request.repeat), "candidate"])
     runs.refuse_unusable(request.candidate, request.setup)  # now, not after all other runs
-    trusted = record_trusted(runs, request)
-    forced = ForcedSteps(runs, request.recipe, setup=request.baseline_setup, replicas=request.replicas)
-    verification = verify_against(trusted, request, runs, forced)
+    verification = verify_against(record_trusted(runs, request), request, runs)
     write_files(verification, runs.directory)
     return verification
