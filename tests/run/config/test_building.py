@@ -12,10 +12,10 @@ from torch.optim import SGD, Adagrad, AdamW
 import traindiff
 from tests.run.config.recipes import DECAYS, Model, groups_of, mean_loss, tied, training
 from traindiff.errors import ConfigError
-from traindiff.run.config.pipeline_parallel import follow, names_of, repeated_modules
 from traindiff.run.config.precision import computing_in, loss_scaler
 from traindiff.run.config.request import Request
 from traindiff.run.config.setup import PLAIN, Setup, baseline_setup
+from traindiff.run.config.sharded import follow, names_of, repeated_modules
 from traindiff.run.verify.recipe import prepared
 
 

@@ -36,7 +36,7 @@ def build(request: Request) -> Training:
         import deepspeed
         from deepspeed import ops
 
-        ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled when first used, which takes minutes
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it on first use would take minutes
         engine, *_ = deepspeed.initialize(
             model=request.model,
             model_parameters=optimizer.param_groups if setup.optimizer == "engine" else None,
@@ -79,7 +79,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
     if setup.offload_device == "nvme":
         zero["offload_optimizer"]["nvme_path"] = str(Path(tempfile.gettempdir()) / "traindiff-nvme")
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # is for DeepSpeed's own reports only
+        "train_micro_batch_size_per_gpu": 1,  # only for DeepSpeed's own reports
         "gradient_accumulation_steps": setup.gradient_accumulation_steps,
         "gradient_clipping": setup.gradient_clipping,
         "steps_per_print": None,

@@ -75,7 +75,7 @@ def compiler_runs(processes: Path = Path("/proc")) -> bool:
         try:
             command = name.read_text().strip()
         except OSError:
-            continue  # it has just ended
+            continue  # the process has just ended
         if re.sub(r"-[\d.]+$", "", command) in _COMPILERS:
             return True
     return False

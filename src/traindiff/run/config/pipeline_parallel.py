@@ -28,7 +28,7 @@ class ModelCall:
     kwargs: dict[str, Any]
 
 
-class _Called(BaseException):  # no error, and nothing that a loss should catch
+class _Called(BaseException):  # not an Exception, so that a loss does not catch it
     """Ends a loss as soon as the loss calls the model."""
 
     def __init__(self, call: ModelCall) -> None:
@@ -138,7 +138,7 @@ def shared_parameters(part: nn.Module, names: ParameterNames) -> list[Shared]:
     for name in sorted({name for held in everyones for name in held}):
         ranks = [rank for rank, held in enumerate(everyones) if name in held]
         if len(ranks) > 1:
-            group = distributed.new_group(ranks)  # by all ranks, also those that are not in it
+            group = distributed.new_group(ranks)  # all ranks must call this, also those outside the group
             if name in mine:
                 is_first = distributed.get_rank() == ranks[0]
                 found.append(Shared(parameter=mine[name], group=group, is_counted_here=is_first))
@@ -190,7 +190,7 @@ def stage_of(request: Request) -> tuple[Any, Any]:
     _compute_in_dtype(request, stage.submod)
     if request.setup.compile:
         for layer in repeated_modules(stage.submod) or [stage.submod]:
-            layer.compile()  # by themselves: what the schedule calls cannot be observed if it is compiled
+            layer.compile()  # separately: a compiled stage could not be observed
     return stage, batches
 
 
@@ -213,7 +213,7 @@ def _traced(request: Request, paths: Sequence[str], batch: Any) -> Any:
     cuts = [paths[stage * (len(paths) + 1) // num_stages - 1] for stage in range(1, num_stages)]
     example = captured_call(request, request.equal_parts(batch, num_stages)[0])
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning)  # torch.export's own
+        warnings.filterwarnings("ignore", category=FutureWarning)  # torch.export raises them
         whole = pipeline(
             request.model, example.args, example.kwargs, split_spec=dict.fromkeys(cuts, SplitPoint.BEGINNING)
         )

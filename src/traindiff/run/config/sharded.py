@@ -111,12 +111,9 @@ def fsdp1(request: Request) -> Training:
     if setup.dtype != "float32":
         mixed = MixedPrecision(param_dtype=dtype_of(setup), reduce_dtype=torch.float32)
     wrapped = FullyShardedDataParallel(
-        request.model,
-        auto_wrap_policy=CustomPolicy(lambda module: id(module) in layers),
-        mixed_precision=mixed,
-        use_orig_params=True,
-        device_id=request.device,
-    )
+        request.model, auto_wrap_policy=CustomPolicy(lambda module: id(module) in layers), mixed_precision=mixed,
+        use_orig_params=True, device_id=request.device,
+    )  # fmt: skip
     follow(request, optimizer, names, wrapped)
     parts = Parts(
         model=compiled(wrapped, setup), optimizer=optimizer, part=request.rank, parts=request.world_size,
@@ -172,7 +169,7 @@ def tensor_parallel(request: Request) -> Training:
     parts = Parts(
         model=compiled(model, setup), optimizer=optimizer, clip=partial(_clip_divided, model),
         around=partial(autocast, setup, request.device),
-        updating=implicit_replication,  # its operators take divided parameters and copies at once
+        updating=implicit_replication,  # lets operators mix divided and replicated parameters
     )  # fmt: skip
     return stepped(request, parts)
 

@@ -330,7 +330,7 @@ def label_shift(loop: TrainingLoop) -> Iterator[None]:
 
     def batch(step: int) -> Batch:
         given = healthy(step)
-        # The last position has no target left: cross_entropy passes over -100.
+        # The last position has no target left: cross_entropy ignores -100.
         return replace(given, targets=functional.pad(given.targets[:, 1:], (0, 1), value=-100))
 
     with replaced(loop, "batch", batch):

@@ -105,7 +105,7 @@ def make_batch(text: Tensor, step: int, *, batch_size: int, context: int, seed: 
 _Word = TypeVar("_Word", int, Tensor)
 
 _LOW_32 = 0xFFFFFFFF
-_START = 0x9E3779B9  # not 0, which is mixed to 0
+_START = 0x9E3779B9  # not 0, because `mix` maps 0 to 0
 
 
 def mix(word: _Word) -> _Word:

@@ -55,7 +55,7 @@ def gpt() -> Training:
         loss=loss,
         tensor_parallel=divide,
         pipeline=stage_of,
-        # One vector per position: with one sample, as many as there are bytes in the batch.
+        # One vector per position; with one sample their number equals that of the bytes in the batch.
         record={"batch_axis": {"embedding.wpe": None}},
     )
 

@@ -55,14 +55,14 @@ def train(
     reported: list[StepNumbers] = []
     with ExitStack() as undo:
         if chosen:
-            # Before the recording is attached: traindiff sees what the faulty training does.
+            # Before the recording is attached, so that traindiff sees the faulty training.
             undo.enter_context(chosen.inject(loop))
         run = None
         if path is not None:
             run = undo.enter_context(
                 traindiff.record(
                     path, loop.model, loop.optimizer, observe=(*OBSERVED_BY_DEFAULT, "grad.micro"), overwrite=overwrite,
-                    # One vector per position: with one sample, as many as there are bytes in the batch.
+                    # One vector per position; with one sample their number equals that of the bytes in the batch.
                     batch_axis={"transformer.wpe": None},
                 )
             )  # fmt: skip

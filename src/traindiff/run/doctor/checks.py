@@ -205,7 +205,7 @@ def _overhead(plan: Plan, path: Path) -> Check:
         return Check(name="overhead", result="skip", message="not asked for (--rounds)")
     plain, watched = (prepare(plan.recipe, backend=None) for _ in range(2))
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads that wait for each other use CPU time, too
+    torch.set_num_threads(1)  # waiting threads would use CPU time too
     try:
         step_plain, step_watched = _stepping(plain), _stepping(watched)
         with recorded(watched, path):

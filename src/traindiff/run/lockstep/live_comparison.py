@@ -203,7 +203,7 @@ class Exchange:
         self._ranks = ranks
         self._sides = sides
         self._comparison = comparison
-        self._compare(self._sent([side.message() for side in sides]))  # what each rank holds, before any step
+        self._compare(self._sent([side.message() for side in sides]))  # the ranks' contents, before any step
 
     def after_batch(self, *, wants_losses: bool) -> Outcome:
         """Compare the steps that the batch has ended. With `wants_losses`, or after a step, the losses are read too.

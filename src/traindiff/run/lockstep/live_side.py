@@ -117,16 +117,12 @@ class LiveSide:
         self._writer: LiveWriter | None = None
         self._said: tuple[Any, Any] = (None, None)
         self.recorder = Recorder(
-            stepped.name,
-            self.targets,
-            checked,
-            overwrite=False,
+            stepped.name, self.targets, checked, overwrite=False,
             replica=make_replica(checked.replica, self.targets.root, self.targets.names) if checked.replica else None,
-            open_writer=self._open_writer,
-            before_every_step=settings.resync,
-        )
+            open_writer=self._open_writer, before_every_step=settings.resync,
+        )  # fmt: skip
         with self.recorder.stepping():
-            pass  # from here on only what happens in such a block
+            pass  # from here on, only such blocks are observed
 
     def step(self, batch: Any) -> None:
         """Train on a batch, and observe nothing else."""

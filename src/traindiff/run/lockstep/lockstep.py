@@ -222,7 +222,7 @@ class Lockstep:
         why = uncopyable(baseline)
         copies: list[Stepped] = []
         if not why:
-            with suppress(Exception):  # whatever a model has that cannot be copied, floors then follow from rounding
+            with suppress(Exception):  # if a model cannot be copied, noise floors follow from rounding
                 copies = copied(baseline)
         can = all(flag for (flag,) in self._ranks.meet([bool(copies)]))
         return (copies, "measured") if can else ([], "uncalibrated")

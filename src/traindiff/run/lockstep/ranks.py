@@ -43,7 +43,7 @@ class Ranks:
         self._group: Any = None
         self._store: Any = None
         if several:
-            # Longer than what is waited for here, so that it is told who did not come.
+            # Longer than `_wait` waits, so that the error names the missing rank.
             group_timeout = timedelta(seconds=2.0 * timeout_seconds + 60.0)
             self._group = distributed.new_group(backend="gloo", timeout=group_timeout)
             self._store = distributed.distributed_c10d.PrefixStore(
@@ -101,7 +101,7 @@ class Ranks:
         """Tell the other ranks that this one cannot continue, and wait a little until they know."""
         if self._store is None:
             return
-        self._store.set(f"seen-{self.rank}", "1")  # it waits for nobody any more
+        self._store.set(f"seen-{self.rank}", "1")  # this rank no longer waits
         if self._failure() is not None:
             return
         self._store.set(_FAILED, json.dumps({"rank": self.rank, "message": message}))

@@ -68,7 +68,7 @@ def _of_parameter(path: str, targets: Targets) -> Iterator[StatePart]:
     holder: Any = targets.parameters[path]
     pieces = [piece for piece in targets.pieces_of(holder) or () if piece.path == path]
     yield from _of_pieces(holder, pieces, VALUE, targets)
-    if hasattr(holder, "ds_tensor") and holder.numel() == holder.ds_numel > 0:  # ZeRO stage 3 keeps it gathered, too
+    if hasattr(holder, "ds_tensor") and holder.numel() == holder.ds_numel > 0:  # gathered by ZeRO stage 3
         whole = holder.detach().view(tuple(holder.ds_shape))
         yield _part(StateKey(path, VALUE), Shard.whole(tuple(whole.shape)), whole)
 
@@ -195,7 +195,7 @@ def _whole(
     number = _sources(key).index(source)
     if all(about.wanted[key][number] for about in told if key in about.wanted):
         return None
-    given: set[Shard] = set()  # of copies, one is enough
+    given: set[Shard] = set()  # one copy is enough
     by_rank: list[list[Shard]] = []
     for about in told:
         fresh = [shard for shard in dict.fromkeys(about.held.get(source, ())) if shard not in given]

@@ -53,7 +53,7 @@ class LockstepSettings:
         found = ["batch"]
         for what in TRACKED:
             if what in self.tracked:
-                # States of optimizers tell how far updates may be apart; a tolerance asks for parameters alone.
+                # Optimizer state bounds the difference of updates; with a tolerance only parameters count.
                 own = ("param",) if what == "params" and what in self.tolerances else _OBSERVE[what]
                 found += own
         return found
@@ -69,7 +69,7 @@ class LockstepSettings:
         phases: dict[str, float] = {}
         for what, tolerance in self.tolerances.items():
             phases |= dict.fromkeys((one for one in _OBSERVE[what] if "." not in one), tolerance)
-        if "params" in self.tolerances:  # what a step did is not judged beside what it led to
+        if "params" in self.tolerances:  # updates are not judged in addition to their result
             phases |= {"update": float("inf"), "optimizer": float("inf")}
         return TolerancesByPhase(phases=phases)
 
@@ -126,18 +126,12 @@ def lockstep_settings(
         raise ConfigError("Lockstep(...)", problems, consequence="nothing was trained")
     paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
     return LockstepSettings(
-        batches=batches,
-        test_every=test_every,
-        status_every=status_every,
+        batches=batches, test_every=test_every, status_every=status_every,
         tracked=frozenset(what for what, wanted in tracked.items() if wanted),
-        tolerances={what: float(value) for what, value in given.items()},
-        resync=resync,
-        rename=parse_renames(rename),
-        noise=tuple(open_recording(os.fspath(path)) for path in paths),
-        select=select,
-        output=None if output is None else os.fspath(output),
-        timeout_seconds=float(timeout_seconds),
-    )
+        tolerances={what: float(value) for what, value in given.items()}, resync=resync, rename=parse_renames(rename),
+        noise=tuple(open_recording(os.fspath(path)) for path in paths), select=select,
+        output=None if output is None else os.fspath(output), timeout_seconds=float(timeout_seconds),
+    )  # fmt: skip
 
 
 def _wrong_counts(**counts: Any) -> Iterator[Problem]:

@@ -196,7 +196,7 @@ def copied(baseline: Stepped) -> list[Stepped]:
         model, optimizer = copy.deepcopy((baseline.model, baseline.optimizer))
         one = made(model, optimizer, name=f"baseline, {replica}", loss=baseline.loss, record=baseline.record)
         for own in one.optimizers:
-            vars(own).pop("step", None)  # as a schedule leaves it behind: it steps the optimizer that was copied
+            vars(own).pop("step", None)  # a schedule's replacement, which would step the original optimizer
         found.append(one)
     return found
 

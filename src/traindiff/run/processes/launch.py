@@ -242,7 +242,7 @@ class RankProcesses:
         running = [rank for rank in self._ranks if rank.end is None]
         wait([*(rank.connection for rank in running), *(rank.process.sentinel for rank in running)], timeout=0.1)
         for rank in running:
-            over = not rank.process.is_alive()  # asked first: what it said before is then all there
+            over = not rank.process.is_alive()  # asked first, so that all its messages have arrived
             while _can_read(rank.connection) and self._hear(rank):
                 pass
             if over or (rank.said and time.monotonic() > rank.said_at + _GRACE_SECONDS):
@@ -253,7 +253,7 @@ class RankProcesses:
         try:
             message = rank.connection.recv()
         except (EOFError, OSError):
-            time.sleep(0.01)  # its process is about to end
+            time.sleep(0.01)  # the process is about to end
             return False
         now = time.monotonic()
         if "step" in message:

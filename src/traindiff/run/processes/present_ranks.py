@@ -78,7 +78,7 @@ class PresentRanks:
             TraindiffError: On the other ranks, if `decide` raised anything else.
         """
         if not self.leads:
-            return self._follow()  # type: ignore[no-any-return]  # what rank 0's function returned
+            return self._follow()  # type: ignore[no-any-return]  # the result of rank 0
         try:
             result = decide()
         except BaseException as error:

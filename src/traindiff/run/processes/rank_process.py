@@ -165,7 +165,7 @@ Launched = Callable[..., Any]
 
 def rank_main(place: Place, function: Launched, args: Sequence[Any], connection: Connection) -> None:
     """Become the rank, and call the function."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who launched this is interrupted too, and ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher is interrupted too, and ends this process
     threading.Thread(target=_end_with_the_launcher, args=(connection,), daemon=True).start()
     _print_into(place.output)
     os.chdir(place.directory)

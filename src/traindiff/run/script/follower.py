@@ -112,7 +112,7 @@ class Follower:
             try:
                 with out_of_sight():
                     listener(*args)
-            except Exception as error:  # the training is none of its business
+            except Exception as error:  # an error here must not end the training
                 if self._request.settings.strict:
                     raise
                 self._account.failure = f"traindiff failed: {type(error).__name__}: {error}."
@@ -125,7 +125,7 @@ class Follower:
             self._recorder.close()
             names = [one.followed_as for one in self._account.optimizers]
             for seen in self._account.optimizers:
-                if names.count(seen.followed_as) == 1:  # with steps that a loss scaler has left out
+                if names.count(seen.followed_as) == 1:  # includes steps that a loss scaler skipped
                     seen.num_steps = self._recorder.steps.get(seen.followed_as, seen.num_steps)
 
     def _is_elsewhere(self) -> bool:
@@ -188,7 +188,7 @@ class Follower:
             if tap.optimizer is optimizer:
                 seen.followed_as = name
             elif inner_optimizer(tap.optimizer) is optimizer and seen in self._account.optimizers:
-                self._account.optimizers.remove(seen)  # the one around it is followed
+                self._account.optimizers.remove(seen)  # its wrapper is followed
 
     def _called(self, module: nn.Module) -> None:
         if not self._given or module in self._others or not torch.is_grad_enabled() or self._is_elsewhere():
@@ -209,7 +209,7 @@ class Follower:
         """
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("default", TraindiffWarning)  # whatever the script makes of warnings
+                warnings.simplefilter("default", TraindiffWarning)  # regardless of the script's filters
                 self._record(called, stepping, sys._getframe(3))
         except ConfigError as error:
             self._account.refused = True
@@ -224,7 +224,7 @@ class Follower:
             return
         live = live_modules()
         models = self._in_order(distinct(outermost(live, frozenset().union(*self._given.values())), called))
-        if not models and called is not None:  # it is part of itself
+        if not models and called is not None:  # the module contains itself
             models = [called]
         if unseen := next((one for one in models if not takes_hooks(one)), None):
             self._account.failure = _SCRIPTED.format(type(unseen).__name__)

@@ -58,7 +58,7 @@ class _Finder(MetaPathFinder):
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                del loader.exec_module  # an attribute of this loader alone, which hid the method of its class
+                del loader.exec_module  # this loader's own attribute, which hid its class's method
                 execute(module)
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
@@ -110,7 +110,9 @@ def run_recorded(script: Script, *, path: str, settings: RecordSettings, overwri
         follower.start()
         following.append(follower)
 
-    atexit.register(_end, account, following, os.getpid())  # before the script's own, so that it runs behind them
+    atexit.register(
+        _end, account, following, os.getpid()
+    )  # before the script's own handlers, so that it runs after them
     when_imported("torch", start)
     try:
         prepared = script.prepared()

@@ -165,12 +165,9 @@ def operators(steady: Verification) -> Stage:
     first = min(zooms, key=lambda zoom: ("operator", "other-operators", "other-inputs", "none").index(zoom.cause))
     message = f"On the way to the {first.phase} of {first.site}: {first.message}"
     return Stage(
-        name="operators",
-        asks=asks,
-        message=message,
-        numbers={"operators": [zoom.to_json() for zoom in zooms]},
+        name="operators", asks=asks, message=message, numbers={"operators": [zoom.to_json() for zoom in zooms]},
         final=True,
-    )
+    )  # fmt: skip
 
 
 def _finite(value: float) -> float | None:

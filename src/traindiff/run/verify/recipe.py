@@ -114,7 +114,7 @@ def failures_explained(doing: str, *, where: str, asked_by: str) -> Iterator[Non
     try:
         yield
     except ConfigError:
-        raise  # of what traindiff does in the user's name: a step that it made
+        raise  # from a step that traindiff made
     except (Exception, SystemExit) as error:
         message = f"{doing} raised {type(error).__name__}: {error}"
         problem = Problem(
@@ -155,7 +155,7 @@ def logged(returned: Any) -> Iterator[tuple[str, float | Tensor]]:
 
 def _has_optimizers(value: Any) -> bool:
     if value is None:
-        return True  # found when they first step
+        return True  # optimizers are found when they first step
     several: Sequence[Any]
     if isinstance(value, Mapping):
         several = list(value.values())
@@ -249,7 +249,7 @@ def _run(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # dataclasses look their module up
+    sys.modules.setdefault(spec.name, module)  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 

@@ -144,7 +144,7 @@ def _train(
             returned = training.train_on(batch)
         for name, value in logged(returned):
             recorder.log(name, value)
-        recorder.write()  # so that a step that has ended is all there, however the next one ends
+        recorder.write()  # complete each step, whatever happens in the next one
         if on_step:
             on_step(number)
     return num_steps

@@ -215,4 +215,4 @@ def _is_of_the_user(path: Path) -> bool:
     try:
         return open_recording(os.fspath(path)).run.get("recipe") is None
     except RecordingError:
-        return False  # nothing is there, or what a run that was killed left
+        return False  # nothing is there, or the rest of a killed run
