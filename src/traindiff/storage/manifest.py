@@ -153,6 +153,7 @@ _CALLED = shaped(
 RANK: Demand = shaped(
     {},
     {
+        "rank": whole(0, MOST_RANKS - 1),
         "model": TEXT,
         "modules": mapped(TEXT),
         "parameters": _TENSORS,

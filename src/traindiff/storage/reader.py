@@ -107,6 +107,11 @@ class Recording:
         """
         if rank not in self._contents:
             content = self._read_rank(f"{rank_directory(rank)}/rank.json")
+            if (named := content.pop("rank", rank)) != rank:
+                raise MixedRecordingError(
+                    f"{self._folder.path(rank_directory(rank))} holds rank {named}, as its rank.json says. "
+                    "Give each directory its name again, or restore them from where they were copied."
+                )
             self._check_run(content, rank)
             # What ranks say alike, as most do of modules and parameters, is kept once.
             before = next(reversed(self._contents.values()), {})
@@ -146,8 +151,15 @@ class Recording:
             MixedRecordingError: The rank is of another run.
         """
         status = self._stream(rank).status()
+        if status.ending != "closed":
+            return status
+        if not self._folder.exists(f"{rank_directory(rank)}/rank.json"):
+            missing = (
+                "its rank.json is missing, although it was closed. Restore it from where the recording was copied."
+            )
+            return RankStatus(rank=rank, ending="truncated", message=f"rank {rank}: {missing}")
         error = ended(self.rank_content(rank)).error
-        return status if status.ending != "closed" or not error else status.aborted(error)
+        return status.aborted(error) if error else status
 
     def steps(self, rank: int) -> Iterator[StepObservations]:
         """The rank's steps, those of one optimizer in their order; one per optimizer in memory.

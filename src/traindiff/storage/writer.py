@@ -85,6 +85,8 @@ class RecordingWriter:
         self._num_steps = 0
         self._latest: dict[str, int] = {}
         self._unwritten: dict[str, bytes] = {}
+        self._rank = rank
+        self._says_of_rank = False
         self._buffer = io.BytesIO()
         self._stream = pa.ipc.new_stream(self._buffer, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd"))
         # Arrow writes the schema together with the first batch; a run killed before its first step
@@ -132,7 +134,8 @@ class RecordingWriter:
 
         Where that fails it is tried again with each step, and is an error of `close` in the end.
         """
-        self._unwritten[posixpath.join(self._directory, "rank.json")] = manifest.dump(content)
+        self._says_of_rank = True
+        self._unwritten[posixpath.join(self._directory, "rank.json")] = manifest.dump({**content, "rank": self._rank})
         self._write_again()
 
     def write_step(
@@ -222,6 +225,8 @@ class RecordingWriter:
             self.give_up(Gap(reason=lost.message))
             raise self._lost(lost)
         try:
+            if not self._says_of_rank:
+                self.write_rank({})  # a recording that was closed has one, or has lost it
             self._write_unwritten()
             self._stream.close()
             self._append(self._message())

@@ -14,8 +14,6 @@ from traindiff.core.observation import BOUNDARY, PLACE
 from traindiff.core.site import label
 from traindiff.core.summary import UNIT_ROUNDOFF
 
-_RECEIVED = "boundary"
-
 _STAGE = re.compile(r"stage\[(\d{1,9})\]")
 _SENT = re.compile(r"sent(\[\d+\].*)")
 
@@ -50,7 +48,7 @@ class BoundariesHold(Rule):
             order, first = _first_of_stage(table, received)
             yield Finding(
                 step=step, micro_step=wrong[0][1].micro_step, rank=wrong[0][1].rank, phase=key.phase,
-                path=first.path, slot=f"received{slot[1]}", order=order, kind=_RECEIVED,
+                path=first.path, slot=f"received{slot[1]}", order=order, kind="boundary",
                 difference=size, message=_says(sent, wrong, ends, micro_steps=num_micro_steps(table)),
                 evidence={"stage": ends[1], "micro_steps": [part.micro_step for _, part, _ in wrong]},
             )  # fmt: skip

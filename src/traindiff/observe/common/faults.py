@@ -13,16 +13,16 @@ from traindiff.errors import LostFilesError, TraindiffWarning
 _logger = logging.getLogger("traindiff")
 
 TAP_FAILED = (
-    "A part of traindiff ({tap}) failed and observes nothing more: {says}. The training is not affected; the recording "
-    "says what it lacks. record(strict=True) raises the error where it happens."
+    "A part of traindiff ({tap}) failed and observes nothing more: {message}. The training is not affected; the "
+    "recording says what it lacks. record(strict=True) raises the error where it happens."
 )
 _WRITER_FAILED = (
-    "traindiff could not write the recording, and records nothing more: {says}. The training is not affected; what "
+    "traindiff could not write the recording, and records nothing more: {message}. The training is not affected; what "
     "was written before is kept. Make room, or give record(...) another path."
 )
 _FILES_LOST = (
-    "traindiff records nothing more: {says} The training is not affected. Record again, into a directory that nothing "
-    "else changes."
+    "traindiff records nothing more: {message} The training is not affected. Record again, into a directory that "
+    "nothing else changes."
 )
 
 

@@ -30,8 +30,9 @@ def write(result: Comparison | Verification | Verdict | Matrix, file: IO[str]) -
     Of a comparison each site has a row with its largest difference in units of its floor, in `step`: `num_steps` in
     which it was compared, `num_identical_steps` of them with the same bits, and `kind` and `message` of the first
     finding there, if there is one. Further findings there, and those at sites that only one run has, follow.
-    Of a verification this is the comparison of the free runs. Of a check each finding has a row, then each warning, and `num_steps` are
-    those in which it was found. Of a matrix each combination has a row, with columns of its own.
+    Of a verification this is the comparison of the free runs. Of a check each finding has a row, then each
+    warning, and `num_steps` are those in which it was found. Of a matrix each combination has a row, with
+    columns of its own.
     """
     if isinstance(result, Matrix):
         table = CsvRows(file, MATRIX_COLUMNS)

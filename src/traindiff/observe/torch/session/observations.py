@@ -28,7 +28,7 @@ from traindiff.observe.torch.session.teacher_forcing import ForcedValues
 from traindiff.observe.torch.sharding.layout import Layout, is_before_unscaling
 
 _REPLICA_FAILED = (
-    "traindiff no longer perturbs the training: {says}. The training goes on; the recording says that it is no full "
+    "traindiff no longer perturbs the training: {message}. The training goes on; the recording says that it is no full "
     "replica, and no floors can be measured from it."
 )
 
