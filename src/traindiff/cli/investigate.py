@@ -63,23 +63,20 @@ def investigate(
     from traindiff.analyse.story import runs_section, stage_section
     from traindiff.present.text.results import print_conclusion, print_section
     from traindiff.run.processes.present_ranks import PresentRanks
-    from traindiff.run.verify.asked import Asked, candidate_setup, trusted_setup
     from traindiff.run.verify.investigate import Investigating
+    from traindiff.run.verify.request import VerifyRequest, candidate_setup, trusted_setup
     from traindiff.run.verify.runs import REPLICAS
-    from traindiff.run.verify.trusted import Question
 
-    given = options.asked()
+    given = options.requested()
     replicas = REPLICAS if replica is None else tuple(replica)
 
     def decide(ranks: PresentRanks | None) -> int:
         setup = candidate_setup(given, world_size=ranks.world_size if ranks else None)
-        question = Question(
-            candidate=candidate or recipe, setup=setup, steps=steps, replicas=replicas, rename=rename, zoom=True
-        )
         with run_progress(messages, steps=(3 + seeds + len(replicas)) * steps) as bar:
-            asked = Asked(
-                recipe=recipe, baseline_setup=trusted_setup(given, setup), question=question, output=output, seed=seed,
-                timeout=timeout, progress=bar, asked_by="investigate",
+            request = VerifyRequest(
+                recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=trusted_setup(given, setup),
+                setup=setup, steps=steps, seed=seed, replicas=replicas, zoom=True, rename=rename, timeout=timeout,
+                progress=bar, asked_by="investigate",
             )  # fmt: skip
             numbers = count(1)
 
@@ -87,13 +84,13 @@ def investigate(
                 number = next(numbers)
                 with bar.hidden():
                     if number == 1:
-                        print_section(results, runs_section(work.sides, str(output)))
+                        print_section(results, runs_section(request.sides, str(output)))
                         results.print()
                     print_section(results, stage_section(number, stage))
                     results.print()
 
-            work = Investigating(asked=asked, seeds=seeds, ranks=ranks, on_stage=None if as_json else tell)
-            found = work.answered()
+            work = Investigating(request=request, seeds=seeds, ranks=ranks, on_stage=None if as_json else tell)
+            found = work.run()
         print_result(found, "json" if as_json else "text", text=lambda: print_conclusion(results, found, top=top))
         return found.exit_code
 

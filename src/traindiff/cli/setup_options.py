@@ -19,7 +19,7 @@ from traindiff.run.config.setup import DTYPES, ENGINES, OFFLOAD_DEVICES, OPTIMIZ
 
 if TYPE_CHECKING:
     from traindiff.run.processes.present_ranks import PresentRanks
-    from traindiff.run.verify.asked import AskedSetup
+    from traindiff.run.verify import request
 
 
 def spelled_as_here(name: str) -> str:
@@ -110,11 +110,11 @@ class SetupOptions:
     local_rank: Annotated[int | None, typer.Option(hidden=True)] = None
     """Given by launchers; the environment says the same."""
 
-    def asked(self) -> AskedSetup:
+    def requested(self) -> request.SetupOptions:
         """The options as a verification takes them."""
-        from traindiff.run.verify.asked import AskedSetup
+        from traindiff.run.verify import request
 
-        return AskedSetup(
+        return request.SetupOptions(
             engine=self.engine, baseline_engine=self.baseline_engine, nproc=self.nproc, zero_stage=self.zero_stage,
             offload_device=self.offload_device,
             further={

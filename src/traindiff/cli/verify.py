@@ -100,39 +100,31 @@ def verify(
     """
     from traindiff.present.text.results import print_matrix, print_verification
     from traindiff.run.processes.present_ranks import PresentRanks
-    from traindiff.run.verify.asked import Asked, candidate_setup, trusted_setup
     from traindiff.run.verify.matrix import read_grid, verify_matrix
+    from traindiff.run.verify.request import VerifyRequest, candidate_setup, trusted_setup
     from traindiff.run.verify.runs import REPLICAS
-    from traindiff.run.verify.trusted import Question
-    from traindiff.run.verify.verify import answered
+    from traindiff.run.verify.verify import run_request
 
-    given = options.asked()
+    given = options.requested()
     replicas = REPLICAS if replica is None else tuple(replica)
 
     def decide(ranks: PresentRanks | None) -> int:
         setup = candidate_setup(given, world_size=ranks.world_size if ranks else None)
-        asked = Asked(
-            recipe=recipe,
-            baseline_setup=trusted_setup(given, setup),
-            question=Question(
-                candidate=candidate or recipe, setup=setup, steps=steps, replicas=replicas, pin=pin.value,
-                rename=rename, rtol=rtol, atol=atol, compiler_logs=verbose_logging, zoom=zoom,
-            ),
-            output=output,
-            seed=seed,
-            repeat=repeat,
-            timeout=timeout,
+        request = VerifyRequest(
+            recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=trusted_setup(given, setup),
+            setup=setup, steps=steps, seed=seed, repeat=repeat, replicas=replicas, pin=pin.value, zoom=zoom,
+            rename=rename, rtol=rtol, atol=atol, compiler_logs=verbose_logging, timeout=timeout,
         )  # fmt: skip
         chosen = "json" if as_json else form
         if matrix is not None:
             rows = verify_matrix(
-                asked, read_grid(matrix, given), fresh=fresh, ranks=ranks,
+                request, read_grid(matrix, given), fresh=fresh, ranks=ranks,
                 on_row=lambda row: messages.print(f"{row.name}: {row.verdict}", markup=False),
             )  # fmt: skip
             print_result(rows, chosen, text=lambda: print_matrix(results, rows))
             return rows.exit_code
         with run_progress(messages, steps=(2 + repeat + len(replicas)) * steps) as on_step:
-            result = answered(replace(asked, progress=on_step), ranks)
+            result = run_request(replace(request, progress=on_step), ranks)
         print_result(result, chosen, text=lambda: print_verification(results, result, top=top))
         return result.exit_code
 

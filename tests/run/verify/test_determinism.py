@@ -6,13 +6,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from traindiff.run.verify.aids import AIDS, aided, take_out_dropout
+from traindiff.run.verify.determinism import CONTROLS, controlled, take_out_dropout
 
 
 def test_functions_drop_nothing_inside_and_everything_is_as_it_was_afterwards() -> None:
     x = torch.ones(4, 8, 16)
     threads = torch.get_num_threads()
-    with aided(tuple(AIDS)):
+    with controlled(tuple(CONTROLS)):
         assert torch.get_num_threads() == 1
         assert torch.are_deterministic_algorithms_enabled()
         for drop in (functional.dropout, functional.alpha_dropout, torch.dropout):
@@ -27,7 +27,7 @@ def test_functions_drop_nothing_inside_and_everything_is_as_it_was_afterwards() 
 
 def test_without_dropout_nothing_else_is_changed() -> None:
     x = torch.ones(4, 8)
-    with aided(("dropout",)):
+    with controlled(("dropout",)):
         assert not torch.are_deterministic_algorithms_enabled()
         assert torch.equal(functional.dropout(x, 0.5), x)
 

@@ -1,4 +1,4 @@
-"""What can be taken out of a training that may make its numbers vary: dropout, unsteady kernels, threads."""
+"""Determinism controls: run a training without dropout, with deterministic algorithms, or on one thread."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 DROPOUT, ALGORITHMS, THREADS = "dropout", "algorithms", "threads"
 
-AIDS: Mapping[str, str] = {
+CONTROLS: Mapping[str, str] = {
     DROPOUT: "no dropout",
     ALGORITHMS: "deterministic algorithms",
     THREADS: "one thread",
 }
-"""What there is, and what it means, in a word or two."""
+"""The controls, with a few words for users."""
 
 _PLACE_OF_P: Mapping[Any, tuple[str, int]] = {
     functional.dropout: ("p", 1),
@@ -32,14 +32,14 @@ _PLACE_OF_P: Mapping[Any, tuple[str, int]] = {
     functional.scaled_dot_product_attention: ("dropout_p", 4),
     functional.multi_head_attention_forward: ("dropout_p", 10),
 }
-"""By function: the name and the place of its probability."""
+"""For each function: name and position of its dropout probability."""
 
 
 _DROPPING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Calls functions that drop elements with a probability of zero."""
+    """Sets the dropout probability of torch's functions to zero."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -55,32 +55,31 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 @contextmanager
-def aided(aids: Sequence[str]) -> Iterator[None]:
-    """Inside it, trainings are without what `aids` take out; everything is as it was afterwards.
+def controlled(controls: Sequence[str]) -> Iterator[None]:
+    """Run trainings inside under these `CONTROLS`; restore everything afterwards.
 
-    Args:
-        aids: Some of `AIDS`. Of dropout, calls of torch's functions are made without; see `take_out_dropout` for the
-            modules. What a model draws by itself, e.g. with `torch.bernoulli`, stays.
+    `dropout` covers calls of torch's functions; `take_out_dropout` covers the modules. Numbers that a model draws
+    itself, e.g. with `torch.bernoulli`, stay.
     """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        with warnings.catch_warnings(), _WithoutDropout() if DROPOUT in aids else nullcontext():
-            if THREADS in aids:
+        with warnings.catch_warnings(), _WithoutDropout() if DROPOUT in controls else nullcontext():
+            if THREADS in controls:
                 torch.set_num_threads(1)
-            if ALGORITHMS in aids:
+            if ALGORITHMS in controls:
                 warnings.filterwarnings("ignore", message=".*deterministic")
                 torch.use_deterministic_algorithms(True, warn_only=True)  # noqa: FBT003
             yield
     finally:
-        if THREADS in aids:
+        if THREADS in controls:
             torch.set_num_threads(threads)
-        if ALGORITHMS in aids:
+        if ALGORITHMS in controls:
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 def take_out_dropout(model: nn.Module) -> None:
-    """Set the probability of torch's own modules that drop elements to zero."""
+    """Set the dropout probability of torch's own modules to zero."""
     for module in model.modules():
         if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             module.dropout = 0.0
