@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from traindiff.analyse.compare import Comparison
-from traindiff.analyse.compare.verdict import DifferenceHistory
 from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.history import DifferenceHistory
+from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.core.summary import empty
 from traindiff.present.page import page_of, write
 
@@ -25,7 +25,7 @@ STEPS = 1_000
 PHASES = (("forward", "output[0]"), ("backward", "output[0]"), ("grad", "grad"), ("update", "update"))
 
 
-def entry(key: Key, order: int, random: np.random.Generator) -> Entry:
+def entry(key: SiteKey, order: int, random: np.random.Generator) -> MergedSite:
     """A site whose summary is drawn at random."""
     summary = empty()
     summary["count"], summary["sum_of_squares"] = 4096, random.random() * 100
@@ -33,13 +33,15 @@ def entry(key: Key, order: int, random: np.random.Generator) -> Entry:
     for name in ("row_squares", "row_largest", "column_squares", "column_largest"):
         summary[name] = random.random(16)
     summary["minimum"], summary["maximum"], summary["smallest"] = -1, 1, 1e-9
-    return Entry(key=key, order=order, dtype="float32", shape=(64, 64), summary=summary[()])
+    return MergedSite(key=key, order=order, dtype="float32", shape=(64, 64), summary=summary[()])
 
 
 def history() -> DifferenceHistory:
     """Differences that no compression can foresee."""
     random = np.random.default_rng(0)
-    keys = [Key(phase, "", f"h.{site}", slot, 0, 0) for phase, slot in PHASES for site in range(SITES // len(PHASES))]
+    keys = [
+        SiteKey(phase, "", f"h.{site}", slot, 0, 0) for phase, slot in PHASES for site in range(SITES // len(PHASES))
+    ]
     pairs = [
         Pair(baseline=entry(key, order, random), candidate=entry(key, order, random)) for order, key in enumerate(keys)
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from traindiff.analyse.compare import compare
-from traindiff.present.text.comparison import print_comparison
+from traindiff.present.text.results import print_comparison
 
 if __name__ == "__main__":
     recordings, picture = Path(sys.argv[1]), Path(sys.argv[2])

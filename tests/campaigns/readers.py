@@ -19,12 +19,11 @@ from traindiff.compat.msprobe.exporting import export_gradients
 from traindiff.compat.msprobe.importing import import_gradients
 from traindiff.compat.onnxruntime.importing import import_statistics
 from traindiff.errors import RecordingError
-from traindiff.present.data import observations
+from traindiff.present.data import FORMATS, observations, writer
 from traindiff.present.data.exports import Wanted, scalars
-from traindiff.present.data.formats import FORMATS, writer
 from traindiff.present.page import page_of, write
-from traindiff.present.text.comparison import print_comparison
-from traindiff.present.text.recording import print_check, print_head, print_rows
+from traindiff.present.text.recording import print_head, print_rows
+from traindiff.present.text.results import print_check, print_comparison
 from traindiff.present.viewer.catalog import Catalog, write_listing
 from traindiff.run.testing.golden import Golden
 from traindiff.storage import Recording, open_recording

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 import traindiff
 from tests.cli.conftest import GOLDEN
+from traindiff.core.settings import SETTINGS
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -52,3 +54,10 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
 
     assert result.stdout.startswith("step,micro_step,rank")
     assert result.stderr == ""
+
+
+def test_run_has_an_option_for_every_setting_of_record_but_shards() -> None:
+    said = start("run", "--help").stdout
+    options = set(re.findall(r"^  (?:-\w, )?--([\w-]+)", said, re.MULTILINE))
+
+    assert options - {"help", "output", "overwrite"} == {name.replace("_", "-") for name in SETTINGS} - {"shards"}

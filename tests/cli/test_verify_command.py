@@ -196,7 +196,7 @@ def test_a_matrix_prints_a_table_and_a_line_as_each_combination_is_finished(
     again = run(
         "--matrix", "grid.toml", "--candidate", "tests.run.verify.divided:other_epsilon", "--pin", "never", "-f", "csv"
     )
-    assert again.stdout.splitlines()[0] == "name,verdict,says,seconds,output,exit_code,kept"
+    assert again.stdout.splitlines()[0] == "name,verdict,message,seconds,output,exit_code,kept"
     assert again.stdout.splitlines()[1].endswith(",traindiff-verify/nproc=1,1,True")
 
 

@@ -3,50 +3,76 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from typing import Any
 
 import pytest
 
-from traindiff.core.settings import RecordSettings, check_names, record_settings
+from traindiff.core.settings import (
+    SETTINGS,
+    CommonOptions,
+    RecordOptions,
+    RecordSettings,
+    check_names,
+    record_settings,
+    takes_settings,
+)
 from traindiff.core.shards import shard
 from traindiff.core.site import PHASES
 from traindiff.core.tap_registry import OBSERVABLE
 from traindiff.errors import ConfigError
 
-PLAIN: dict[str, Any] = {
-    "observe": None, "select": "*", "detail": "summary", "steps": None, "ranks": None, "every": 1,
-    "batch_axis": None, "evaluation": False, "strict": False, "replica": None, "sample_order": "blocks", "shards": (),
-}  # fmt: skip
-
-
-def settings(**changes: Any) -> RecordSettings:
-    return record_settings(**{**PLAIN, **changes})
-
 
 def problems_of(**changes: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        settings(**changes)
+        record_settings(**changes)
     return str(caught.value)
 
 
+def test_each_setting_has_a_written_form_and_a_checked_one() -> None:
+    assert RecordOptions.__optional_keys__ == set(SETTINGS)
+    assert CommonOptions.__optional_keys__ < RecordOptions.__optional_keys__
+
+
+def test_settings_that_are_left_out_have_the_defaults_that_the_signature_shows() -> None:
+    written = {name: setting.default for name, setting in SETTINGS.items()}
+
+    assert record_settings() == record_settings(**written) == RecordSettings()
+
+
+def test_a_signature_shows_the_settings_in_their_order() -> None:
+    @takes_settings(CommonOptions)
+    def record(path: str, **settings: Any) -> None: ...
+
+    shown = signature(record).parameters
+
+    assert list(shown) == ["path", *(name for name in SETTINGS if name in CommonOptions.__optional_keys__)]
+    assert (shown["every"].default, shown["every"].annotation) == (1, int)
+    assert shown["select"].default == "*"
+
+
+def test_an_unknown_setting_is_refused_before_it_is_dropped() -> None:
+    assert 'Did you mean "every"?' in problems_of(evry=3)
+
+
 def test_all_phases_are_observed_unless_some_are_named() -> None:
-    assert settings().observe == {*PHASES, "replay", "samples"}
-    assert settings(observe="loss").observe == {"loss"}
-    assert settings(observe=("grad", "grad.micro")).observe == {"grad", "grad.micro"}
-    assert settings(observe=(phase for phase in ["grad"])).observe == {"grad"}
+    assert record_settings().observe == {*PHASES, "replay", "samples"}
+    assert record_settings(observe="loss").observe == {"loss"}
+    assert record_settings(observe=("grad", "grad.micro")).observe == {"grad", "grad.micro"}
+    assert record_settings(observe=(phase for phase in ["grad"])).observe == {"grad"}
 
 
 def test_settings_are_brought_into_one_form() -> None:
-    assert settings(select="a.*").select == ("a.*",)
-    assert settings(select=["a", "b"]).select == ("a", "b")
-    assert settings(detail="signs").detail == {"summary", "signs"}
-    assert settings(detail=["exponents", "tensors"]).detail == {"summary", "exponents", "tensors"}
-    assert settings(ranks=2).ranks == (2,)
-    assert settings(ranks=[3, 1, 3]).ranks == (1, 3)
-    assert settings(ranks=range(2)).ranks == (0, 1)
-    assert settings(batch_axis=1).batch_axis == {"*": 1}
-    assert settings(batch_axis=0).batch_axis == {"*": 0}
-    assert settings(batch_axis={"a.*": None, "b": -1}).batch_axis == {"a.*": None, "b": -1}
+    assert record_settings(select="a.*").select == ("a.*",)
+    assert record_settings(select=["a", "b"]).select == ("a", "b")
+    assert record_settings(detail="signs").detail == {"summary", "signs"}
+    assert record_settings(detail=["exponents", "tensors"]).detail == {"summary", "exponents", "tensors"}
+    assert record_settings(ranks=2).ranks == (2,)
+    assert record_settings(ranks=[3, 1, 3]).ranks == (1, 3)
+    assert record_settings(ranks=range(2)).ranks == (0, 1)
+    assert record_settings(batch_axis=1).batch_axis == {"*": 1}
+    assert record_settings(batch_axis=0).batch_axis == {"*": 0}
+    assert record_settings(batch_axis={"a.*": None, "b": -1}).batch_axis == {"a.*": None, "b": -1}
 
 
 @pytest.mark.parametrize(
@@ -59,14 +85,14 @@ def test_settings_are_brought_into_one_form() -> None:
     ],
 )
 def test_a_step_is_recorded_if_both_steps_and_every_say_so(changes: dict[str, Any], recorded: list[int]) -> None:
-    chosen = settings(**changes)
+    chosen = record_settings(**changes)
 
     assert [step for step in range(8) if chosen.records(step)] == recorded
 
 
 def test_settings_are_written_as_json_in_one_order() -> None:
     shards = [shard("*.core", dim=1, axis="tp")]
-    chosen = settings(
+    chosen = record_settings(
         observe=["param", "batch"], steps="0-3", ranks=[0], batch_axis={"a": None}, every=2, shards=shards
     )
 
@@ -150,7 +176,7 @@ def test_observing_nothing_is_a_problem() -> None:
 )
 def test_each_wrong_setting_is_one_problem_that_names_it(changes: dict[str, Any], where: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        settings(**changes)
+        record_settings(**changes)
 
     assert [problem.where for problem in caught.value.problems] == [where]
 

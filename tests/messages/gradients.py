@@ -23,7 +23,7 @@ from traindiff.compat.msprobe.exporting import export_gradients
 from traindiff.compat.msprobe.importing import import_gradients
 from traindiff.core.shards import Shard
 from traindiff.core.summary import RawTensor
-from traindiff.present.direction_pictures import check_available
+from traindiff.present.pictures import check_matplotlib
 from traindiff.storage import tensor_files
 
 chapter = Chapter("The gradient monitor, import and export", [])
@@ -167,7 +167,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     patched.setitem(sys.modules, "matplotlib", None)
     patched.setitem(sys.modules, "matplotlib.figure", None)
-    check_available()
+    check_matplotlib("drawing pictures", asked_by="pictures")
 
 
 @situation("an import of what msprobe has not written")

@@ -145,7 +145,7 @@ class Work:
 @situation("another rank raises")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     ranks = one_of_two()
-    ranks._store.set("failed", '{"rank": 1, "says": "ValueError: no such token"}')
+    ranks._store.set("failed", '{"rank": 1, "message": "ValueError: no such token"}')
     ranks.raise_failure()
 
 

@@ -14,16 +14,16 @@ import traindiff
 from tests.messages.provoking import Chapter
 from tests.run.verify.recipes import mlp, one_thread, other_gelu
 from tests.storage.samples import write
-from traindiff.analyse.compare.failed_run import FailedRank, FailedRun
+from traindiff.analyse.compare.verification import FailedRank, FailedRun
 from traindiff.run.demo.model import read_text
 from traindiff.run.demo.training import train
 from traindiff.run.doctor.checks import Plan, run_checks
 from traindiff.run.doctor.training import check_backend, try_out
 from traindiff.run.processes.present_ranks import PresentRanks
-from traindiff.run.verify.asked import AskedSetup
 from traindiff.run.verify.failed import RunFailedError, refused
 from traindiff.run.verify.matrix import read_grid
 from traindiff.run.verify.recipe import load_recipe
+from traindiff.run.verify.request import SetupOptions
 
 chapter = Chapter("Recipes: verify, calibrate, doctor, demo", [])
 situation = chapter.situation
@@ -95,25 +95,25 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 @situation("a grid that varies nothing")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     (here / "grid.toml").write_text('exclude = "ddp"\n')
-    read_grid(here / "grid.toml", AskedSetup())
+    read_grid(here / "grid.toml", SetupOptions())
 
 
 @situation("a grid that does not exist")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    read_grid(here / "grid.toml", AskedSetup())
+    read_grid(here / "grid.toml", SetupOptions())
 
 
 @situation("a grid that is no TOML")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     (here / "grid.toml").write_text("engine = [")
-    read_grid(here / "grid.toml", AskedSetup())
+    read_grid(here / "grid.toml", SetupOptions())
 
 
 @situation("a grid with all that can be wrong with it")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     text = '[grid]\nengin = ["ddp"]\nnproc = 2\n[settings]\nnproc = 4\n[setings]\n[[exclude]]\ndtpe = "float32"\n'
     (here / "grid.toml").write_text(text)
-    read_grid(here / "grid.toml", AskedSetup())
+    read_grid(here / "grid.toml", SetupOptions())
 
 
 @situation("a recipe that returns nothing")

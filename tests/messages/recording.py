@@ -23,7 +23,7 @@ import traindiff
 from tests.messages.provoking import Chapter
 from tests.storage.samples import write
 from traindiff.observe.common.writing import opened_in_time
-from traindiff.storage.room import RecordingLock
+from traindiff.storage.location import RecordingLock
 from traindiff.storage.written_files import WrittenFiles
 
 chapter = Chapter("traindiff.record: settings, model and path", [])

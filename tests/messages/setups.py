@@ -20,7 +20,7 @@ from tests.run.config import recipes as small
 from traindiff.errors import ConfigError
 from traindiff.run.config import obstacles
 from traindiff.run.config import obstacles as build_tools
-from traindiff.run.config.model_calls import captured_call, loss_of_output
+from traindiff.run.config.pipeline_parallel import captured_call, loss_of_output
 from traindiff.run.config.request import Request
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.verify.recipe import prepared

@@ -1,4 +1,4 @@
-"""What `report`, `view` and `export` say of what they cannot use."""
+"""What `report`, `view`, `export` and `explain` say of what they cannot use."""
 
 from __future__ import annotations
 
@@ -103,3 +103,8 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     patched.setattr(exports, "find_spec", lambda name: name)
     phase = on_run(here, "export", "wandb", "run", "--phase", "gradient")
     return f"{phase}\n{command('export', 'wandb', 'run', '--steps', 'first')}"
+
+
+@situation("a term that is not explained")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    return command("explain", "noise flor")

@@ -18,7 +18,7 @@ NOT_PROVOKED = {
     "_config_error(error, run.asked_by)": "what a rank in a process of its own raised, raised again",
     "Problem(**one)": "the same, of what rank 0 raised",
     "ConfigError(raised['source'], problems, consequence=raised['consequence'])": "the same",
-    "TraindiffError(raised['says'])": "the same",
+    "TraindiffError(raised['message'])": "the same",
     "rank 0 can no longer be reached: {}": "needs ranks of a launcher that die",
     "interrupted": "needs somebody who interrupts",
     "LockstepError(told['error'])": "other ranks, of what rank 0 has raised; tests/run/lockstep/test_on_ranks.py",

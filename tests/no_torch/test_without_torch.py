@@ -76,7 +76,7 @@ def test_show_works(form: str) -> None:
 
 
 def test_importing_traindiff_imports_no_torch() -> None:
-    modules = "traindiff, traindiff.analyse.compare, traindiff.present.text.comparison, traindiff.cli.show"
+    modules = "traindiff, traindiff.analyse.compare, traindiff.present.text.results, traindiff.cli.recordings"
     source = f"del sys.modules['torch']\nimport {modules}\n"
     result = python(source + "assert not [name for name in sys.modules if name.partition('.')[0] == 'torch']")
 

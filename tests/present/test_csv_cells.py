@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traindiff.present.data.csv_rows import defused, restored
+from traindiff.present.data.as_csv import defused, restored
 
 FORMULAS = (
     '=HYPERLINK("http://e.example";"x")', "+1+1", "-1+1", "@SUM(A1)", "\r=1", "\n=1", "\t", "\uff1d1", "\uff0b1",

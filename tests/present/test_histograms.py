@@ -9,7 +9,7 @@ import torch
 
 import traindiff
 from traindiff.present.page import page_of
-from traindiff.present.page.site_data import histograms
+from traindiff.present.page.sites import histograms
 
 
 def trained(path: Path, *, scale: float = 1.0, detail: str = "exponents") -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,10 +14,11 @@ from tests.present.hostile import hostile_pair
 from tests.present.test_markdown import SIDES
 from traindiff.analyse.check import Verdict, check
 from traindiff.analyse.compare import Comparison, Pinned, Verification, compare
+from traindiff.analyse.compare.investigation import Matrix, MatrixRow
 from traindiff.present.data.as_junit import write
 
 
-def suite(result: Comparison | Verification | Verdict) -> ElementTree.Element:
+def suite(result: Comparison | Verification | Verdict | Matrix) -> ElementTree.Element:
     file = io.StringIO()
     write(result, file)
     (found,) = ElementTree.fromstring(file.getvalue().encode())
@@ -27,7 +29,7 @@ def suite(result: Comparison | Verification | Verdict) -> ElementTree.Element:
     return found
 
 
-def outcomes(result: Comparison | Verification | Verdict) -> dict[str, str]:
+def outcomes(result: Comparison | Verification | Verdict | Matrix) -> dict[str, str]:
     return {case.get("name", ""): "".join(child.tag for child in case) for case in suite(result)}
 
 
@@ -72,6 +74,28 @@ def test_what_was_pinned_down_is_a_case_of_its_own(compared: Compared) -> None:
     )
 
     assert [name for name in outcomes(verification) if name.startswith("pinned")] != []
+
+
+def test_a_verdict_that_is_worse_than_that_of_the_free_runs_says_both(compared: Compared) -> None:
+    wrong = compared(at(FC, lambda values: values * 2, step=1))
+    verification = Verification(
+        comparison=compared(), sides=SIDES, output="out", pinned=(Pinned(step=1, precision="native", comparison=wrong),)
+    )
+    failure = suite(verification).find("testcase[@name='verdict']/failure")
+
+    assert failure is not None
+    assert failure.get("message", "").startswith("diverged; the free runs are identical: every recorded tensor")
+    assert failure.get("message", "") in str(verification).splitlines()
+
+
+def test_each_combination_of_a_matrix_is_a_case() -> None:
+    row = MatrixRow(
+        name="dtype=float32", varied={}, verdict="identical", message="", seconds=1, output="out/1", exit_code=0
+    )
+    words = {"identical": "", "diverged": "failure", "incomplete": "error", "refused": "error", "impossible": "skipped"}
+    rows = tuple(replace(row, name=word, verdict=word) for word in words)
+
+    assert outcomes(Matrix(recipe="recipe", output="out", rows=rows)) == words
 
 
 def test_names_that_xml_cannot_hold_are_written_without_what_it_cannot(tmp_path: Path) -> None:

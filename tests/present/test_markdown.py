@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from tests.made_up import FC, Compared, at, both, record
 from tests.present.hostile import NAME, TABLE, hostile_pair
 from traindiff.analyse.check import Verdict, check
 from traindiff.analyse.compare import Comparison, Pinned, Verification, compare
-from traindiff.analyse.compare.failed_run import FailedRank, FailedRun
-from traindiff.analyse.compare.verification import SideOfVerification
+from traindiff.analyse.compare.investigation import Matrix, MatrixRow
+from traindiff.analyse.compare.verification import CompilerLog, FailedRank, FailedRun, SideOfVerification
 from traindiff.present.data.as_markdown import MOST, code, escaped, write
 
 GRADIENT = ("grad", "", "fc.weight", "grad")
@@ -22,7 +23,7 @@ SIDES = (SideOfVerification(recipe="a", setup={}, message=""), SideOfVerificatio
 BIAS = ("grad", "", "fc.bias", "grad")
 
 
-def markdown(result: Comparison | Verification | Verdict) -> str:
+def markdown(result: Comparison | Verification | Verdict | Matrix) -> str:
     file = io.StringIO()
     write(result, file)
     return file.getvalue()
@@ -63,6 +64,28 @@ def test_a_candidate_that_failed_does_not_pass(compared: Compared) -> None:
 
     assert text.startswith("### ⚠️ traindiff: incomplete; the free runs are identical: every recorded tensor")
     assert "**The run `candidate` failed.** rank 0 raised ValueError: &lt;b&gt;" in text
+
+
+def test_what_the_terminal_says_of_a_verification_is_there_too(compared: Compared) -> None:
+    log = CompilerLog(graph_breaks=("a print",), recompiles=(), num_guards=3, file="compiler.log")
+    result = Verification(
+        comparison=compared(), sides=SIDES, output="out", compiler=log, zoom_note="No operator was recorded."
+    )
+
+    for line in ("Compiler: 1 graph break, 0 recompilations, 3 guards; see compiler.log.", "No operator was recorded."):
+        assert line in str(result)
+        assert line in markdown(result)
+
+
+def test_a_matrix_is_a_table_of_its_combinations() -> None:
+    row = MatrixRow(
+        name="engine=ddp", varied={}, verdict="diverged", message="step 1, a|b", seconds=1, output="out/1", exit_code=1
+    )
+    matrix = Matrix(recipe="train.py:recipe", output="out", rows=(row, replace(row, verdict="identical", exit_code=0)))
+    text = markdown(matrix)
+
+    assert text.startswith("### ❌ traindiff: 2 combinations: 1 diverged, 1 identical.\n")
+    assert "| `engine=ddp` | diverged | step 1, a&#124;b |" in text
 
 
 def test_no_more_findings_are_listed_than_fit_into_a_comment(tmp_path: Path, compared: Compared) -> None:

@@ -22,7 +22,7 @@ from traindiff.analyse.compare import Comparison, compare
 from traindiff.core.site import printable
 from traindiff.errors import ConfigError
 from traindiff.present.page import page_of, write
-from traindiff.present.page.site_data import HIGHEST, LOWEST, STEPS, log_codes, packed
+from traindiff.present.page.sites import HIGHEST, LOWEST, STEPS, log_codes, packed
 
 GRADIENT = ("grad", "", "fc.weight", "grad")
 
@@ -243,6 +243,15 @@ def test_only_a_page_that_is_served_asks_whether_there_is_something_new(compared
     assert [value for name, value in served if value and "connect-src 'self'" in value] != []
     assert ("data-refresh", "/state?of=run") in served
     assert ("data-refresh", "") in Elements(written(result)).attributes
+
+
+def test_sections_are_labelled_by_headings_that_are_there(compared: Compared) -> None:
+    attributes = Elements(written(compared(at(GRADIENT, lambda values: values * 2, step=1), history=True))).attributes
+    ids = {value for name, value in attributes if name == "id"}
+    labels = {value for name, value in attributes if name == "aria-labelledby"}
+
+    assert {"verdict", "map-title", "findings-title", "settings-title"} <= labels <= ids
+    assert {name for name, _ in attributes if name.startswith("aria-lab")} <= {"aria-label", "aria-labelledby"}
 
 
 def test_a_result_without_its_history_cannot_be_shown(compared: Compared) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
+import re
 import struct
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,9 @@ from tests.present.hostile import hostile_pair
 from traindiff.analyse.check import check
 from traindiff.analyse.compare import compare
 from traindiff.errors import ConfigError
+from traindiff.present import pictures
+from traindiff.present.page import page_of, write
+from traindiff.present.page.writing import look
 from traindiff.present.pictures import write_pictures
 
 
@@ -85,3 +92,19 @@ def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path, monkeypat
     with pytest.raises(ConfigError, match=r"pip install 'traindiff\[png\]'"):
         write_pictures(result, tmp_path / "pictures")
     assert not (tmp_path / "pictures").exists()
+
+
+def test_pictures_and_pages_have_their_colors_from_one_place(tmp_path: Path) -> None:
+    """What a browser runs is read here: its constants stand before the scripts, and no script has others."""
+    text = io.StringIO()
+    write(page_of(check(record(tmp_path / "run"), history=True)), text)
+    (line,) = [line for line in text.getvalue().splitlines() if line.startswith("const LOOK = ")]
+    folder = files("traindiff.present.page")
+    own = [*folder.joinpath("script").iterdir(), folder.joinpath("page.css")]
+    drawn = Path(pictures.__file__).read_text()
+
+    assert json.loads(line.removeprefix("const LOOK = ").removesuffix(";")) == look()
+    assert set(look()["dark"]) == set(look()["light"])
+    assert all(f"--{name}: {value};" in text.getvalue() for name, value in look()["dark"].items())
+    assert [one.name for one in own if re.search(r"#[0-9a-f]{6}\b", one.read_text())] == []
+    assert set(re.findall(r"#[0-9a-f]{6}\b", drawn)) <= {"#ffffff"}

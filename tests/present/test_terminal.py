@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.made_up import Seen, Step, at, record
 from traindiff.analyse.compare import Comparison, compare
-from traindiff.present.text.comparison import print_comparison
+from traindiff.present.text.results import print_comparison
 
 FC = ("forward", "", "fc", "output[0]")
 

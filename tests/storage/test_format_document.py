@@ -17,7 +17,7 @@ import traindiff
 from traindiff.core import observation, site
 from traindiff.core.kernels import element_details as elementwise
 from traindiff.core.kernels import reference as hashing
-from traindiff.core.settings import SAMPLE_ORDERS
+from traindiff.core.setting_checks import SAMPLE_ORDERS
 from traindiff.core.shards import BUCKETS
 from traindiff.core.summary import SKETCH_SIZE, SUMMARY
 from traindiff.storage import manifest

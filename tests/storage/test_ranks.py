@@ -92,3 +92,46 @@ def test_a_rank_may_end_before_it_knows_of_its_pipeline(tmp_path: Path) -> None:
         writer.close()
 
     assert open_recording(str(tmp_path / "run")).rank_content(1)["world_size"] == 2
+
+
+def _two_ranks(path: Path) -> None:
+    for rank in range(2):
+        writer = RecordingWriter(str(path), run={**RUN, "world_size": 2}, rank=rank, world_size=2)
+        writer.write_rank({"world_size": 2})
+        writer.close()
+
+
+@pytest.mark.parametrize("names", [("rank-00000", "rank-00001"), ("rank-00000/rank.json", "rank-00001/rank.json")])
+def test_ranks_that_were_swapped_are_refused(names: tuple[str, str], tmp_path: Path) -> None:
+    _two_ranks(tmp_path / "run")
+    first, second = (tmp_path / "run" / name for name in names)
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    recording = open_recording(str(tmp_path / "run"))
+
+    for rank in range(2):
+        with pytest.raises(MixedRecordingError, match=f"rank-0000{rank} holds rank {1 - rank}, as its rank.json says"):
+            recording.rank_content(rank)
+
+
+def test_a_closed_rank_whose_file_is_gone_is_not_whole(tmp_path: Path) -> None:
+    _two_ranks(tmp_path / "run")
+    (tmp_path / "run/rank-00001/rank.json").unlink()
+    recording = open_recording(str(tmp_path / "run"))
+
+    assert recording.status(0).ending == "closed"
+    assert recording.status(1).ending == "truncated"
+    assert recording.status(1).message == (
+        "rank 1: its rank.json is missing, although it was closed. Restore it from where the recording was copied."
+    )
+
+
+def test_a_rank_of_which_nothing_was_said_has_a_file_once_it_is_closed(tmp_path: Path) -> None:
+    writer = RecordingWriter(str(tmp_path / "run"), run=RUN)
+    assert not (tmp_path / "run/rank-00000/rank.json").exists()
+    writer.close()
+
+    recording = open_recording(str(tmp_path / "run"))
+    assert recording.status(0).ending == "closed"
+    assert recording.rank_content(0) == {}

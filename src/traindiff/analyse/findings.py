@@ -1,4 +1,4 @@
-"""One judged difference or broken rule."""
+"""Findings, and the sentences about them that texts and reports share."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def where_text(finding: Finding) -> str:
 
 
 def phase_text(name: str, stage: str) -> str:
-    """A phase with its stage."""
+    """A phase with its stage in parentheses, if it has one."""
     return f"{name} ({stage})" if stage else name
 
 
 def size_text(finding: Finding) -> str:
-    """The size of a finding against its floor; empty where it has none."""
+    """The difference of a finding beside its noise floor; empty if the finding has no size."""
     if not math.isfinite(finding.difference) or not finding.floor:
         return ""
     return f"relative L2 difference {finding.difference:.3g} = {finding.ratio:.3g} x its floor of {finding.floor:.3g}"
 
 
 def before_text(finding: Finding) -> str:
-    """How far inputs agree; empty where the order of execution does not tell."""
+    """The last site that agrees before a finding; empty if the order of execution does not tell."""
     after = finding.evidence.get("after")
     return f"Everything before it agrees, up to {after}." if after else ""
 
@@ -41,7 +41,7 @@ def more_text(count: int, what: str, *, before: str = " and") -> str:
 
 
 def also_text(paths: Sequence[str]) -> str:
-    """Where else the same was found, given the first place and the others; empty where it was found once."""
+    """Further paths of the same finding, after the first of `paths`; empty if there is only one."""
     more = paths[1:]
     if not more:
         return ""
@@ -79,30 +79,25 @@ def micro_steps_text(steps: Sequence[int]) -> str:
 
 
 _PER_PARAMETER = frozenset({"grad", "optimizer", "update", "param"})
-"""Phases whose sites say nothing of where in the model a difference comes from: every parameter has them."""
+"""Phases that every parameter has: their sites do not show where in the model a difference comes from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Findings of one step, phase, slot and kind.
-
-    Attributes:
-        first: The first in execution order.
-        paths: Of all of them, in that order.
-    """
+    """Findings with the same step, phase, slot and kind: the first in execution order, and the paths of all."""
 
     first: Finding
     paths: tuple[str, ...]
 
     @property
     def site(self) -> str:
-        """The first one's site, and how many more there are."""
+        """Site of the first finding, and the number of further ones."""
         more = len(self.paths) - 1
         return label(self.first.path, self.first.slot) + (f" and {more} more" if more else "")
 
 
 def grouped(findings: Iterable[Finding]) -> list[Group]:
-    """Findings in groups, in the order of the first of each. What a module returned stands alone."""
+    """Findings in groups, ordered by the first of each. Outputs of modules stand alone."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for finding in findings:
         key: tuple[object, ...] = (finding.step, finding.phase, finding.stage, finding.slot, finding.kind)
@@ -114,22 +109,22 @@ def grouped(findings: Iterable[Finding]) -> list[Group]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One judged difference.
+    """One judged difference or broken rule.
 
     Attributes:
         step: Step in which it is.
-        micro_step: Micro-step, where the recordings tell it.
-        rank: Rank, where it is on one only.
+        micro_step: Micro-step, if the recordings tell it.
+        rank: Rank, if it is on one only.
         phase: Phase of the observation.
         stage: Stage within the phase; empty for the plain one.
         path: Canonical path; empty for the root.
         slot: Which tensor there.
         call: Which call of the module in the micro-step.
         order: Position in the baseline's execution order.
-        kind: What the difference looks like, in a word (docs/findings.md lists them).
-        difference: Relative L2 difference; inf where it has no size (exact comparisons, NaN).
-        floor: The largest relative difference that would not have been a finding.
-        message: What differs and what it looks like, in one or two sentences.
+        kind: One word for how the difference looks (docs/findings.md lists them).
+        difference: Relative L2 difference; inf if it has no size (exact comparisons, NaN).
+        floor: Noise floor: the largest relative difference that is not a finding.
+        message: One or two sentences about the difference.
         evidence: The numbers behind `message`.
     """
 
@@ -170,16 +165,16 @@ class Finding:
             "slot": self.slot,
             "call": self.call,
             "kind": self.kind,
-            "ratio": _finite(self.ratio),
-            "difference": _finite(self.difference),
-            "floor": _finite(self.floor),
+            "ratio": finite(self.ratio),
+            "difference": finite(self.difference),
+            "floor": finite(self.floor),
             "message": self.message,
-            "evidence": {name: _finite(value) for name, value in self.evidence.items()},
+            "evidence": {name: finite(value) for name, value in self.evidence.items()},
         }
 
 
 def ratio_of(difference: float, floor: float) -> float:
-    """Difference over floor; inf for a difference without a floor, 0 where the floor is without bound."""
+    """Difference over floor; inf for a difference without a floor, 0 for an unlimited floor."""
     if difference == 0.0:
         return 0.0
     if math.isinf(floor):
@@ -187,7 +182,8 @@ def ratio_of(difference: float, floor: float) -> float:
     return difference / floor if floor else math.inf
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value as JSON has it: None for NaN and infinities."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

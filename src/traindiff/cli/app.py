@@ -12,7 +12,7 @@ from rich.console import Console
 
 from traindiff._version import __version__
 from traindiff.errors import TraindiffError
-from traindiff.present.data.formats import FORMATS, writer
+from traindiff.present.data import FORMATS, writer
 
 UNUSABLE = 2
 """Exit code for input or settings that cannot be used."""
@@ -26,14 +26,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 messages = Console(stderr=True, highlight=False, emoji=False)
-"""For everything that is not a result."""
+"""Standard error: for everything except results."""
 
 results = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
-"""For results."""
+"""Standard output: for results."""
 
 
 def says_what_is_wrong(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Print an error of ours, or of the file system, as its message, and exit with 2."""
+    """The command, which now prints an error of traindiff or of the file system as its message, and exits with 2."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ FormatOption = Annotated[
         help="text for people, the others for programs.",
     ),
 ]  # fmt: skip
-"""The option of every command that gives a verdict."""
+"""Option of every command that gives a verdict."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="The same as --format json (docs/json.md).")]
 
@@ -81,7 +81,7 @@ def print_result(result: Any, form: str, *, text: Callable[[], None]) -> None:
     """Print a verdict on standard output.
 
     Args:
-        result: What a command has found.
+        result: The result of a command.
         form: One of `FORMATS`, or `text`.
         text: Prints it for people.
     """

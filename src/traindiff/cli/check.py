@@ -14,7 +14,7 @@ from traindiff.cli.report import HtmlOption, check_writable, write_page
 def _list_rules(wanted: bool) -> None:  # noqa: FBT001  the shape of typer's callbacks
     if wanted:
         from traindiff.analyse.check import RULES
-        from traindiff.present.text.recording import print_rules
+        from traindiff.present.text.results import print_rules
 
         print_rules(results, RULES)
         raise typer.Exit
@@ -44,7 +44,7 @@ def check(
     part of the run was not recorded: it was killed or aborted, no optimizer has stepped, or a rank is missing.
     """
     from traindiff.analyse.check import check as check_recording
-    from traindiff.present.text.recording import print_check
+    from traindiff.present.text.results import print_check
 
     if html is not None:
         check_writable(html)

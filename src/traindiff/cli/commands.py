@@ -7,14 +7,13 @@ from traindiff.cli import (  # noqa: F401
     compare,
     demo,
     doctor,
-    export,
+    explain,
     investigate,
+    recordings,
     replay,
     report,
     run,
-    show,
     verify,
-    view,
 )
 from traindiff.cli.app import app
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,25 +25,18 @@ TableOption = Annotated[
         "differences; first is the step of the first divergence. With --format csv, too.",
     ),
 ]
-"""The option of commands that compare two runs."""
+"""Option of commands that compare two runs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenTable:
-    """Which steps the table has; None for that of the first divergence."""
-
-    steps: StepSelection | None
-
-
-def checked_table(text: str, *, form: str) -> ChosenTable:
-    """What `--table` asks for.
+def checked_table(text: str, *, form: str) -> StepSelection | None:
+    """The steps that `--table` asks for; None for the step of the first divergence.
 
     Args:
-        text: As it was written.
+        text: The value of the option.
         form: The format of the result.
 
     Raises:
-        ConfigError: It is no steps, or the format has no table.
+        ConfigError: The value names no steps, or the format has no table.
     """
     from traindiff.present.data.step_rows import parse_table
 
@@ -52,25 +44,25 @@ def checked_table(text: str, *, form: str) -> ChosenTable:
         fix = "Leave out one of the two; --format csv has the table for programs."
         problem = Problem(where=f"--table {text}", what=f"is no part of --format {form}.", fix=fix)
         raise ConfigError("compare", [problem], consequence="nothing was compared")
-    return ChosenTable(steps=parse_table(text))
+    return parse_table(text)
 
 
-def print_table(result: Comparison, chosen: ChosenTable, *, form: str) -> None:
-    """Print the verdict and the table; as comma-separated values the table alone.
+def print_table(result: Comparison, steps: StepSelection | None, *, form: str) -> None:
+    """Print the verdict and the table; with `csv`, the table alone.
 
     Args:
-        result: With a history.
-        chosen: Which steps.
+        result: A comparison with a history.
+        steps: The steps of the table; None for the step of the first divergence.
         form: `text` or `csv`.
 
     Raises:
         ConfigError: There are no such steps.
     """
     from traindiff.present.data.step_rows import print_rows, step_rows, write_rows
-    from traindiff.present.text.comparison import print_comparison
+    from traindiff.present.text.results import print_comparison
 
     assert result.history is not None
-    rows = step_rows(result, result.history, chosen.steps)
+    rows = step_rows(result, result.history, steps)
     if form == "csv":
         write_rows(sys.stdout, rows)
         return
@@ -110,14 +102,14 @@ def compare(
     used, and 3 if they are misaligned or could only be compared in part.
     """
     from traindiff.analyse.compare import compare as compare_recordings
-    from traindiff.present.direction_pictures import check_available
-    from traindiff.present.text.comparison import print_comparison
+    from traindiff.present.pictures import check_matplotlib
+    from traindiff.present.text.results import print_comparison
 
-    chosen = None if table is None else checked_table(table, form="json" if as_json else form)
+    shown = None if table is None else checked_table(table, form="json" if as_json else form)
     if html is not None:
         check_writable(html)
     if pictures is not None:
-        check_available()
+        check_matplotlib(f"--pictures {pictures}", asked_by="compare")
     with messages.status("comparing") as status:
         result = compare_recordings(
             baseline,
@@ -135,10 +127,10 @@ def compare(
     if pictures is not None:
         _draw(result, pictures)
     form = "json" if as_json else form
-    if chosen is None:
+    if table is None:
         print_result(result, form, text=lambda: print_comparison(results, result, top=top))
     else:
-        print_table(result, chosen, form=form)
+        print_table(result, shown, form=form)
     raise typer.Exit(result.exit_code)
 
 

@@ -34,7 +34,7 @@ def demo(
     from rich.table import Table
 
     from traindiff.analyse.compare import compare
-    from traindiff.present.text.comparison import print_verdict
+    from traindiff.present.text.results import print_verdict
     from traindiff.run.demo.faults import DEFAULT, FAULTS, find_fault
     from traindiff.run.demo.training import train
 
@@ -85,7 +85,7 @@ def demo(
 
 
 def _this_command() -> str:
-    """How the user can call traindiff again: by its name if that leads here, else as it was called now."""
+    """The way to call traindiff again: its name if that leads here, else the way in which it was called now."""
     called = sys.argv[0]
     if not called.endswith("traindiff"):
         return "python -m traindiff"

@@ -2,11 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from traindiff.cli.app import JsonOption, app, messages, print_result, results, says_what_is_wrong
+
+if TYPE_CHECKING:
+    from traindiff.run.doctor.checks import Check
+
+SCHEMA_NAME = "traindiff-doctor"
+SCHEMA_VERSION = 1
+
+_STYLES = {"pass": "green", "fail": "bold red", "skip": "yellow"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfTest:
+    """All checks of one subject, and where they ran.
+
+    Attributes:
+        subject: The training on which the checks were made.
+        checks: In the order in which they were made.
+        versions: Version by package.
+        environment: As in `run.json`.
+    """
+
+    subject: str
+    checks: tuple[Check, ...]
+    versions: Mapping[str, str]
+    environment: Mapping[str, Any]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no check failed."""
+        return all(check.result != "fail" for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """The result in the schema of `--json`, as JSON values."""
+        return {
+            "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
+            "subject": self.subject,
+            "verdict": "healthy" if self.healthy else "unhealthy",
+            "checks": [
+                {"name": check.name, "result": check.result, "message": check.message, "evidence": check.evidence}
+                for check in self.checks
+            ],
+            "versions": dict(self.versions),
+            "environment": dict(self.environment),
+        }
+
+
+def print_self_test(console: Console, found: SelfTest) -> None:
+    """Print the checks as a table, and where they ran."""
+    from traindiff.present.text.results import columns
+
+    table = columns(left=("", "check", "what was found"))
+    for check in found.checks:
+        table.add_row(Text(check.result, style=_STYLES[check.result]), Text(check.name), Text(check.message))
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    console.print(Text(f"{found.subject} on {found.environment['platform']}", style="bold"), soft_wrap=True)
+    console.print(Text(versions, style="dim"), soft_wrap=True)
+    console.print()
+    console.print(table)
+    failed = sum(check.result == "fail" for check in found.checks)
+    console.print()
+    if failed:
+        console.print(Text(f"{failed} of {len(found.checks)} checks failed.", style="bold red"))
+    else:
+        console.print(Text("No check failed.", style="bold green"))
 
 
 @app.command(short_help="Check that recording changes nothing here.")
@@ -32,8 +100,7 @@ def doctor(
     with 0 if no check failed, 1 if one did, and 2 if RECIPE cannot be used.
     """
     from traindiff.observe.torch.session.environment import describe
-    from traindiff.present.text.doctor import SelfTest, print_self_test
-    from traindiff.run.doctor.checks import Check, Plan, run_checks
+    from traindiff.run.doctor.checks import Plan, run_checks
     from traindiff.run.doctor.training import built_in, check_backend, try_out
     from traindiff.run.verify.recipe import load_recipe
 

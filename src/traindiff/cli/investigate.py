@@ -10,28 +10,25 @@ import typer
 
 from traindiff.cli.app import JsonOption, app, messages, print_result, results, says_what_is_wrong
 from traindiff.cli.setup_options import (
-    AccumulationOption,
-    BaselineEngineOption,
-    ClippingOption,
-    CompileOption,
-    DeepcompileOption,
-    DtypeOption,
-    EngineOption,
-    LossScaleOption,
-    NprocOption,
-    OffloadOption,
-    OptimizerOption,
-    OtherSpellings,
-    ZeroStageOption,
+    OTHER_SPELLINGS,
+    AsInCompareOption,
+    BatchesOption,
+    CandidateOption,
+    ReplicaOption,
+    SeedOption,
+    SetupOptions,
     on_rank_0,
+    run_progress,
+    with_setup_options,
 )
 
 if TYPE_CHECKING:
     from traindiff.analyse.compare.investigation import Stage
 
 
-@app.command(cls=OtherSpellings, short_help="Ask everything of two trainings, down to the operator.")
+@app.command(context_settings=OTHER_SPELLINGS, short_help="Ask everything of two trainings, down to the operator.")
 @says_what_is_wrong
+@with_setup_options
 def investigate(
     recipe: Annotated[
         str,
@@ -40,40 +37,20 @@ def investigate(
             help="The trusted training: FILE.py:FUNCTION or MODULE:FUNCTION that returns a traindiff.Training.",
         ),
     ],
-    candidate: Annotated[
-        str, typer.Option(metavar="RECIPE", help="The training in question. The same again if left out.")
-    ] = "",
+    candidate: CandidateOption = "",
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Directory of the recordings and of the report.")
     ] = Path("traindiff-investigate"),
-    steps: Annotated[int, typer.Option(min=1, help="Batches to train on in each run.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of torch's, NumPy's and Python's generators.")] = 0,
+    steps: BatchesOption = 4,
+    seed: SeedOption = 0,
     seeds: Annotated[int, typer.Option(min=0, help="Further seeds to run the trusted training with.")] = 2,
-    replica: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Replica of the baseline to measure its noise from. Repeatable; ulp:1, ulp:2, reorder:1 if left out."
-        ),
-    ] = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN=REPLACEMENT", help="As in traindiff compare. Repeatable."),
-    ] = None,
+    replica: ReplicaOption = None,
+    rename: AsInCompareOption = None,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds that a run may go without ending a step, as in traindiff verify.")
     ] = None,
-    engine: EngineOption = None,
-    baseline_engine: BaselineEngineOption = "plain",
-    nproc: NprocOption = None,
-    zero_stage: ZeroStageOption = None,
-    offload_device: OffloadOption = None,
-    dtype: DtypeOption = "float32",
-    optimizer: OptimizerOption = "torch",
-    compiled: CompileOption = False,
-    deepcompile: DeepcompileOption = False,
-    gradient_accumulation_steps: AccumulationOption = 1,
-    gradient_clipping: ClippingOption = 0.0,
-    loss_scale: LossScaleOption = None,
+    *,
+    options: SetupOptions,
     top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
     as_json: JsonOption = False,
 ) -> None:
@@ -83,34 +60,23 @@ def investigate(
     noise, does that remain without dropout, with deterministic algorithms, on one thread; which step is the first that
     differs, which site, which modules are wrong alone, which operator inside them. Exits like traindiff verify.
     """
-    from traindiff.cli.setup_options import run_progress
-    from traindiff.present.text.verification import print_conclusion, print_heading, print_stage
+    from traindiff.analyse.story import runs_section, stage_section
+    from traindiff.present.text.results import print_conclusion, print_section
     from traindiff.run.processes.present_ranks import PresentRanks
-    from traindiff.run.verify.asked import Asked, AskedSetup, candidate_setup, trusted_setup
     from traindiff.run.verify.investigate import Investigating
+    from traindiff.run.verify.request import VerifyRequest, candidate_setup, trusted_setup
     from traindiff.run.verify.runs import REPLICAS
-    from traindiff.run.verify.trusted import Question
 
-    given = AskedSetup(
-        engine=engine, baseline_engine=baseline_engine, nproc=nproc, zero_stage=zero_stage,
-        offload_device=offload_device,
-        further={
-            "dtype": dtype, "optimizer": optimizer, "compile": compiled, "deepcompile": deepcompile,
-            "gradient_accumulation_steps": gradient_accumulation_steps, "gradient_clipping": gradient_clipping,
-            "loss_scale": loss_scale,
-        },
-    )  # fmt: skip
+    given = options.requested()
     replicas = REPLICAS if replica is None else tuple(replica)
 
     def decide(ranks: PresentRanks | None) -> int:
         setup = candidate_setup(given, world_size=ranks.world_size if ranks else None)
-        question = Question(
-            candidate=candidate or recipe, setup=setup, steps=steps, replicas=replicas, rename=rename, zoom=True
-        )
         with run_progress(messages, steps=(3 + seeds + len(replicas)) * steps) as bar:
-            asked = Asked(
-                recipe=recipe, baseline_setup=trusted_setup(given, setup), question=question, output=output, seed=seed,
-                timeout=timeout, progress=bar, asked_by="investigate",
+            request = VerifyRequest(
+                recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=trusted_setup(given, setup),
+                setup=setup, steps=steps, seed=seed, replicas=replicas, zoom=True, rename=rename, timeout=timeout,
+                progress=bar, asked_by="investigate",
             )  # fmt: skip
             numbers = count(1)
 
@@ -118,11 +84,13 @@ def investigate(
                 number = next(numbers)
                 with bar.hidden():
                     if number == 1:
-                        print_heading(results, work.sides, str(output))
-                    print_stage(results, number, stage)
+                        print_section(results, runs_section(request.sides, str(output)))
+                        results.print()
+                    print_section(results, stage_section(number, stage))
+                    results.print()
 
-            work = Investigating(asked=asked, seeds=seeds, ranks=ranks, on_stage=None if as_json else tell)
-            found = work.answered()
+            work = Investigating(request=request, seeds=seeds, ranks=ranks, on_stage=None if as_json else tell)
+            found = work.run()
         print_result(found, "json" if as_json else "text", text=lambda: print_conclusion(results, found, top=top))
         return found.exit_code
 

@@ -1,4 +1,4 @@
-"""`traindiff report`."""
+"""`traindiff report` and `traindiff view`: results in a browser."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RenameOption = Annotated[
 HtmlOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML file (docs/report.md).")
 ]
-"""The option of commands whose result can be looked at."""
+"""Option of commands whose result can be shown in a browser."""
 
 
 @app.command(short_help="Write a report of one run, or of two, as an HTML file.")
@@ -93,7 +93,7 @@ def report(
 
 
 def check_writable(output: Path) -> None:
-    """Make sure that a file can be written, before what is to be in it is computed.
+    """Make sure that a file can be written, before its content is computed.
 
     Args:
         output: The file, which stays as it is.
@@ -115,10 +115,10 @@ def check_writable(output: Path) -> None:
 
 
 def write_page(result: Comparison | Verdict, output: Path) -> None:
-    """Write the page of a result that has a history, and say where.
+    """Write the page of a result that has a history, and print its path.
 
     Args:
-        result: Of `compare` or `check`.
+        result: Result of `compare` or `check`.
         output: The file.
     """
     from traindiff.present.page import page_of, write
@@ -126,4 +126,42 @@ def write_page(result: Comparison | Verdict, output: Path) -> None:
     page = page_of(result)
     with output.open("w", encoding="utf-8", errors="replace") as file:  # a path may be no UTF-8
         write(page, file)
-    messages.print(f"traindiff: wrote {output}: {page.word}", markup=False, soft_wrap=True)
+    messages.print(f"traindiff: wrote {output}: {page.story.word}", markup=False, soft_wrap=True)
+
+
+@app.command(short_help="Show reports of all recordings under a directory in a browser.")
+@says_what_is_wrong
+def view(
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Recordings are looked for under it.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any that is free.")] = 8421,
+    browse: Annotated[bool, typer.Option("--open", help="Open the list in the browser.")] = False,
+) -> None:
+    """Serve reports of all recordings under a directory on this machine, until it is interrupted.
+
+    A report of a run that is still recording brings itself up to date. Nothing is written, and nothing outside the
+    directory is read.
+    """
+    from traindiff.errors import ConfigError, Problem
+    from traindiff.present.viewer import Viewer
+
+    if not directory.is_dir():
+        what = "is not a directory." if directory.exists() else "does not exist."
+        fix = "Give the directory that holds recordings."
+        raise ConfigError("view", [Problem(where=str(directory), what=what, fix=fix)])
+    try:
+        viewer = Viewer(directory, port=port)
+    except OSError as error:
+        fix = "Give another port, or --port 0 for any that is free."
+        problem = Problem(where=f"--port {port}", what=f"cannot be used: {error.strerror}.", fix=fix)
+        raise ConfigError("view", [problem]) from None
+    messages.print(f"traindiff: {viewer.address} shows the recordings under {directory}", markup=False, soft_wrap=True)
+    if browse:
+        import webbrowser
+
+        webbrowser.open(viewer.address)
+    try:
+        viewer.serve()
+    except KeyboardInterrupt:
+        messages.print("traindiff: stopped")
+    finally:
+        viewer.close()

@@ -1,129 +1,50 @@
-"""The options of `traindiff verify` that say how the candidate is run."""
+"""The options of commands that run two trainings, and how such commands show their progress."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, field, fields
+from functools import wraps
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from typer.core import TyperCommand
 
 from traindiff.cli.app import says_what_is_wrong
 from traindiff.run.config.setup import DTYPES, ENGINES, OFFLOAD_DEVICES, OPTIMIZERS
 
 if TYPE_CHECKING:
     from traindiff.run.processes.present_ranks import PresentRanks
+    from traindiff.run.verify import request
 
 
-_ALSO = {"--iterations": "--steps"}
-_STANDS_FOR = {"--use-torch-adam": ("--optimizer", "torch")}
-_OF_LAUNCHERS = "--local-rank"
-"""Added by the `deepspeed` launcher; the environment says the same."""
+def spelled_as_here(name: str) -> str:
+    """An option's name in our spelling: `--zero_stage` is `--zero-stage`, and `--iterations` is `--steps`."""
+    name = name.replace("_", "-")
+    return "steps" if name == "iterations" else name
 
 
-class OtherSpellings(TyperCommand):
-    """A command that takes its options in other spellings too."""
+OTHER_SPELLINGS: dict[str, Any] = {"token_normalize_func": spelled_as_here}
+"""Settings of a command that takes its options in the spellings of other tools, too."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """See `spelled_as_here`."""
-        return super().parse_args(ctx, list(spelled_as_here(args)))
-
-
-def spelled_as_here(arguments: Sequence[str]) -> Iterator[str]:
-    """The same arguments as the command spells them: `--zero_stage` is `--zero-stage`, `--iterations` is `--steps`."""
-    waiting = iter(arguments)
-    for argument in waiting:
-        if argument == "--":
-            yield argument
-            yield from waiting
-            return
-        if not argument.startswith("--"):
-            yield argument
-            continue
-        name, equals, value = argument.partition("=")
-        name = name.replace("_", "-")
-        name = _ALSO.get(name, name)
-        if name == _OF_LAUNCHERS:
-            if not equals:
-                next(waiting, None)
-        else:
-            yield from _STANDS_FOR.get(name, (f"{name}{equals}{value}",))
-
-
-@dataclass(slots=True)
-class RunBar:
-    """A bar over all steps of all runs; called when one of them has taken a step."""
-
-    _bar: Progress
-    _task: TaskID
-    _known: int
-    _begun: dict[str, int] = field(default_factory=dict)
-    _done: dict[str, int] = field(default_factory=dict)
-
-    def __call__(self, name: str, step: int, count: int) -> None:
-        """A run has taken a step, as `traindiff.run.verify.runs.Progress` has it."""
-        self._begun[name], self._done[name] = count, step
-        total = max(self._known, sum(self._begun.values()))
-        self._bar.update(self._task, description=name, completed=sum(self._done.values()), total=total)
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Inside it, something else is printed."""
-        self._bar.stop()
-        yield
-        self._bar.start()
-
-
-@contextmanager
-def run_progress(console: Console, *, steps: int, shown: bool = True) -> Iterator[RunBar]:
-    """Show a bar over all steps of all runs; without a terminal, nothing.
-
-    Args:
-        console: Where to.
-        steps: How many are known to come. Those of further runs are added when they begin.
-        shown: Whether there is to be one.
-    """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        yield RunBar(bar, bar.add_task("starting", total=steps), steps)
-
-
-_LAST_SECONDS = 1.0
-"""torchrun ends the others as soon as one rank fails, so that rank 0 should be the first."""
-
-
-def on_rank_0(command: Callable[[PresentRanks | None], int]) -> int:
-    """The exit code of a command that rank 0 runs, while other ranks run what it launches.
-
-    Args:
-        command: Is given the ranks that are there already, None without a launcher. Prints, and returns an exit code.
-    """
-    from traindiff.run.processes.present_ranks import PresentRanks
-
-    ranks = PresentRanks.found()
-    if ranks is None:
-        return command(None)
-    code = ranks.together(lambda: _exit_code(lambda: command(ranks)))
-    if code and not ranks.leads:
-        time.sleep(_LAST_SECONDS)
-    return code
-
-
-def _exit_code(command: Callable[[], int]) -> int:
-    """What the command returns, or exits with."""
-    try:
-        code: int = says_what_is_wrong(command)()
-    except typer.Exit as ends:
-        return ends.exit_code
-    return code
-
-
-_PANEL = "How the candidate is run"
+CandidateOption = Annotated[
+    str, typer.Option(metavar="RECIPE", help="The training in question. The same again if left out.")
+]
+BatchesOption = Annotated[int, typer.Option("--steps", min=1, help="Batches to train on in each run.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of torch's, NumPy's and Python's generators.")]
+ReplicaOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Replica of the baseline to measure its noise from. Repeatable; ulp:1, ulp:2, reorder:1 if left out."
+    ),
+]
+AsInCompareOption = Annotated[
+    list[str] | None, typer.Option(metavar="PATTERN=REPLACEMENT", help="As in traindiff compare. Repeatable.")
+]
 
 
 def _choice(kind: str, known: tuple[str, ...], *, prefix: str = "") -> Callable[[str], str]:
@@ -140,45 +61,154 @@ def _option(
 ) -> Any:
     if known:
         settings = {"parser": _choice(kind, known, prefix=prefix), "metavar": "|".join(known), **settings}
-    return typer.Option(*((flag,) if flag else ()), help=help_, rich_help_panel=_PANEL, **settings)
+    return typer.Option(*((flag,) if flag else ()), help=help_, rich_help_panel="How the candidate is run", **settings)
 
 
-EngineOption = Annotated[
-    str | None,
-    _option("What divides the training among ranks. plain if left out.", ENGINES, kind="an engine"),
-]
-BaselineEngineOption = Annotated[
-    str,
-    _option("What the trusted training is run under, on as many ranks.", ENGINES, kind="an engine"),
-]
-NprocOption = Annotated[int | None, _option("Number of ranks. 2 if left out and the engine divides.", min=1)]
-ZeroStageOption = Annotated[int | None, _option("Stage of DeepSpeed's ZeRO; implies --engine deepspeed.", min=0, max=3)]
-OffloadOption = Annotated[
-    str | None,
-    _option(
-        "Where DeepSpeed keeps the optimizer's state; implies --engine deepspeed.", OFFLOAD_DEVICES,
-        kind="a place to offload to",
-    ),
-]  # fmt: skip
-DtypeOption = Annotated[
-    str,
-    _option(
-        "In which the model computes, in the trusted training too.", DTYPES,
-        kind="a dtype", prefix="torch.",
-    ),
-]  # fmt: skip
-OptimizerOption = Annotated[
-    str, _option("The recipe's own, or the engine's implementation of it.", OPTIMIZERS, kind="a choice")
-]
-CompileOption = Annotated[bool, _option("Compile the model.", flag="--compile")]
-DeepcompileOption = Annotated[
-    bool, _option("Let DeepSpeed's DeepCompile change the compiled graphs.", flag="--deepcompile")
-]
-VerboseLoggingOption = Annotated[
-    bool, _option("Gather what torch's compiler says: guards, recompilations, graph breaks.", flag="--verbose-logging")
-]
-AccumulationOption = Annotated[int, _option("Micro-batches in which each rank computes its part of a batch.", min=1)]
-ClippingOption = Annotated[float, _option("Largest norm of all gradients, on both sides; 0 for none.", min=0.0)]
-LossScaleOption = Annotated[
-    float | None, _option("What the loss is multiplied by, on both sides; 0 for a dynamic scale.", min=0.0)
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetupOptions:
+    """The options that say how the trainings are run (`traindiff.run.config.setup.Setup`), with their defaults."""
+
+    engine: Annotated[
+        str | None, _option("What divides the training among ranks. plain if left out.", ENGINES, kind="an engine")
+    ] = None
+    baseline_engine: Annotated[
+        str, _option("What the trusted training is run under, on as many ranks.", ENGINES, kind="an engine")
+    ] = "plain"
+    nproc: Annotated[int | None, _option("Number of ranks. 2 if left out and the engine divides.", min=1)] = None
+    zero_stage: Annotated[
+        int | None, _option("Stage of DeepSpeed's ZeRO; implies --engine deepspeed.", min=0, max=3)
+    ] = None
+    offload_device: Annotated[
+        str | None,
+        _option(
+            "Where DeepSpeed keeps the optimizer's state; implies --engine deepspeed.",
+            OFFLOAD_DEVICES,
+            kind="a place to offload to",
+        ),
+    ] = None
+    dtype: Annotated[
+        str,
+        _option("In which the model computes, in the trusted training too.", DTYPES, kind="a dtype", prefix="torch."),
+    ] = "float32"
+    optimizer: Annotated[
+        str, _option("The recipe's own, or the engine's implementation of it.", OPTIMIZERS, kind="a choice")
+    ] = "torch"
+    use_torch_adam: Annotated[bool, typer.Option("--use-torch-adam", hidden=True)] = False
+    compile: Annotated[bool, _option("Compile the model.", flag="--compile")] = False
+    deepcompile: Annotated[
+        bool, _option("Let DeepSpeed's DeepCompile change the compiled graphs.", flag="--deepcompile")
+    ] = False
+    gradient_accumulation_steps: Annotated[
+        int, _option("Micro-batches in which each rank computes its part of a batch.", min=1)
+    ] = 1
+    gradient_clipping: Annotated[
+        float, _option("Largest norm of all gradients, on both sides; 0 for none.", min=0.0)
+    ] = 0.0
+    loss_scale: Annotated[
+        float | None, _option("What the loss is multiplied by, on both sides; 0 for a dynamic scale.", min=0.0)
+    ] = None
+    local_rank: Annotated[int | None, typer.Option(hidden=True)] = None
+    """Given by launchers; the environment says the same."""
+
+    def requested(self) -> request.SetupOptions:
+        """The options as a verification takes them."""
+        from traindiff.run.verify import request
+
+        return request.SetupOptions(
+            engine=self.engine, baseline_engine=self.baseline_engine, nproc=self.nproc, zero_stage=self.zero_stage,
+            offload_device=self.offload_device,
+            further={
+                "dtype": self.dtype, "optimizer": "torch" if self.use_torch_adam else self.optimizer,
+                "compile": self.compile, "deepcompile": self.deepcompile,
+                "gradient_accumulation_steps": self.gradient_accumulation_steps,
+                "gradient_clipping": self.gradient_clipping, "loss_scale": self.loss_scale,
+            },
+        )  # fmt: skip
+
+
+def with_setup_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with the options of `SetupOptions` in place of its parameter `options`."""
+    types = get_type_hints(SetupOptions, include_extras=True)
+    options = [
+        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=types[one.name])
+        for one in fields(SetupOptions)
+    ]
+    own = signature(command, eval_str=True)
+    parameters: list[Parameter] = []
+    for one in own.parameters.values():
+        parameters += options if one.name == "options" else [one.replace(kind=Parameter.KEYWORD_ONLY)]
+
+    @wraps(command)
+    def run(**values: Any) -> Any:
+        chosen = SetupOptions(**{option.name: values.pop(option.name) for option in options})
+        return command(**values, options=chosen)
+
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
+
+
+@dataclass(slots=True)
+class RunBar:
+    """A progress bar over all steps of all runs, which is called after each step."""
+
+    _bar: Progress
+    _task: TaskID
+    _known: int
+    _begun: dict[str, int] = field(default_factory=dict)
+    _done: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, name: str, step: int, count: int) -> None:
+        """Count a step of a run, as `traindiff.run.verify.runs.Progress` is called."""
+        self._begun[name], self._done[name] = count, step
+        total = max(self._known, sum(self._begun.values()))
+        self._bar.update(self._task, description=name, completed=sum(self._done.values()), total=total)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Hide the bar while something else is printed."""
+        self._bar.stop()
+        yield
+        self._bar.start()
+
+
+@contextmanager
+def run_progress(console: Console, *, steps: int) -> Iterator[RunBar]:
+    """Show a progress bar over all steps of all runs, if there is a terminal.
+
+    Args:
+        console: Where to show it.
+        steps: Number of steps that are known to come. Steps of further runs are added when these begin.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield RunBar(bar, bar.add_task("starting", total=steps), steps)
+
+
+_LAST_SECONDS = 1.0
+"""Time that other ranks wait after a failure: torchrun ends all ranks when one fails, so rank 0 should end first."""
+
+
+def on_rank_0(command: Callable[[PresentRanks | None], int]) -> int:
+    """The exit code of a command that runs on rank 0, while other ranks run what it launches.
+
+    Args:
+        command: Prints, and returns an exit code. Its argument is the ranks of a launcher, None without a launcher.
+    """
+    from traindiff.run.processes.present_ranks import PresentRanks
+
+    ranks = PresentRanks.found()
+    if ranks is None:
+        return command(None)
+    code = ranks.together(lambda: _exit_code(lambda: command(ranks)))
+    if code and not ranks.leads:
+        time.sleep(_LAST_SECONDS)
+    return code
+
+
+def _exit_code(command: Callable[[], int]) -> int:
+    """The exit code of the command, whether it returns or raises it."""
+    try:
+        code: int = says_what_is_wrong(command)()
+    except typer.Exit as ends:
+        return ends.exit_code
+    return code

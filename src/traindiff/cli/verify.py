@@ -11,21 +11,16 @@ import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
 from traindiff.cli.setup_options import (
-    AccumulationOption,
-    BaselineEngineOption,
-    ClippingOption,
-    CompileOption,
-    DeepcompileOption,
-    DtypeOption,
-    EngineOption,
-    LossScaleOption,
-    NprocOption,
-    OffloadOption,
-    OptimizerOption,
-    OtherSpellings,
-    VerboseLoggingOption,
-    ZeroStageOption,
+    OTHER_SPELLINGS,
+    AsInCompareOption,
+    BatchesOption,
+    CandidateOption,
+    ReplicaOption,
+    SeedOption,
+    SetupOptions,
     on_rank_0,
+    run_progress,
+    with_setup_options,
 )
 
 
@@ -37,8 +32,9 @@ class PinWhen(StrEnum):
     never = "never"
 
 
-@app.command(cls=OtherSpellings, short_help="Run two trainings, compare them, pin the fault down.")
+@app.command(context_settings=OTHER_SPELLINGS, short_help="Run two trainings, compare them, pin the fault down.")
 @says_what_is_wrong
+@with_setup_options
 def verify(
     recipe: Annotated[
         str,
@@ -48,20 +44,13 @@ def verify(
             "The demo's GPT if left out.",
         ),
     ] = "traindiff.run.demo.recipes:gpt",
-    candidate: Annotated[
-        str, typer.Option(metavar="RECIPE", help="The training in question. The same again if left out.")
-    ] = "",
+    candidate: CandidateOption = "",
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the recordings.")] = Path(
         "traindiff-verify"
     ),
-    steps: Annotated[int, typer.Option(min=1, help="Batches to train on in each run.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of torch's, NumPy's and Python's generators.")] = 0,
-    replica: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Replica of the baseline to measure its noise from. Repeatable; ulp:1, ulp:2, reorder:1 if left out."
-        ),
-    ] = None,
+    steps: BatchesOption = 4,
+    seed: SeedOption = 0,
+    replica: ReplicaOption = None,
     repeat: Annotated[bool, typer.Option(help="Also run the baseline again as it is.")] = True,
     pin: Annotated[
         PinWhen, typer.Option(help="When to run a step again with forced tensors, to judge each operation alone.")
@@ -72,10 +61,7 @@ def verify(
             "--zoom", help="Where a module is wrong alone, name the first operator inside it (docs/operators.md)."
         ),
     ] = False,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN=REPLACEMENT", help="As in traindiff compare. Repeatable."),
-    ] = None,
+    rename: AsInCompareOption = None,
     rtol: Annotated[
         float | None, typer.Option(help="Relative tolerance in place of floors, as in traindiff compare.")
     ] = None,
@@ -87,19 +73,14 @@ def verify(
             "but at least 60, if left out."
         ),
     ] = None,
-    engine: EngineOption = None,
-    baseline_engine: BaselineEngineOption = "plain",
-    nproc: NprocOption = None,
-    zero_stage: ZeroStageOption = None,
-    offload_device: OffloadOption = None,
-    dtype: DtypeOption = "float32",
-    optimizer: OptimizerOption = "torch",
-    compiled: CompileOption = False,
-    deepcompile: DeepcompileOption = False,
-    verbose_logging: VerboseLoggingOption = False,
-    gradient_accumulation_steps: AccumulationOption = 1,
-    gradient_clipping: ClippingOption = 0.0,
-    loss_scale: LossScaleOption = None,
+    *,
+    options: SetupOptions,
+    verbose_logging: Annotated[
+        bool,
+        typer.Option(
+            "--verbose-logging", help="Gather what torch's compiler says: guards, recompilations, graph breaks."
+        ),
+    ] = False,
     matrix: Annotated[
         Path | None,
         typer.Option(
@@ -117,50 +98,33 @@ def verify(
     rounding. Where the runs diverge, the step is run again with every tensor forced to the baseline's, which
     names each operation that is wrong by itself. Exits like traindiff compare.
     """
-    from traindiff.cli.setup_options import run_progress
-    from traindiff.present.text.verification import print_matrix, print_verification
+    from traindiff.present.text.results import print_matrix, print_verification
     from traindiff.run.processes.present_ranks import PresentRanks
-    from traindiff.run.verify.asked import Asked, AskedSetup, candidate_setup, trusted_setup
     from traindiff.run.verify.matrix import read_grid, verify_matrix
+    from traindiff.run.verify.request import VerifyRequest, candidate_setup, trusted_setup
     from traindiff.run.verify.runs import REPLICAS
-    from traindiff.run.verify.trusted import Question
-    from traindiff.run.verify.verify import answered
+    from traindiff.run.verify.verify import run_request
 
-    given = AskedSetup(
-        engine=engine, baseline_engine=baseline_engine, nproc=nproc, zero_stage=zero_stage,
-        offload_device=offload_device,
-        further={
-            "dtype": dtype, "optimizer": optimizer, "compile": compiled, "deepcompile": deepcompile,
-            "gradient_accumulation_steps": gradient_accumulation_steps, "gradient_clipping": gradient_clipping,
-            "loss_scale": loss_scale,
-        },
-    )  # fmt: skip
+    given = options.requested()
     replicas = REPLICAS if replica is None else tuple(replica)
 
     def decide(ranks: PresentRanks | None) -> int:
         setup = candidate_setup(given, world_size=ranks.world_size if ranks else None)
-        asked = Asked(
-            recipe=recipe,
-            baseline_setup=trusted_setup(given, setup),
-            question=Question(
-                candidate=candidate or recipe, setup=setup, steps=steps, replicas=replicas, pin=pin.value,
-                rename=rename, rtol=rtol, atol=atol, compiler_logs=verbose_logging, zoom=zoom,
-            ),
-            output=output,
-            seed=seed,
-            repeat=repeat,
-            timeout=timeout,
+        request = VerifyRequest(
+            recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=trusted_setup(given, setup),
+            setup=setup, steps=steps, seed=seed, repeat=repeat, replicas=replicas, pin=pin.value, zoom=zoom,
+            rename=rename, rtol=rtol, atol=atol, compiler_logs=verbose_logging, timeout=timeout,
         )  # fmt: skip
         chosen = "json" if as_json else form
         if matrix is not None:
             rows = verify_matrix(
-                asked, read_grid(matrix, given), fresh=fresh, ranks=ranks,
+                request, read_grid(matrix, given), fresh=fresh, ranks=ranks,
                 on_row=lambda row: messages.print(f"{row.name}: {row.verdict}", markup=False),
             )  # fmt: skip
             print_result(rows, chosen, text=lambda: print_matrix(results, rows))
             return rows.exit_code
         with run_progress(messages, steps=(2 + repeat + len(replicas)) * steps) as on_step:
-            result = answered(replace(asked, progress=on_step), ranks)
+            result = run_request(replace(request, progress=on_step), ranks)
         print_result(result, chosen, text=lambda: print_verification(results, result, top=top))
         return result.exit_code
 

@@ -1,4 +1,4 @@
-"""One tensor seen at one site, at one moment: everything about it but its numbers."""
+"""One tensor at one site in one step: everything about it except its numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from traindiff.core.shards import Shard
 
 Merge = Literal["shard", "sum", "mean"]
-"""How the observations of one site in one step become one.
+"""How several observations of one site in one step are merged into one.
 
 * `shard`: disjoint parts of a global tensor.
 * `sum`: terms of a sum, e.g. the losses on which `backward` was called.
@@ -16,62 +16,60 @@ Merge = Literal["shard", "sum", "mean"]
 """
 
 ALL_GRADIENTS = "(all parameters)"
-"""Path of what is done to the gradients of several parameters together."""
+"""Path of operations on the gradients of several parameters together."""
 
 MASTER = "master"
-"""Slot, in the phase `param`, of the weights that an optimizer steps on, where the model computes with others."""
+"""Slot, in the phase `param`, of the optimizer's own copy of the weights, if the model computes with another copy."""
 
 LOSS_SCALE = "loss_scale"
-"""Path, in the phase `loss`, of the scale by which a loss is multiplied before `backward`."""
+"""Path, in the phase `loss`, of the factor by which the loss is multiplied before `backward`."""
 
 SAMPLE = "sample"
 """Stage of one sample of a batch (phase `batch`); its `call` is its place in the micro-batch."""
 
 ITSELF = "traindiff"
-"""Path, in the phase `batch`, of what traindiff could not do; the slot says which part of it."""
+"""Path, in the phase `batch`, of a failure of traindiff itself; the slot names the part that failed."""
 
 TAP_FAILED = "the {tap} tap failed"
-"""How the reason begins where a tap, which is the slot then, observes nothing more."""
+"""Begin of the reason if a tap failed and observes nothing more; the slot is the tap."""
 
 NO_REPLICA = "this is no full replica"
-"""How the reason begins where a training was not perturbed as it should have been."""
+"""Begin of the reason if a training was not perturbed as it should have been."""
 
 NOT_CALLED = "no output was observed"
-"""How the reason begins for a module of which not even a call was seen."""
+"""Begin of the reason for a module of which not even a call was seen."""
 
 UNSEEN = "not observed in this step"
-"""How the reason begins where a step was not fully observed, in all that one phase has at a path; at `ITSELF`, in all
-that it has."""
+"""Begin of the reason if a phase was not fully observed at a path in this step; at `ITSELF`, the whole step."""
 
 MAYBE_UNSEEN = "maybe not observed in this step"
-"""The same where there may have been nothing to observe: worth a word only where the other run has something."""
+"""The same if perhaps there was nothing to observe: reported only if the other run observed something."""
 
 NO_GRADIENT = "no gradient"
-"""How the reason begins where an optimizer stepped and there was no gradient to observe."""
+"""Begin of the reason if an optimizer stepped without a gradient to observe."""
 
 SKIPPED = "skipped"
-"""Slot, in the phase `optimizer`, of the mark of a step that a loss scaler left out."""
+"""Slot, in the phase `optimizer`, that marks a step that the loss scaler skipped."""
 
 RECOMPUTED = "recomputed"
-"""Stage of what activation checkpointing computes a second time."""
+"""Stage of tensors that activation checkpointing computes a second time."""
 
 OPERATOR = "operator"
-"""Stage of what one operator was given and returned, inside a module that was zoomed into; its path is
-`MODULE/OPERATOR[N]`."""
+"""Stage of the inputs and outputs of one operator inside a module; its path is `MODULE/OPERATOR[N]`."""
 
 RECOMPUTED_OPERATOR = "operator recomputed"
-"""The same of an operator that activation checkpointing runs a second time."""
+"""The same for an operator that activation checkpointing runs a second time."""
 
 OPERATOR_STAGES = frozenset({OPERATOR, RECOMPUTED_OPERATOR})
 
 BOUNDARY = "boundary"
-"""Stage of what one stage of a pipeline hands to the next: no site of the whole model."""
+"""Stage of tensors that one pipeline stage sends to the next; the whole model has no such site."""
 
 PLACE = 1 << 24
-"""`order // PLACE` is a place in the dataflow of a model that is divided into the stages of a pipeline.
+"""`order // PLACE` is a place in the dataflow of a model that is divided into pipeline stages.
 
-Place 0 is before the first forward pass, 1 + s the forward pass of stage s, 2 S - s its backward pass, of S stages, and
-2 S + 1 what comes after. Without a pipeline all is in place 0.
+With S stages, place 0 is before the first forward pass, 1 + s is the forward pass of stage s, 2 S - s its backward
+pass, and 2 S + 1 comes after the last one. Without a pipeline, everything is in place 0.
 """
 
 
@@ -80,8 +78,8 @@ class Observation:
     """One tensor at one site, at one (step, micro-step, phase).
 
     Attributes:
-        step: Calls of `optimizer` completed before, from 0.
-        micro_step: Calls of `backward` in this step before this observation belongs to the next.
+        step: Number of completed calls of `optimizer`.
+        micro_step: Number of the micro-step within the step, counted by calls of `backward`.
         optimizer: Name of the optimizer that counts `step`.
         phase: One of `traindiff.core.site.PHASES`.
         stage: Part of a phase: `micro` (gradient of one micro-batch), `reduced`, `unscaled` and `clipped`
@@ -92,18 +90,18 @@ class Observation:
             empty.
         path: Canonical dotted path of the module or parameter.
         slot: Which tensor of it: `output[0]`, `grad`, `exp_avg`.
-        call: How often this module had been called before in this micro-step.
+        call: Number of earlier calls of this module in this micro-step.
         order: Position in execution order within the step; see `PLACE`.
         dtype: Name of the dtype as torch spells it without its prefix, e.g. `bfloat16`.
-        shard: Which elements of the global tensor, with the batch axis in front.
-        merge: How it merges with the other observations of its site in the step.
+        shard: Elements of the global tensor that this one holds, with the batch axis in front.
+        merge: How it is merged with the other observations of its site in the step.
         weight: Weight in a weighted mean, e.g. samples in the micro-batch.
-        factor: What the engine multiplied this tensor by, relative to the gradient of the loss
-            over the global batch.
-        term: Which of the terms of a sum or mean this is. Parts of one site with the same micro-step, place and
-            term are copies, e.g. on tensor-parallel ranks that work on the same samples.
-        scaled: Whether it is also multiplied by the loss scale, which the step has at the site `loss_scale`.
-        unobserved: Why there are no numbers; empty for an observed tensor.
+        factor: Factor by which the engine multiplied this tensor, relative to the gradient of the loss over the
+            global batch.
+        term: Number of this term of a sum or mean. Parts of one site with the same micro-step, place and term are
+            copies, e.g. on tensor-parallel ranks that work on the same samples.
+        scaled: Whether it is also multiplied by the loss scale, which is recorded at the site `loss_scale`.
+        unobserved: The reason why there are no numbers; empty for an observed tensor.
     """
 
     step: int

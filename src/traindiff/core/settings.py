@@ -1,154 +1,163 @@
-"""What to record, as the user wrote it, checked before anything is attached."""
+"""The settings of `record`: each is declared once in `RecordSettings`, and its written form in `RecordOptions`.
+
+Signatures, checks, `run.json` and the options of `traindiff run` follow from these two. A new setting is a key of
+`RecordOptions`, a field of `RecordSettings`, and a paragraph in the docstring of `record`.
+"""
 
 from __future__ import annotations
 
-import math
 import os
-import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal, TypeGuard
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from inspect import Parameter, signature
+from typing import Any, TypedDict, TypeVar, Unpack, get_type_hints
 
+from traindiff.core import setting_checks as checks
+from traindiff.core.setting_checks import DETAILS, ReplicaSetting, SampleOrder
 from traindiff.core.shards import DeclaredShard, checked_shards
-from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
-from traindiff.core.summary import DETAILS
-from traindiff.core.tap_registry import OBSERVABLE, OBSERVED_BY_DEFAULT
+from traindiff.core.steps import StepSelection
+from traindiff.core.tap_registry import OBSERVABLE
+from traindiff.core.untrusted.demands import ANYTHING, FLAG, NUMBER, TEXT, Demand, listed, mapped, nullable, whole
 from traindiff.errors import ConfigError, Problem
 
-SEEDED = ("ulp", "reorder")
-"""Kinds of replica that draw from a seed."""
+MOST_RANKS = 1 << 17
+"""Limit for the ranks of a run."""
 
-KINDS = (*SEEDED, "float64")
+_T = TypeVar("_T")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_WRITTEN = re.compile(r"(?P<kind>[^:]*)(:(?P<seed>[0-9]{1,18}))?")
+
+class CommonOptions(TypedDict, total=False):
+    """Settings as users write them, for every framework. `traindiff.record` documents them."""
+
+    observe: str | Iterable[str] | None
+    select: str | Iterable[str]
+    detail: str | Iterable[str]
+    bounds: Iterable[float]
+    steps: str | int | Iterable[int] | None
+    ranks: int | Collection[int] | None
+    every: int
+    batch_axis: int | Mapping[str, int | None] | None
+    strict: bool
+
+
+class RecordOptions(CommonOptions, total=False):
+    """Settings as users write them, for torch. `traindiff.record` documents them."""
+
+    sample_order: str
+    shards: Iterable[DeclaredShard]
+    operators: str | Iterable[str] | None
+    evaluation: bool
+    run_on_cpu: bool
+    replica: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSetting:
-    """How a training is perturbed within rounding.
+class Setting:
+    """How a setting is written, checked and kept; the metadata of a field of `RecordSettings`.
 
     Attributes:
-        kind: One of `KINDS`.
-        seed: Which of all such perturbations; 0 for `float64`, which has but one.
+        default: As users would write it.
+        check: Returns what the user wrote in one form, and appends to a list what is wrong with it.
+        to_json: Makes the value of `run.json` from the checked one.
+        in_json: Type that a reader of `run.json` demands; None keeps the setting out of it.
+        help: Describes the option of `traindiff run`; empty where there is none.
+        metavar: Placeholder for the option's value.
     """
 
-    kind: str
-    seed: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.seed}" if self.kind in SEEDED else self.kind
-
-
-def parse_replica(value: object, *, where: str) -> ReplicaSetting | Problem | None:
-    """Read `"ulp:1"`, `"reorder:1"` or `"float64"`; None means no replica. Without a seed, the seed is 0."""
-    if value is None or isinstance(value, ReplicaSetting):
-        return value
-    written = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
-    if written is None:
-        what = f"{value!r} is not a replica."
-        return Problem(where=where, what=what, fix='Write "ulp:1", "reorder:1" or "float64".')
-    kind, seed = written["kind"], written["seed"]
-    if kind not in KINDS:
-        return Problem.unknown_name(where=where, kind="a replica", found=kind, known=KINDS)
-    if seed is not None and kind not in SEEDED:
-        what = f"{value!r} has a seed, but nothing of a {kind} replica is random."
-        return Problem(where=where, what=what, fix=f'Write "{kind}".')
-    return ReplicaSetting(kind=kind, seed=int(seed or 0))
+    default: Any
+    check: Callable[[Any, list[Problem]], Any]
+    to_json: Callable[[Any], Any]
+    in_json: Demand | None
+    help: str
+    metavar: str | None
 
 
-def checked_replica(value: object, *, ranks: object, problems: list[Problem]) -> ReplicaSetting | None:
-    """The replica that the user asked for; appends to `problems` what is wrong with it."""
-    replica = parse_replica(value, where=f"record(replica={value!r})")
-    if isinstance(replica, Problem):
-        problems.append(replica)
-        return None
-    if replica is not None and ranks is not None:
-        problems.append(
-            Problem(
-                where="record(replica=..., ranks=...)",
-                what="would perturb the training on some ranks only, and the ranks would drift apart.",
-                fix="Leave ranks out to record the replica on all of them.",
-            )
-        )
-    return replica
+def _same(value: _T) -> _T:
+    return value
 
 
-def checked_bounds(
-    value: object, problems: list[Problem], *, where: str, write: str = "bounds={}"
-) -> tuple[float, ...]:
-    """The bounds as numbers; appends to `problems` where they are none.
-
-    Args:
-        value: What the user wrote.
-        problems: What is wrong so far.
-        where: Where it was written; `{!r}` is the value.
-        write: How to write it there; `{}` is what.
-    """
-    found: list[Any] = list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]
-    place = where.format(value)
-    if not all(_is_number(bound) for bound in found):
-        problems.append(
-            Problem(
-                where=place,
-                what="must be a list of finite numbers.",
-                fix=f"Write {write.format([-1, 0, 1])}, or leave it out.",
-            )
-        )
-        return ()
-    if any(following <= bound for bound, following in pairwise(found)):
-        ascending = sorted({*found})
-        problems.append(
-            Problem(where=place, what="must ascend, each number once.", fix=f"Write {write.format(ascending)}.")
-        )
-        return ()
-    return tuple(found)  # as they were written: a file may name its columns after them
-
-
-def interval_names(bounds: Iterable[float]) -> list[str]:
-    """`(-inf, -1]`, `(-1, 0]`, ..., `(1, inf)`: what the intervals are called. None without bounds."""
-    texts = [str(bound) for bound in bounds]
-    if not texts:
-        return []
-    inner = [f"({first}, {last}]" for first, last in pairwise(texts)]
-    return [f"(-inf, {texts[0]}]", *inner, f"({texts[-1]}, inf)"]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-SampleOrder = Literal["blocks", "interleaved"]
-"""How data-parallel ranks share the samples of a global batch: each a block of them, or one each in turn."""
-
-SAMPLE_ORDERS: tuple[SampleOrder, ...] = ("blocks", "interleaved")
-
-_STEPS = 'Write steps="10-19", or steps=range(10, 20), which ends before 20; steps="10-" has no end.'
+def _setting(
+    default: object,
+    check: Callable[[Any, list[Problem]], _T],
+    in_json: Demand | None,
+    *,
+    to_json: Callable[[_T], Any] = _same,
+    help: str = "",  # noqa: A002  as typer calls it
+    metavar: str | None = None,
+) -> _T:
+    """Declare a field of `RecordSettings`; see `Setting`."""
+    setting = Setting(default=default, check=check, to_json=to_json, in_json=in_json, help=help, metavar=metavar)
+    return field(default_factory=lambda: check(default, []), metadata={"setting": setting})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSettings:
-    """Checked settings of a recording; see `traindiff.record` for what they mean.
+    """Checked settings of a recording; `traindiff.record` documents them.
 
-    Of no meaning there is `counts_skipped`: whether what a loss scaler leaves out is a step like any other. If not,
-    nothing of it is recorded.
+    `counts_skipped` is internal: whether a step that the loss scaler skips counts as a step. If not, nothing of it is
+    recorded.
     """
 
-    observe: frozenset[str]
-    select: tuple[str, ...]
-    detail: frozenset[str]
-    bounds: tuple[float, ...]
-    steps: StepSelection
-    ranks: tuple[int, ...] | None
-    every: int
-    batch_axis: Mapping[str, int | None]
-    sample_order: SampleOrder
-    shards: tuple[DeclaredShard, ...]
-    operators: tuple[str, ...]
-    evaluation: bool
-    strict: bool
-    run_on_cpu: bool
-    replica: ReplicaSetting | None
+    observe: frozenset[str] = _setting(
+        None, checks.checked_observe, listed(TEXT), to_json=lambda names: [one for one in OBSERVABLE if one in names],
+        metavar="A,B", help="What to observe (docs/observe.md). All phases, if left out.",
+    )  # fmt: skip
+    select: tuple[str, ...] = _setting(
+        "*", checks.checked_select, listed(TEXT), to_json=list,
+        metavar="GLOB", help="Paths of modules and parameters, e.g. 'transformer.h.3.*'. Repeatable.",
+    )  # fmt: skip
+    detail: frozenset[str] = _setting(
+        "summary", checks.checked_detail, listed(TEXT), to_json=lambda names: [one for one in DETAILS if one in names],
+        metavar="A,B", help="What to keep of a tensor: summary, exponents, signs, tensors.",
+    )  # fmt: skip
+    bounds: tuple[float, ...] = _setting(
+        (), checks.checked_bounds, listed(NUMBER), to_json=list,
+        metavar="A,B", help="Count elements of gradients between these, e.g. --bounds=-1,0,1.",
+    )  # fmt: skip
+    steps: StepSelection = _setting(  # noqa: RUF009  makes a field
+        None, checks.checked_steps, nullable(TEXT), to_json=lambda steps: steps.text or None,
+        help='Steps to record, e.g. "0-9,20,30-".',
+    )  # fmt: skip
+    ranks: tuple[int, ...] | None = _setting(
+        None, checks.checked_ranks, nullable(listed(whole(0, MOST_RANKS - 1))),
+        to_json=lambda ranks: None if ranks is None else list(ranks),
+        help='Ranks to record, e.g. "0,8".',
+    )  # fmt: skip
+    every: int = _setting(1, checks.checked_every, whole(1), help="Record only every n-th step.")
+    batch_axis: Mapping[str, int | None] = _setting(
+        None, checks.checked_batch_axis, mapped(ANYTHING), to_json=dict,
+        help="The batch axis of all tensors, if it is not 0.",
+    )  # fmt: skip
+    sample_order: SampleOrder = _setting(  # noqa: RUF009  makes a field
+        "blocks", checks.checked_sample_order, TEXT, help="How ranks share a batch: blocks or interleaved."
+    )
+    shards: tuple[DeclaredShard, ...] = _setting(
+        (), checked_shards, listed(TEXT), to_json=lambda shards: list(map(str, shards))
+    )
+    operators: tuple[str, ...] = _setting(
+        None, checks.checked_operators, listed(TEXT), to_json=list,
+        metavar="GLOB", help="Modules whose operators are recorded; choose --steps too. Repeatable.",
+    )  # fmt: skip
+    evaluation: bool = _setting(
+        default=False, check=partial(checks.checked_flag, "evaluation"), in_json=FLAG,
+        help="Record forward passes without gradients too.",
+    )  # fmt: skip
+    strict: bool = _setting(
+        default=False,
+        check=partial(checks.checked_flag, "strict"),
+        in_json=None,
+        help="Raise errors of traindiff's own.",
+    )
+    run_on_cpu: bool = _setting(
+        default=False, check=partial(checks.checked_flag, "run_on_cpu"), in_json=None,
+        help="Copy tensors of other devices to the CPU and summarize them there.",
+    )  # fmt: skip
+    replica: ReplicaSetting | None = _setting(  # noqa: RUF009  makes a field
+        None, checks.checked_replica, nullable(TEXT), to_json=lambda replica: None if replica is None else str(replica),
+        help="Perturb the training on purpose: ulp:SEED, reorder:SEED, float64.",
+    )  # fmt: skip
     counts_skipped: bool = True
 
     def records(self, step: int) -> bool:
@@ -158,102 +167,88 @@ class RecordSettings:
     def to_json(self) -> dict[str, Any]:
         """The settings as they are written into `run.json`."""
         return {
-            "observe": [name for name in OBSERVABLE if name in self.observe],
-            "select": list(self.select),
-            "detail": [name for name in DETAILS if name in self.detail],
-            "bounds": list(self.bounds),
-            "steps": self.steps.text or None,
-            "ranks": None if self.ranks is None else list(self.ranks),
-            "every": self.every,
-            "batch_axis": dict(self.batch_axis),
-            "sample_order": self.sample_order,
-            "shards": [str(one) for one in self.shards],
-            "operators": list(self.operators),
-            "evaluation": self.evaluation,
-            "replica": None if self.replica is None else str(self.replica),
+            name: setting.to_json(getattr(self, name))
+            for name, setting in SETTINGS.items()
+            if setting.in_json is not None
         }
 
 
-def record_settings(
-    *,
-    observe: str | Iterable[str] | None,
-    select: str | Iterable[str],
-    detail: str | Iterable[str],
-    steps: str | int | Iterable[int] | None,
-    ranks: int | Collection[int] | None,
-    every: int,
-    batch_axis: int | Mapping[str, int | None] | None,
-    sample_order: str,
-    evaluation: bool,
-    strict: bool,
-    replica: object,
-    shards: object = (),
-    bounds: object = (),
-    run_on_cpu: bool = False,
-    operators: object = None,
-) -> RecordSettings:
-    """Check the settings of `traindiff.record`.
+SETTINGS: Mapping[str, Setting] = {
+    one.name: one.metadata["setting"] for one in fields(RecordSettings) if "setting" in one.metadata
+}
+"""All settings of `record`, by name."""
+
+
+def record_settings(**options: Unpack[RecordOptions]) -> RecordSettings:
+    """Check the settings of `traindiff.record`. Those that are left out have their defaults.
 
     Raises:
         ConfigError: Lists everything that is wrong with them.
     """
+    check_names(options, known=SETTINGS)
     problems: list[Problem] = []
-    observed = _observe(observe, problems)
-    if operators is not None:
-        observed |= {"operators"}
+    written: Mapping[str, Any] = options
     settings = RecordSettings(
-        observe=observed,
-        select=_select(select, problems),
-        detail=_detail(detail, problems),
-        bounds=checked_bounds(bounds, problems, where="record(bounds={!r})"),
-        steps=_steps(steps, problems),
-        ranks=_ranks(ranks, problems),
-        every=_every(every, problems),
-        batch_axis=_batch_axis(batch_axis, problems),
-        sample_order=_sample_order(sample_order, problems),
-        shards=checked_shards(shards, problems),
-        operators=_operators("*" if operators is None else operators, problems) if "operators" in observed else (),
-        evaluation=checked_flag("evaluation", evaluation, problems),
-        strict=checked_flag("strict", strict, problems),
-        run_on_cpu=checked_flag("run_on_cpu", run_on_cpu, problems),
-        replica=checked_replica(replica, ranks=ranks, problems=problems),
+        **{name: one.check(written[name], problems) for name, one in SETTINGS.items() if name in written}
     )
+    if settings.replica is not None and written.get("ranks") is not None:
+        problems.append(
+            Problem(
+                where="record(replica=..., ranks=...)",
+                what="would perturb the training on some ranks only, and the ranks would drift apart.",
+                fix="Leave ranks out to record the replica on all of them.",
+            )
+        )
     if problems:
         raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
-    return settings
+    if settings.operators:
+        return replace(settings, observe=settings.observe | {"operators"})
+    return replace(settings, operators=("*",)) if "operators" in settings.observe else settings
 
 
-def checked_flag(name: str, value: object, problems: list[Problem], *, where: str = "record({}={!r})") -> bool:
-    """A setting that is on or off; extends `problems` where it is neither.
+def takes_settings(options: type) -> Callable[[_Function], _Function]:
+    """Decorator that has `inspect.signature`, and so `help`, show the settings in place of `**settings`.
 
     Args:
-        name: Its name.
-        value: What the user wrote.
-        problems: Extended by what is wrong.
-        where: Where the user wrote it; `{}` is the name and `{!r}` the value.
+        options: The TypedDict that the function unpacks.
     """
-    if not isinstance(value, bool):
-        fix = f"Write {name}=True, or leave it out."
-        problems.append(Problem(where=where.format(name, value), what="must be True or False.", fix=fix))
-    return bool(value)
+    hints = get_type_hints(options)
+    shown = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[name])
+        for name, one in SETTINGS.items()
+        if name in hints
+    ]
+    return partial(with_parameters, shown=shown)
 
 
-def check_names(unknown: Collection[str], *, known: Collection[str], where: str = "record({}=...)") -> None:
-    """Refuse settings of `traindiff.record` that there are not.
+def with_parameters(function: _Function, shown: Iterable[Parameter], *, eval_str: bool = False) -> _Function:
+    """The function, in whose signature these parameters stand in place of `**settings`."""
+    own = signature(function, eval_str=eval_str)
+    kept = [one for one in own.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    function.__signature__ = own.replace(parameters=[*kept, *shown])  # type: ignore[attr-defined]
+    return function
+
+
+_STEPS = 'Write steps="10-19", or steps=range(10, 20), which ends before 20; steps="10-" has no end.'
+
+
+def check_names(names: Collection[str], *, known: Collection[str], where: str = "record({}=...)") -> None:
+    """Refuse settings that do not exist.
 
     Args:
-        unknown: Their names.
-        known: Names of the settings that there are.
-        where: Where the user wrote them; `{}` is the name.
+        names: Settings that the user wrote.
+        known: Settings that exist.
+        where: Place where the user wrote them; `{}` is the name.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: Some do not exist; near misses are suggested.
     """
     problems = [
         Problem(where=where.format(name), what=f'"{name}" is not a setting.', fix=_STEPS)
         if name in ("start_step", "end_step")
         else Problem.unknown_name(where=where.format(name), kind="a setting", found=name, known=known)
-        for name in unknown
+        for name in names
+        if name not in known
     ]
     if problems:
         source = f"{where.partition('(')[0]}(...)"
@@ -273,128 +268,3 @@ def recording_path(value: object) -> str:
         where=f"record(path={value!r})", what="is not a path.", fix='Write the directory to make, e.g. "runs/baseline".'
     )
     raise ConfigError("record(...)", [problem], consequence="nothing was attached to the model")
-
-
-# Each of these returns the checked setting, or appends to `problems` and returns anything of its type.
-
-
-def _observe(value: object, problems: list[Problem]) -> frozenset[str]:
-    wanted = OBSERVED_BY_DEFAULT if value is None else _listed(value)
-    where = "record(observe=...)"
-    problems += [
-        Problem.unknown_name(where=where, kind="something to observe", found=str(name), known=OBSERVABLE)
-        for name in wanted
-        if name not in OBSERVABLE
-    ]
-    if not wanted:
-        fix = f"Name some of: {', '.join(OBSERVABLE)}."
-        problems.append(Problem(where=where, what="is empty: nothing would be recorded.", fix=fix))
-    return frozenset(map(str, wanted))
-
-
-def _select(value: object, problems: list[Problem]) -> tuple[str, ...]:
-    patterns = _listed(value)
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        problems.append(
-            Problem(
-                where=f"record(select={value!r})",
-                what="must be a pattern over paths of modules and parameters, or a list of them.",
-                fix='Write select="encoder.*", or leave it out to record everything.',
-            )
-        )
-    return tuple(map(str, patterns))
-
-
-def _operators(value: object, problems: list[Problem]) -> tuple[str, ...]:
-    patterns = _listed(value)
-    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-        problems.append(
-            Problem(
-                where=f"record(operators={value!r})",
-                what="must be a pattern over paths of modules, or a list of them.",
-                fix='Write operators="encoder.layers.3", or leave it out to record no operators.',
-            )
-        )
-    return tuple(map(str, patterns))
-
-
-def _detail(value: object, problems: list[Problem]) -> frozenset[str]:
-    wanted = [str(name) for name in _listed(value)]
-    problems += [
-        Problem.unknown_name(where="record(detail=...)", kind="a detail", found=name, known=DETAILS)
-        for name in wanted
-        if name not in DETAILS
-    ]
-    return frozenset(("summary", *wanted))
-
-
-def _steps(value: str | int | Iterable[int] | None, problems: list[Problem]) -> StepSelection:
-    chosen = parse_steps(value, where="record(steps=...)")
-    if isinstance(chosen, StepSelection):
-        return chosen
-    problems.append(chosen)
-    return ALL_STEPS
-
-
-def _ranks(value: object, problems: list[Problem]) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    ranks = _listed(value)
-    if not all(_is_whole(rank) and rank >= 0 for rank in ranks):
-        problems.append(
-            Problem(
-                where=f"record(ranks={value!r})",
-                what="must be a rank, or a list of ranks, counted from 0.",
-                fix="Write ranks=[0, 1], or leave it out to record all of them.",
-            )
-        )
-        return None
-    return tuple(sorted(set(ranks)))
-
-
-def _every(value: int, problems: list[Problem]) -> int:
-    if not _is_whole(value) or value < 1:
-        problems.append(
-            Problem(
-                where=f"record(every={value!r})",
-                what="must be a whole number of steps, at least 1.",
-                fix="Write every=1 to record every step, or leave it out.",
-            )
-        )
-    return value
-
-
-def _batch_axis(value: object, problems: list[Problem]) -> Mapping[str, int | None]:
-    if value is None:
-        return {}
-    axes = {"*": value} if _is_whole(value) else value
-    if isinstance(axes, Mapping) and all(axis is None or _is_whole(axis) for axis in axes.values()):
-        return {str(pattern): axis for pattern, axis in axes.items()}
-    problems.append(
-        Problem(
-            where=f"record(batch_axis={value!r})",
-            what="must be an axis, or axes by pattern over module paths.",
-            fix='Write batch_axis=1, or batch_axis={"encoder.*": 1, "rotary": None}.',
-        )
-    )
-    return {}
-
-
-def _sample_order(value: str, problems: list[Problem]) -> SampleOrder:
-    for known in SAMPLE_ORDERS:
-        if value == known:
-            return known
-    where = "record(sample_order=...)"
-    problems.append(
-        Problem.unknown_name(where=where, kind="an order of samples", found=str(value), known=SAMPLE_ORDERS)
-    )
-    return "blocks"
-
-
-def _listed(value: object) -> list[Any]:
-    """What the user listed; one thing alone is a list of it."""
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)

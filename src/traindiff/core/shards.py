@@ -1,4 +1,4 @@
-"""Which elements of a global tensor an observation covers, and how positions map to the global index."""
+"""Parts of a global tensor: those that users declare, those that ranks hold, and the global index of elements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIX = 'Write shards=[traindiff.shard("*.attention.core", dim=1, axis="tp"), ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredShard:
-    """How some tensors are divided along one axis of a device mesh; see `shard`."""
+    """Declaration of how some tensors are divided along one axis of a device mesh; `shard` makes it."""
 
     pattern: str
     dim: int | None
@@ -25,7 +25,7 @@ class DeclaredShard:
 
     @property
     def axis_name(self) -> str:
-        """The axis as people read it."""
+        """Name of the axis for messages."""
         if isinstance(self.axis, str):
             return self.axis
         names = getattr(self.axis, "mesh_dim_names", None)
@@ -37,7 +37,7 @@ class DeclaredShard:
 
 
 def shard(pattern: str, *, dim: int | None = None, axis: Any, blocks: int = 1, partial: bool = False) -> DeclaredShard:
-    """Say which part of a global tensor each rank holds of plain tensors, for `record(shards=...)`.
+    """Declare which part of a global tensor each rank holds in a plain tensor, for `record(shards=...)`.
 
     ```python
     traindiff.record(path, model, optimizer, shards=[
@@ -47,18 +47,18 @@ def shard(pattern: str, *, dim: int | None = None, axis: Any, blocks: int = 1, p
     ])
     ```
 
-    Of several declarations for one axis and one tensor, the first holds. Declarations for several axes are
-    carried out one after the other. Parts are taken as equally long on all ranks.
+    If several declarations for one axis match a tensor, the first one counts. Declarations for several axes are
+    applied one after the other. All ranks are assumed to hold equally long parts.
 
     Args:
         pattern: Glob over canonical paths of modules (`"(root)"` for the model, and its inputs), or over a path and a
-            slot (`"attention output[1]"`). One that matches no module is of parameters.
-        dim: Which dim is divided; None where each rank has all of the tensor.
-        axis: Over which ranks: the name of an axis of the model's DeviceMesh, a DeviceMesh with one axis, or a
-            process group.
-        blocks: How many equal blocks the dim consists of, each of which is divided by itself: 3 for queries,
-            keys and values in one tensor.
-        partial: Whether each rank has a term of a sum instead.
+            slot (`"attention output[1]"`). A glob that matches no module is tried on parameters.
+        dim: Dim that is divided; None if each rank has all of the tensor.
+        axis: Ranks over which it is divided: the name of an axis of the model's DeviceMesh, a DeviceMesh with one
+            axis, or a process group.
+        blocks: Number of equal blocks of the dim, each of which is divided separately: 3 for queries, keys and values
+            in one tensor.
+        partial: Whether each rank has a term of a sum instead of a part.
 
     Returns:
         The declaration, for the list that `record(shards=...)` takes. It is checked there.
@@ -85,36 +85,24 @@ def checked_shards(value: object, problems: list[Problem]) -> tuple[DeclaredShar
 
 
 def _problems(one: DeclaredShard) -> list[Problem]:
-    where = f"record(shards=...), {one.pattern!r}"
-    found = []
+    found: list[tuple[str, str]] = []
     if not isinstance(one.pattern, str) or not one.pattern:
-        what = "is no pattern over paths of modules or parameters."
-        found.append(Problem(where=where, what=what, fix=_FIX))
+        found.append(("is no pattern over paths of modules or parameters.", _FIX))
     if one.dim is not None and (not isinstance(one.dim, int) or isinstance(one.dim, bool)):
-        found.append(
-            Problem(
-                where=where,
-                what=f"has dim={one.dim!r}, which is no dim of a tensor.",
-                fix="Write a whole number, e.g. dim=1, or leave it out where each rank has all of the tensor.",
-            )
-        )
+        fix = "Write a whole number, e.g. dim=1, or leave it out where each rank has all of the tensor."
+        found.append((f"has dim={one.dim!r}, which is no dim of a tensor.", fix))
     if one.partial and one.dim is not None:
         what = f"is partial and has dim={one.dim}: a term of a sum has all elements."
-        found.append(Problem(where=where, what=what, fix=f"Write either dim={one.dim} or partial=True."))
+        found.append((what, f"Write either dim={one.dim} or partial=True."))
     if not isinstance(one.blocks, int) or one.blocks < 1:
-        what = f"has blocks={one.blocks!r}, which is no number of blocks."
-        found.append(
-            Problem(
-                where=where,
-                what=what,
-                fix="Write of how many equal blocks the dim consists, e.g. blocks=3, or leave it out.",
-            )
-        )
-    return found
+        fix = "Write of how many equal blocks the dim consists, e.g. blocks=3, or leave it out."
+        found.append((f"has blocks={one.blocks!r}, which is no number of blocks.", fix))
+    where = f"record(shards=...), {one.pattern!r}"
+    return [Problem(where=where, what=what, fix=fix) for what, fix in found]
 
 
 Ranges = tuple[tuple[int, int], ...]
-"""First index and length of each of several ranges, in the order in which a local tensor holds them; at least one."""
+"""First index and length of one or more ranges, in the order in which a local tensor holds them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +110,8 @@ class Box:
     """A part of a local tensor that is one box of the global one.
 
     Attributes:
-        first: Where it begins in the local tensor, by axis.
-        offset: Where it begins in the global tensor.
+        first: Its first index in the local tensor, by axis.
+        offset: Its first index in the global tensor, by axis.
         shape: Its shape.
     """
 
@@ -134,12 +122,12 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Which elements of a global tensor a local tensor holds: the product of some ranges of each axis.
+    """The elements of a global tensor that a local tensor holds: the product of some ranges of each axis.
 
     Attributes:
         shape: Shape of the global tensor.
-        ranges: By axis, what of it the local tensor has.
-        term: Where ranks hold terms of a sum, which of them this is; None where they hold elements.
+        ranges: By axis, the ranges that the local tensor has.
+        term: Number of the term, if ranks hold terms of a sum; None if they hold elements.
     """
 
     shape: tuple[int, ...]
@@ -153,7 +141,7 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the local tensor is all of the global one."""
+        """True if the local tensor is all of the global one."""
         return self.term is None and self.local_shape == self.shape
 
     @property
@@ -162,21 +150,21 @@ class Region:
         return tuple(sum(length for _, length in ranges) for ranges in self.ranges)
 
     def cut(self, dim: int, *, size: int, index: int, blocks: int = 1) -> Region:
-        """Part `index` of `size` along `dim`, as `torch.chunk` makes them: all of one length, the last ones shorter.
+        """Part `index` of `size` along `dim`, as `torch.chunk` makes them: equally long, except the last ones.
 
         Args:
             dim: Axis, from 0.
             size: Number of parts.
-            index: Which of them.
-            blocks: Into how many blocks the axis is divided first, each of which is then cut by itself: 3 for
-                queries, keys and values in one tensor.
+            index: Number of the part.
+            blocks: Number of blocks into which the axis is divided first; each is then cut separately: 3 for queries,
+                keys and values in one tensor.
         """
         pieces = [piece for block in _chunks(self.ranges[dim], blocks) for piece in _chunks(block, size)[index]]
         kept = tuple((first, length) for first, length in pieces if length) or ((self.shape[dim], 0),)
         return replace(self, ranges=(*self.ranges[:dim], kept, *self.ranges[dim + 1 :]))
 
     def summed(self, *, size: int, index: int) -> Region:
-        """Term `index` of the `size` terms into which this is divided."""
+        """Term `index` of the `size` terms of a sum into which the region is divided."""
         return replace(self, term=(self.term or 0) * size + index)
 
     def batch_first(self, axis: int) -> Region:
@@ -206,7 +194,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regions:
-    """Where an activation lies, and where its gradient does: of terms of a sum, each has the gradient of the sum."""
+    """Regions of an activation and of its gradient. A term of a sum has the gradient of the sum."""
 
     value: Region
     gradient: Region
@@ -220,7 +208,7 @@ def _chunks(ranges: Ranges, count: int) -> list[Ranges]:
 
 
 def _between(ranges: Ranges, first: int, end: int) -> Ranges:
-    """What lies from `first` to `end`, counted along the ranges."""
+    """The ranges from position `first` to `end`, counted along them."""
     found, passed = [], 0
     for offset, length in ranges:
         low, high = max(first - passed, 0), min(end - passed, length)
@@ -231,7 +219,7 @@ def _between(ranges: Ranges, first: int, end: int) -> Ranges:
 
 
 OPEN = -1
-"""Length of an axis that is not known while recording: the batch axis, still growing with micro-steps."""
+"""Length of the batch axis, which is not known while recording: it grows with each micro-step."""
 
 BUCKETS = 16
 """Number of row buckets and of column buckets in a profile."""
@@ -251,9 +239,9 @@ class Shard:
     Attributes:
         shape: Shape of the part. One entry for a flat range.
         global_shape: Shape of the whole. Axis 0 is `OPEN` for a batch axis.
-        offset: Where the part begins: one entry per axis of a box, one entry for a flat range.
-        spacing: Of rows that do not lie one after the other, how many do, and how far it is from the first of these
-            to the first of the next: `(1, 4)` for every fourth row. None where all do.
+        offset: First index of the part: one entry per axis of a box, one entry for a flat range.
+        spacing: For rows with gaps between groups of them: rows in a group, and distance from one group to the
+            next. `(1, 4)` is every fourth row. None for rows without gaps.
     """
 
     shape: tuple[int, ...]
@@ -274,7 +262,7 @@ class Shard:
 
     @property
     def batched(self) -> bool:
-        """Whether axis 0 is a batch axis."""
+        """True if axis 0 is a batch axis."""
         return bool(self.global_shape) and self.global_shape[0] == OPEN
 
     @property
@@ -299,7 +287,7 @@ class Shard:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the part is one run of global indices, in the order of its own elements."""
+        """True if the part is one run of global indices, in the order of its own elements."""
         if self.spacing and self.shape[0] > self.spacing[0] != self.spacing[1]:
             return False
         if len(self.shape) != len(self.global_shape) or len(self.shape) <= 1:
@@ -317,7 +305,7 @@ class Shard:
             memory: Strides of the local tensor in memory, one per entry of `shape`.
 
         Returns:
-            As `shape` has them; of spaced rows, two axes.
+            One entry per entry of `shape`, and two for spaced rows.
         """
         if len(self.shape) != len(self.global_shape):  # a flat range
             return self.shape, tuple(memory), (1,)
@@ -348,14 +336,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What a rank's local tensor holds of one parameter: some of its elements, one after the other.
+    """Consecutive elements of a local tensor that belong to one parameter.
 
-    An engine that flattens parameters into one tensor holds several in it, or parts of them.
+    An engine that flattens parameters into one tensor holds several parameters, or parts of them, in it.
 
     Attributes:
         path: Canonical path of the parameter.
-        first: Where the elements begin in the local tensor, flattened.
-        shard: Which elements of the parameter they are. None for all of them, and where the tensor says it itself.
+        first: Position of the first element in the flattened local tensor.
+        shard: Their place in the parameter. None for all of it, or if the tensor itself describes it.
     """
 
     path: str
@@ -368,9 +356,9 @@ class Grid:
     """How profiles bucket rows and columns.
 
     The element with global index i lies in row `i // columns` and column `i % columns`; its
-    buckets are `(row // row_block) % 16` and `column // column_block`. Of a parameter the rows
-    are axis 0 and the columns all other axes; of a batched tensor the rows are axis 1 (positions
-    of a sequence, channels of an image) of every sample.
+    buckets are `(row // row_block) % 16` and `column // column_block`. The rows of a parameter
+    are axis 0, and its columns all other axes. The rows of a batched tensor are axis 1 (positions of a
+    sequence, channels of an image) of every sample.
     """
 
     columns: int

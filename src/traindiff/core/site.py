@@ -1,4 +1,4 @@
-"""Where a tensor lives: canonical paths, phases in dataflow order, and stages of a phase."""
+"""Sites of tensors: canonical paths of modules and parameters, and the phases of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PHASES = ("batch", "forward", "loss", "backward", "grad", "optimizer", "update",
 """What can be observed in a step, in dataflow order."""
 
 ROOT = "(root)"
-"""How the root module's empty path is spelt where people read it."""
+"""Spelling of the root module's empty path for people."""
 
 WRAPPERS = frozenset(
     {
@@ -30,7 +30,7 @@ _PART = re.compile(r"_traindiff_part_\d+")
 
 
 def part_name(number: int) -> str:
-    """What a model that is recorded in several parts is taken to call one of them; paths in it go on without it."""
+    """Name under which one part of a model is held when the model is recorded in several parts; paths leave it out."""
     return f"_traindiff_part_{number}"
 
 
@@ -41,7 +41,7 @@ def path_in_whole(path: str) -> str:
 
 
 class _Escapes(dict[int, int | str]):
-    """What stands for a character, for `str.translate`: itself, or its escape. The first ones are kept."""
+    """Table for `str.translate` that maps a character to itself or to its escape; it caches the first ones."""
 
     def __missing__(self, code: int) -> int | str:
         one = chr(code)
@@ -56,14 +56,14 @@ _ESCAPES = _Escapes()
 
 
 def printable(text: str) -> str:
-    r"""`text` on one line, without codes that a terminal would follow: names may hold anything.
+    r"""`text` on one line, without control codes for a terminal: names may hold anything.
 
     Args:
         text: Any text, also one that is not valid Unicode.
 
     Returns:
-        The same with an escape (`\n`, `\x1b`, `\u202e`) for each character that `str.isprintable` is false of; text
-        without any, which what this function returns always is, as it was.
+        The text with an escape (`\n`, `\x1b`, `\u202e`) for each character that is not `str.isprintable`. A second call
+        changes nothing.
     """
     if text.isprintable():
         return text
@@ -79,10 +79,9 @@ def canonical_path(path: str) -> str:
 def canonical_paths(paths: Iterable[str]) -> dict[str, str]:
     """Map each module or parameter path to its canonical path.
 
-    A wrapper and the module inside it have one canonical path; the innermost keeps it and the
-    wrapper is left out, so that nothing is observed twice. Where stripping would give one
-    name to two modules that do not contain each other (a model may have a layer that is
-    really called `module`), all of them keep the path that they have.
+    A wrapper and the module inside it have the same canonical path. The innermost module gets it and the wrapper is
+    left out, so that nothing is observed twice. If two modules that do not contain each other would get the same path
+    (a model may have a layer that is really called `module`), all of them keep their own paths.
 
     Args:
         paths: Distinct paths as `named_modules` or `named_parameters` spell them.
@@ -109,11 +108,11 @@ def _contains(outer: str, inner: str) -> bool:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a glob of the user matches a canonical path; the root is `(root)` or `*`."""
+    """True if a glob of the user matches a canonical path; the root matches `(root)` and `*`."""
     pattern = printable(pattern)  # as paths are
     return fnmatchcase(path or ROOT, pattern) or (not path and pattern == "*")
 
 
 def label(path: str, slot: str) -> str:
-    """A site as people read it: `transformer.h.3.mlp output[0]`."""
+    """A site in readable form: `transformer.h.3.mlp output[0]`."""
     return f"{path or ROOT} {slot}".rstrip()

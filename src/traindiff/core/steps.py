@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from traindiff.errors import Problem
 
 _RANGE = re.compile(r"\s*+(\d{1,19})\s*+(?:(-)\s*+(\d{0,19})\s*+)?")
-"""Possessive, so that the time is linear in any text; no step has more digits."""
+"""Possessive quantifiers keep the time linear in any text."""
 
 _MOST_CHARACTERS = 1 << 22
 _MOST_SAID = 80
@@ -17,7 +17,7 @@ _MOST_SAID = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSelection:
-    """Which steps; `text` is how they were written, empty for all of them."""
+    """A set of steps; `text` is how the user wrote it, empty for all steps."""
 
     ranges: tuple[tuple[int, int | None], ...] = ()
     text: str = ""
@@ -28,7 +28,7 @@ class StepSelection:
         )
 
     def has_after(self, step: int, *, within: StepSelection, every: int) -> bool:
-        """Whether it has a step after this one that `within` has too and `every` divides."""
+        """True if a later step than this one is in both selections and divisible by `every`."""
         whole: tuple[tuple[int, int | None], ...] = ((0, None),)
         for first, last in self.ranges or whole:
             for other_first, other_last in within.ranges or whole:

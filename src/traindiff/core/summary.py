@@ -43,17 +43,13 @@ LARGEST = {
     "float8_e5m2": 57344.0,
     "float8_e5m2fnuz": 57344.0,
 }
-"""The largest finite number of a dtype: what is larger overflows."""
+"""Largest finite number of a dtype; larger numbers overflow."""
 
 
 def rounding(dtype: str) -> float:
-    """Floor of one operation in `dtype`: `c * u`; 0 for dtypes without fractions."""
+    """Noise floor of one operation in `dtype`: `c * u`; 0 for dtypes without fractions."""
     u = UNIT_ROUNDOFF.get(dtype, 0.0)
     return (32.0 if u <= UNIT_ROUNDOFF["float32"] else 2.0) * u
-
-
-DETAILS = ("summary", "exponents", "signs", "md5", "tensors")
-"""Parts that can be recorded; `summary` always is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +73,7 @@ class Detail:
 
     Attributes:
         exponents: Histogram of binary exponents; see `traindiff.core.kernels.element_details.exponents`.
-        tensors: What goes into a file of its own: `value`; `positive`, `signless` and `nan`; `intervals`; `md5`.
+        tensors: Tensors for a separate file: `value`; `positive`, `signless` and `nan`; `intervals`; `md5`.
     """
 
     exponents: NDArray[np.int64] | None = None
@@ -85,7 +81,7 @@ class Detail:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it holds."""
+        """Bytes of memory that these parts take."""
         return sum(len(tensor.data) for tensor in self.tensors.values()) + 2560 * (self.exponents is not None)
 
 
@@ -154,15 +150,15 @@ def merge(parts: Sequence[Any] | Summaries) -> Any:
 
 
 def add(parts: Sequence[Any] | Summaries, weights: Sequence[float] | NDArray[np.float64] | None = None) -> Any:
-    """The summary of the weighted sum of tensors of one shape: what is linear of it.
+    """The linear parts of the summary of a weighted sum of tensors of one shape.
 
-    Only `sum` and `sketch` of a sum of tensors follow from those of the terms. The element count
+    Only `sum` and `sketch` of the sum follow from those of the terms. The element count
     stays, counts of non-finite elements become the largest of any term, the norm is estimated
     from the sketch, and everything else is zero (fingerprints) or NaN.
 
     Args:
         parts: Summaries of the terms along axis 0.
-        weights: One factor per term; 1 where left out.
+        weights: One factor per term; 1 if left out.
     """
     stacked = np.asarray(parts, dtype=SUMMARY)
     factor = np.ones(len(stacked)) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -179,13 +175,13 @@ def add(parts: Sequence[Any] | Summaries, weights: Sequence[float] | NDArray[np.
 
 
 def norm(summaries: Any) -> NDArray[np.float64]:
-    """Euclidean norm of the finite elements; NaN where the sum of squares is that of no numbers."""
+    """Euclidean norm of the finite elements; NaN if the sum of squares is NaN."""
     with np.errstate(invalid="ignore"):
         return np.asarray(np.sqrt(summaries["sum_of_squares"]))
 
 
 def largest(summaries: Any) -> NDArray[np.float64]:
-    """Largest |x| of the finite elements; 0 where there are none."""
+    """Largest |x| of the finite elements; 0 if there are none."""
     found = np.maximum(0.0, np.maximum(summaries["maximum"], -summaries["minimum"]))
     return np.asarray(found + 0.0)  # of zeros 0, not -0
 
@@ -203,7 +199,7 @@ def nonfinite_count(summaries: Any) -> NDArray[np.int64]:
 
 
 def number(summary: Any) -> float:
-    """The number that the summary of a single element is of: its sum leaves out what is not finite."""
+    """The value of a one-element tensor, recovered from its summary (`sum` skips NaN and infinities)."""
     if int(summary["nan"]):
         return math.nan
     if int(summary["positive_infinity"]):
@@ -212,7 +208,7 @@ def number(summary: Any) -> float:
 
 
 def mean(summaries: Any) -> NDArray[np.float64]:
-    """Mean of the finite elements; NaN where there are none."""
+    """Mean of the finite elements; NaN if there are none."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray(summaries["sum"] / finite_count(summaries))
 
@@ -236,10 +232,10 @@ def distance(baseline: Any, candidate: Any) -> NDArray[np.float64]:
 
 
 def scale(summaries: Any, factor: Any) -> Any:
-    """Summaries of the tensors multiplied by `factor`, which is positive.
+    """Summaries of the tensors multiplied by a positive `factor`.
 
-    Moments, extremes, profiles and sketches follow the factor; counts and fingerprints, which
-    belong to the bits that were observed, stay.
+    Moments, extremes, profiles and sketches are scaled. Counts and fingerprints stay: they describe the bits that were
+    observed.
     """
     scaled = np.array(summaries, dtype=SUMMARY)
     factor = np.asarray(factor, dtype=np.float64)

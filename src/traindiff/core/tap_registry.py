@@ -1,4 +1,4 @@
-"""Every tap: what turns it on, and what is unknown where it fails. A new tap is its own file and one entry here."""
+"""Every tap, with what turns it on and what is unknown if it fails. A new tap is one file and one entry here."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Tap:
     """A tap, or a part of one that can fail alone.
 
     Attributes:
-        name: What its faults are filed under. A tap that is no part is the module of this name in
-            `traindiff.observe.torch.hooks`, whose `attach(context)` returns what removes it again.
-        observe: Names in `record(observe=...)`, each of which turns it on; none where it is always on. Those that are
-            no phases are its own.
-        by_default: Whether its own names are observed where nothing is chosen.
-        loses: What is unknown where it fails. Stages of a phase that are listed here are recorded only where one of
-            its own names is asked for.
-        part_of: What attaches it, where the session does not do so by `attach`: a tap, or another part of the session.
+        name: Name under which its faults are reported. Unless it is a part of another one, a tap is the module of this
+            name in `traindiff.observe.torch.hooks`, whose `attach(context)` returns a function that removes it.
+        observe: Names in `record(observe=...)`, each of which turns it on; empty if it is always on. Names that are
+            not phases are its own.
+        by_default: Whether its own names are observed by default.
+        loses: Phases and stages that are unknown if it fails. A stage that is listed here is recorded only if one of
+            the tap's own names is chosen.
+        part_of: The tap, or part of the session, that attaches it; empty if the session calls its `attach`.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Tap:
 
     @property
     def own(self) -> tuple[str, ...]:
-        """What there is to observe for its sake, beside the phases."""
+        """Its names that are not phases."""
         return tuple(name for name in self.observe if name not in PHASES)
 
     def is_wanted(self, observe: frozenset[str]) -> bool:
-        """Whether it is attached where these are observed."""
+        """True if it is attached when these names are observed."""
         return not self.observe or not observe.isdisjoint(self.observe)
 
 
@@ -82,20 +82,20 @@ TAPS: tuple[Tap, ...] = (
 """In the order in which they are attached: hooks on one module or call run in this order."""
 
 OBSERVED_BY_DEFAULT = (*PHASES, *(name for tap in TAPS if tap.by_default for name in tap.own))
-"""What is observed where nothing is chosen."""
+"""Names that are observed by default."""
 
 NOT_BY_DEFAULT = tuple(name for tap in TAPS if not tap.by_default for name in tap.own)
-"""What is observed only where it is chosen."""
+"""Names that are observed only if they are chosen."""
 
 OBSERVABLE = (*OBSERVED_BY_DEFAULT, *NOT_BY_DEFAULT)
-"""What `record(observe=...)` may list: phases, and what single taps have of their own."""
+"""Names that `record(observe=...)` accepts: phases, and the own names of taps."""
 
 LOSES = {tap.name: tap.loses for tap in TAPS}
-"""What is unknown where a tap fails, by its name."""
+"""Phases and stages that are unknown if a tap fails, by its name."""
 
 _BY_STAGE = {loss: name for tap in TAPS for name in tap.own for loss in tap.loses if loss[1] is not None}
 
 
 def asked_for_as(phase: str, stage: str) -> str:
-    """What a run must be asked to observe, that it may hold observations of this stage of a phase."""
+    """The name in `record(observe=...)` that a run needs to observe this stage of a phase."""
     return _BY_STAGE.get((phase, stage), phase)

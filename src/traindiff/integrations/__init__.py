@@ -1,1 +1,1 @@
-"""Recording the trainings of other libraries' trainers: one module for each library, which imports it."""
+"""Callbacks that record what the trainers of other libraries train: one module per library, which imports it."""

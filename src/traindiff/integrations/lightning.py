@@ -1,4 +1,4 @@
-"""Record what the `Trainer` of Lightning trains.
+"""Record the trainings of Lightning's `Trainer`.
 
 ```python
 from traindiff.integrations.lightning import RecordingCallback
@@ -7,7 +7,7 @@ trainer = Trainer(max_epochs=3, callbacks=[RecordingCallback("runs/base")])
 trainer.fit(module, loader)
 ```
 
-Both packages do, `lightning` and `pytorch_lightning`: the one that the training has imported.
+This works with `lightning` and `pytorch_lightning`, whichever the training has imported.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _Callback: Any = import_module(_PACKAGE).Callback
 
 
 class RecordingCallback(_Callback):  # type: ignore[misc]  # one of two classes, known when this is imported
-    """Records a training from its first step to its last, under whatever strategy the trainer has.
+    """Records a training from its first step to its last, under any strategy of the trainer.
 
-    Paths are those of the `LightningModule`. Each optimizer counts its own steps, the first that steps also those
-    of forward and backward passes. Validation is recorded only where `evaluation=True` asks for it. A training with
-    one optimizer that goes on from a checkpoint is recorded from that step on, under its number.
+    Paths are those of the `LightningModule`. Each optimizer counts its own steps, and the first that steps also those
+    of forward and backward passes. Validation is recorded only with `evaluation=True`. A training with one optimizer
+    that continues from a checkpoint keeps the numbers of its steps.
 
     Args:
         path: Directory to write.
-        **settings: Those of `traindiff.record`, e.g. `every=10`.
+        **settings: Settings of `traindiff.record`, e.g. `every=10`.
 
     Raises:
         ConfigError: A setting is wrong.
@@ -52,5 +52,5 @@ class RecordingCallback(_Callback):  # type: ignore[misc]  # one of two classes,
         self._recording.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Complete the recording as far as it has come."""
+        """Complete the recording with the steps so far."""
         self._recording.end()

@@ -1,4 +1,4 @@
-"""Record what the `Trainer` of Hugging Face's transformers trains.
+"""Record the trainings of the `Trainer` of Hugging Face's transformers.
 
 ```python
 from traindiff.integrations.transformers import RecordingCallback
@@ -7,8 +7,8 @@ trainer = Trainer(model, args, train_dataset=data, callbacks=[RecordingCallback(
 trainer.train()
 ```
 
-For watching for NaN and infinity, as `--debug underflow_overflow` does, there is
-`traindiff.compat.transformers.UnderflowOverflowCallback`.
+`traindiff.compat.transformers.UnderflowOverflowCallback` watches for NaN and infinity instead, as
+`--debug underflow_overflow` does.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from traindiff.integrations.trainer_recording import TrainerRecording
 
 
 class RecordingCallback(TrainerCallback):  # type: ignore[misc]  # the library is not there for every type check
-    """Records a training from its first step to its last, under whatever the trainer prepares the model for.
+    """Records a training from its first step to its last, with any engine that the trainer prepares the model for.
 
-    Evaluation is recorded only where `evaluation=True` asks for it. A training that goes on from a checkpoint is
-    recorded from that step on, under its number.
+    Evaluation is recorded only with `evaluation=True`. A training that continues from a checkpoint keeps the numbers
+    of its steps.
 
     Args:
         path: Directory to write.
-        **settings: Those of `traindiff.record`, e.g. `every=10`.
+        **settings: Settings of `traindiff.record`, e.g. `every=10`.
 
     Raises:
         ConfigError: A setting is wrong.

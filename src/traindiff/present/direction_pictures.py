@@ -1,50 +1,34 @@
-"""Pictures of the similarity of directions, by matplotlib (extra `png`), which is imported when one is drawn."""
+"""Pictures of how similar the directions of gradients are. matplotlib (extra `png`) is imported when one is drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from traindiff.analyse.signs import Similarities
 from traindiff.analyse.signs.similarities import DROP_PERCENT, START_PERCENT
-from traindiff.errors import ConfigError, Problem
+from traindiff.present.pictures import NewFigure, check_matplotlib, drawing, printable
 from traindiff.storage.location import file_name
 
 _LINE, _BROKEN, _LIMIT, _FAINT = "#1f5fa8", "#c0392b", "#8a8a8a", "#dddddd"
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
+_SETTINGS = {"text.parse_math": False, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 _NAMES = 64
-"""Parameters that a heat map names one by one; of more, every n-th is named."""
-
-
-def check_available() -> None:
-    """Raise unless pictures can be drawn.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ModuleNotFoundError:
-        problem = Problem(
-            where="pictures", what="need matplotlib, which is not installed.",
-            fix="Install it with: pip install 'traindiff[png]'.",
-        )  # fmt: skip
-        raise ConfigError("pictures", [problem], consequence="nothing was written") from None
+"""A heat map names so many parameters one by one. Of more parameters it names every n-th."""
 
 
 def draw(found: Similarities, directory: Path, names: Mapping[str, str] = NO_NAMES) -> list[Path]:
     """Draw a picture for each parameter, one of all together, and the heat map.
 
     Args:
-        found: What to draw.
-        directory: Is made if it is not there. Pictures are called `PARAMETER_similarities.png`,
-            `summary_similarities.png` and `heat_map.png`; of names that are no file names, an encoding stands there.
-        names: What parameters are called, by canonical path, where that is not their path.
+        found: The similarities.
+        directory: Made if it is not there. Pictures are called `PARAMETER_similarities.png`,
+            `summary_similarities.png` and `heat_map.png`; names that are no file names are encoded.
+        names: The names of parameters, by canonical path, where these differ from the path.
 
     Returns:
         The pictures: parameters in their order, the summary, the heat map.
@@ -52,7 +36,7 @@ def draw(found: Similarities, directory: Path, names: Mapping[str, str] = NO_NAM
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    check_available()
+    check_matplotlib("drawing pictures", asked_by="pictures")
     directory.mkdir(parents=True, exist_ok=True)
     broken: dict[str | None, list[int]] = {}
     for one in found.broken:
@@ -61,7 +45,8 @@ def draw(found: Similarities, directory: Path, names: Mapping[str, str] = NO_NAM
     rows: list[tuple[str | None, Sequence[float | None]]] = list(shares.items())
     rows.append((None, [one.share for one in found.summary]))
     drawn = []
-    with _figure(width=7.6, height=3.6) as figure:
+    with drawing(_SETTINGS) as new:
+        figure = new(7.6, 3.6, layout=None)  # a layout that is computed takes longer than the drawing
         for path, values in rows:
             called = "" if path is None else names.get(path, path)
             name = "summary" if path is None else file_name(called)
@@ -72,29 +57,16 @@ def draw(found: Similarities, directory: Path, names: Mapping[str, str] = NO_NAM
             _curve(figure, title, found.steps, values, broken.get(path, ()))
             drawn.append(directory / f"{name}_similarities.png")
             figure.savefig(drawn[-1], dpi=100)
-    drawn.append(directory / "heat_map.png")
-    _heat_map(found, drawn[-1], broken, names)
+        drawn.append(directory / "heat_map.png")
+        _heat_map(new, found, broken, names).savefig(drawn[-1], dpi=120)
     return drawn
-
-
-@contextmanager
-def _figure(*, width: float, height: float, layout: Literal["constrained"] | None = None) -> Iterator[Any]:
-    """A figure that draws without a display, whatever else the process does with matplotlib."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with rc_context({"font.size": 9, "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(width, height), layout=layout)
-        FigureCanvasAgg(figure)
-        yield figure
 
 
 def _curve(
     figure: Any, title: str, steps: Sequence[int], values: Sequence[float | None], broken: Sequence[int]
 ) -> None:
     """Similarity over steps, with the limit of the first step, and the steps that break the rule."""
-    axes = figure.add_axes((0.09, 0.13, 0.85, 0.74))  # a layout that is computed takes longer than the drawing
+    axes = figure.add_axes((0.09, 0.13, 0.85, 0.74))
     heights = np.array([np.nan if value is None else value for value in values])
     at = dict(zip(steps, heights.tolist(), strict=True))
     limit = START_PERCENT / 100
@@ -118,9 +90,9 @@ def _curve(
 
 
 def _heat_map(
-    found: Similarities, path: Path, broken: Mapping[str | None, Sequence[int]], called: Mapping[str, str]
-) -> None:
-    """Parameters over steps, all at once; a dot where the rule is broken."""
+    new: NewFigure, found: Similarities, broken: Mapping[str | None, Sequence[int]], called: Mapping[str, str]
+) -> Any:
+    """All parameters over all steps, with a dot where the rule is broken."""
     names = list(found.parameters)
     shares = np.array(
         [
@@ -129,35 +101,35 @@ def _heat_map(
         ]
     ).reshape(len(names), len(found.steps))
     height = float(np.clip(1.6 + 0.17 * len(names), 3.2, 11))
-    with _figure(width=11, height=height, layout="constrained") as figure:
-        axes = figure.add_subplot()
-        axes.set_facecolor(_FAINT)
-        lowest = float(np.nanmin(shares)) if np.isfinite(shares).any() else 0.9
-        if shares.size:
-            image = axes.imshow(
-                shares, aspect="auto", interpolation="nearest", cmap="viridis", vmin=min(0.9, lowest), vmax=1,
-            )  # fmt: skip
-            bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
-            bar.set_label(f"similarity of directions (white: {START_PERCENT / 100:.2f}, gray: not in both runs)")
-            bar.ax.axhline(START_PERCENT / 100, color="white", linewidth=1.5)
-        _mark_broken(axes, found.steps, names, broken)
-        every = max(1, -(-len(names) // _NAMES))
-        axes.set_yticks(
-            range(0, len(names), every), [_shortened(called.get(name, name), 48) for name in names[::every]], fontsize=7
-        )
-        if every > 1:
-            axes.set_ylabel(f"{len(names)} parameters, one of {every} with its name")
-        ticks = range(0, len(found.steps), max(1, -(-len(found.steps) // 20)))
-        axes.set_xticks(ticks, [str(found.steps[number]) for number in ticks])
-        axes.set_xlabel("step")
-        axes.set_title(_heat_map_title(names, broken), loc="left", fontsize=10, pad=14)
-        figure.savefig(path, dpi=120)
+    figure = new(11, height)
+    axes = figure.add_subplot()
+    axes.set_facecolor(_FAINT)
+    lowest = float(np.nanmin(shares)) if np.isfinite(shares).any() else 0.9
+    if shares.size:
+        image = axes.imshow(
+            shares, aspect="auto", interpolation="nearest", cmap="viridis", vmin=min(0.9, lowest), vmax=1,
+        )  # fmt: skip
+        bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
+        bar.set_label(f"similarity of directions (white: {START_PERCENT / 100:.2f}, gray: not in both runs)")
+        bar.ax.axhline(START_PERCENT / 100, color="white", linewidth=1.5)
+    _mark_broken(axes, found.steps, names, broken)
+    every = max(1, -(-len(names) // _NAMES))
+    axes.set_yticks(
+        range(0, len(names), every), [_shortened(called.get(name, name), 48) for name in names[::every]], fontsize=7
+    )
+    if every > 1:
+        axes.set_ylabel(f"{len(names)} parameters, one of {every} with its name")
+    ticks = range(0, len(found.steps), max(1, -(-len(found.steps) // 20)))
+    axes.set_xticks(ticks, [str(found.steps[number]) for number in ticks])
+    axes.set_xlabel("step")
+    axes.set_title(_heat_map_title(names, broken), loc="left", fontsize=10, pad=14)
+    return figure
 
 
 def _mark_broken(
     axes: Any, steps: Sequence[int], names: Sequence[str], broken: Mapping[str | None, Sequence[int]]
 ) -> None:
-    """A dot on each cell that breaks the rule, and a triangle above each step in which one does."""
+    """Draw a dot on each cell that breaks the rule, and a triangle above each step with such a cell."""
     column = {step: number for number, step in enumerate(steps)}
     cells = [(column[step], row) for row, name in enumerate(names) for step in broken.get(name, ())]
     if not cells:
@@ -186,7 +158,7 @@ def _parameters(count: int) -> str:
 
 
 def _whole_ticks(steps: Sequence[int]) -> list[int]:
-    """At most ten steps, evenly apart, the first of them included."""
+    """At most ten steps, evenly apart."""
     apart = max(1, -(-(steps[-1] - steps[0]) // 10))
     apart = next(nice for power in range(20) for nice in (10**power, 2 * 10**power, 5 * 10**power) if nice >= apart)
     return list(range(-(-steps[0] // apart) * apart, steps[-1] + 1, apart)) or [steps[0]]
@@ -198,8 +170,6 @@ def _broken_text(steps: Sequence[int]) -> str:
 
 
 def _shortened(text: str, length: int) -> str:
-    """A text that fits, without what a font cannot show."""
-    printable = "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
-    return (
-        printable if len(printable) <= length else f"{printable[: length // 2 - 1]}...{printable[-length // 2 + 2 :]}"
-    )
+    """A text of at most this length, without characters that fonts lack."""
+    shown = printable(text)
+    return shown if len(shown) <= length else f"{shown[: length // 2 - 1]}...{shown[-length // 2 + 2 :]}"

@@ -1,10 +1,10 @@
-"""The main pictures of a report as PNG files, for where no browser is."""
+"""The main pictures of a report as PNG files, for where no browser is. They show what the script of a page draws."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +12,57 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.analyse.check import Verdict
-from traindiff.analyse.check.verdict import RunHistory
 from traindiff.analyse.compare import Comparison
-from traindiff.analyse.compare.verdict import NOT_JUDGED, DifferenceHistory
+from traindiff.analyse.merge.history import NOT_JUDGED, DifferenceHistory, RunHistory
 from traindiff.errors import ConfigError, Problem
 from traindiff.present.page import Page, page_of
 from traindiff.present.page.dataflow import Node
+from traindiff.present.page.writing import look
 
-DOTS_PER_INCH = 150
-
-LEAST_SPAN = 1e-3
-"""Of an axis of values, in units of their size; what is smaller is for the plot of differences (as in curves.js)."""
-
-MOST_INCHES = 9.0
+_DOTS_PER_INCH = 150
+_MOST_INCHES = 9.0
 """Height of the heat map, however many sites there are."""
 
-_COLOURS = {"identical": "#14753c", "agrees": "#14753c", "differs": "#c2182b", "unknown": "#8a94a3"}
-_STYLES = {"identical": "-", "agrees": "--", "differs": "-", "unknown": ":"}
-_BASELINE, _CANDIDATE, _FLOOR = "#1f6fd1", "#d9580b", "#8a94a3"
-_RATIO_STOPS = ((-3, "#e3eaf2"), (-0.001, "#6f9fd0"), (0, "#ffd23f"), (1, "#f58220"), (2.5, "#d01c3a"), (4, "#7a0f4f"))
-_AROUND_STOPS = ((-3, "#1f5fa8"), (-0.3, "#cfe0f0"), (0, "#f0f2f5"), (0.3, "#fbe3c8"), (1.5, "#e8672a"), (3, "#9c1147"))
+_BOXES = {"identical": ("good", "-"), "agrees": ("good", "--"), "differs": ("bad", "-"), "unknown": ("floor", ":")}
+"""Color and line of a site in the dataflow, by its status."""
+
+NewFigure = Callable[..., Any]
+"""Makes a figure of so many inches."""
+
+
+def check_matplotlib(where: str, *, asked_by: str) -> None:
+    """Raise unless pictures can be drawn.
+
+    Args:
+        where: The option that asks for pictures, for the message.
+        asked_by: The command, for the message.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401  whether it is there
+    except ModuleNotFoundError:
+        fix = "Install it with: pip install 'traindiff[png]'."
+        problem = Problem(where=where, what="needs matplotlib, which is not installed.", fix=fix)
+        raise ConfigError(asked_by, [problem], consequence="nothing was written") from None
 
 
 def check_directory(directory: Path) -> None:
     """Make sure that pictures can be drawn and written, before what they show is computed.
 
     Args:
-        directory: Where to; made if it is not there.
+        directory: Where to write them; made if it is not there.
 
     Raises:
         ConfigError: matplotlib is not installed, or the directory cannot be made.
     """
-    where = f"--png {directory}"
-    try:
-        import matplotlib.figure  # noqa: F401  whether it is there
-    except ModuleNotFoundError:
-        fix = "Install it with: pip install 'traindiff[png]'"
-        problem = Problem(where=where, what="needs matplotlib, which is not installed.", fix=fix)
-        raise ConfigError("report", [problem], consequence="nothing was written") from None
+    check_matplotlib(f"--png {directory}", asked_by="report")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fix = "Give a directory that is there or can be made, and where you may write."
-        problem = Problem(where=where, what=f"cannot be made: {error.strerror}.", fix=fix)
+        problem = Problem(where=f"--png {directory}", what=f"cannot be made: {error.strerror}.", fix=fix)
         raise ConfigError("report", [problem], consequence="nothing was written") from None
 
 
@@ -63,7 +71,7 @@ def write_pictures(result: Comparison | Verdict, directory: Path) -> list[Path]:
 
     Args:
         result: Of `compare(..., history=True)` or `check(..., history=True)`.
-        directory: Where to; made if it is not there.
+        directory: Where to write them; made if it is not there.
 
     Returns:
         The files.
@@ -72,49 +80,73 @@ def write_pictures(result: Comparison | Verdict, directory: Path) -> list[Path]:
         ConfigError: The result has no history, matplotlib is not installed, or the directory cannot be made.
     """
     check_directory(directory)
-    page = page_of(result)
-    history = result.history
-    figures: dict[str, Any] = {}
-    if history is not None and history.whole.columns:
-        figures["heat-map"] = _heat_map(page, history)
-    if page.data["curves"]:
-        figures["curves"] = _curves(page)
-    if page.flow:
-        figures["dataflow"] = _dataflow(page.flow, page.headline.where if page.headline else "")
+    page, history = page_of(result), result.history
     written = []
-    for name, figure in figures.items():
-        path = directory / f"{name}.png"
-        figure.savefig(path, dpi=DOTS_PER_INCH, facecolor="white")
-        written.append(path)
+    with drawing() as new:
+        drawn = {
+            "heat-map": _heat_map(new, page, history) if history is not None and history.whole.columns else None,
+            "curves": _curves(new, page) if page.data["curves"] else None,
+            "dataflow": _dataflow(new, page.flow, page.headline.told.where) if page.flow and page.headline else None,
+        }
+        for name, figure in drawn.items():
+            if figure is not None:
+                written.append(directory / f"{name}.png")
+                figure.savefig(written[-1], dpi=_DOTS_PER_INCH, facecolor="white")
     return written
 
 
-def _figure(width: float, height: float) -> Any:
+@contextmanager
+def drawing(settings: Any = None) -> Iterator[NewFigure]:
+    """Draw without a display, whatever else the process does with matplotlib.
+
+    Args:
+        settings: Further settings of matplotlib, by name.
+
+    Yields:
+        A function that makes a figure of a width and a height in inches.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    def new(width: float, height: float, *, layout: Any = "constrained") -> Any:
+        figure = Figure(figsize=(width, height), layout=layout)
+        FigureCanvasAgg(figure)
+        return figure
+
+    with rc_context(settings):
+        yield new
+
+
+def printable(text: str) -> str:
+    """A text without the characters that fonts lack."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 def _literal(text: str) -> str:
-    """Text in which a dollar sign begins no formula, and without characters that fonts lack."""
-    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text).replace("$", r"\$")
+    """A text in which a dollar sign begins no formula."""
+    return "\n".join(map(printable, text.split("\n"))).replace("$", r"\$")
 
 
-def _heat_map(page: Page, history: DifferenceHistory | RunHistory) -> Any:
+def _heat_map(new: NewFigure, page: Page, history: DifferenceHistory | RunHistory) -> Any:
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-    comparing = isinstance(history, DifferenceHistory)
-    stops, low, high = (_RATIO_STOPS, -3, 4) if comparing else (_AROUND_STOPS, -3, 3)
+    shown = look()["quantities"]["ratio" if page.about == "comparison" else "relative"]
+    stops, (low, high) = look()["stops"]["light"][shown["stops"]], shown["range"]
     heat = LinearSegmentedColormap.from_list("heat", [((at - low) / (high - low), name) for at, name in stops])
     colors = heat.with_extremes(bad="#ffffff")
     values = np.clip(_logarithms(history), low, high)
     rows = page.data["rows"]
-    order = _order(history, rows)
-    figure = _figure(11, min(MOST_INCHES, max(3.5, 1.6 + 0.012 * len(values))))
+    figure = new(11, min(_MOST_INCHES, max(3.5, 1.6 + 0.012 * len(values))))
     axes = figure.subplots()
     extent = (-0.5, values.shape[1] - 0.5, len(values) - 0.5, -0.5)
     drawn = axes.imshow(
-        values[order], aspect="auto", interpolation="nearest", cmap=colors, norm=Normalize(low, high), extent=extent
+        values[list(page.order)],
+        aspect="auto",
+        interpolation="nearest",
+        cmap=colors,
+        norm=Normalize(low, high),
+        extent=extent,
     )
     places = np.unique(np.linspace(0, values.shape[1] - 1, min(12, values.shape[1])).astype(int))
     axes.set_xticks(places, [str(history.whole.columns[at][0]) for at in places])
@@ -128,8 +160,7 @@ def _heat_map(page: Page, history: DifferenceHistory | RunHistory) -> Any:
     if page.headline is not None and page.headline.row is not None:
         column = history.whole.column_of(page.headline.step)
         axes.plot([column], [page.headline.row], "o", markersize=11, markerfacecolor="none", markeredgecolor="black")
-    name = "difference over floor" if comparing else "L2 norm over its median at the site"
-    bar = figure.colorbar(drawn, ax=axes, label=name, ticks=range(low, high + 1), pad=0.01)
+    bar = figure.colorbar(drawn, ax=axes, label=shown["name"], ticks=range(low, high + 1), pad=0.01)
     bar.ax.set_yticklabels([f"1e{power}" if power else "1" for power in range(low, high + 1)])
     axes.set_title(_literal(page.title), fontsize=10, loc="left")
     return figure
@@ -149,45 +180,34 @@ def _logarithms(history: DifferenceHistory | RunHistory) -> NDArray[np.float32]:
         return np.asarray(np.log10(np.where(sizes > 0, sizes, np.nan) / medians))
 
 
-def _order(history: DifferenceHistory | RunHistory, rows: dict[str, list[Any]]) -> list[int]:
-    """Rows of the history in the order of the page."""
-    from traindiff.core.site import ROOT
-
-    place = {
-        (key.phase, key.stage, key.path or ROOT, key.slot, key.call, key.micro_step): at
-        for key, at in history.whole.sites.items()
-    }
-    names = zip(*(rows[name] for name in ("phase", "stage", "path", "slot", "call", "micro")), strict=True)
-    return [place[one] for one in names]
-
-
-def _curves(page: Page) -> Any:
+def _curves(new: NewFigure, page: Page) -> Any:
     curves = page.data["curves"]
     steps = [first for first, _ in page.data["columns"]]
     comparing = page.about == "comparison"
-    figure = _figure(11, 2.4 * len(curves))
+    color = look()["light"]
+    figure = new(11, 2.4 * len(curves))
     grid = figure.subplots(len(curves), 2 if comparing else 1, squeeze=False, sharex=True)
     for curve, axes in zip(curves, grid, strict=True):
         axes[0].set_title(_literal(curve["title"]), fontsize=9, loc="left")
         if not comparing:
-            axes[0].plot(steps, _array(curve["size"]), color=_BASELINE)
+            axes[0].plot(steps, _array(curve["size"]), color=color["baseline"])
             _widen(axes[0])
             continue
         baseline, floor = _array(curve["baseline"]), _array(curve["floor"])
-        axes[0].plot(steps, baseline, color=_BASELINE, linewidth=2.2, label="baseline")
-        axes[0].plot(steps, _array(curve["candidate"]), "--", color=_CANDIDATE, label="candidate")
+        axes[0].plot(steps, baseline, color=color["baseline"], linewidth=2.2, label="baseline")
+        axes[0].plot(steps, _array(curve["candidate"]), "--", color=color["candidate"], label="candidate")
         _widen(axes[0])
         low, high = axes[0].get_ylim()
         band = np.abs(baseline) * floor
-        axes[0].fill_between(steps, baseline - band, baseline + band, color=_FLOOR, alpha=0.25, label="floor")
+        axes[0].fill_between(steps, baseline - band, baseline + band, color=color["floor"], alpha=0.25, label="floor")
         axes[0].set_ylim(low, high)
         difference = _array(curve["difference"])
         difference[difference == 0] = np.nan
         axes[1].set_title("relative difference, and its floor", fontsize=9, loc="left")
         if np.nanmax(np.append(difference, 0.0)) > 0 or np.nanmax(np.append(floor, 0.0)) > 0:
             axes[1].set_yscale("log")
-        axes[1].plot(steps, floor, ":", color=_FLOOR, label="floor")
-        axes[1].plot(steps, difference, color=_CANDIDATE, label="difference")
+        axes[1].plot(steps, floor, ":", color=color["floor"], label="floor")
+        axes[1].plot(steps, difference, color=color["candidate"], label="difference")
     for axes in grid[:, 0]:
         axes.ticklabel_format(axis="y", useOffset=False)
     for axes in grid.flat:
@@ -201,9 +221,9 @@ def _curves(page: Page) -> Any:
 
 
 def _widen(axes: Any) -> None:
-    """Let an axis of values span a thousandth of their size at least, so that it does not zoom into their rounding."""
+    """Let an axis of values span a part of their size at least, so that it does not zoom into their rounding."""
     low, high = axes.get_ylim()
-    short = (LEAST_SPAN * max(abs(low), abs(high)) - (high - low)) / 2
+    short = (look()["least_span"] * max(abs(low), abs(high)) - (high - low)) / 2
     if short > 0:
         axes.set_ylim(low - short, high + short)
 
@@ -212,44 +232,36 @@ def _array(values: Sequence[float | None]) -> NDArray[np.float64]:
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def _dataflow(flow: Sequence[Sequence[Node]], where: str) -> Any:
+def _dataflow(new: NewFigure, flow: Sequence[Sequence[Node]], where: str) -> Any:
     tallest = max(map(len, flow))
-    figure = _figure(2.9 * len(flow), 0.7 + 1.35 * tallest)
-    axes = figure.subplots()
+    axes = new(2.9 * len(flow), 0.7 + 1.35 * tallest).subplots()
     axes.set_xlim(0, len(flow))
     axes.set_ylim(-tallest / 2, tallest / 2)
     axes.axis("off")
     axes.set_title(_literal(where), fontsize=10, loc="left")
     for number, column in enumerate(flow):
         if number:
-            axes.annotate(
-                "",
-                xy=(number + 0.04, 0),
-                xytext=(number - 0.04, 0),
-                arrowprops={"arrowstyle": "-|>", "color": "#5a6675"},
-            )
+            arrow = {"arrowstyle": "-|>", "color": look()["light"]["faint"]}
+            axes.annotate("", xy=(number + 0.04, 0), xytext=(number - 0.04, 0), arrowprops=arrow)
         for at, node in enumerate(column):
             _box(axes, node, number + 0.5, (len(column) - 1) / 2 - at)
-    return figure
+    return axes.figure
 
 
 def _box(axes: Any, node: Node, x: float, y: float) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    color = _COLOURS[node.status]
+    color, (name, style) = look()["light"], _BOXES[node.status]
     axes.add_patch(
         FancyBboxPatch(
-            (x - 0.42, y - 0.38), 0.84, 0.76, boxstyle="round,pad=0,rounding_size=0.04", edgecolor=color,
-            linestyle=_STYLES[node.status], linewidth=2, facecolor="#fdeaec" if node.first else "#ffffff",
+            (x - 0.42, y - 0.38), 0.84, 0.76, boxstyle="round,pad=0,rounding_size=0.04", edgecolor=color[name],
+            linestyle=style, linewidth=2, facecolor=color["bad-soft" if node.first else "card"],
         )
     )  # fmt: skip
-    lines = ((node.phase, 0.25, "#5a6675", "normal"), (_folded(node.site), 0.05, "#17202b", "bold"),
-             (node.shape, -0.17, "#5a6675", "normal"), (node.size, -0.29, color, "normal"))  # fmt: skip
-    for text, up, shade, weight in lines:
-        axes.text(
-            x - 0.38, y + up, _literal(text), fontsize=8, color=shade, weight=weight, va="center",
-            family="monospace" if weight == "bold" else "sans-serif",
-        )  # fmt: skip
+    site = _literal(_folded(node.site))
+    axes.text(x - 0.38, y + 0.05, site, fontsize=8, color=color["text"], weight="bold", va="center", family="monospace")
+    for text, up, shade in ((node.phase, 0.25, "faint"), (node.shape, -0.17, "faint"), (node.size, -0.29, name)):
+        axes.text(x - 0.38, y + up, _literal(text), fontsize=8, color=color[shade], va="center", family="sans-serif")
 
 
 def _folded(text: str) -> str:

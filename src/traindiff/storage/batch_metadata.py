@@ -1,8 +1,8 @@
-"""What a record batch message says of itself, checked before anything of it is decoded.
+"""Checks of the metadata of a record batch message, made before anything of it is decoded.
 
-The metadata of a message is a flatbuffer (Arrow's Message.fbs). It says where in the body each buffer lies, and a
-compressed buffer begins with the size that it will have. An Arrow reader allocates what it is told there. So the sizes
-are added up here first.
+The metadata are a flatbuffer (Arrow's Message.fbs). They say where in the body each buffer lies, and a compressed
+buffer begins with its decompressed size. An Arrow reader allocates as much memory as these sizes say. So the sizes are
+added up here first.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import numpy as np
 import pyarrow as pa
 
 from traindiff.core.summary import SUMMARY
-from traindiff.storage.checked_rows import Malformed
-from traindiff.storage.schema import SCHEMA
+from traindiff.storage.schema import SCHEMA, Malformed
 
 MOST_MESSAGE_BYTES = 1 << 28
 """Size of a message at most."""
 
 FREE_BYTES = 1 << 23
 EXPANSION = 32
-"""What messages, or compressed bits, hold has at most `FREE_BYTES`, and `EXPANSION` times their own bytes."""
+"""Decoded, a message or compressed bits may have `FREE_BYTES`, and `EXPANSION` times their own bytes."""
 
 _CONTINUATION = b"\xff\xff\xff\xff"
 _RECORD_BATCH = 3
@@ -30,29 +29,16 @@ _ZSTD = 1
 _NOT_COMPRESSED = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSize:
-    """How much a message holds.
-
-    Attributes:
-        rows: Number of observations.
-        num_bytes: Size of all columns when they are decoded.
-    """
-
-    rows: int
-    num_bytes: int
-
-
 def too_much(num_bytes: int, packed_bytes: int) -> bool:
-    """Whether so much may not be packed into so few bytes. Writers then leave it unpacked."""
+    """True if data of this size may not be packed into so few bytes. Writers then leave them unpacked."""
     return num_bytes > FREE_BYTES + EXPANSION * packed_bytes
 
 
-def checked_size(message: bytes) -> BatchSize:
-    """How much a record batch message holds.
+def checked_size(message: bytes) -> int:
+    """Bytes of all columns of a record batch message when they are decoded.
 
     Raises:
-        Malformed: It is no such message, or decoding it would read outside of it or make more than it may hold.
+        Malformed: It is not such a message, or decoding it would read outside of it or take too much memory.
     """
     try:
         return _checked_size(message)
@@ -60,7 +46,7 @@ def checked_size(message: bytes) -> BatchSize:
         raise Malformed(f"its metadata cannot be read ({error})") from None
 
 
-def _checked_size(message: bytes) -> BatchSize:
+def _checked_size(message: bytes) -> int:
     if message[:4] != _CONTINUATION:
         raise Malformed("it does not begin as a message of an Arrow stream does")
     (length,) = struct.unpack_from("<i", message, 4)
@@ -81,7 +67,7 @@ def _checked_size(message: bytes) -> BatchSize:
         raise Malformed(f"it has {rows} rows, and its columns hold {num_bytes} bytes")
     if too_much(num_bytes, len(message)):
         raise Malformed(f"its {len(message)} bytes hold {num_bytes} bytes, more than they may ({_RULE})")
-    return BatchSize(rows=rows, num_bytes=num_bytes)
+    return num_bytes
 
 
 def _decoded_bytes(batch: _Table, body: memoryview) -> int:
@@ -115,7 +101,7 @@ def _decoded(body: memoryview, offset: int, length: int, *, compressed: bool) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """A table of a flatbuffer, whose fields are looked up by number. Nothing outside of the buffer is looked at."""
+    """A table of a flatbuffer, whose fields are looked up by number. Nothing outside the buffer is read."""
 
     data: bytes
     place: int
@@ -125,7 +111,7 @@ class _Table:
         return cls(data=data, place=_unpacked("<I", data, 0))
 
     def number(self, field: int, form: str) -> int:
-        """The number in a field; 0 for one that is left out."""
+        """The number in a field; 0 if the field is left out."""
         where = self._where(field)
         return 0 if where is None else _unpacked(form, self.data, where)
 
@@ -147,7 +133,7 @@ class _Table:
         return [(first, second) for first, second in found]
 
     def _where(self, field: int) -> int | None:
-        """Where a field is; None where it is left out."""
+        """Position of a field; None if it is left out."""
         fields = self.place - _unpacked("<i", self.data, self.place)
         size, entry = _unpacked("<H", self.data, fields), 4 + 2 * field
         if entry + 2 > size or not (offset := _unpacked("<H", self.data, fields + entry)):
@@ -156,13 +142,13 @@ class _Table:
 
 
 def _unpacked(form: str, data: bytes, place: int) -> int:
-    if place < 0:  # which `struct` would count from the end
+    if place < 0:  # struct would count it from the end
         raise Malformed(f"its metadata refer to the place {place}")
     return int(struct.unpack_from(form, data, place)[0])
 
 
 def _layout() -> tuple[int, int]:
-    """How many columns, the inner ones of lists included, and how many buffers the format has."""
+    """Number of columns of the format (with the inner columns of lists) and number of buffers."""
     nodes = buffers = 0
     for kind in SCHEMA.types:
         fixed, any_length = pa.types.is_fixed_size_list(kind), pa.types.is_list(kind)

@@ -1,6 +1,6 @@
-"""Why a rank's steps end early, in a file whose space is taken when the recording begins.
+"""A note that says why a rank's steps end early, in a file whose space is reserved when the recording begins.
 
-A disk that is full takes no new file and no longer one. It does take other bytes in the place of those that are there.
+A full disk accepts no new file and no longer file. It still accepts other bytes in place of existing ones.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ GAP_FILE = "gap.json"
 RESERVED_BYTES = 4096
 _LONGEST_NAME = 200
 _LONGEST_REASON = 600
-"""Characters: of four bytes each they still fit."""
+"""Characters; even with four bytes each, they fit into the reserved space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Where a rank's steps end early, and why.
+    """The place where a rank's steps end early, and the reason.
 
     Attributes:
         reason: Clause without a full stop.
-        step: The first step that is missing, of `optimizer`; None where it is not known.
-        optimizer: Name of the optimizer; empty where `step` is None.
+        step: The first step that is missing, of `optimizer`; None if it is not known.
+        optimizer: Name of the optimizer; empty if `step` is None.
     """
 
     reason: str
@@ -35,7 +35,7 @@ class Gap:
     optimizer: str = ""
 
     def message(self, rank: int) -> str:
-        """The same in one sentence."""
+        """The gap in one sentence."""
         if self.step is None:
             return f"rank {rank}: the recording ends early: {self.reason}; the steps that are left are used."
         of = "" if self.optimizer in ("", "optimizer") else f" of {self.optimizer}"
@@ -43,18 +43,18 @@ class Gap:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something could not be written, as a clause."""
+    """The reason why something could not be written, as a clause."""
     return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
 
 class ReservedNote:
-    """The file of a gap, with its space taken. What is written later replaces blanks.
+    """The file of a gap, whose space is reserved with blanks; a note replaces them later.
 
     Args:
-        path: Local path of the file; nothing is there yet.
+        path: Local path of the file, which does not exist yet.
 
     Raises:
-        OSError: There is no room for it.
+        OSError: The disk has no room for it.
     """
 
     def __init__(self, path: str) -> None:
@@ -67,28 +67,28 @@ class ReservedNote:
             raise
 
     def write(self, gap: Gap) -> None:
-        """Say why nothing follows. Works on a full disk, and after the file was moved."""
+        """Write the note. Works on a full disk, and after the file was moved."""
         self._file.seek(0)
         write_all(self._file, dumped(gap).ljust(RESERVED_BYTES))
 
     def close(self, *, keep: bool) -> None:
-        """Close the file, and remove it unless it says something."""
+        """Close the file, and remove it unless it holds a note to keep."""
         self._file.close()
         if not keep:
             os.unlink(self._path)  # noqa: PTH108
 
 
 def dumped(gap: Gap) -> bytes:
-    """The file's content, without what fills up its space. At most `RESERVED_BYTES`."""
+    """Content of the file without its padding; at most `RESERVED_BYTES`."""
     optimizer, reason = printable(gap.optimizer)[:_LONGEST_NAME], printable(gap.reason)[:_LONGEST_REASON]
     return manifest.dump({"optimizer": optimizer, "reason": reason, "step": gap.step})
 
 
 def parsed(data: bytes, *, where: str) -> Gap | None:
-    """What a file says; None where nothing was written in its space.
+    """The gap that a file describes; None if it holds only blanks.
 
     Raises:
-        CorruptRecordingError: It is not what `dumped` gave.
+        CorruptRecordingError: The file does not hold what `dumped` returned.
     """
     if not data.strip():
         return None

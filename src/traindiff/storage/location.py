@@ -1,23 +1,36 @@
-"""Where a recording is: a local path or any fsspec URL."""
+"""Where a recording is (a local path or any fsspec URL), and room for it there.
+
+What may be replaced is removed, and everything else is left alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import posixpath
 import re
+import weakref
+from collections.abc import Collection
+from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from traindiff.errors import ConfigError, Problem
+from traindiff.storage import manifest
+from traindiff.storage.gap import GAP_FILE
+from traindiff.storage.written_files import UNFINISHED
 
 DATA = "observations.arrows"
-"""File of a rank's observations."""
+"""Name of the file with a rank's observations."""
 
 SEALS = "observations.crc"
-"""File of their checksums."""
+"""Name of the file with their checksums."""
 
 LONGEST = 150
-"""Characters of a file name at most, its ending left out."""
+"""Limit for the characters of a file name without its ending."""
 
 _DIGEST = 16
 _UNSAFE = re.compile(r"[^A-Za-z0-9._\-]")
@@ -29,7 +42,7 @@ def file_name(text: str) -> str:
 
     Letters without accents, digits and `._-` stand for themselves, every other character for the hexadecimal bytes
     of its UTF-8, each behind a `%`. Names that some system reserves (`con`, `..`, a leading dot) begin with
-    `%_`. What is longer than `LONGEST` is cut, and ends in `%~` and 16 hexadecimal digits of the SHA-256 of `text`.
+    `%_`. A longer name than `LONGEST` is cut and ends in `%~` and 16 hexadecimal digits of the SHA-256 of `text`.
     Upper-case letters are kept apart from lower-case ones by the reader, not by a file system that
     ignores case; traindiff's own names begin with a number that is unique.
     """
@@ -53,8 +66,8 @@ def file_system(path: str) -> tuple[Any, str]:
     """The fsspec file system of a path or URL, and the path in it.
 
     Raises:
-        ConfigError: The protocol is not known, or needs a package that is not installed; or the path is relative to
-            a working directory that is gone.
+        ConfigError: The protocol is not known or needs a package that is not installed, or the path is relative to
+            a working directory that no longer exists.
     """
     try:
         file_system, root = fsspec.core.url_to_fs(path)
@@ -72,3 +85,167 @@ def file_system(path: str) -> tuple[Any, str]:
 
 def _unreachable(path: str, what: str, fix: str) -> ConfigError:
     return ConfigError("the path of a recording", [Problem(where=repr(path), what=what, fix=fix)])
+
+
+_FILES = frozenset({DATA, SEALS, "rank.json", "tensors", GAP_FILE, "rank.json" + UNFINISHED, GAP_FILE + UNFINISHED})
+"""Names of everything in a rank's directory."""
+
+_LONGEST_SHOWN = 300
+
+
+def make_room(
+    file_system: Any,
+    root: str,
+    *,
+    path: str,
+    rank: int,
+    recorded: Collection[int],
+    leads: bool,
+    overwrite: bool,
+) -> None:
+    """Remove what an earlier recording left at the place of a new one.
+
+    Args:
+        file_system: File system of the recording.
+        root: Directory of the recording, in this file system.
+        path: The same directory as the user wrote it.
+        rank: Rank of this process.
+        recorded: All ranks that are recorded.
+        leads: Whether this rank also removes the directories of ranks that are not recorded.
+        overwrite: Whether a recording may be removed.
+
+    Raises:
+        ConfigError: The directory holds something else, a recording that may not be replaced, or one that is still
+            being written.
+    """
+    if not file_system.exists(root):
+        return
+    if not file_system.isdir(root):
+        raise unusable(
+            path,
+            what="is a file, and a recording is a directory.",
+            fix="Give the path of a directory that does not exist yet.",
+        )
+    names = _names(file_system, root)
+    mine = rank_directory(rank)
+    beyond = {name for name in names if _rank_of(name) >= 0 and _rank_of(name) not in recorded}
+    if other := _other_things(file_system, root, names, ranks={mine, *beyond} & names):
+        raise unusable(
+            path,
+            what=f"is a directory that holds other things than a recording ({', '.join(sorted(other)[:3])}).",
+            fix="Give the path of a directory that does not exist yet. overwrite=True replaces recordings, "
+            "nothing else.",
+        )
+    stale = sorted(({mine, *beyond} if leads else {mine}) & names)
+    with ExitStack() as locks:
+        if isinstance(file_system, LocalFileSystem):
+            for name in stale:  # nobody else may take one over before it is removed
+                locks.callback(_take_over(posixpath.join(root, name), path=path).release)
+        # Other ranks of this run may have been faster, so their directories are no reason to refuse.
+        if not overwrite and (mine in names or (leads and ("run.json" in names or beyond))):
+            raise unusable(
+                path,
+                what="already holds a recording.",
+                fix="Give another path, or overwrite=True to replace it.",
+            )
+        for name in stale:
+            file_system.rm(posixpath.join(root, name), recursive=True)
+
+
+def _other_things(file_system: Any, root: str, names: set[str], *, ranks: set[str]) -> set[str]:
+    """Names of files that are not part of a recording."""
+    other = {name for name in names if _rank_of(name) < 0} - {"run.json", "run.json" + UNFINISHED}
+    if "run.json" in names:
+        run = file_system.cat_file(posixpath.join(root, "run.json"))
+        if manifest.FORMAT_NAME.encode() not in run:  # damaged or newer is still a recording
+            other.add("run.json")
+    for name in ranks:
+        other |= {f"{name}/{inner}" for inner in _names(file_system, posixpath.join(root, name)) - _FILES}
+    return other
+
+
+def _take_over(directory: str, *, path: str) -> RecordingLock:
+    """The lock of an earlier recording's rank."""
+    lock = RecordingLock(posixpath.join(directory, DATA))
+    if lock.is_taken:
+        raise unusable(
+            path,
+            what=f"is being recorded at the moment ({posixpath.basename(directory)}), by this process or by another "
+            "one.",
+            fix="Give another path, or end that recording first: call its close(), or end its process.",
+        )
+    return lock
+
+
+def unusable(path: str, *, what: str, fix: str) -> ConfigError:
+    """The error for a path that cannot be recorded to."""
+    shown = path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}..."
+    problem = Problem(where=f"record(path={shown!r})", what=what, fix=fix)
+    return ConfigError("record(...)", [problem], consequence="nothing was attached to the model")
+
+
+def _names(file_system: Any, directory: str) -> set[str]:
+    entries = file_system.ls(directory, detail=False)
+    return {posixpath.basename(entry.rstrip("/")) for entry in entries}
+
+
+def _rank_of(name: str) -> int:
+    match = re.fullmatch(r"rank-(\d{5,})", name, re.ASCII)
+    return int(match[1]) if match else -1
+
+
+class RecordingLock:
+    """A lock on a file until `release` or the end of this process; readers ignore it.
+
+    Args:
+        path: Local path of the file.
+
+    Attributes:
+        is_held: Whether this process has the lock. False if another recording has it, the file does not exist, or the
+            file system has no locks.
+        is_taken: Whether another recording has it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.is_taken = False
+        self.is_held = False
+        self._fd = -1
+        _LOCKS.add(self)
+        try:
+            import fcntl  # missing on Windows, where recordings are compared too
+
+            _release_in_forks()
+            self._fd = os.open(path, os.O_RDWR)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.is_held = True
+        except BlockingIOError:
+            self.is_taken = True
+            self.release()
+        except (ImportError, OSError):  # no file, no right to write it, or no locks on this system
+            self.release()
+
+    def __del__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Release the lock. Later calls do nothing."""
+        fd, self._fd = self._fd, -1
+        self.is_held = False
+        _LOCKS.discard(self)
+        if fd >= 0:
+            os.close(fd)
+
+
+_LOCKS: weakref.WeakSet[RecordingLock] = weakref.WeakSet()
+"""The locks of this process, for its forks."""
+
+
+@cache
+def _release_in_forks() -> None:
+    """Make forks of this process release its locks, so that no data-loader worker keeps one."""
+    os.register_at_fork(after_in_child=_release_all)
+
+
+def _release_all() -> None:
+    for lock in list(_LOCKS):
+        lock.release()

@@ -1,4 +1,4 @@
-"""`run.json` and `rank.json`: what a recording says about its run, with a checksum and a version."""
+"""`run.json` and `rank.json`: the description of a run, with a checksum and a format version."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from traindiff.core.settings import MOST_RANKS, SETTINGS
 from traindiff.core.site import printable
-from traindiff.core.untrusted import (
+from traindiff.core.untrusted.demands import (
     ANYTHING,
     FLAG,
     NUMBER,
@@ -28,11 +29,11 @@ from traindiff.errors import CorruptRecordingError, FormatVersionError, NotAReco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a training ended, as its recorder has said it when it closed the recording.
+    """How a training ended, as its recorder wrote it when it closed the recording.
 
     Attributes:
-        steps: How many steps each optimizer has ended, by name; empty where that is not known.
-        error: What ended it before its time, as a clause; empty where nothing did, or that is not known.
+        steps: Number of finished steps by optimizer name; empty if not known.
+        error: The reason why it ended early, as a clause; empty if it did not, or if that is not known.
     """
 
     steps: Mapping[str, int] = field(default_factory=dict)
@@ -40,10 +41,10 @@ class Ended:
 
 
 def ended(content: Mapping[str, Any]) -> Ended:
-    """What a rank says of its end; nothing is known of one that was killed, or that another writer has written.
+    """The end of a rank from its `rank.json`; empty for a rank that was killed, or of another writer.
 
     Args:
-        content: Of its `rank.json`. What in it makes no sense is left out.
+        content: Content of its `rank.json`. Entries that make no sense are ignored.
     """
     said = content.get("ended")
     if not isinstance(said, dict):
@@ -66,11 +67,7 @@ def _says(error: Mapping[str, Any]) -> str:
     return f"the training was ended by {kind} in step {step}" + (f": {message}" if message else "")
 
 
-MOST_RANKS = 1 << 17
-"""Ranks of a run at most."""
-
 _COUNT = whole(0)
-_LENGTH = whole(0)
 
 _MESH = nullable(
     shaped(
@@ -93,21 +90,7 @@ RUN: Demand = shaped(
         "world_size": whole(1, MOST_RANKS),
         "settings": shaped(
             {},
-            {
-                "observe": listed(TEXT),
-                "select": listed(TEXT),
-                "detail": listed(TEXT),
-                "bounds": listed(NUMBER),
-                "steps": nullable(TEXT),
-                "ranks": nullable(listed(whole(0, MOST_RANKS - 1))),
-                "every": whole(1),
-                "batch_axis": mapped(ANYTHING),
-                "sample_order": TEXT,
-                "shards": listed(TEXT),
-                "operators": listed(TEXT),
-                "evaluation": FLAG,
-                "replica": nullable(TEXT),
-            },
+            {name: setting.in_json for name, setting in SETTINGS.items() if setting.in_json is not None},
         ),
     },
     {
@@ -134,9 +117,9 @@ RUN: Demand = shaped(
         "source": mapped(ANYTHING),
     },
 )
-"""What a `run.json` of the current version must be."""
+"""Keys and types of a `run.json` of the current version."""
 
-_TENSORS = mapped(shaped({}, {"shape": listed(_LENGTH), "dtype": TEXT, "requires_grad": FLAG}))
+_TENSORS = mapped(shaped({}, {"shape": listed(_COUNT), "dtype": TEXT, "requires_grad": FLAG}))
 
 _CALLED = shaped(
     {},
@@ -153,6 +136,7 @@ _CALLED = shaped(
 RANK: Demand = shaped(
     {},
     {
+        "rank": whole(0, MOST_RANKS - 1),
         "model": TEXT,
         "modules": mapped(TEXT),
         "parameters": _TENSORS,
@@ -173,7 +157,7 @@ RANK: Demand = shaped(
         "not_forced": mapped(TEXT),
     },
 )
-"""What a `rank.json` must be."""
+"""Keys and types of a `rank.json`."""
 
 
 FORMAT_NAME = "traindiff-recording"
@@ -182,11 +166,11 @@ FORMAT_VERSION = 1
 Manifest = dict[str, Any]
 
 MIGRATIONS: Mapping[int, Callable[[Manifest], Manifest]] = {}
-"""By version: the pure function that turns a `run.json` of that version into one of the next."""
+"""By version: a pure function that turns a `run.json` of that version into one of the next version."""
 
 
 def dump(manifest: Mapping[str, Any]) -> bytes:
-    """The manifest as JSON with the checksum of its canonical form in it."""
+    """The manifest as JSON, including the checksum of its canonical form."""
     return json.dumps(
         {**manifest, "checksum": _checksum(manifest)}, indent=2, ensure_ascii=False, sort_keys=True
     ).encode()
@@ -205,14 +189,14 @@ def load_rank(data: bytes, *, where: str) -> Manifest:
     """Parse a `rank.json`.
 
     Raises:
-        CorruptRecordingError: See `load`; or it does not say what a `rank.json` must say.
+        CorruptRecordingError: See `load`; or it is not as `RANK` demands.
     """
     content: Manifest = demanded(load(data, where=where), RANK, where=where)
     return content
 
 
 def _checked(manifest: Manifest, where: str) -> Manifest:
-    """A manifest without its checksum, which fits."""
+    """The manifest without its checksum, after checking it."""
     found = manifest.pop("checksum", None)
     expected = _checksum(manifest)
     if found != expected:
@@ -227,16 +211,16 @@ def load_run(data: bytes, *, where: str) -> Manifest:
     """Parse a `run.json` and bring it to `FORMAT_VERSION`.
 
     Raises:
-        NotARecordingError: JSON of something else.
-        FormatVersionError: A newer format than this traindiff reads.
-        CorruptRecordingError: See `load`; or it does not say what a `run.json` must say.
+        NotARecordingError: It is the JSON of something else.
+        FormatVersionError: Its format is newer than this traindiff reads.
+        CorruptRecordingError: See `load`; or it is not as `RUN` demands.
     """
     found: Manifest = demanded(parse(data, where=where), shaped({}), where=where)
     if found and found.get("format") != FORMAT_NAME and "checksum" not in found:
         raise _another_format(found, where)
     version = found.get("version")
     if isinstance(version, int) and version > FORMAT_VERSION:
-        # Before the checksum: a newer version may compute it otherwise.
+        # Before the checksum, which a newer version may compute differently.
         raise FormatVersionError(
             f"{where} has format version {version}; this traindiff reads versions up to {FORMAT_VERSION}. "
             "Update it with: pip install --upgrade traindiff"
@@ -252,14 +236,7 @@ def load_run(data: bytes, *, where: str) -> Manifest:
 
 
 def readable(content: Any) -> Any:
-    """What is in a manifest, with all texts and keys `printable`.
-
-    Args:
-        content: A manifest, or what is in one; is not changed.
-
-    Returns:
-        A copy.
-    """
+    """A copy of a manifest, or of a value in it, whose texts and keys are all `printable`."""
     if isinstance(content, str):
         return printable(content)
     if isinstance(content, list):
@@ -270,7 +247,7 @@ def readable(content: Any) -> Any:
 
 
 def framework(run: Mapping[str, Any]) -> tuple[str, str]:
-    """The framework that a run was trained with, and its version, by its `run.json`."""
+    """Name and version of the framework that a run was trained with, from its `run.json`."""
     name = run.get("environment", {}).get("framework", "torch")
     return name, str(run.get("versions", {}).get(name, "unknown"))
 

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.core.shards import Shard
-from traindiff.core.untrusted import MOST_JSON_BYTES, Folder
+from traindiff.core.untrusted.demands import MOST_JSON_BYTES
+from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import MixedRecordingError, NotARecordingError
 from traindiff.storage import manifest, tensor_files
 from traindiff.storage.location import file_system, rank_directory
@@ -21,11 +22,11 @@ from traindiff.storage.stream import RankStatus, RankStream, StepObservations
 
 
 class Run(Protocol):
-    """A run, but for its steps, which come one by one."""
+    """A run without its steps."""
 
     @property
     def path(self) -> str:
-        """Where it is, or what it is called."""
+        """Its path or name."""
 
     @property
     def run(self) -> Mapping[str, Any]:
@@ -33,31 +34,31 @@ class Run(Protocol):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that are there, ascending."""
+        """Ranks that have been recorded, ascending."""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that it has."""
+        """Number of ranks of the run."""
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        """Ranks that should have been recorded and left nothing."""
+        """Ranks that should have been recorded but left nothing."""
 
     def rank_content(self, rank: int) -> Mapping[str, Any]:
         """Content of a rank's `rank.json`."""
 
     def status(self, rank: int) -> RankStatus:
-        """How what a rank has recorded ends."""
+        """The end of a rank's recording."""
 
 
 _BLOCK_BYTES = 1 << 20
 
 
 class Recording:
-    """A recording on disk, whole, cut off by a kill, or still being written; `open_recording` makes it.
+    """A recording on disk: whole, cut off by a kill, or still being written. `open_recording` makes it.
 
-    Nothing but its JSON files is read before it is asked for. Names and all other texts in it are `printable`: whoever
-    wrote it may have put codes into them that a terminal would follow.
+    Only its JSON files are read in advance. Names and all other texts in it are `printable`, because a stranger may
+    have put control codes for a terminal into them.
 
     Args:
         path: Its directory: a local path or any fsspec URL.
@@ -65,7 +66,7 @@ class Recording:
     Attributes:
         path: As the user gave it.
         run: Content of `run.json`, migrated to the current format version.
-        ranks: Ranks that are there, ascending.
+        ranks: Ranks that have been recorded, ascending.
     """
 
     def __init__(self, path: str) -> None:
@@ -73,7 +74,7 @@ class Recording:
         self._fs, self._root = file_system(path)
         self._folder = Folder(self._fs, self._root)
         self._contents: dict[int, dict[str, Any]] = {}
-        self._num_verified: dict[int, int] = {}  # steps whose files are known to be as they were written
+        self._num_verified: dict[int, int] = {}  # steps whose files have been checked
         self.run = self._read_run()
         found = {
             int(match[1])
@@ -89,26 +90,31 @@ class Recording:
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        """Ranks that should have been recorded and left nothing."""
+        """Ranks that should have been recorded but left nothing."""
         wanted = self.run["settings"].get("ranks")
         expected = range(self.world_size) if wanted is None else wanted
         there = frozenset(self.ranks)
         return tuple(rank for rank in expected if rank not in there)
 
     def rank_content(self, rank: int) -> dict[str, Any]:
-        """Content of `rank.json` when it was first asked for; empty where the run was killed before it was written.
+        """Content of `rank.json`, read once; empty if the run was killed before it was written.
 
         Args:
             rank: One of `ranks`.
 
         Raises:
             CorruptRecordingError: The file is damaged.
-            MixedRecordingError: It is of another run.
+            MixedRecordingError: It belongs to another run.
         """
         if rank not in self._contents:
             content = self._read_rank(f"{rank_directory(rank)}/rank.json")
+            if (named := content.pop("rank", rank)) != rank:
+                raise MixedRecordingError(
+                    f"{self._folder.path(rank_directory(rank))} holds rank {named}, as its rank.json says. "
+                    "Give each directory its name again, or restore them from where they were copied."
+                )
             self._check_run(content, rank)
-            # What ranks say alike, as most do of modules and parameters, is kept once.
+            # Ranks that share a value, as most do for modules and parameters, share one object.
             before = next(reversed(self._contents.values()), {})
             self._contents[rank] = {
                 name: before[name] if name in before and before[name] == value else value
@@ -126,7 +132,7 @@ class Recording:
     def _check_run(self, content: Mapping[str, Any], rank: int) -> None:
         said = {"number of ranks": (content.get("world_size"), self.world_size)}
         meshes = [one.get("mesh") or {} for one in (content, self.run)]
-        if not any("pipeline" in mesh for mesh in meshes):  # a rank may have ended before it knew
+        if not any("pipeline" in mesh for mesh in meshes):  # a rank may have ended before it knew its stage
             said |= {name: (meshes[0][name], meshes[1][name]) for name in meshes[0].keys() & meshes[1].keys()}
         for name, (of_rank, of_run) in said.items():
             if of_rank is not None and of_rank != of_run:
@@ -136,31 +142,37 @@ class Recording:
                 )
 
     def status(self, rank: int) -> RankStatus:
-        """How the rank's stream ends, from its seals and the length of its data, and what its `rank.json` says of it.
+        """The end of the rank's stream, from its seals, the length of its data and its `rank.json`.
 
         Args:
             rank: One of `ranks`.
 
         Raises:
             CorruptRecordingError: The seals, or `rank.json`, are damaged.
-            MixedRecordingError: The rank is of another run.
+            MixedRecordingError: The rank belongs to another run.
         """
         status = self._stream(rank).status()
+        if status.ending != "closed":
+            return status
+        if not self._folder.exists(f"{rank_directory(rank)}/rank.json"):
+            missing = (
+                "its rank.json is missing, although it was closed. Restore it from where the recording was copied."
+            )
+            return RankStatus(rank=rank, ending="truncated", message=f"rank {rank}: {missing}")
         error = ended(self.rank_content(rank)).error
-        return status if status.ending != "closed" or not error else status.aborted(error)
+        return status.aborted(error) if error else status
 
     def steps(self, rank: int) -> Iterator[StepObservations]:
         """The rank's steps, those of one optimizer in their order; one per optimizer in memory.
 
-        A scalar that was logged after its step had been written is part of that step.
+        A scalar that was logged after its step had been written still belongs to that step.
 
         Args:
             rank: One of `ranks`.
 
         Raises:
-            CorruptRecordingError: The bytes are not those that were written, or a file with tensors that a step
-                names is missing or damaged: each of these is looked at once. A stream that is merely cut off ends
-                at its last whole step.
+            CorruptRecordingError: The bytes are not those that were written, or a file with tensors of a step is
+                missing or damaged (each is checked once). A stream that is merely cut off ends at its last whole step.
         """
         known = self._num_verified.get(rank, 0)
         steps = self._stream(rank).steps()
@@ -172,7 +184,7 @@ class Recording:
             yield here.pop()
 
     def tensors(self, step: StepObservations, row: int) -> dict[str, NDArray[np.generic]]:
-        """What was kept of an observation in a file of its own; empty where nothing was.
+        """Tensors that were kept of an observation in a separate file; empty if there are none.
 
         Args:
             step: One of `steps`.
@@ -180,8 +192,8 @@ class Recording:
 
         Returns:
             `value`: the tensor (bfloat16 as float32); `positive`, `signless` and `nan`: packed bits, the first
-            element in the lowest one; `intervals`: counts; `md5`: its bytes. Which, is a matter of
-            `record(detail=..., bounds=...)`.
+            element in the lowest one; `intervals`: counts; `md5`: its bytes. `record(detail=..., bounds=...)` chooses
+            which of them are kept.
 
         Raises:
             CorruptRecordingError: The file is missing or damaged.
@@ -196,7 +208,7 @@ class Recording:
         return tensor_files.load(data, where=self._folder.path(within), shard=shard)
 
     def _verified(self, step: StepObservations) -> StepObservations:
-        """The step, if each file that it names is there and as it was written."""
+        """The step, after checking that each of its files is as it was written."""
         for row, name in step.stored.files.items():
             within = f"{rank_directory(step.rank)}/{name}"
             checksum = 0
@@ -238,11 +250,11 @@ def open_recording(path: str) -> Recording:
         path: Its directory: a local path or any fsspec URL.
 
     Returns:
-        The recording, of which only `run.json` has been read.
+        The recording; only its `run.json` has been read.
 
     Raises:
         ConfigError: The protocol of the URL is not known, or needs a package that is not installed.
-        NotARecordingError: There is none.
+        NotARecordingError: There is no recording.
         CorruptRecordingError: Its `run.json` is damaged.
         FormatVersionError: It was written in a newer format.
     """

@@ -1,41 +1,34 @@
-"""Observations and summaries as an Arrow record batch, and back."""
+"""Observations and summaries as an Arrow record batch, and back; rows are checked before they are used."""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from math import prod
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from traindiff.core.observation import Observation
-from traindiff.core.shards import Shard
-from traindiff.core.site import printable
+from traindiff.core.observation import Merge, Observation
+from traindiff.core.shards import OPEN, Shard
+from traindiff.core.site import PHASES, printable
 from traindiff.core.summary import SUMMARY, Summaries
-from traindiff.storage.checked_rows import NUM_EXPONENTS, Malformed, check_tensor_file, check_texts, checked_shard
 
-_ABOUT: tuple[pa.Field, ...] = (
-    pa.field("step", pa.int64(), nullable=False),
-    pa.field("micro_step", pa.int32(), nullable=False),
-    pa.field("optimizer", pa.utf8(), nullable=False),
-    pa.field("phase", pa.utf8(), nullable=False),
-    pa.field("stage", pa.utf8(), nullable=False),
-    pa.field("path", pa.utf8(), nullable=False),
-    pa.field("slot", pa.utf8(), nullable=False),
-    pa.field("call", pa.int32(), nullable=False),
-    pa.field("order", pa.int64(), nullable=False),
-    pa.field("dtype", pa.utf8(), nullable=False),
-    pa.field("merge", pa.utf8(), nullable=False),
-    pa.field("weight", pa.float64(), nullable=False),
-    pa.field("factor", pa.float64(), nullable=False),
-    pa.field("term", pa.int32(), nullable=False),
-    pa.field("scaled", pa.bool_(), nullable=False),
-    pa.field("unobserved", pa.utf8(), nullable=False),
-)
+_ABOUT: tuple[pa.Field, ...] = tuple(
+    pa.field(name, kind, nullable=False)
+    for name, kind in {
+        "step": pa.int64(), "micro_step": pa.int32(), "optimizer": pa.utf8(), "phase": pa.utf8(), "stage": pa.utf8(),
+        "path": pa.utf8(), "slot": pa.utf8(), "call": pa.int32(), "order": pa.int64(), "dtype": pa.utf8(),
+        "merge": pa.utf8(), "weight": pa.float64(), "factor": pa.float64(), "term": pa.int32(), "scaled": pa.bool_(),
+        "unobserved": pa.utf8(),
+    }.items()
+)  # fmt: skip
 _SHARD: tuple[pa.Field, ...] = tuple(
     pa.field(name, pa.list_(pa.int64()), nullable=False) for name in ("shape", "global_shape", "offset", "spacing")
 )
@@ -64,7 +57,7 @@ class Stored:
     files: Mapping[int, str] = field(default_factory=dict)
 
     def joined(self, more: Stored, *, after: int) -> Stored:
-        """With those of further observations, which begin at row `after`."""
+        """These parts with those of further observations, whose rows begin at `after`."""
         return Stored(
             exponents={**self.exponents, **{after + row: counts for row, counts in more.exponents.items()}},
             files={**self.files, **{after + row: name for row, name in more.files.items()}},
@@ -94,15 +87,15 @@ def to_batch(
 
 
 def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Stored]:
-    """The inverse of `to_batch`, but that texts are `printable`.
+    """The inverse of `to_batch`, except that texts become `printable`.
 
-    Equal texts and shards of a batch are one object each.
+    Equal texts and equal shards of a batch share one object.
 
     Args:
-        batch: Its columns are known to be well-formed: of a stranger's, `check_columns` says so.
+        batch: Its columns are well-formed; `check_columns` makes sure of that for files of strangers.
 
     Raises:
-        Malformed: No observations are like that.
+        Malformed: Its rows cannot be observations.
     """
     about = [_values(batch.column(field.name)) for field in _ABOUT]
     names = (*(field.name for field in _ABOUT), "shard")
@@ -131,10 +124,7 @@ def _exponents(column: pa.ListArray) -> dict[int, NDArray[np.int64]]:
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """The values of a column. Texts repeat from row to row, step to step and rank to rank; each is kept once.
-
-    They come from whoever wrote the recording, and are read by people: see `printable`.
-    """
+    """The values of a column; texts are made `printable`, and equal texts share one object."""
     if not pa.types.is_string(column.type):
         values: list[Any] = column.to_numpy(zero_copy_only=False).tolist()
         return values
@@ -161,3 +151,127 @@ def _slices(column: pa.ListArray) -> list[bytes]:
     ends = (column.offsets.to_numpy() * 8).tolist()
     content = column.values.to_numpy().tobytes()
     return [content[first:end] for first, end in pairwise(ends)]
+
+
+MOST_AXES = 64
+"""Limit for the axes of a tensor; torch has the same."""
+
+MOST_ELEMENTS = 1 << 62
+"""Limit for the elements of a tensor; axes of length 0 are left out of the product."""
+
+MOST_CHARACTERS = 1 << 20
+"""Limit for the characters of a text."""
+
+NUM_EXPONENTS = 320
+
+_TENSOR_FILE = re.compile(r"tensors/step-\d{6,19}/\d{8,19}-[A-Za-z0-9._%~-]{1,200}\.[0-9a-f]{8}\.safetensors", re.ASCII)
+_MERGES = frozenset(get_args(Merge))
+_NOT_NEGATIVE = ("step", "micro_step", "call", "term", "count", "nan", "positive_infinity", "negative_infinity", "zero",
+                 "negative", "subnormal", "sum_of_squares")  # fmt: skip
+_APART = ("nan", "positive_infinity", "negative_infinity", "zero")
+"""Counts of disjoint sets of elements."""
+
+
+class Malformed(Exception):  # noqa: N818
+    """A message cannot belong to a step; the text is a clause that says why."""
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Turn errors of Arrow into `Malformed`."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, StopIteration) as error:
+        raise Malformed(" ".join(str(error).split())[:300]) from None
+
+
+def check_columns(batch: pa.RecordBatch) -> None:
+    """Refuse a batch that Arrow finds malformed, or whose values no observation can have.
+
+    Raises:
+        Malformed: The batch is refused.
+    """
+    with decoding():
+        batch.validate(full=True)
+    for name in _NOT_NEGATIVE:
+        if (_numbers(batch, name) < 0).any():
+            raise Malformed(f'column "{name}" has a negative number')
+    factors = _numbers(batch, "factor")
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise Malformed('column "factor" has a number that is no factor')
+    counts = _numbers(batch, "count")
+    apart = sum((_numbers(batch, name).astype(np.float64) for name in _APART), np.zeros(len(counts)))
+    if (apart > counts).any() or any((_numbers(batch, name) > counts).any() for name in ("negative", "subnormal")):
+        raise Malformed("a tensor has more elements of one kind than elements")
+    for name in ("step", "optimizer"):
+        if len(batch.column(name).unique()) != 1:
+            raise Malformed(f'column "{name}" differs between the rows of a step')
+    for name, known in (("merge", _MERGES), ("phase", frozenset(PHASES))):
+        if unknown := [one for one in batch.column(name).unique().to_pylist() if one not in known]:
+            raise Malformed(f'column "{name}" holds {unknown[0][:80]!r}')
+    _check_exponents(batch.column("exponents"), counts)
+
+
+def check_texts(texts: list[str]) -> list[str]:
+    """The texts, if none is too long."""
+    if (longest := max(map(len, texts), default=0)) > MOST_CHARACTERS:
+        raise Malformed(f"a text has {longest} characters, and may have {MOST_CHARACTERS}")
+    return texts
+
+
+def check_tensor_file(name: str) -> str:
+    """The name of a file with tensors, if the format allows it."""
+    if not _TENSOR_FILE.fullmatch(name):
+        raise Malformed(f"{name[:80]!r} is not the name of a file with tensors")
+    return name
+
+
+def checked_shard(
+    shape: tuple[int, ...], whole: tuple[int, ...], offset: tuple[int, ...], spacing: tuple[int, ...]
+) -> Shard:
+    """The part of a tensor of shape `whole` that these columns describe, if it is possible."""
+    open_axis = whole[:1] == (OPEN,)
+    lengths = whole[1:] if open_axis else whole
+    if max(len(shape), len(whole), len(offset)) > MOST_AXES:
+        raise Malformed(f"a tensor has more than {MOST_AXES} axes")
+    if any(one < 0 for one in (*shape, *lengths, *offset)):
+        raise Malformed("a shape or an offset has a negative number")
+    box = len(shape) == len(whole) == len(offset)
+    if not box and ((len(shape), len(offset)) != (1, 1) or spacing):
+        raise Malformed(f"a part of shape {shape} at {offset} is no part of a tensor of shape {whole}")
+    ends = [first + length for first, length in zip(offset, _extent(shape, spacing), strict=True)]
+    if box:
+        fits = all(end <= length for end, length in zip(ends, whole, strict=True) if length != OPEN)
+    else:
+        fits = open_axis or ends[0] <= prod(whole)
+    if not fits:
+        raise Malformed(f"a part of shape {shape} at {offset} goes beyond a tensor of shape {whole}")
+    if prod(max(one, 1) for one in (*lengths, *(ends[:1] if open_axis else ()))) > MOST_ELEMENTS:
+        raise Malformed(f"a tensor has more than {MOST_ELEMENTS} elements")
+    if not spacing:
+        return Shard(shape=shape, global_shape=whole, offset=offset)
+    return Shard(shape=shape, global_shape=whole, offset=offset, spacing=(spacing[0], spacing[1]))
+
+
+def _extent(shape: tuple[int, ...], spacing: tuple[int, ...]) -> tuple[int, ...]:
+    """Lengths of the smallest box around a box whose rows may have gaps between them."""
+    if not spacing:
+        return shape
+    if len(spacing) != 2 or not shape or not 0 < spacing[0] <= spacing[1] <= MOST_ELEMENTS or shape[0] % spacing[0]:
+        raise Malformed(f"rows of a part of shape {shape} are spaced by {spacing[:3]}")
+    together, apart = spacing
+    return (max(0, shape[0] // together - 1) * apart + min(shape[0], together), *shape[1:])
+
+
+def _check_exponents(column: pa.ListArray, counts: NDArray[np.int64]) -> None:
+    lengths = np.diff(column.offsets.to_numpy())
+    if not np.isin(lengths, (0, NUM_EXPONENTS)).all():
+        raise Malformed(f"a histogram of exponents has not {NUM_EXPONENTS} counts")
+    histograms = column.flatten().to_numpy().reshape(-1, NUM_EXPONENTS)
+    if (histograms < 0).any() or (histograms.astype(np.float64).sum(axis=1) > counts[lengths > 0]).any():
+        raise Malformed("a histogram of exponents counts what is not there")
+
+
+def _numbers(batch: pa.RecordBatch, name: str) -> NDArray[Any]:
+    found: NDArray[Any] = batch.column(name).to_numpy(zero_copy_only=False)
+    return found

@@ -1,4 +1,4 @@
-"""The steps of one rank: sealed messages, one per step, whole up to where a kill cut them off."""
+"""The steps of one rank: one message with a checksum per step, readable up to where a kill cut the file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,22 @@ import pyarrow as pa
 from traindiff.core.observation import Observation
 from traindiff.core.site import printable
 from traindiff.core.summary import Summaries
-from traindiff.core.untrusted import Folder, damaged
-from traindiff.core.untrusted.demands import quoted
+from traindiff.core.untrusted.demands import damaged, quoted
+from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CorruptRecordingError
 from traindiff.storage import gap, manifest
 from traindiff.storage.batch_metadata import MOST_MESSAGE_BYTES, checked_size, too_much
-from traindiff.storage.checked_rows import Malformed, check_columns, check_texts, decoding
 from traindiff.storage.location import DATA, SEALS
-from traindiff.storage.schema import NOTHING_STORED, SCHEMA, Stored, from_batch
+from traindiff.storage.schema import (
+    NOTHING_STORED,
+    SCHEMA,
+    Malformed,
+    Stored,
+    check_columns,
+    check_texts,
+    decoding,
+    from_batch,
+)
 
 _SEAL = re.compile(rb"(\d{1,18}) (\d{1,18}) ([0-9a-f]{8})\n")
 _CUT_SEAL = re.compile(rb"\d{0,18}|\d{1,18} \d{0,18}|\d{1,18} \d{1,18} [0-9a-f]{0,8}")
@@ -36,9 +44,9 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepObservations:
-    """All observations of one step of one optimizer on one rank; `summaries[i]` is of `observations[i]`.
+    """All observations of one step of one optimizer on one rank; `summaries[i]` belongs to `observations[i]`.
 
-    `stored` holds what was kept beyond the summaries, by the same i; `Recording.tensors` reads the files.
+    `stored` holds the optional parts by the same i; `Recording.tensors` reads their files.
     """
 
     rank: int
@@ -49,7 +57,7 @@ class StepObservations:
     stored: Stored = NOTHING_STORED
 
     def joined(self, more: StepObservations) -> StepObservations:
-        """This step with further observations of it."""
+        """The step with further observations added."""
         return replace(
             self,
             observations=self.observations + more.observations,
@@ -60,13 +68,13 @@ class StepObservations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """How a rank's stream ends.
+    """The end of a rank's stream.
 
     Attributes:
-        rank: Which rank.
+        rank: Number of the rank.
         ending: `closed` by the recorder; `aborted`, closed by it because of an error that ended the training;
-            `unclosed` after a whole step (killed, or still running); `truncated` inside a message, which is left out,
-            or before a step that could not be written.
+            `unclosed` after a whole step (killed, or still running); `truncated` inside a message (which is not
+            read) or before a step that could not be written.
         message: The same in one sentence; empty for `closed`.
     """
 
@@ -75,14 +83,14 @@ class RankStatus:
     message: str
 
     def aborted(self, error: str) -> RankStatus:
-        """The same of a rank whose training was ended before its time: `error` says by what, as a clause."""
+        """The status of a rank whose training ended early because of `error`, a clause."""
         dot = "" if error.endswith((".", "!", "?")) else "."
         return RankStatus(rank=self.rank, ending="aborted", message=f"rank {self.rank}: {error}{dot}")
 
 
 @dataclass(slots=True, kw_only=True)
 class _Packed:
-    """A step as it is on disk: it ends where the next one begins, which need not be unpacked to see that."""
+    """A step as it is on disk. It ends where the next one begins; finding that does not need unpacking."""
 
     optimizer: str
     step: int
@@ -114,7 +122,7 @@ class _Seal(NamedTuple):
 
 
 class RankStream:
-    """What one rank has written, step by step.
+    """The data of one rank, step by step.
 
     Args:
         folder: The rank's directory.
@@ -126,11 +134,11 @@ class RankStream:
         self._rank = rank
 
     def status(self) -> RankStatus:
-        """How the stream ends, from its seals, the length of its data, and what the recording says of a gap.
+        """The end of the stream, from its seals, the length of its data and its note of a gap.
 
         Raises:
-            CorruptRecordingError: The seals or the file of a gap are damaged, or seals are missing although there is
-                data.
+            CorruptRecordingError: The seals or the note of a gap are damaged, or the seals are missing although there
+                is data.
         """
         size = self._size()  # first: of a run that still goes on, the data follow the seals
         last, num_missing, cut = _Seal(0, 0, 0), 0, False
@@ -141,7 +149,7 @@ class RankStream:
                 last, num_missing = seal, num_missing + (seal.end > size)
         if (found := self._found_gap()) is not None:
             return RankStatus(rank=self._rank, ending="truncated", message=found.message(self._rank))
-        message = self._says(last, size=size, num_missing=num_missing, cut=cut)
+        message = self._missing_end(last, size=size, num_missing=num_missing, cut=cut)
         if message:
             return RankStatus(rank=self._rank, ending="truncated", message=f"rank {self._rank}: {message}")
         if last.length != len(_END_OF_STREAM):
@@ -150,8 +158,8 @@ class RankStream:
             return RankStatus(rank=self._rank, ending="unclosed", message=message)
         return RankStatus(rank=self._rank, ending="closed", message="")
 
-    def _says(self, last: _Seal, *, size: int, num_missing: int, cut: bool) -> str:
-        """What is missing at the end of the stream; empty where nothing is."""
+    def _missing_end(self, last: _Seal, *, size: int, num_missing: int, cut: bool) -> str:
+        """A message about the end of the stream that is missing; empty if nothing is missing."""
         if not self._folder.exists(SEALS):
             return f"{SEALS} is missing, and so is what it belongs to: no step can be read."
         if size > last.end:  # a seal is written before its message
@@ -182,7 +190,7 @@ class RankStream:
 
     @contextmanager
     def _step(self, step: int) -> Iterator[None]:
-        """Have what is malformed end in an error that names the step."""
+        """Turn `Malformed` into an error that names the step."""
         try:
             yield
         except Malformed as malformed:
@@ -195,9 +203,9 @@ class RankStream:
         return gap.parsed(content, where=self._path(gap.GAP_FILE))
 
     def _packed_steps(self) -> Iterator[_Packed]:
-        """The rank's steps as they are on disk. No name here still refers to one when it is given away.
+        """The rank's steps as they are on disk; this generator keeps no reference to a step that it has yielded.
 
-        Whoever walks through two runs relies on ascending numbers: a step out of order would be compared with nothing.
+        A comparison of two runs relies on ascending numbers: a step out of order would be compared with nothing.
         """
         held: dict[str, _Packed] = {}
         begun: dict[str, int] = {}
@@ -248,7 +256,7 @@ class RankStream:
                     yield self._packed(message, number)
 
     def _message(self, file: IO[bytes], number: int, sealed: _Seal, size: int) -> bytes | None:
-        """A message; None where it was cut off."""
+        """A message; None if it was cut off."""
         there = max(0, min(sealed.length, size - sealed.offset))
         if there > MOST_MESSAGE_BYTES:
             raise damaged(self._path(DATA), f"message {number} has {there} bytes, and may have {MOST_MESSAGE_BYTES}")
@@ -281,7 +289,7 @@ class RankStream:
             raise damaged(self._path(DATA), f"message {number} is malformed: {malformed}") from None
 
     def _seals(self) -> Iterator[_Seal | None]:
-        """The seals of a rank's messages, and None behind them where the last line of the file was cut off.
+        """The seals of a rank's messages, followed by None if the last line of the file was cut off.
 
         Raises:
             CorruptRecordingError: A line is damaged, or the file is missing although there is data.
@@ -311,7 +319,7 @@ class RankStream:
                     raise _damaged_seal(self._path(SEALS), number)
 
     def _size(self) -> int:
-        """Size of the data; 0 where there are none yet."""
+        """Size of the data; 0 if there is no file yet."""
         return self._folder.size(DATA) if self._folder.exists(DATA) else 0
 
     def _path(self, name: str) -> str:
@@ -322,7 +330,7 @@ def unpacked(packed: _Packed, rank: int) -> StepObservations:
     """A step from its messages.
 
     Raises:
-        Malformed: It is not one.
+        Malformed: They are not the messages of a step.
     """
     steps = []
     for message in packed.messages:
@@ -354,7 +362,7 @@ def _check_schema(message: bytes, where: str) -> None:
 
 
 def _packed(message: bytes) -> _Packed:
-    """A message, of which only the two columns are read that say which step it is of."""
+    """A message as part of a step; only the two columns that identify the step are decoded."""
     size = checked_size(message)
     options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in ("step", "optimizer")])
     with decoding(), pa.ipc.open_stream(pa.BufferReader(_SCHEMA_MESSAGE + message), options=options) as stream:
@@ -366,7 +374,7 @@ def _packed(message: bytes) -> _Packed:
         optimizer=printable(optimizer),
         messages=[message],
         packed_bytes=len(message),
-        unpacked_bytes=size.num_bytes,
+        unpacked_bytes=size,
     )
 
 

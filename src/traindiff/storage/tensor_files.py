@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from traindiff.core.shards import Shard
 from traindiff.core.summary import RawTensor
-from traindiff.core.untrusted import damaged, demanded, listed, mapped, one_of, parse, shaped, whole
-from traindiff.core.untrusted.demands import quoted
+from traindiff.core.untrusted.demands import damaged, demanded, listed, mapped, one_of, parse, quoted, shaped, whole
 from traindiff.storage.batch_metadata import too_much
-from traindiff.storage.checked_rows import MOST_ELEMENTS
 from traindiff.storage.location import file_name
+from traindiff.storage.schema import MOST_ELEMENTS
 
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -38,7 +37,7 @@ _ITEM_BYTES = {
 }
 
 MOST_HEADER_BYTES = 1 << 16
-"""Size of a file's header at most."""
+"""Limit for the size of a file's header."""
 
 _HEADER = mapped(
     shaped(
@@ -57,7 +56,7 @@ _BITS = frozenset({"positive", "signless", "nan"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Raw:
-    """A tensor of a file: its dtype as safetensors spells it, its shape and its bytes."""
+    """A tensor in a file: dtype as safetensors spells it, shape and bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -73,17 +72,17 @@ def tensor_file(*, step: int, row: int, site: str, content: bytes) -> str:
     Args:
         step: Its step.
         row: Its row in the whole stream.
-        site: Where it was seen.
-        content: Of the file, whose checksum is part of the name: the name stands in a sealed message.
+        site: Site of the observation.
+        content: Content of the file. Its checksum is part of the name, which is written in a sealed message.
     """
     return f"tensors/step-{step:06d}/{row:08d}-{file_name(site)}.{zlib.crc32(content):08x}.safetensors"
 
 
 def check_content(name: str, checksum: int, *, where: str) -> None:
-    """Refuse a file whose content is not the one that its name was made of.
+    """Refuse a file whose content does not fit the checksum in its name.
 
     Raises:
-        CorruptRecordingError: Its checksum is another one.
+        CorruptRecordingError: The checksums differ.
     """
     sealed = name[-_SEALED_DIGITS:].partition(".")[0]
     if f"{checksum:08x}" != sealed:
@@ -91,14 +90,14 @@ def check_content(name: str, checksum: int, *, where: str) -> None:
 
 
 def most_bytes(shard: Shard, *, num_bounds: int) -> int:
-    """Size at most of a file with tensors of a part."""
+    """Limit for the size of a file with tensors of a part."""
     return 8 + MOST_HEADER_BYTES + 16 + 8 * (num_bounds + 1) + 8 * shard.size + 3 * (_num_bit_bytes(shard) + 8)
 
 
 def dump(tensors: Mapping[str, RawTensor], *, site: str) -> bytes:
     """The file's content: length of the header, header, data, as the safetensors format has it.
 
-    Written here because the library takes bfloat16 and float8 from torch tensors only.
+    Written here because the safetensors library accepts bfloat16 and float8 only as torch tensors.
     """
     header: dict[str, object] = {"__metadata__": {"site": site}}
     begin = 0
@@ -117,15 +116,15 @@ def dump(tensors: Mapping[str, RawTensor], *, site: str) -> bytes:
 
 
 def load(data: bytes, *, where: str, shard: Shard) -> dict[str, NDArray[np.generic]]:
-    """Tensors of a file by name. bfloat16 comes as float32, other dtypes that NumPy lacks as their bits.
+    """Tensors of a file by name. bfloat16 becomes float32; other dtypes that NumPy lacks become their bits.
 
     Args:
         data: The file's content.
         where: The file, for messages.
-        shard: The part that was observed: what is kept of it has as many elements.
+        shard: The part that was observed, whose size the tensors must have.
 
     Raises:
-        CorruptRecordingError: It is not what `dump` wrote.
+        CorruptRecordingError: The content is not as `dump` writes it.
     """
     raw = dict(_decompressed(name, one, where, shard) for name, one in _read(data, where).items())
     for name, one in raw.items():
@@ -157,7 +156,7 @@ _SHAPES: Mapping[str, Callable[[Shard], tuple[int, ...]]] = {
 
 
 def _read(data: bytes, where: str) -> dict[str, _Raw]:
-    """The tensors of a safetensors file, as they are in it: one after the other, without gaps."""
+    """The tensors of a safetensors file, which must follow each other without gaps."""
     if len(data) < 8:
         raise damaged(where, f"it has {len(data)} bytes")
     (length,) = struct.unpack_from("<Q", data)
@@ -182,7 +181,7 @@ def _read(data: bytes, where: str) -> dict[str, _Raw]:
 
 
 def _compressed(tensors: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
-    """The tensors, with bits compressed of which many are alike: the rows of an embedding that nobody looked up."""
+    """The tensors, whose bits are compressed if many are alike, e.g. unused rows of an embedding."""
     if not len(tensors.get("signless", _NOTHING).data):
         return dict(tensors)
     return dict(_smaller(name, tensor) if name in _BITS else (name, tensor) for name, tensor in tensors.items())

@@ -20,8 +20,7 @@ from traindiff.errors import LostFilesError
 from traindiff.storage import manifest, tensor_files
 from traindiff.storage.batch_metadata import too_much
 from traindiff.storage.gap import GAP_FILE, Gap, ReservedNote, dumped, reason_of
-from traindiff.storage.location import DATA, SEALS, file_system, rank_directory
-from traindiff.storage.room import RecordingLock, make_room, unusable
+from traindiff.storage.location import DATA, SEALS, RecordingLock, file_system, make_room, rank_directory, unusable
 from traindiff.storage.schema import SCHEMA, Stored, to_batch
 from traindiff.storage.written_files import Lost, WrittenFiles, write_all
 
@@ -33,11 +32,11 @@ _WITHOUT = {
 _logger = logging.getLogger("traindiff")
 
 NO_DETAILS: Mapping[int, Detail] = {}
-"""Details of observations that have none."""
+"""Details of a step without details."""
 
 
 def seal(offset: int, data: bytes) -> bytes:
-    """The line of `observations.crc` for a message at `offset`."""
+    """Line of `observations.crc` for a message at `offset`."""
     return b"%d %d %08x\n" % (offset, len(data), zlib.crc32(data))
 
 
@@ -53,11 +52,11 @@ class RecordingWriter:
         run: Content of `run.json`; written by the lowest rank that is recorded.
         rank: This rank.
         world_size: Number of ranks.
-        overwrite: Replace a recording that is already there. Anything else there is never touched.
+        overwrite: Replace a recording that is already there. Other files are never touched.
 
     Raises:
-        ConfigError: `path` holds something, and it is not a recording or `overwrite` is not set; or it
-            cannot be written.
+        ConfigError: `path` holds something else than a recording, holds one and `overwrite` is not set, or cannot be
+            written.
     """
 
     def __init__(
@@ -85,6 +84,8 @@ class RecordingWriter:
         self._num_steps = 0
         self._latest: dict[str, int] = {}
         self._unwritten: dict[str, bytes] = {}
+        self._rank = rank
+        self._says_of_rank = False
         self._buffer = io.BytesIO()
         self._stream = pa.ipc.new_stream(self._buffer, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd"))
         # Arrow writes the schema together with the first batch; a run killed before its first step
@@ -122,17 +123,18 @@ class RecordingWriter:
             undo.pop_all()
 
     def write_run(self, run: Mapping[str, Any]) -> None:
-        """Write or replace `run.json`, if this is the lowest rank that is recorded; see `write_rank`."""
+        """Write or replace `run.json`, if this is the lowest recorded rank; failures are treated as by `write_rank`."""
         if self._leads:
             self._unwritten[posixpath.join(self._root, "run.json")] = manifest.dump({**_HEAD, **run})
             self._write_again()
 
     def write_rank(self, content: Mapping[str, Any]) -> None:
-        """Write or replace `rank.json`: what this rank holds of the model and of the optimizers.
+        """Write or replace `rank.json`: the parts of the model and of the optimizers that this rank holds.
 
-        Where that fails it is tried again with each step, and is an error of `close` in the end.
+        A failure is retried with each step; `close` raises an error if it still fails.
         """
-        self._unwritten[posixpath.join(self._directory, "rank.json")] = manifest.dump(content)
+        self._says_of_rank = True
+        self._unwritten[posixpath.join(self._directory, "rank.json")] = manifest.dump({**content, "rank": self._rank})
         self._write_again()
 
     def write_step(
@@ -144,14 +146,14 @@ class RecordingWriter:
         """Append the observations of one step of one optimizer and hand them to the file system.
 
         Args:
-            observations: All of the same optimizer and step.
-            summaries: Theirs.
+            observations: Observations of one optimizer and step.
+            summaries: Their summaries.
             details: Optional parts, by position in `observations`. Files with tensors are written
                 before the message that names them.
 
         Raises:
-            OSError: They could not be written, or earlier ones could not: nothing follows a gap.
-            LostFilesError: What was written is no longer there.
+            OSError: They, or earlier ones, could not be written: nothing follows a gap.
+            LostFilesError: A file that was written is no longer there.
         """
         if self._gap is not None:
             raise OSError(
@@ -181,11 +183,11 @@ class RecordingWriter:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether nothing can be written any more, because something is missing."""
+        """True if a step is missing, so that nothing more can be written."""
         return self._gap is not None
 
     def give_up(self, gap: Gap) -> None:
-        """Have the recording say that it ends early, and why. Nothing can be written after; later calls do nothing."""
+        """Note in the recording why it ends early. Nothing can be written after that; later calls do nothing."""
         if self._gap is not None:
             return
         self._gap = gap
@@ -194,7 +196,7 @@ class RecordingWriter:
                 self._note.write(gap)
             else:
                 self._files.put(posixpath.join(self._directory, GAP_FILE), dumped(gap))
-        except Exception:  # what takes no steps may not take this
+        except Exception:  # the disk may refuse this, too
             _logger.debug("the recording does not say why it ends early", exc_info=True)
 
     def close(self) -> None:
@@ -202,7 +204,7 @@ class RecordingWriter:
 
         Raises:
             OSError: The mark could not be written.
-            LostFilesError: What was written is no longer there.
+            LostFilesError: A file that was written is no longer there.
         """
         if self._data.closed:
             return
@@ -222,6 +224,8 @@ class RecordingWriter:
             self.give_up(Gap(reason=lost.message))
             raise self._lost(lost)
         try:
+            if not self._says_of_rank:
+                self.write_rank({})  # a recording that was closed has one, or has lost it
             self._write_unwritten()
             self._stream.close()
             self._append(self._message())
@@ -246,7 +250,7 @@ class RecordingWriter:
 
     def _close_note(self) -> None:
         if self._note is not None:
-            with suppress(OSError):  # blanks that stay say nothing
+            with suppress(OSError):  # a file of blanks does no harm
                 self._note.close(keep=self._gap is not None)
 
     def _lost(self, lost: Lost) -> LostFilesError:
@@ -272,18 +276,18 @@ class RecordingWriter:
         self._stream.write_batch(batch)
         self._rows += len(observations)
         message = self._message()
-        # Readers take a message that expands to more for an attack.
+        # Readers refuse a message that expands to more, as an attack.
         self._append(batch.serialize().to_pybytes() if too_much(batch.nbytes, len(message)) else message)
 
     def _message(self) -> bytes:
-        """What Arrow has written since the last message, without the schema."""
+        """The bytes that Arrow has written since the last message, without the schema."""
         message = self._buffer.getvalue()
         self._buffer.seek(0)
         self._buffer.truncate()
         return message.removeprefix(self._header)
 
     def _append(self, message: bytes) -> None:
-        # Whatever stays half written (the disk is full) must remain the end of the files.
+        # Nothing may follow a half-written message (the disk is full), so the seal comes first.
         line = seal(self._offset, message)
         write_all(self._seals, line)
         self._seals.flush()
@@ -296,5 +300,5 @@ class RecordingWriter:
 
 
 def _saying(message: str, error: OSError) -> OSError:
-    """An error of the same number with other words."""
+    """An error with the same number and another message."""
     return OSError(error.errno, message) if error.errno else OSError(message)

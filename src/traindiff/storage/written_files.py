@@ -1,4 +1,4 @@
-"""The files of a recording that is being written, and whether they are still where they were made."""
+"""The files of a recording that is being written, and checks that they are still there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _Written:
-    """How large a file is, and what it is open as."""
+    """Size of a file, and its descriptor while it is open."""
 
     size: int
     fd: int | None = None
@@ -26,7 +26,7 @@ class _Written:
 
 @dataclass(slots=True)
 class _Folder:
-    """What files were written into a folder, all together."""
+    """Number and total size of the files that were written into a folder."""
 
     num_files: int = 0
     size: int = 0
@@ -34,11 +34,11 @@ class _Folder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """What is no longer as it was written.
+    """A file or directory that is no longer as it was written.
 
     Attributes:
         path: The file, or the uppermost directory that is gone.
-        message: The same in a sentence, without a full stop.
+        message: A sentence about it, without a full stop.
     """
 
     path: str
@@ -46,21 +46,21 @@ class Lost:
 
 
 class UnbufferedFile(io.FileIO):
-    """A file that a recording nobody has closed leaves to the garbage collector without a warning."""
+    """A file that the garbage collector closes without a warning, if nobody has closed the recording."""
 
     def __del__(self) -> None:
         self.close()
 
 
 class WrittenFiles:
-    """Makes the files of one rank, and looks whether they are still there.
+    """Makes the files of one rank, and checks that they are still there.
 
     Args:
         file_system: An fsspec file system.
         root: Directory of the recording.
 
     Attributes:
-        is_local: Whether the operating system has the files: then it can be asked at each step, and has locks.
+        is_local: Whether the file system is local. Then files can be checked at each step, and locked.
     """
 
     def __init__(self, file_system: Any, root: str) -> None:
@@ -72,7 +72,7 @@ class WrittenFiles:
         self._made: list[str] = []
 
     def make_directories(self, path: str) -> None:
-        """Make a directory and those above it, however deep; none of them, where one cannot be made.
+        """Make a directory and its parents, or none of them if one cannot be made.
 
         Raises:
             OSError: One cannot be made.
@@ -96,7 +96,7 @@ class WrittenFiles:
         self._made += made
 
     def open(self, path: str) -> IO[bytes]:
-        """A new file, to be written piece by piece; see `grow`."""
+        """Open a new file that is written piece by piece; `grow` notes its size."""
         if not self.is_local:
             self._written[path] = _Written(size=0)
             file: IO[bytes] = self._fs.open(path, "wb")
@@ -106,11 +106,11 @@ class WrittenFiles:
         return file
 
     def grow(self, path: str, size: int) -> None:
-        """Note that an open file has this many bytes now."""
+        """Note the new size of an open file."""
         self._written[path].size = size
 
     def put(self, path: str, content: bytes) -> None:
-        """Write a whole file at once: a reader sees the old one or the new one."""
+        """Write a whole file atomically: a reader sees the old one or the new one."""
         unfinished = path + UNFINISHED
         if self.is_local:
             with open(unfinished, "wb", buffering=0) as file:  # noqa: PTH123
@@ -123,7 +123,7 @@ class WrittenFiles:
         self._written[path] = _Written(size=len(content))
 
     def put_in_folder(self, path: str, content: bytes) -> None:
-        """Write a file that nobody looks for before it is named elsewhere."""
+        """Write a file that readers only open once its name is written elsewhere."""
         folder = posixpath.dirname(path)
         if folder not in self._folders:
             self.make_directories(folder)
@@ -134,11 +134,11 @@ class WrittenFiles:
         self._folders[folder].size += len(content)
 
     def lost(self) -> Lost | None:
-        """What is not as it was written; None where all is, and where only `lost_at_the_end` can tell."""
+        """The first file that is no longer as it was written; None if there is none or only `lost_at_the_end` knows."""
         return self._first_lost(_changed, self._written) if self.is_local else None
 
     def lost_at_the_end(self) -> Lost | None:
-        """The same when all files are complete: also in folders, and on file systems that are not local."""
+        """As `lost`, when all files are complete: also in folders, and on file systems that are not local."""
         changed = _changed if self.is_local else self._changed_elsewhere
         return self._first_lost(changed, self._written) or self._first_lost(self._emptied, self._folders)
 
@@ -174,7 +174,7 @@ class WrittenFiles:
         return gone
 
     def discard(self) -> None:
-        """Remove what was made here, as far as that is possible."""
+        """Remove the files and directories that were made here, as far as possible."""
         for path in self._written:
             for one in (path, path + UNFINISHED):
                 with suppress(Exception):  # as far as that is possible
@@ -183,7 +183,7 @@ class WrittenFiles:
 
 
 def write_all(file: IO[bytes], content: bytes) -> None:
-    """Write all of it, also where the file takes less at a time."""
+    """Write all of the content, even if the file takes only a part at a time."""
     rest = memoryview(content)
     while rest:
         written = file.write(rest)
@@ -214,7 +214,7 @@ def _sizes(folder: str) -> list[int]:
 
 
 def _make_directory(path: str) -> bool:
-    """Whether it was made; False where another rank was faster."""
+    """Make a directory; False if another rank was faster."""
     try:
         os.mkdir(path)  # noqa: PTH102
     except FileExistsError:

@@ -7,8 +7,9 @@ import pytest
 
 from tests.analyse.merge.test_step_table import part
 from tests.made_up import Seen, observed, random
-from traindiff.analyse.align.gradients import with_gradient_stages
-from traindiff.analyse.merge.step_table import Entry, Key, Part, step_table
+from traindiff.analyse.align.side import with_gradient_stages
+from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
+from traindiff.analyse.merge.step_table import step_table
 from traindiff.core.observation import ALL_GRADIENTS
 
 FINAL = random(4, 6, seed=0)
@@ -34,7 +35,7 @@ def clip() -> list[Part]:
 OTHER = step_table([gradient("reduced", REDUCED), gradient("unscaled", REDUCED), gradient("micro"), gradient("")])
 
 
-def filled(*parts: Part, asked: bool = False) -> dict[str, Entry]:
+def filled(*parts: Part, asked: bool = False) -> dict[str, MergedSite]:
     table = with_gradient_stages(step_table(parts), OTHER, asked=asked)
     return {key.stage: entry for key, entry in table.items() if (key.phase, key.slot) == ("grad", "grad")}
 
@@ -45,7 +46,7 @@ def test_what_nothing_has_changed_is_what_the_optimizer_saw() -> None:
     assert found.keys() == {"", "reduced", "unscaled"}
     for stage in ("reduced", "unscaled"):
         assert found[stage].summary == found[""].summary
-        assert found[stage].key == Key("grad", stage, "fc.weight", "grad", 0, 0)
+        assert found[stage].key == SiteKey("grad", stage, "fc.weight", "grad")
         assert found[stage].order == found[""].order - 1
 
 

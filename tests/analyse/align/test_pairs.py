@@ -13,7 +13,8 @@ from tests.made_up import CONTENT, GROUPS, Compared, Seen, Site, Step, at, rando
 from traindiff.analyse.align.pairs import align
 from traindiff.analyse.compare import compare
 from traindiff.analyse.merge.renames import parse_renames
-from traindiff.analyse.merge.step_table import Part, step_table
+from traindiff.analyse.merge.site import Part
+from traindiff.analyse.merge.step_table import step_table
 from traindiff.errors import ConfigError
 
 

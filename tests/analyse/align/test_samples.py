@@ -9,9 +9,10 @@ import pytest
 
 from tests.analyse.merge.test_step_table import part
 from tests.made_up import random
-from traindiff.analyse.align.exact import says_of_samples
+from traindiff.analyse.align.exact import samples_message
 from traindiff.analyse.merge.recorded_calls import Sample, samples_of
-from traindiff.analyse.merge.step_table import Part, step_table
+from traindiff.analyse.merge.site import Part
+from traindiff.analyse.merge.step_table import step_table
 
 
 def batch(*ranks: Sequence[int], micro_step: int = 0) -> list[Sample]:
@@ -60,7 +61,7 @@ def batch(*ranks: Sequence[int], micro_step: int = 0) -> list[Sample]:
     ],
 )
 def test_what_is_said_of_the_samples(candidate: Sequence[Sample], message: str) -> None:
-    assert says_of_samples(batch([0, 1, 2, 3]), candidate) == message
+    assert samples_message(batch([0, 1, 2, 3]), candidate) == message
 
 
 def sample(number: int, *, rank: int, place: int, term: int = 0, micro_step: int = 0) -> Part:

@@ -7,7 +7,8 @@ import pytest
 from tests.analyse.merge.test_step_table import part
 from tests.made_up import Array, random
 from traindiff.analyse.align.two_runs import without_unplaced
-from traindiff.analyse.merge.step_table import Entry, Key, Part, step_table
+from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
+from traindiff.analyse.merge.step_table import step_table
 
 WEIGHT = random(8, 6, seed=0)
 
@@ -16,12 +17,12 @@ def grad(values: Array, rank: int = 0, phase: str = "grad") -> Part:
     return part(values, rank=rank, site=(phase, "", "fc.weight", {"grad": "grad", "param": "value"}[phase]))
 
 
-def entry(*ranks: Array, there: Array, more: tuple[Part, ...] = (), key: str = "grad") -> Entry:
+def entry(*ranks: Array, there: Array, more: tuple[Part, ...] = (), key: str = "grad") -> MergedSite:
     """What becomes of a parameter's gradient in a run that holds these on its ranks; the other run has it whole."""
     here = step_table([*(grad(values, rank) for rank, values in enumerate(ranks)), *more])
     whole = step_table([grad(there), grad(there, phase="param")])
     found = without_unplaced(here, whole)
-    return found[Key(key, "", "fc.weight", {"grad": "grad", "param": "value"}[key], 0, 0)]
+    return found[SiteKey(key, "", "fc.weight", {"grad": "grad", "param": "value"}[key])]
 
 
 def test_parts_that_differ_and_have_another_shape_are_unknown() -> None:

@@ -81,7 +81,7 @@ def test_steps_that_were_all_finished_are_healthy_however_the_run_ended(
 def test_every_report_says_that_a_run_is_incomplete(tmp_path: Path) -> None:
     import io
 
-    from traindiff.present.data.formats import FORMATS, writer
+    from traindiff.present.data import FORMATS, writer
 
     verdict = traindiff.check(killed(tmp_path / "run"))
     written = {}

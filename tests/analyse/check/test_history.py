@@ -9,13 +9,13 @@ import numpy as np
 
 from tests.made_up import FC, Step, at, record
 from traindiff.analyse.check import check
-from traindiff.analyse.check.verdict import RunHistory
-from traindiff.analyse.merge.step_table import Key
+from traindiff.analyse.merge.history import RunHistory
+from traindiff.analyse.merge.site import SiteKey
 from traindiff.core.observation import ALL_GRADIENTS
 from traindiff.core.summary import norm
 from traindiff.storage import open_recording
 
-FC_KEY = Key(*FC, 0, 0)
+FC_KEY = SiteKey(*FC)
 
 
 def history_of(path: Path) -> RunHistory:
@@ -52,7 +52,7 @@ def test_the_norm_of_all_gradients_is_one_more_site(tmp_path: Path) -> None:
     sizes = history.whole.of("size")
 
     np.testing.assert_allclose(
-        sizes[sites[Key("grad", "", ALL_GRADIENTS, "norm", 0, 0)]], np.sqrt((sizes[own] ** 2).sum(axis=0)), rtol=1e-5
+        sizes[sites[SiteKey("grad", "", ALL_GRADIENTS, "norm")]], np.sqrt((sizes[own] ** 2).sum(axis=0)), rtol=1e-5
     )
 
 

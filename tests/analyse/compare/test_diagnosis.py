@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 from tests.made_up import Array, Compared, Edit, Step, at, plain_step, random, summary_of
-from traindiff.analyse.compare.case import Case, Diagnosis, factor_meaning
-from traindiff.analyse.compare.diagnosis import diagnose
+from traindiff.analyse.compare.diagnosis import Case, Diagnosis, diagnose, factor_meaning
 from traindiff.analyse.merge.distance import best_fit
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.core.summary import add, distance, norm
 
 
-def entry(values: Array, *, phase: str = "grad", slot: str = "grad", **about: Any) -> Entry:
-    key = Key(phase, "", "fc.weight", slot, 0, 0)
-    return Entry(key=key, order=0, dtype=values.dtype.name, shape=values.shape, summary=summary_of(values), **about)
+def entry(values: Array, *, phase: str = "grad", slot: str = "grad", **about: Any) -> MergedSite:
+    key = SiteKey(phase, "", "fc.weight", slot)
+    return MergedSite(
+        key=key, order=0, dtype=values.dtype.name, shape=values.shape, summary=summary_of(values), **about
+    )
 
 
 def look(
@@ -151,9 +152,9 @@ def _localized_activation(baseline: Array, candidate: Array) -> Diagnosis:
     from traindiff.core.shards import Shard
 
     shard = Shard.of_batch(baseline.shape, first=0)
-    key = Key("forward", "", "fc", "output[0]", 0, 0)
+    key = SiteKey("forward", "", "fc", "output[0]")
     left, right = (
-        Entry(key=key, order=0, dtype="float32", shape=values.shape, summary=summary_of(values, shard))
+        MergedSite(key=key, order=0, dtype="float32", shape=values.shape, summary=summary_of(values, shard))
         for values in (baseline, candidate)
     )
     return diagnose(Case(baseline=left, candidate=right, difference=1.0, floor=1e-6))
@@ -310,7 +311,7 @@ def test_the_best_fit_of_zeros_is_defined() -> None:
 
 def test_sums_of_observations_are_fitted_by_their_sketches() -> None:
     left, right = entry(X, exact=False), entry(X, exact=False)
-    doubled = Entry(
+    doubled = MergedSite(
         key=right.key, order=0, dtype="float32", shape=X.shape, summary=add([right.summary], [2.0]), exact=False
     )
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from traindiff.analyse.compare.clipping import coefficient_error, explained
+from traindiff.analyse.compare.circumstances import coefficient_error
+from traindiff.analyse.compare.explanations import explained
 from traindiff.analyse.findings import Finding
 
 ENGINE = {"gradient_clipping": 1.0, "optimizer": "AdamW", "decoupled_weight_decay": True, "asked_for": "adam"}

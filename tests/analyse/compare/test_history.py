@@ -9,11 +9,11 @@ import numpy as np
 
 from tests.made_up import FC, Compared, at, record, scaled
 from traindiff.analyse.compare import compare
-from traindiff.analyse.compare.verdict import DifferenceHistory
-from traindiff.analyse.merge.step_table import Key
+from traindiff.analyse.merge.history import DifferenceHistory
+from traindiff.analyse.merge.site import SiteKey
 from traindiff.core.summary import norm
 
-FC_KEY = Key("forward", "", "fc", "output[0]", 0, 0)
+FC_KEY = SiteKey("forward", "", "fc", "output[0]")
 GRADIENT = ("grad", "", "fc.weight", "grad")
 
 
@@ -74,7 +74,7 @@ def test_differences_are_kept_by_rank_where_the_runs_are_cut_alike(tmp_path: Pat
     history = compare(*paths, history=True).history
 
     assert history is not None
-    key = Key(*GRADIENT, 0, 0)
+    key = SiteKey(*GRADIENT)
     ratios = {rank: history.by_rank.of("ratio")[history.by_rank.sites[key, rank]].tolist() for rank in range(2)}
     assert ratios[0] == [0, 0, 0]
     assert ratios[1][0] == ratios[1][2] == 0

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from traindiff.analyse.compare.operator_pairs import paired
-from traindiff.analyse.merge.operators import OperatorRun
+from traindiff.analyse.compare.operator_pairs import OperatorRun, paired
 
 TURN = ["aten.mm", "aten.add", "aten.tanh", "aten.mul"]
 

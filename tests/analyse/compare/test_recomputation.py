@@ -7,7 +7,7 @@ import pytest
 
 from tests.analyse.merge.test_step_table import part
 from tests.made_up import Array, Compared, Edit, Seen, Step, random
-from traindiff.analyse.compare.surroundings import changed_when_recomputed
+from traindiff.analyse.compare.judge import changed_when_recomputed
 from traindiff.analyse.merge.step_table import step_table
 
 HEAD = ("forward", "", "head", "output[0]")

@@ -129,7 +129,7 @@ def test_each_site_is_found_once_with_the_number_of_steps(compared: Compared) ->
 
 @pytest.mark.parametrize("word", ["identical", "equivalent", "diverged", "misaligned", "incomplete"])
 def test_every_word_has_a_meaning_and_an_exit_code(word: str) -> None:
-    from traindiff.analyse.compare.sentences import MEANINGS
+    from traindiff.analyse.story import MEANINGS
 
     comparison = Comparison(
         baseline="b", candidate="c", verdict=word, calibrated=False, findings=(), unaligned=((), ()), steps=(0,),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from traindiff.analyse.compare.surroundings import with_names
+from traindiff.analyse.compare.explanations import with_names
 from traindiff.analyse.findings import Finding
 
 COPIES = {1: {"head.weight": "wte.weight", "other.weight": "fc.weight"}, 3: {"tail.weight": "wte.weight"}}

@@ -10,7 +10,8 @@ import pytest
 from tests.analyse.merge.test_step_table import part
 from tests.made_up import random
 from traindiff.analyse.merge.recorded_calls import Clip, clips
-from traindiff.analyse.merge.step_table import Part, step_table
+from traindiff.analyse.merge.site import Part
+from traindiff.analyse.merge.step_table import step_table
 from traindiff.core.observation import ALL_GRADIENTS
 
 GRADIENT = random(6, 4, seed=0)

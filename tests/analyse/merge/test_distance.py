@@ -10,14 +10,16 @@ import pytest
 
 from tests.made_up import Array, random, summary_of
 from traindiff.analyse.merge.distance import Pair, best_fit, difference, equal_bits, rescaled
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey
 
 X = random(8, 6, seed=0)
 
 
-def entry(values: Array, **about: Any) -> Entry:
-    key = Key("grad", "", "fc.weight", "grad", 0, 0)
-    return Entry(key=key, order=0, dtype=values.dtype.name, shape=values.shape, summary=summary_of(values), **about)
+def entry(values: Array, **about: Any) -> MergedSite:
+    key = SiteKey("grad", "", "fc.weight", "grad")
+    return MergedSite(
+        key=key, order=0, dtype=values.dtype.name, shape=values.shape, summary=summary_of(values), **about
+    )
 
 
 def pair(baseline: Array, candidate: Array, **about: Any) -> Pair:

@@ -7,7 +7,8 @@ import pytest
 
 from tests.analyse.merge.test_step_table import part
 from tests.made_up import Site, random
-from traindiff.analyse.merge.step_table import Part, step_table
+from traindiff.analyse.merge.site import Part
+from traindiff.analyse.merge.step_table import step_table
 from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
 from traindiff.core.observation import ITSELF, TAP_FAILED
 

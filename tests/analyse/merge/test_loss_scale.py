@@ -12,8 +12,8 @@ from torch import nn
 import traindiff
 from tests.made_up import Seen, observed, random
 from traindiff.analyse.compare.circumstances import scale_factors, scale_note
-from traindiff.analyse.merge.loss_scale import UNKNOWN
-from traindiff.analyse.merge.step_table import Entry, step_table
+from traindiff.analyse.merge.site import MergedSite
+from traindiff.analyse.merge.step_table import UNKNOWN, step_table
 from traindiff.core.summary import norm
 
 EVERYTHING = (
@@ -129,7 +129,7 @@ def test_what_is_scaled_by_an_unknown_scale_is_unknown() -> None:
     assert entry.unobserved == UNKNOWN
 
 
-def scaled_on(rank: int, micro_step: int, scales: dict[tuple[int, int], float]) -> Entry:
+def scaled_on(rank: int, micro_step: int, scales: dict[tuple[int, int], float]) -> MergedSite:
     """A gradient of ones on a rank, in a step in which ranks have these loss scales by rank and micro-step."""
     parts = []
     for (holder, number), scale in scales.items():

@@ -10,7 +10,8 @@ import pytest
 
 from tests.made_up import Array, Seen, Step, observed, random, record, summary_of
 from traindiff.analyse.compare import compare
-from traindiff.analyse.merge.step_table import Entry, Part, step_table
+from traindiff.analyse.merge.site import MergedSite, Part
+from traindiff.analyse.merge.step_table import step_table
 from traindiff.core.shards import Shard
 from traindiff.core.summary import norm
 
@@ -22,7 +23,7 @@ def part(values: Array, *, rank: int = 0, order: int = 0, site: tuple[str, str, 
     return observation, rank, summary
 
 
-def only(parts: list[Part]) -> Entry:
+def only(parts: list[Part]) -> MergedSite:
     (entry,) = step_table(parts).values()
     return entry
 

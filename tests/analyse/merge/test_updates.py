@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from tests.made_up import Array, Compared, Seen, Step, at, observed, plain_step, random, record
-from traindiff.analyse.align.gradients import GRADIENT_NORM, gradient_norms
+from traindiff.analyse.align.side import gradient_norms
 from traindiff.analyse.compare import compare
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import Updates
-from traindiff.analyse.merge.step_table import Entry, step_table
+from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite
+from traindiff.analyse.merge.step_table import step_table
 from traindiff.core.summary import norm
 
 
-def table_of(step: int, sites: Step) -> dict[object, Entry]:
+def table_of(step: int, sites: Step) -> dict[object, MergedSite]:
     parts = [observed(site, seen, step=step, order=order) for order, (site, seen) in enumerate(sites.items())]
     return step_table((seen, 0, summary) for seen, summary in parts)  # type: ignore[return-value]
 

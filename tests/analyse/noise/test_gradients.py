@@ -7,7 +7,7 @@ import pytest
 
 from tests.made_up import Compared, at, random, summary_of
 from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.gradients import share_of_noise, terms_by_module
 
 
@@ -33,8 +33,8 @@ def test_nothing_is_known_of_the_parts_of_a_small_gradient(shape: tuple[int, ...
 
 def test_a_module_that_is_called_twice_adds_up_the_terms_of_both_calls() -> None:
     entries = [
-        Entry(
-            key=Key("backward", "", "fc", "output[0]", call, 0), order=call, dtype="float32", shape=(4, 8),
+        MergedSite(
+            key=SiteKey("backward", "", "fc", "output[0]", call, 0), order=call, dtype="float32", shape=(4, 8),
             summary=summary_of(np.full((4, 8), 3.0 + call, dtype=np.float32)),
         )
         for call in range(2)

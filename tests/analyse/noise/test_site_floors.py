@@ -10,9 +10,9 @@ import pytest
 
 from tests.made_up import Array, random, summary_of
 from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.calibration import Calibration, NoiseRecording
-from traindiff.analyse.noise.replicas import SAFETY
+from traindiff.analyse.noise.measured import SAFETY
 from traindiff.analyse.noise.site_floors import RunFloors, SiteFloors
 from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, GAIN
 from traindiff.core.summary import rounding
@@ -31,9 +31,9 @@ def site(
     baseline: Array, candidate: Array | None = None, *, phase: str = "forward", path: str = "fc", slot: str = "",
     stage: str = "", exact: bool = True,
 ) -> Pair:  # fmt: skip
-    key = Key(phase, stage, path, slot or SLOTS.get(phase, "grad"), 0, 0)
+    key = SiteKey(phase, stage, path, slot or SLOTS.get(phase, "grad"), 0, 0)
     left, right = (
-        Entry(
+        MergedSite(
             key=key, order=0, dtype=values.dtype.name, shape=values.shape, summary=summary_of(values),
             exact=exact or values is baseline,
         )
@@ -207,16 +207,16 @@ def test_of_a_handful_of_numbers_replicas_cannot_tell(count: int, floor: float) 
     assert floors.of(site(random(count, seed=3))) == pytest.approx(floor)
 
 
-@pytest.mark.parametrize(("size", "parted"), [(1e-3, False), (1e-1, True)])
-def test_once_the_runs_have_parted_inputs_have_the_last_word(size: float, parted: bool) -> None:
+@pytest.mark.parametrize(("size", "exceeded_noise"), [(1e-3, False), (1e-1, True)])
+def test_once_the_runs_have_parted_inputs_have_the_last_word(size: float, exceeded_noise: bool) -> None:
     run = RunFloors()
     before = site(X, path="embedding")
     floors = step(run, noise={before.baseline.key: (1e-3,), HERE: (1e-3,)}, calibration=replicas(forward=1.0))
 
     floors.saw(before, size)
 
-    assert run.parted == parted
-    assert floors.of(site(X)) == pytest.approx(GAIN * size if parted else SAFETY * SPREAD * 1e-3)
+    assert run.exceeded_noise == exceeded_noise
+    assert floors.of(site(X)) == pytest.approx(GAIN * size if exceeded_noise else SAFETY * SPREAD * 1e-3)
 
 
 def test_replicas_say_nothing_of_states_under_other_settings() -> None:
@@ -333,7 +333,7 @@ def test_what_batch_norm_averages_may_be_off_by_the_root_of_its_rows() -> None:
 def test_replicas_that_add_up_alike_do_not_hold_batch_norm_to_their_own_noise() -> None:
     """Channels last, torch's BatchNorm on the CPU is up to 0.8 sqrt(rows) u off, and its usual kernel 0.7 u."""
     apart = math.sqrt(ROWS) * U
-    noise = {Key("forward", "", path, "output[0]", 0, 0): (U, U) for path in ("bn", "relu")}
+    noise = {SiteKey("forward", "", path, "output[0]"): (U, U) for path in ("bn", "relu")}
     run = RunFloors()
     floors = step(run, pairs=batch_norm(), noise=noise, calibration=replicas())
 
@@ -341,7 +341,7 @@ def test_replicas_that_add_up_alike_do_not_hold_batch_norm_to_their_own_noise() 
     assert floors.of(pair) >= apart
     floors.saw(pair, apart)
 
-    assert run.parted
+    assert run.exceeded_noise
     assert floors.of(site(WIDE, path="relu")) == pytest.approx(GAIN * apart)
     assert not run.learning_differs
 

@@ -8,7 +8,8 @@ import pytest
 from tests.made_up import summary_of
 from traindiff.analyse.align.side import sites_in_order
 from traindiff.analyse.merge.parameters import group_numbers, group_paths
-from traindiff.analyse.merge.step_table import Part, step_table
+from traindiff.analyse.merge.site import Part
+from traindiff.analyse.merge.step_table import step_table
 from traindiff.analyse.rules import RunFacts
 from traindiff.analyse.rules.ranks import BoundariesHold
 from traindiff.core.observation import BOUNDARY, PLACE, Observation

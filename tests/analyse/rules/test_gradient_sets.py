@@ -10,7 +10,8 @@ import pytest
 
 from tests.analyse.merge.test_step_table import part
 from tests.made_up import random
-from traindiff.analyse.merge.step_table import Part, step_table
+from traindiff.analyse.merge.site import Part
+from traindiff.analyse.merge.step_table import step_table
 from traindiff.analyse.rules.reported import Gradients, counted_often, set_of
 from traindiff.analyse.rules.rule import RunFacts
 from traindiff.core.shards import Shard

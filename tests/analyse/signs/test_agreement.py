@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.made_up import summary_of
 from traindiff.analyse.signs.run_signs import Signs, merged, part_signs
-from traindiff.analyse.signs.similarities import Agreement, agreement, plain_agreement, total
+from traindiff.analyse.signs.similarities import Agreement, agreement, total
 from traindiff.core.kernels.torch_arrays import detail_of
 from traindiff.core.shards import Shard
 
@@ -54,11 +54,6 @@ def test_zero_agrees_with_zero_only_and_nan_with_nothing(baseline: Any, random: 
 def test_a_tensor_of_nan_does_not_agree_with_itself() -> None:
     nan = signs_of(np.full(9, np.nan, dtype=np.float32))
     assert agreement(nan, nan) == Agreement(same=0, count=9)
-
-
-def test_the_plain_convention_takes_all_that_is_not_positive_for_one_direction() -> None:
-    baseline, candidate = np.float32([1, 1, -1, -1, 0]), np.float32([1, -1, 0, np.nan, np.nan])
-    assert plain_agreement(signs_of(baseline), signs_of(candidate)) == Agreement(same=4, count=5)
 
 
 @given(st.data())

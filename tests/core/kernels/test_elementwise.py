@@ -17,7 +17,7 @@ from traindiff.core.kernels import element_details as elementwise
 from traindiff.core.kernels import summarize
 from traindiff.core.kernels.element_details import intervals, packed_signs
 from traindiff.core.kernels.torch_arrays import detail_of
-from traindiff.core.settings import checked_bounds, interval_names
+from traindiff.core.setting_checks import checked_bounds, interval_names
 from traindiff.core.shards import Shard
 from traindiff.errors import Problem
 

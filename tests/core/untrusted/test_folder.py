@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from traindiff.core.untrusted import Folder
+from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CorruptRecordingError
 
 pytestmark = pytest.mark.timeout(20)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traindiff.core.untrusted import (
+from traindiff.core.untrusted.demands import (
     FLAG,
     NUMBER,
     TEXT,

@@ -29,7 +29,7 @@ from tests.observe.hooks.test_undisturbed import assert_bitwise_equal
 from tests.observe.hooks.trainings import Outcome, batches, final_state
 from traindiff.core.site import PHASES
 from traindiff.observe.torch.hooks import compiled
-from traindiff.observe.torch.hooks.silent_modules import SCRIPTED
+from traindiff.observe.torch.hooks.module_outputs import SCRIPTED
 
 pytestmark = torch_may_warn
 

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 import traindiff
 from tests.observe.hooks.reading import row, rows
 from traindiff.cli.commands import app
-from traindiff.core._torch_compat import loader_iterators
 from traindiff.core.observation import SAMPLE
 from traindiff.core.site import PHASES
 from traindiff.core.tap_registry import OBSERVABLE, OBSERVED_BY_DEFAULT
+from traindiff.core.torch_compat.training import loader_iterators
 from traindiff.observe.torch.hooks import dataloader
 
 WIDTH, SAMPLES, BATCH = 4, 12, 3

@@ -19,8 +19,15 @@ from tests.observe.hooks.reading import row, rows, unobserved
 from tests.observe.hooks.trainings import TRAININGS, batches
 from traindiff.core.shards import Piece
 from traindiff.observe.torch.hooks.optimizer_replay import RANGE, OptimizerReplayTap
-from traindiff.observe.torch.hooks.replay_formulas import Before, Units, variants
-from traindiff.observe.torch.hooks.replay_range import moments_of, rule_name, rule_of, step_of
+from traindiff.observe.torch.hooks.replay_formulas import (
+    Before,
+    Units,
+    moments_of,
+    rule_name,
+    rule_of,
+    step_of,
+    variants,
+)
 
 EXACT = Units(storage=2.0**-53, arithmetic=2.0**-53, tiny=torch.finfo(torch.float64).tiny)
 

@@ -17,7 +17,6 @@ from traindiff.observe.torch.nonfinite.reading import Reader
 from traindiff.observe.torch.nonfinite.settings import watch_settings
 from traindiff.observe.torch.nonfinite.watch import _OBSERVE
 from traindiff.observe.torch.nonfinite.watcher import Watcher
-from traindiff.observe.torch.session.record import STANDARD_SETTINGS
 from traindiff.observe.torch.session.targets import find_targets
 
 SETTINGS: dict[str, Any] = {
@@ -30,7 +29,7 @@ def watch(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -
     """A watch that takes the CPU for a device that works on its own."""
     file = io.StringIO()
     targets = find_targets(model, optimizer, select=("*",))
-    observed = record_settings(**{**STANDARD_SETTINGS, "observe": _OBSERVE})
+    observed = record_settings(observe=_OBSERVE)
     checked = watch_settings(**{**SETTINGS, **settings, "file": file})
     return Watcher(targets, checked, observed, reader=Reader(frozenset())), file
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from traindiff.observe.torch.perturb.random_rounding import is_rounded, randomly_rounded, rounding_key
+from traindiff.observe.torch.perturb.ulp import is_rounded, randomly_rounded, rounding_key
 
 DTYPES = {
     torch.float64: torch.int64,
@@ -62,7 +62,7 @@ def test_the_same_key_moves_alike_and_others_differently() -> None:
 
 
 def test_long_tensors_are_rounded_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traindiff.observe.torch.perturb.random_rounding._BLOCK", 1000)
+    monkeypatch.setattr("traindiff.observe.torch.perturb.ulp._BLOCK", 1000)
     before = torch.full((3000,), 0.5)
     moved = ulps(before, randomly_rounded(before, 1))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.core.test_settings import problems_of, settings
-from traindiff.core.settings import ReplicaSetting
+from traindiff.core.setting_checks import ReplicaSetting
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.observe.hooks.reading import rows
 from tests.observe.perturb.replicas import train
 from tests.observe.perturb.test_random_rounding import ulps
 from traindiff.core.tap_registry import OBSERVABLE
-from traindiff.observe.torch.perturb.random_rounding import randomly_rounded, rounding_key
+from traindiff.observe.torch.perturb.ulp import randomly_rounded, rounding_key
 
 
 def tensor_files(path: Path) -> dict[str, Tensor]:

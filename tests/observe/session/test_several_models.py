@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import traindiff
 from traindiff.core.observation import Observation
 from traindiff.core.settings import record_settings
-from traindiff.observe.torch.session.live_modules import called_of, distinct, outermost_around, trained_parts, unwrapped
-from traindiff.observe.torch.session.record import STANDARD_SETTINGS, recorder_of
+from traindiff.observe.torch.session.models import called_of, distinct, outermost_around, trained_parts, unwrapped
+from traindiff.observe.torch.session.record import recorder_of
 from traindiff.observe.torch.session.targets import find_targets
 from traindiff.storage import open_recording
 
@@ -157,7 +157,7 @@ class Outer(nn.Module):
 def test_calls_inside_another_and_calls_made_again_are_part_of_the_forward_pass(tmp_path: Path) -> None:
     torch.manual_seed(0)
     task = Task()
-    settings = record_settings(**STANDARD_SETTINGS)
+    settings = record_settings()
     optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
     targets = find_targets(task, None, select=("*",), called=[task, *trained_parts(task)])
     with recorder_of(str(tmp_path / "run"), targets, settings, overwrite=False):

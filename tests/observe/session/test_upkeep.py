@@ -15,7 +15,7 @@ from tests.observe.session import changing_training as edits
 from tests.observe.session.changing_training import Edit, Model, Training, train
 from traindiff.core.site import PHASES
 from traindiff.observe.torch.hooks.compiled import NUMBER
-from traindiff.observe.torch.hooks.left_behind import _NoHook
+from traindiff.observe.torch.hooks.inert_on_copy import _NoHook
 
 COMPLETE = (
     edits.clear_forward_hooks, edits.clear_hooks_of_a_layer, edits.put_copied_dicts, edits.clear_step_hooks,

@@ -196,7 +196,7 @@ def test_one_odd_directory_does_not_hide_the_others(ask: Ask, root: Path) -> Non
     assert ask("/state?of=loop")[1] != "gone"
 
 
-FAILING = """import sys; print('{"status": 500, "says": "ValueError: <b>odd"}'); sys.exit(3)"""
+FAILING = """import sys; print('{"status": 500, "message": "ValueError: <b>odd"}'); sys.exit(3)"""
 DYING = "import os; os.abort()"
 SLOW = "import time; time.sleep(600)"
 

@@ -12,10 +12,10 @@ from torch.optim import SGD, Adagrad, AdamW
 import traindiff
 from tests.run.config.recipes import DECAYS, Model, groups_of, mean_loss, tied, training
 from traindiff.errors import ConfigError
-from traindiff.run.config.model_calls import follow, names_of, repeated_modules
 from traindiff.run.config.precision import computing_in, loss_scaler
 from traindiff.run.config.request import Request
 from traindiff.run.config.setup import PLAIN, Setup, baseline_setup
+from traindiff.run.config.sharded import follow, names_of, repeated_modules
 from traindiff.run.verify.recipe import prepared
 
 
@@ -235,7 +235,7 @@ def test_the_baseline_of_master_weights_has_them_too_and_a_micro_batch_for_each_
 
 
 def test_a_loss_that_does_not_call_its_model_cannot_be_a_pipeline() -> None:
-    from traindiff.run.config.model_calls import captured_call
+    from traindiff.run.config.pipeline_parallel import captured_call
 
     def loss(_: nn.Module, batch: Tensor) -> Tensor:
         return batch.float().mean()

@@ -45,10 +45,10 @@ for nproc in (2, 3):
             "tests.run.verify.divided:recipe", "tests.run.verify.divided:raising", "runs",
             setup=Setup(engine="ddp", nproc=nproc), steps=2, replicas=("ulp:1",), repeat=False,
         )
-        says = f"{found.verdict}, {found.failed.message}"
+        message = f"{found.verdict}, {found.failed.message}"
     except traindiff.ConfigError as error:
-        says = error.problems[0].what
-    print(f"[{os.environ['RANK']}: {says}]", flush=True)
+        message = error.problems[0].what
+    print(f"[{os.environ['RANK']}: {message}]", flush=True)
 """
 
 

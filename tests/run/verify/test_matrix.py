@@ -12,25 +12,20 @@ from rich.console import Console
 
 from tests.run.verify import divided
 from traindiff.analyse.compare.investigation import Matrix, MatrixRow
-from traindiff.present.text.verification import print_matrix
-from traindiff.run.config.setup import PLAIN
-from traindiff.run.verify.asked import Asked, AskedSetup
+from traindiff.present.text.results import print_matrix
 from traindiff.run.verify.matrix import Combination, verify_matrix
-from traindiff.run.verify.trusted import Question
+from traindiff.run.verify.request import SetupOptions, VerifyRequest
 
 
-def asked(output: Path, candidate: Any = divided.recipe, **question: Any) -> Asked:
+def asked(output: Path, candidate: Any = divided.recipe, **question: Any) -> VerifyRequest:
     asks = {"steps": 1, "replicas": ("ulp:1", "ulp:2"), "pin": "never", **question}
-    return Asked(
-        recipe=divided.recipe, baseline_setup=PLAIN, output=output, repeat=False,
-        question=Question(candidate=candidate, setup=PLAIN, **asks),
-    )  # fmt: skip
+    return VerifyRequest(recipe=divided.recipe, candidate=candidate, output=output, repeat=False, **asks)
 
 
 def combination(**varied: Any) -> Combination:
     own = {name: value for name, value in varied.items() if name in ("engine", "nproc", "zero_stage")}
     further = {name: value for name, value in varied.items() if name not in own}
-    return Combination(varied=varied, asked=AskedSetup(**own, further=further))
+    return Combination(varied=varied, options=SetupOptions(**own, further=further))
 
 
 ALL = [

@@ -1,102 +1,27 @@
-"""The exact class: what must be equal to the bit for two runs to be asked the same question."""
+"""The exact class: what must be equal in two runs so that they compute the same thing."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from traindiff.analyse.align.ranks import differing_ranks
+from traindiff.analyse.align.side import Side, Tables
 from traindiff.analyse.findings import Finding, ranks_text
-from traindiff.analyse.merge.distance import Pair, difference, equal_bits, is_transposed
-from traindiff.analyse.merge.finding_at import finding_at
+from traindiff.analyse.merge.distance import Pair, difference, differing_ranks, equal_bits, is_transposed
+from traindiff.analyse.merge.parameters import Groups
 from traindiff.analyse.merge.recorded_calls import Sample, Samples
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at
 from traindiff.core.site import label
-from traindiff.core.summary import UNIT_ROUNDOFF, finite_count
-
-_MOST = 8
-"""Samples or ranks that are named one by one."""
-
-
-def says_of_samples(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
-    """How the samples of two batches that differ match, in words that follow "input[0]"; empty where none is known."""
-    if not baseline or not candidate:
-        return ""
-    held = [Counter(one.fingerprint for one in samples) for samples in (baseline, candidate)]
-    if held[0] == held[1]:
-        return f"holds the same samples in another order: {_order(baseline, candidate)}."
-    missing, further = held[0] - held[1], held[1] - held[0]
-    parts = []
-    if repeated := [number for number, times in held[1].items() if times > held[0][number] > 0]:
-        who = next(one for one in candidate if one.fingerprint == repeated[0])
-        parts.append(f"one sample comes {held[1][repeated[0]]} times, first at {_where(who)}")
-    if fresh := [one for one in candidate if one.fingerprint in further and not held[0][one.fingerprint]]:
-        parts.append(
-            f"{len(fresh)} of its {len(candidate)} samples are none of the baseline's, first {_where(fresh[0])}"
-        )
-    elif missing:
-        lost = next(one for one in baseline if one.fingerprint in missing)
-        parts.append(f"{missing.total()} of the baseline's {len(baseline)} samples are missing, first {_where(lost)}")
-    return f"holds other samples: {', and '.join(parts)}.{_only_on(baseline, candidate)}"
-
-
-def _only_on(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
-    """The ranks that have other samples in their places, where others have the baseline's."""
-    if len(baseline) != len(candidate):
-        return ""
-    pairs = zip(baseline, candidate, strict=True)
-    apart = {actual.rank for expected, actual in pairs if expected.fingerprint != actual.fingerprint}
-    if not apart < {one.rank for one in candidate}:
-        return ""
-    return f" Only what {ranks_text(sorted(apart), capital=False)} holds differs."
-
-
-def _order(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
-    """Which of the baseline's samples the candidate has where."""
-    places: dict[int, list[int]] = {}
-    for number, one in enumerate(baseline):
-        places.setdefault(one.fingerprint, []).append(number)
-    by_rank: dict[int, list[int]] = {}
-    for one in candidate:
-        by_rank.setdefault(one.rank, []).append(places[one.fingerprint].pop(0))
-    size = len(by_rank)
-    if size == 1:
-        return f"the baseline's {_numbers(next(iter(by_rank.values())))}"
-    held = [numbers for _, numbers in sorted(by_rank.items())]
-    ranks = [f"{ranks_text([rank], capital=False)} has {_numbers(by_rank[rank])}" for rank in sorted(by_rank)]
-    more = f", and {size - _MOST} more ranks" if size > _MOST else ""
-    return f"of the baseline's, {', '.join(ranks[:_MOST])}{more}{_advice(held, len(baseline))}"
-
-
-def _advice(held: Sequence[Sequence[int]], count: int) -> str:
-    """Which setting of `record` brings samples that ranks share so into the baseline's order; empty where none does."""
-    if all(list(numbers) == list(range(place, count, len(held))) for place, numbers in enumerate(held)):
-        return ', in turn, as a distributed sampler gives them; record it with sample_order="interleaved"'
-    if [number for numbers in held for number in numbers] == list(range(count)):
-        return ', one block each; record it with sample_order="blocks"'
-    return ""
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:_MOST])) + (", ..." if len(numbers) > _MOST else "")
-
-
-def _where(sample: Sample) -> str:
-    return f"number {sample.place} of rank {sample.rank} in micro-step {sample.micro_step}"
-
+from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, number
 
 EXACT_KINDS = frozenset({"batch", "random-state", "hyper-parameter", "initial-parameter"})
-"""Kinds of finding that mean "these runs were not asked to compute the same thing"."""
+"""Kinds of findings which say that the runs were not asked to compute the same thing."""
 
 
 def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}, {})) -> Finding | None:
-    """Compare an input of the root. The same numbers in another precision are the same batch.
-
-    Args:
-        pair: The input.
-        step: Number of the step.
-        samples: What both runs have recorded of single samples.
-    """
+    """Compare an input of the root. The same numbers in another precision are the same batch."""
     if equal_bits(pair) or _same_in_another_dtype(pair):
         return None
     baseline, candidate = pair.baseline, pair.candidate
@@ -104,7 +29,7 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
     permuted = _is_permuted(pair)
     site = (baseline.key.path, baseline.key.slot)
     single = (one.get(site, ()) for one in samples) if baseline.dtype == candidate.dtype else ((), ())
-    if detail := says_of_samples(*single):
+    if detail := samples_message(*single):
         message = f"The batch differs: {where} {detail}"
     elif baseline.shape != candidate.shape:
         shapes = f"{list(baseline.shape)} in the baseline, {list(candidate.shape)} in the candidate"
@@ -118,8 +43,79 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
     return finding_at(pair.baseline, step=step, kind="batch", message=message, evidence={"permuted": permuted})
 
 
+_MOST = 8
+"""Number of samples or ranks that a message names one by one."""
+
+
+def samples_message(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
+    """How the samples of two different batches match, in words after "input[0]"; empty if samples are unknown."""
+    if not baseline or not candidate:
+        return ""
+    held = [Counter(one.fingerprint for one in samples) for samples in (baseline, candidate)]
+    if held[0] == held[1]:
+        return f"holds the same samples in another order: {_order(baseline, candidate)}."
+    missing, further = held[0] - held[1], held[1] - held[0]
+    parts = []
+    if repeated := [one for one, times in held[1].items() if times > held[0][one] > 0]:
+        who = next(one for one in candidate if one.fingerprint == repeated[0])
+        parts.append(f"one sample comes {held[1][repeated[0]]} times, first at {_where(who)}")
+    if fresh := [one for one in candidate if one.fingerprint in further and not held[0][one.fingerprint]]:
+        parts.append(
+            f"{len(fresh)} of its {len(candidate)} samples are none of the baseline's, first {_where(fresh[0])}"
+        )
+    elif missing:
+        lost = next(one for one in baseline if one.fingerprint in missing)
+        parts.append(f"{missing.total()} of the baseline's {len(baseline)} samples are missing, first {_where(lost)}")
+    return f"holds other samples: {', and '.join(parts)}.{_only_on(baseline, candidate)}"
+
+
+def _only_on(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
+    """A sentence that names the ranks with other samples, if some ranks have the baseline's."""
+    if len(baseline) != len(candidate):
+        return ""
+    pairs = zip(baseline, candidate, strict=True)
+    apart = {actual.rank for expected, actual in pairs if expected.fingerprint != actual.fingerprint}
+    if not apart < {one.rank for one in candidate}:
+        return ""
+    return f" Only what {ranks_text(sorted(apart), capital=False)} holds differs."
+
+
+def _order(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
+    """Positions of the candidate's samples in the baseline's batch."""
+    places: dict[int, list[int]] = {}
+    for place, one in enumerate(baseline):
+        places.setdefault(one.fingerprint, []).append(place)
+    by_rank: dict[int, list[int]] = {}
+    for one in candidate:
+        by_rank.setdefault(one.rank, []).append(places[one.fingerprint].pop(0))
+    size = len(by_rank)
+    if size == 1:
+        return f"the baseline's {_numbers(next(iter(by_rank.values())))}"
+    held = [numbers for _, numbers in sorted(by_rank.items())]
+    ranks = [f"{ranks_text([rank], capital=False)} has {_numbers(by_rank[rank])}" for rank in sorted(by_rank)]
+    more = f", and {size - _MOST} more ranks" if size > _MOST else ""
+    return f"of the baseline's, {', '.join(ranks[:_MOST])}{more}{_advice(held, len(baseline))}"
+
+
+def _advice(held: Sequence[Sequence[int]], count: int) -> str:
+    """The setting of `record` that brings shared samples into the baseline's order; empty if none does."""
+    if all(list(numbers) == list(range(place, count, len(held))) for place, numbers in enumerate(held)):
+        return ', in turn, as a distributed sampler gives them; record it with sample_order="interleaved"'
+    if [place for places in held for place in places] == list(range(count)):
+        return ', one block each; record it with sample_order="blocks"'
+    return ""
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:_MOST])) + (", ..." if len(numbers) > _MOST else "")
+
+
+def _where(sample: Sample) -> str:
+    return f"number {sample.place} of rank {sample.rank} in micro-step {sample.micro_step}"
+
+
 def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
-    """Compare a parameter as the first recorded step found it; another precision is not another value."""
+    """Compare a parameter as the first recorded step found it. Another precision is not another value."""
     if equal_bits(pair) or _same_in_another_dtype(pair):
         return None
     baseline, candidate = pair.baseline, pair.candidate
@@ -146,10 +142,10 @@ def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
 
 
 def permuted_paths(pairs: Iterable[Pair]) -> set[str]:
-    """Parameters and buffers that may be in another order in the candidate, going by what the first step found.
+    """Parameters and buffers that may be in another order in the candidate, judged by the first step.
 
-    Those that hold the same values in another order; and where there are any, those that hold one value only, as
-    norms and their statistics do at first: any order of it is the same.
+    These hold the same values in another order. If there are any, parameters that hold a single value count too: norms
+    and their statistics start so, and any order of them is the same.
     """
     beginning = [pair for pair in pairs if pair.baseline.key[:2] == ("param", "before")]
     permuted = {pair.baseline.key.path for pair in beginning if not equal_bits(pair) and _is_permuted(pair)}
@@ -157,7 +153,7 @@ def permuted_paths(pairs: Iterable[Pair]) -> set[str]:
     return permuted | constant if permuted else set()
 
 
-def _is_constant(entry: Entry) -> bool:
+def _is_constant(entry: MergedSite) -> bool:
     several = len(entry.shape) > 0 and int(finite_count(entry.summary)) > 1
     return several and float(entry.summary["minimum"]) == float(entry.summary["maximum"])
 
@@ -169,7 +165,7 @@ def _is_permuted(pair: Pair) -> bool:
 
 
 def _same_in_another_dtype(pair: Pair) -> bool:
-    """Whether two tensors of different dtypes hold the same numbers, as far as both can hold them."""
+    """Whether two tensors of different dtypes hold the same numbers, as far as both dtypes can."""
     baseline, candidate = pair.baseline, pair.candidate
     if (
         baseline.dtype == candidate.dtype
@@ -184,10 +180,8 @@ def _same_in_another_dtype(pair: Pair) -> bool:
     return size is not None and size <= 1.5 * max(unit or 0.0 for unit in units)
 
 
-def check_random_state(
-    baseline: Mapping[Key, Entry], candidate: Mapping[Key, Entry], *, step: int
-) -> Iterator[Finding]:
-    """Compare the state of random generators from which a forward pass draws, and how many passes do."""
+def check_random_state(baseline: StepTable, candidate: StepTable, *, step: int) -> Iterator[Finding]:
+    """Compare the random generators that a forward pass draws from, and the number of passes that do."""
     drawn = _drawn(baseline) | _drawn(candidate)
     for key, entry in baseline.items():
         other = candidate.get(key)
@@ -217,8 +211,8 @@ def check_random_state(
             return
 
 
-def _drawn(table: Mapping[Key, Entry]) -> set[str]:
-    """Generators whose state a forward pass changed."""
+def _drawn(table: StepTable) -> set[str]:
+    """Generators whose state changed during a forward pass."""
     return {
         key.slot
         for key, entry in table.items()
@@ -227,3 +221,75 @@ def _drawn(table: Mapping[Key, Entry]) -> set[str]:
         and (after := table.get(key._replace(stage="after"))) is not None
         and after.summary["fingerprint"] != entry.summary["fingerprint"]
     }
+
+
+class SettingChanges:
+    """Reports each difference between the optimizer settings of two runs once, when it is first seen."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, float, float]] = set()
+        self._before: dict[tuple[str, str], tuple[float, MergedSite]] = {}  # the baseline's, in the step before
+
+    def findings(self, sides: tuple[Side, Side], tables: Tables, *, step: int) -> list[Finding]:
+        """Settings that differ in a step and did not differ so before."""
+        found = check_hyper_parameters((tables[0], sides[0].groups), (tables[1], sides[1].groups), step=step)
+        fresh = []
+        for finding in found:
+            change = (finding.slot, finding.evidence["baseline"], finding.evidence["candidate"])
+            if change not in self._told:
+                self._told.add(change)
+                fresh.append(_one_step_late(finding, self._before))
+        settings = settings_of(tables[0], sides[0].groups)
+        self._before = {what: (value, entry.without_parts()) for what, (value, entry) in settings.items()}
+        return fresh
+
+
+def check_hyper_parameters(
+    baseline: tuple[StepTable, Groups], candidate: tuple[StepTable, Groups], *, step: int
+) -> Iterator[Finding]:
+    """Compare learning rate and other settings of the optimizers, parameter by parameter."""
+    there = settings_of(*candidate)
+    differing: dict[tuple[str, float, float], list[str]] = {}
+    entries: dict[tuple[str, float, float], MergedSite] = {}
+    for (path, slot), (value, entry) in settings_of(*baseline).items():
+        if (path, slot) in there and not _same_setting(value, (found := there[path, slot])[0]):
+            change = (slot, value, found[0])
+            differing.setdefault(change, []).append(path)
+            entries.setdefault(change, entry)
+    for (slot, before, after), paths in differing.items():
+        among = paths[0] if len(paths) == 1 else f"{len(paths)} parameters ({', '.join(paths[:2])}, ...)"
+        digits = 6 if f"{before:g}" != f"{after:g}" else 9
+        values = f"{before:.{digits}g} in the baseline and {after:.{digits}g} in the candidate"
+        message = f"{slot} is {values}, for {among}."
+        evidence = {"baseline": before, "candidate": after, "parameters": len(paths), "paths": paths}
+        entry = entries[slot, before, after]
+        yield finding_at(entry, step=step, kind="hyper-parameter", message=message, evidence=evidence)
+
+
+def _same_setting(baseline: float, candidate: float) -> bool:
+    """Whether two values of a setting agree, within what a schedule computed in float32 can tell."""
+    return math.isclose(baseline, candidate, rel_tol=4.0 * UNIT_ROUNDOFF["float32"]) or (
+        math.isnan(baseline) and math.isnan(candidate)
+    )
+
+
+def settings_of(table: StepTable, groups: Groups) -> dict[tuple[str, str], tuple[float, MergedSite]]:
+    """Value of each setting by parameter, or by group if its parameters are unknown."""
+    found: dict[tuple[str, str], tuple[float, MergedSite]] = {}
+    for key, entry in table.items():
+        if key.group is None:
+            continue
+        name, index = key.group
+        members = groups.get(name, [])
+        for path in members[index] if index < len(members) else [key.path]:
+            found[path, key.slot] = (number(entry.summary), entry)
+    return found
+
+
+def _one_step_late(finding: Finding, before: Mapping[tuple[str, str], tuple[float, MergedSite]]) -> Finding:
+    """The finding, with a remark if the candidate's setting is the baseline's of the step before."""
+    held = before.get((finding.evidence["paths"][0], finding.slot))
+    if held is None or not _same_setting(held[0], finding.evidence["candidate"]):
+        return finding
+    message = finding.message + " That is what the baseline had in the step before: one step late?"
+    return replace(finding, message=message, evidence={**finding.evidence, "late": True})

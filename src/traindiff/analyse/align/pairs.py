@@ -1,4 +1,4 @@
-"""Bring the entries of two runs together, and say which have no counterpart."""
+"""Pair the sites of two runs, and collect the sites without a counterpart."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.step_table import Entry, Key, num_micro_steps, only_rank
+from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, num_micro_steps, only_rank
 from traindiff.core.observation import MASTER, NO_GRADIENT, NOT_CALLED, SKIPPED
 from traindiff.core.site import ROOT, label
 from traindiff.core.tap_registry import asked_for_as
@@ -22,19 +21,19 @@ class Aligned:
 
     Attributes:
         pairs: In the baseline's execution order.
-        only_baseline: Entries without a counterpart in the candidate.
-        only_candidate: Entries without a counterpart in the baseline.
-        unmerged: Pairs whose shapes show that a batch axis was not recognized on one side.
+        only_baseline: Sites without a counterpart in the candidate.
+        only_candidate: Sites without a counterpart in the baseline.
+        unmerged: Pairs whose shapes show that one side's batch axis was not recognized.
     """
 
     pairs: tuple[Pair, ...]
-    only_baseline: tuple[Entry, ...]
-    only_candidate: tuple[Entry, ...]
+    only_baseline: tuple[MergedSite, ...]
+    only_candidate: tuple[MergedSite, ...]
     unmerged: tuple[Pair, ...]
 
 
-def align(baseline: Mapping[Key, Entry], candidate: Mapping[Key, Entry]) -> Aligned:
-    """Pair entries by key; the candidate's paths are renamed already."""
+def align(baseline: StepTable, candidate: StepTable) -> Aligned:
+    """Pair sites by key. The candidate's paths are renamed already."""
     renamed = dict(candidate)
     pairs, unmerged, only_baseline = [], [], []
     split_alike = num_micro_steps(baseline) == num_micro_steps(candidate)
@@ -55,8 +54,8 @@ def align(baseline: Mapping[Key, Entry], candidate: Mapping[Key, Entry]) -> Alig
 
 
 def in_baseline_order(pairs: Iterable[Pair]) -> Callable[[int], int]:
-    """Map places in the candidate's execution order to the baseline's: behind the last pair before them."""
-    # Random state is read when a forward pass ends: of a pipeline, when each of its stages does.
+    """A function that maps places in the candidate's execution order to the baseline's, behind the last pair."""
+    # Random state is read at the end of a forward pass; in a pipeline, at the end of each stage.
     flowing = (pair for pair in pairs if pair.baseline.key.path != "rng")
     places = sorted((pair.candidate.order, pair.baseline.order) for pair in flowing)
     ours = [candidate for candidate, _ in places]
@@ -68,11 +67,11 @@ def in_baseline_order(pairs: Iterable[Pair]) -> Callable[[int], int]:
     return place
 
 
-def _is_unmerged(baseline: Entry, candidate: Entry, *, split_alike: bool) -> bool:
-    """Shapes that a batch axis explains which was not recognized on one side.
+def _is_unmerged(baseline: MergedSite, candidate: MergedSite, *, split_alike: bool) -> bool:
+    """Whether an unrecognized batch axis on one side explains different shapes.
 
-    Either the shapes agree except in axis 0, where one is a whole multiple of the other, or the runs split
-    their batches into different numbers of micro-batches, and the shapes differ in one axis.
+    Either only axis 0 differs, and one length is a multiple of the other; or the runs split their batches into
+    different numbers of micro-batches, and one axis differs.
     """
     shapes = baseline.shape, candidate.shape
     if baseline.unobserved or candidate.unobserved:
@@ -90,8 +89,8 @@ def _is_unmerged(baseline: Entry, candidate: Entry, *, split_alike: bool) -> boo
     return axes == [0] and small > 0 and large % small == 0
 
 
-def _is_later_micro_step(entry: Entry, others: Mapping[Key, Entry]) -> bool:
-    """A tensor that one run has once per micro-step, and the other, with fewer, not so often."""
+def _is_later_micro_step(entry: MergedSite, others: StepTable) -> bool:
+    """Whether one run has a tensor once per micro-step and the other, with fewer micro-steps, less often."""
     return entry.key.micro_step > 0 and any(
         key.path == entry.key.path and key.phase == entry.key.phase for key in others
     )
@@ -99,15 +98,15 @@ def _is_later_micro_step(entry: Entry, others: Mapping[Key, Entry]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unaligned:
-    """A site that only one of the runs has, or whose observations could not be brought together.
+    """A site that only one run has, or whose observations could not be paired.
 
     Attributes:
         phase: Phase of the observations.
         path: Canonical path; empty for the root.
         slot: Which tensor there.
-        first_step: The first step in which it is alone.
-        num_steps: In how many steps it is.
-        why: Why observations could not be brought together; empty where one run has none.
+        first_step: The first step without a counterpart.
+        num_steps: Number of such steps.
+        why: Why observations could not be paired; empty if one run has none.
     """
 
     phase: str
@@ -131,18 +130,17 @@ class Unaligned:
 
 @dataclass(slots=True, kw_only=True)
 class Presence:
-    """Collects what had no counterpart, and turns what is certainly a difference into findings.
+    """Collects sites without a counterpart, and makes findings of those that are certainly a difference.
 
     Attributes:
         known: Paths of modules and parameters of the two models, baseline's first.
-        held: Paths of the parameters that the optimizers hold; empty where that is not known.
-        recorded: What each run was asked to record: names of `tap_registry.OBSERVABLE`, `evaluation`; empty where that
-            is not known.
+        held: Paths of the parameters that the optimizers hold; empty if unknown.
+        recorded: What each run was asked to record: names of `tap_registry.OBSERVABLE`, `evaluation`; empty if unknown.
         not_recorded: Of that, what one run was not asked for and the other has.
         unaligned: By side and site: sites without counterpart.
         unobserved: Sites that a run could not observe, with the reason.
-        ranks: How many ranks each run has recorded.
-        lack_stages: Sides of which ranks with stages of a pipeline are missing: what they lack may be theirs.
+        ranks: Number of ranks that each run has recorded.
+        lack_stages: Sides that lack ranks with pipeline stages: a missing site may belong to these.
     """
 
     known: tuple[frozenset[str], frozenset[str]]
@@ -158,7 +156,7 @@ class Presence:
     _reported: set[tuple[str, str]] = field(default_factory=set)
 
     def judge(self, aligned: Aligned, *, step: int) -> tuple[list[Pair], list[Finding]]:
-        """The pairs that can be measured, and findings for the entries that have no counterpart."""
+        """The pairs that can be measured, and findings for sites without a counterpart."""
         findings: list[Finding] = []
         pairs: list[Pair] = []
         for pair in aligned.pairs:
@@ -179,19 +177,19 @@ class Presence:
             for entry in entries:
                 plain = entry.key.phase == "forward" and not entry.key.stage
                 if plain and (entry.key.path, entry.key.call) in called:
-                    self._add(side, entry, step)  # both runs call it: the other does not have this tensor of it
+                    self._add(side, entry, step)  # both runs call the module; the other lacks this tensor
                 else:
                     findings += self._alone(entry, side=side, step=step)
         for pair in aligned.unmerged:
             self._add(0, pair.baseline, step, why=_batch_axis_hint(pair))
         return pairs, findings
 
-    def _alone(self, entry: Entry, *, side: int, step: int) -> Iterator[Finding]:
+    def _alone(self, entry: MergedSite, *, side: int, step: int) -> Iterator[Finding]:
         """Findings for an entry that only the run `side` has."""
         if entry.unobserved.startswith(NOT_CALLED):
-            return  # the other run saw no call of it either, and could have
+            return  # the other run did not see a call of it either
         if entry.key.path == "rng":
-            return  # how many passes draw from it is compared by itself
+            return  # the number of passes that draw from it is compared elsewhere
         if entry.unobserved:
             self._skip(entry if not entry.unobserved.startswith(NO_GRADIENT) else None)
         elif what := self._not_recorded(entry, side=1 - side):
@@ -199,42 +197,43 @@ class Presence:
         elif entry.key.phase == "optimizer" and entry.key.slot == SKIPPED:
             yield _skipped(entry, side=side, step=step)
         elif entry.key.slot == MASTER:
-            return  # the other run steps on what its model computes with
+            return  # the other run has no master weights
         elif 1 - side not in self.lack_stages and self._exists_there(entry, side=1 - side):
             yield from self._absent(entry, side=1 - side, step=step)
         else:
             self._add(side, entry, step)
 
     def sides(self) -> tuple[tuple[Unaligned, ...], tuple[Unaligned, ...]]:
-        """What is unaligned, per side."""
+        """Unaligned sites of each side."""
         baseline, candidate = self.unaligned
         return tuple(baseline.values()), tuple(candidate.values())
 
-    def _not_recorded(self, entry: Entry, *, side: int) -> str:
-        """What of the entry the other run was not asked to record; empty where it was."""
+    def _not_recorded(self, entry: MergedSite, *, side: int) -> str:
+        """Name of the observation that the run `side` was not asked to record; empty if it was."""
         key, recorded = entry.key, self.recorded[side]
         what = "evaluation" if key.stage == "evaluation" else asked_for_as(key.phase, key.stage)
         return what if recorded and what not in recorded and not (what == "param" and "update" in recorded) else ""
 
-    def _exists_there(self, entry: Entry, *, side: int) -> bool:
-        """Whether the other model has the module or parameter, so that what is missing was not done.
+    def _exists_there(self, entry: MergedSite, *, side: int) -> bool:
+        """Whether the run `side` has the module or parameter, so that a missing site is a difference.
 
-        Optimizers may keep different state for the same update, so state counts only where a whole
-        parameter is left out.
+        Optimizers may keep different state for the same update, so state counts only if a whole parameter is left out.
         """
         key = entry.key
         if key.stage or (key.phase == "optimizer" and key.path in self.held[side]):
             return False
         return key.phase in ("forward", "grad", "optimizer") and key.path in self.known[side]
 
-    def _absent(self, entry: Entry, *, side: int, step: int, lacking: Entry | None = None) -> Iterator[Finding]:
-        """A finding for what the run `side` lacks; once per path, later ones follow from it.
+    def _absent(
+        self, entry: MergedSite, *, side: int, step: int, lacking: MergedSite | None = None
+    ) -> Iterator[Finding]:
+        """A finding for a site that the run `side` lacks; once per path, because later ones follow from it.
 
         Args:
-            entry: What the other run has.
+            entry: The site in the other run.
             side: The run that lacks it.
             step: Number of the step.
-            lacking: What tells that it lacks it, if anything: its parts are the ranks that do.
+            lacking: The entry of that run which says so, if any; its parts name the ranks.
         """
         key = entry.key
         if (str(side), key.path) in self._reported:
@@ -254,12 +253,12 @@ class Presence:
         kind = "missing" if side else "extra"
         yield finding_at(entry, step=step, kind=kind, message=message, rank=only_rank(lacking or entry))
 
-    def _skip(self, entry: Entry | None) -> None:
+    def _skip(self, entry: MergedSite | None) -> None:
         if entry is not None:
             key = entry.key
             self.unobserved.setdefault(f"{key.phase} {label(key.path, key.slot)}", entry.unobserved)
 
-    def _add(self, side: int, entry: Entry, step: int, why: str = "") -> None:
+    def _add(self, side: int, entry: MergedSite, step: int, why: str = "") -> None:
         key = entry.key
         site = (key.phase, key.path, key.slot)
         held = self.unaligned[side].get(site)
@@ -277,12 +276,12 @@ def known_paths(contents: Iterable[Mapping[str, Any]]) -> frozenset[str]:
     )
 
 
-def _is_output(entry: Entry) -> bool:
+def _is_output(entry: MergedSite) -> bool:
     return entry.key.phase == "forward" and not entry.key.stage and not entry.unobserved
 
 
-def _skipped(entry: Entry, *, side: int, step: int) -> Finding:
-    """A finding for a step that a loss scaler left out in the run `side` only."""
+def _skipped(entry: MergedSite, *, side: int, step: int) -> Finding:
+    """A finding for a step that only one run's loss scaler left out."""
     key, run = entry.key, ("baseline", "candidate")[side]
     message = (
         f"The {run}'s loss scaler leaves out this step of {key.path}, because a gradient is not finite; the other "

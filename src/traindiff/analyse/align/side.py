@@ -1,32 +1,194 @@
-"""One of the runs that are compared, as the comparison walks through its steps."""
+"""One of the two runs that are compared: its steps, and what of a step is aligned with the other run."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from traindiff.analyse.align.pairs import known_paths
-from traindiff.analyse.merge.loss_scale import is_loss_scale
+from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import Groups, Updates, parameter_groups
-from traindiff.analyse.merge.recorded_calls import is_clip
+from traindiff.analyse.merge.recorded_calls import clips, is_clip
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.run_steps import RunStep
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, gradient_norm, is_loss_scale, loss_scale
 from traindiff.analyse.merge.unobserved import without_missing_samples
 from traindiff.core.observation import BOUNDARY, RECOMPUTED, SAMPLE
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.storage import Run
 
+Tables = tuple[dict[SiteKey, MergedSite], dict[SiteKey, MergedSite]]
+"""One step of both runs, under the baseline's names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideStep:
+    """One step of one run, with what follows from it.
+
+    Attributes:
+        table: Its sites under the baseline's names.
+        updates: Updates of the parameters; not in `table`.
+        before: The parameters as the step found them, by path.
+        known: Paths of all parameters and buffers that the run has shown so far.
+    """
+
+    table: dict[SiteKey, MergedSite]
+    updates: tuple[MergedSite, ...]
+    before: Mapping[str, MergedSite]
+    known: frozenset[str]
+
+
+class Side:
+    """One run, step by step.
+
+    Args:
+        recording: The run.
+        rename: Turns its paths into the baseline's.
+
+    Attributes:
+        recording: The run.
+        groups: Parameters of each group of each optimizer, by its name.
+        model: Class name of the model.
+        goes_on_elsewhere: What steps in place of the recorded optimizers; empty if unknown.
+        paths: Canonical paths of modules and parameters, under the run's own names.
+    """
+
+    def __init__(self, recording: Run, rename: Rename = str) -> None:
+        self.recording = recording
+        self._rename = rename
+        self._updates = Updates()
+        self._known: frozenset[str] = frozenset()
+        contents = [recording.rank_content(rank) for rank in recording.ranks]
+        self.paths = known_paths(contents)
+        self.model = next((content["model"] for content in contents if "model" in content), "unknown")
+        self.goes_on_elsewhere = next(filter(None, (content.get("goes_on_elsewhere") for content in contents)), "")
+        self.groups: Groups = parameter_groups(recording, rename)
+        self._pipelines = {tuple(content["pipeline"]["ranks"]) for content in contents if "pipeline" in content}
+
+    def step(self, step: RunStep) -> SideStep:
+        """The run's part of a step. Steps must be given in order: updates are differences to the last one."""
+        renamed = {key: key._replace(path=self._rename(key.path)) for key in step.table}
+        table = {renamed[key]: replace(entry, key=renamed[key]) for key, entry in step.table.items()}
+        updates, before = self._updates.derive(table, step=step.step)
+        self._known |= {key.path for key in table if key.phase == "param"}
+        return SideStep(table=table, updates=tuple(updates), before=before, known=self._known)
+
+    def without_missing(self, table: StepTable, step: RunStep) -> dict[SiteKey, MergedSite]:
+        """The table of a step; sites are unknown if ranks are missing that would have contributed to them."""
+        return without_missing_samples(table, step.missing, pipelines=self.data_parallel if self.is_pipeline else None)
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Paths of the parameters that the optimizers hold."""
+        return frozenset(path for optimizer in self.groups.values() for group in optimizer for path in group)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether ranks have different stages of a pipeline, and so different sites."""
+        return bool(self._pipelines)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The pipeline stages of a rank."""
+        return tuple(n for ranks in sorted(self._pipelines) for n, other in enumerate(ranks) if other == rank)
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of ranks that share the batch."""
+        mesh = self.recording.run.get("mesh") or {}
+        return int(mesh.get("data_parallel", 1))
+
+    @property
+    def recorded(self) -> frozenset[str]:
+        """Phases that the run was asked to record, and `evaluation` if it was."""
+        settings = self.recording.run["settings"]
+        evaluation = frozenset({"evaluation"} if settings.get("evaluation") else ())
+        return frozenset(settings.get("observe", ())) | evaluation
+
+    def would_record(self, step: int) -> bool:
+        """Whether the settings of the run select this step."""
+        settings = self.recording.run["settings"]
+        chosen = parse_steps(settings.get("steps"), where="run.json")
+        return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
+
+
+def join(sides: tuple[SideStep, SideStep]) -> Tables:
+    """The tables of one step of two runs, with the updates that both runs have.
+
+    A run that skips steps records parameters and buffers before each recorded step. These are left out if the other run
+    knows them from the step before.
+    """
+    derivable = {entry.key for entry in sides[0].updates} & {entry.key for entry in sides[1].updates}
+    tables = []
+    for one in sides:
+        table = dict(one.table)
+        table.update((entry.key, entry) for entry in one.updates if entry.key in derivable)
+        tables.append(table)
+    for table, other, known in zip(tables, tables[::-1], (sides[1].known, sides[0].known), strict=True):
+        for key in [key for key in table if key.stage == "before" and key.phase == "param"]:
+            if key not in other and key.path in known:
+                del table[key]
+    return tables[0], tables[1]
+
+
+def sites_in_order(table: StepTable) -> dict[SiteKey, MergedSite]:
+    """The sites that are paired one by one, in execution order.
+
+    Left out are settings (compared by parameter), replayed optimizers (judged by a rule), single samples, clipping,
+    loss scales, boundaries of pipelines, and recomputed activations.
+    """
+    sites = (
+        (key, entry)
+        for key, entry in table.items()
+        if not (key.group or key.stage in (SAMPLE, BOUNDARY, RECOMPUTED) or is_clip(key) or is_loss_scale(key))
+        and not (key.phase == "update" and key.stage)
+    )
+    return dict(sorted(sites, key=lambda item: item[1].order))
+
+
+def with_gradient_stages(table: StepTable, other: StepTable, *, asked: bool) -> dict[SiteKey, MergedSite]:
+    """The table with the gradient stages that the other run has: an unchanged gradient is the same in the next stage.
+
+    Args:
+        table: A run's step.
+        other: The same step of the other run.
+        asked: Whether the run was asked to record the stages. If not, gradients before clipping are unknown.
+    """
+    has_scale, result = loss_scale(table) != 1.0, dict(table)
+    seen = [entry.order for key, entry in table.items() if key[:2] == ("grad", "")]
+    if not seen or (not asked and (has_scale or clips(table))):
+        return result
+    for key in other:
+        if key.phase != "grad" or key.stage not in ("reduced", "unscaled") or key in table:
+            continue
+        before = table.get(key._replace(stage="reduced")) if key.stage == "unscaled" and not has_scale else None
+        held = before or table.get(key._replace(stage=""))
+        if held is not None:
+            result[key] = replace(held, key=key, order=min(seen) - 1)
+    return result
+
+
+def gradient_norms(pairs: Iterable[Pair]) -> list[Pair]:
+    """The norm of all gradients of both runs, as a pair; empty if there are no gradients."""
+    gradients = [pair for pair in pairs if pair.baseline.key.phase == "grad" and not pair.baseline.key.stage]
+    if not gradients:
+        return []
+    return [
+        Pair(
+            baseline=gradient_norm([pair.baseline for pair in gradients]),
+            candidate=gradient_norm([pair.candidate for pair in gradients]),
+        )
+    ]
+
 
 def step_pairs(
     baseline: Iterator[RunStep], candidate: Iterator[RunStep]
 ) -> Iterator[tuple[RunStep | None, RunStep | None]]:
-    """Bring together the steps with one optimizer and number; None where a run does not have it.
+    """Pairs of steps with the same optimizer and number; None for a run that does not have the step.
 
-    Both runs take their steps in ascending order per optimizer. A step that the other run does not
-    have is given back as soon as the other run is past it. A step in the middle of which only one run ended is
-    none that both have.
+    Both runs take their steps in ascending order per optimizer. A step that the other run lacks is yielded as soon as
+    the other run is past it. If only one run finished a step, the step counts as present in that run alone.
     """
     for own, other in _with_one_number(baseline, candidate):
         if own and other and own.finished != other.finished:
@@ -52,20 +214,35 @@ def _with_one_number(
         yield None, rest
 
 
-class StepsOnDemand:
-    """Steps of a run that another run leads through, each asked for once and in the order of that run.
+class _Step(Protocol):
+    """A step of one optimizer, by its number."""
+
+    @property
+    def optimizer(self) -> str:
+        """Name of the optimizer."""
+
+    @property
+    def step(self) -> int:
+        """Number of the step."""
+
+
+StepType = TypeVar("StepType", bound=_Step)
+
+
+class StepsOnDemand(Generic[StepType]):
+    """Steps of a run that follows another one, each given once and in the order of the other run.
 
     Args:
         steps: In the order in which they were taken: ascending per optimizer.
     """
 
-    def __init__(self, steps: Iterator[RunStep]) -> None:
+    def __init__(self, steps: Iterator[StepType]) -> None:
         self._steps = steps
-        self._passed: dict[str, deque[RunStep]] = {}
+        self._passed: dict[str, deque[StepType]] = {}
         self._reached: dict[str, int] = {}
 
-    def until(self, optimizer: str, step: int) -> Iterator[RunStep]:
-        """The steps up to and with this one that were not given yet, in ascending order per optimizer."""
+    def until(self, optimizer: str, step: int) -> Iterator[StepType]:
+        """The steps up to and including this one that were not given yet, ascending per optimizer."""
         while self._reached.get(optimizer, -1) < step:
             following = next(self._steps, None)
             if following is None:
@@ -76,138 +253,9 @@ class StepsOnDemand:
         while due and due[0].step <= step:
             yield due.popleft()
 
-    def rest(self) -> Iterator[RunStep]:
+    def rest(self) -> Iterator[StepType]:
         """The steps that were not given yet."""
         for passed in self._passed.values():
             while passed:
                 yield passed.popleft()
         yield from self._steps
-
-
-Tables = tuple[dict[Key, Entry], dict[Key, Entry]]
-"""One step of both runs, under the baseline's names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SideStep:
-    """One step of one run, with what follows from it.
-
-    Attributes:
-        table: Its entries under the baseline's names.
-        updates: What the step did to the parameters; not in `table`.
-        before: The parameters as the step found them, by path.
-        known: Paths of all parameters and buffers that the run has shown so far.
-    """
-
-    table: dict[Key, Entry]
-    updates: tuple[Entry, ...]
-    before: Mapping[str, Entry]
-    known: frozenset[str]
-
-
-class Side:
-    """One run, step by step.
-
-    Args:
-        recording: The run.
-        rename: Turns its paths into the baseline's.
-
-    Attributes:
-        recording: The run.
-        groups: Parameters of each group of each optimizer, by its name.
-        model: Class name of the model.
-        goes_on_elsewhere: What has stepped in place of the optimizers that were followed; empty if that is not known.
-        paths: Canonical paths of modules and parameters, under the run's own names.
-    """
-
-    def __init__(self, recording: Run, rename: Rename = str) -> None:
-        self.recording = recording
-        self._rename = rename
-        self._updates = Updates()
-        self._known: frozenset[str] = frozenset()
-        contents = [recording.rank_content(rank) for rank in recording.ranks]
-        self.paths = known_paths(contents)
-        self.model = next((content["model"] for content in contents if "model" in content), "unknown")
-        self.goes_on_elsewhere = next(filter(None, (content.get("goes_on_elsewhere") for content in contents)), "")
-        self.groups: Groups = parameter_groups(recording, rename)
-        self._pipelines = {tuple(content["pipeline"]["ranks"]) for content in contents if "pipeline" in content}
-
-    def step(self, step: RunStep) -> SideStep:
-        """What the run has of a step. Steps must be given in order: updates are differences to the last one."""
-        renamed = {key: key._replace(path=self._rename(key.path)) for key in step.table}
-        table = {renamed[key]: replace(entry, key=renamed[key]) for key, entry in step.table.items()}
-        updates, before = self._updates.derive(table, step=step.step)
-        self._known |= {key.path for key in table if key.phase == "param"}
-        return SideStep(table=table, updates=tuple(updates), before=before, known=self._known)
-
-    def without_missing(self, table: Mapping[Key, Entry], step: RunStep) -> dict[Key, Entry]:
-        """The table of a step, without what ranks that have not recorded it would have added to."""
-        return without_missing_samples(table, step.missing, pipelines=self.data_parallel if self.is_pipeline else None)
-
-    @property
-    def held(self) -> frozenset[str]:
-        """Paths of the parameters that the optimizers hold."""
-        return frozenset(path for optimizer in self.groups.values() for group in optimizer for path in group)
-
-    @property
-    def is_pipeline(self) -> bool:
-        """Whether ranks have stages of a pipeline, so that each has sites which others have not."""
-        return bool(self._pipelines)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline that a rank has."""
-        return tuple(n for ranks in sorted(self._pipelines) for n, other in enumerate(ranks) if other == rank)
-
-    @property
-    def data_parallel(self) -> int:
-        """Over how many ranks the batch is divided."""
-        mesh = self.recording.run.get("mesh") or {}
-        return int(mesh.get("data_parallel", 1))
-
-    @property
-    def recorded(self) -> frozenset[str]:
-        """Phases that the run was asked to record, with `evaluation` if that."""
-        settings = self.recording.run["settings"]
-        evaluation = frozenset({"evaluation"} if settings.get("evaluation") else ())
-        return frozenset(settings.get("observe", ())) | evaluation
-
-    def would_record(self, step: int) -> bool:
-        """Whether the run would have recorded this step, had it come so far."""
-        settings = self.recording.run["settings"]
-        chosen = parse_steps(settings.get("steps"), where="run.json")
-        return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
-
-
-def join(sides: tuple[SideStep, SideStep]) -> Tables:
-    """The tables of two runs' step, with the updates that can be derived in both.
-
-    A run that does not record every step records parameters and buffers before each step that it does; they are left
-    out where the other run knows them from the step before.
-    """
-    derivable = {entry.key for entry in sides[0].updates} & {entry.key for entry in sides[1].updates}
-    tables = []
-    for one in sides:
-        table = dict(one.table)
-        table.update((entry.key, entry) for entry in one.updates if entry.key in derivable)
-        tables.append(table)
-    for table, other, known in zip(tables, tables[::-1], (sides[1].known, sides[0].known), strict=True):
-        for key in [key for key in table if key.stage == "before" and key.phase == "param"]:
-            if key not in other and key.path in known:
-                del table[key]
-    return tables[0], tables[1]
-
-
-def sites_in_order(table: Mapping[Key, Entry]) -> dict[Key, Entry]:
-    """What is aligned site by site, in execution order.
-
-    Settings are compared by parameter instead, a replayed optimizer is judged by itself, and single samples tell
-    how a batch differs. What clips gradients, and loss scales, are compared by what they do. What only a pipeline has,
-    and what is computed twice, no other run needs to have.
-    """
-    sites = (
-        (key, entry)
-        for key, entry in table.items()
-        if not (key.group or key.stage in (SAMPLE, BOUNDARY, RECOMPUTED) or is_clip(key) or is_loss_scale(key))
-        and not (key.phase == "update" and key.stage)
-    )
-    return dict(sorted(sites, key=lambda item: item[1].order))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from traindiff.analyse.align.gradients import with_gradient_stages
 from traindiff.analyse.align.pairs import Aligned, Presence, align
-from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order
+from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order, with_gradient_stages
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import copies_elsewhere, ties_of
 from traindiff.analyse.merge.renames import Rename, Renaming
 from traindiff.analyse.merge.run_steps import RunStep
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
 from traindiff.core.site import ROOT
 from traindiff.core.steps import StepSelection
@@ -23,14 +22,11 @@ from traindiff.storage import Run
 _PHASES = ("grad", "optimizer", "update", "param")
 
 
-def without_unplaced(table: Mapping[Key, Entry], other: Mapping[Key, Entry]) -> dict[Key, Entry]:
-    """The table of a step in which parameters are unknown that differ between ranks and have another shape than there.
-
-    Args:
-        table: The step in one run.
-        other: The step in the other run, which has these parameters whole.
-    """
-    apart = (entry for entry in table.values() if entry.apart and entry.key.phase != "update")  # replays are by rank
+def without_unplaced(table: StepTable, other: StepTable) -> dict[SiteKey, MergedSite]:
+    """The table without parameters whose ranks differ and whose shape is another one in the other run."""
+    apart = (
+        entry for entry in table.values() if entry.apart and entry.key.phase != "update"
+    )  # ranks replay different ranges
     paths = {entry.key.path for entry in apart if _differs_in_shape(entry, other)}
     return {
         key: _unknown(entry, other[key]) if key.path in paths and _differs_in_shape(entry, other) else entry
@@ -38,12 +34,12 @@ def without_unplaced(table: Mapping[Key, Entry], other: Mapping[Key, Entry]) -> 
     }
 
 
-def _differs_in_shape(entry: Entry, other: Mapping[Key, Entry]) -> bool:
+def _differs_in_shape(entry: MergedSite, other: StepTable) -> bool:
     there = other.get(entry.key)
     return entry.key.phase in _PHASES and there is not None and there.shape != entry.shape
 
 
-def _unknown(entry: Entry, other: Entry) -> Entry:
+def _unknown(entry: MergedSite, other: MergedSite) -> MergedSite:
     reason = (
         f"ranks hold different values of shape {list(entry.shape)}, and in the other run it is {list(other.shape)}: "
         f'declare which part each has with record(shards=[traindiff.shard("{entry.key.path}", dim=..., axis=...)])'
@@ -62,12 +58,12 @@ class AlignedStep:
     Attributes:
         step: Its number.
         first: Whether it is the first that is compared.
-        baseline: The baseline's, as it was recorded.
-        sides: What each run has of it.
-        tables: The same, as far as it can be compared.
-        aligned: What both have, and what only one has.
-        pairs: Of what both have, what can be measured.
-        findings: What one run lacks that it should have.
+        baseline: The baseline's step, as it was recorded.
+        sides: The step in each run.
+        tables: The same, without what cannot be compared.
+        aligned: Sites of both runs, and sites of one run only.
+        pairs: Sites of both runs that can be measured.
+        findings: Sites that one run lacks and should have.
     """
 
     step: int
@@ -91,24 +87,23 @@ class AlignedStep:
 
 
 class TwoRuns:
-    """Brings together what two runs have of each step; `pair` is called with one step after the other.
+    """Brings together the steps of two runs; call `pair` with one step after the other.
 
     Args:
         runs: Baseline and candidate.
         rename: Turns the candidate's paths into the baseline's.
-        selection: Steps that are wanted.
+        selection: Steps to compare.
 
     Attributes:
         runs: Baseline and candidate.
         sides: The two runs, with what they hold.
-        presence: What had no counterpart so far.
-        failed: Taps that failed in each run.
+        presence: Sites without a counterpart so far.
+        failed: Gaps of each run.
         copies: Parameters that ranks of each run have under other names.
         compared: Numbers of the steps that both runs have, so far.
         stepped: Whether an optimizer was called in one of these.
-        alone: Of the steps that are wanted, those that only one run has.
-        behind: Of each run, the ranks that have not recorded all steps that the run has, where the other run has
-            others; with the first such step.
+        alone: Selected steps that only one run has.
+        behind: By run and rank: the first step that the rank lacks although its run has it.
 
     Raises:
         ConfigError: Two of the candidate's paths get one name.
@@ -139,11 +134,11 @@ class TwoRuns:
         """Bring together one step of both runs. Steps must be given in order: later ones follow from earlier ones.
 
         Args:
-            baseline: The baseline's; None where only the candidate has it.
-            candidate: The same of the candidate.
+            baseline: The baseline's step; None if only the candidate has it.
+            candidate: The candidate's step; None if only the baseline has it.
 
         Returns:
-            The step; None where only one run has it, or it is not wanted.
+            The step; None if only one run has it, or it is not selected.
         """
         if baseline is not None and candidate is not None:
             return self._both(baseline, candidate)
@@ -153,7 +148,7 @@ class TwoRuns:
         return None
 
     def _one(self, side: int, step: RunStep) -> None:
-        self.sides[side].step(step)  # the next step begins where this one ended
+        self.sides[side].step(step)  # later updates need it
         if step.finished and step.step in self._selection:
             self.alone[side].append(step.step)
 
@@ -182,7 +177,7 @@ class TwoRuns:
         )  # fmt: skip
 
     def _comparable(self, tables: Tables, steps: tuple[RunStep, RunStep]) -> Tables:
-        """The tables with what one run need not have recorded, and without what is not known in one of them."""
+        """The tables with derived gradient stages, and without what is unknown in one of them."""
         asked = ["grad.stages" in side.recorded for side in self.sides]
         tables = (
             with_gradient_stages(tables[0], tables[1], asked=asked[0]),
@@ -192,7 +187,7 @@ class TwoRuns:
         tables = without_lost(tables[0], lost), without_lost(tables[1], lost)
         tables = without_unplaced(tables[0], tables[1]), without_unplaced(tables[1], tables[0])
         if steps[0].missing == steps[1].missing:
-            return tables  # of the same ranks of both runs, what they have is compared
+            return tables  # both runs lack the same ranks, so the rest is comparable
         return (
             self.sides[0].without_missing(tables[0], steps[0]),
             self.sides[1].without_missing(tables[1], steps[1]),

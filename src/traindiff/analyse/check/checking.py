@@ -4,75 +4,100 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from traindiff.analyse.check.chosen_rules import CONSEQUENCE, chosen_rules
-from traindiff.analyse.check.verdict import RunHistory, Verdict
-from traindiff.analyse.findings import Finding, phase_text, ranks_text
+from traindiff.analyse.findings import Finding, also_text, grouped, phase_text, ranks_text, steps_text, where_text
+from traindiff.analyse.merge.history import RunHistory
 from traindiff.analyse.merge.parameters import Updates
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
 from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
 from traindiff.analyse.rules import run_facts
-from traindiff.analyse.rules.run_judge import RunJudge
+from traindiff.analyse.rules.rule import RunJudge
 from traindiff.core.observation import Observation
 from traindiff.core.site import label
 from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
 from traindiff.errors import ConfigError
 from traindiff.storage import Run, open_recording
 
+Word = Literal["healthy", "unhealthy", "incomplete"]
 
-class Endings:
-    """Follows each rank to its last step.
+EXIT_CODES: Mapping[Word, int] = {"healthy": 0, "unhealthy": 1, "incomplete": 3}
+"""Exit codes of `traindiff check`."""
 
-    Args:
-        run: The run.
-        selection: Steps that are wanted of it.
+SCHEMA_NAME = "traindiff-check"
+
+SCHEMA_VERSION = 1
+
+MEANINGS: Mapping[Word, str] = {
+    "healthy": "no rule is broken",
+    "unhealthy": "the run breaks rules that it should keep by itself",
+    "incomplete": "no rule is broken in what was recorded, but a part of the run was not",
+}
+"""Meaning of each word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The result of checking one recording; `str()` of it is the report in the terminal.
+
+    Attributes:
+        recording: Its path.
+        verdict: `healthy`, `unhealthy` or `incomplete`.
+        findings: Faults, in the order of the training. A fault in several steps is there once, with `num_steps` in its
+            evidence.
+        warnings: Findings that leave the run healthy, in the same order.
+        steps: Steps that were checked, ascending.
+        ranks: Ranks that were recorded.
+        notes: What limits the verdict, one sentence each.
+        history: The size of every site in every step; None unless requested. Not part of the JSON.
     """
 
-    def __init__(self, run: Run, selection: StepSelection) -> None:
-        self._run = run
-        self._selection = selection
-        self._last: dict[int, Observation] = {}
-        self._finished: dict[int, dict[str, int]] = {}  # the last finished step, by rank and optimizer
+    recording: str
+    verdict: Word
+    findings: tuple[Finding, ...]
+    warnings: tuple[Finding, ...] = ()
+    steps: tuple[int, ...]
+    ranks: tuple[int, ...]
+    notes: tuple[str, ...]
+    history: RunHistory | None = field(default=None, compare=False, repr=False)
 
-    def see(self, step: RunStep) -> None:
-        """Take note of a step, wanted or not."""
-        self._last.update(step.last)
-        if step.finished:
-            for rank in step.last:
-                self._finished.setdefault(rank, {})[step.optimizer] = step.step
+    @property
+    def exit_code(self) -> int:
+        """Exit code of `traindiff check`: 0 healthy, 1 unhealthy, 3 incomplete."""
+        return EXIT_CODES[self.verdict]
 
-    def sentences(self) -> tuple[list[str], list[str]]:
-        """About ranks that were killed or aborted: those that lack steps that are wanted, and those that do not."""
-        lacking: list[str] = []
-        whole: list[str] = []
-        for rank in self._run.ranks:
-            status = self._run.status(rank)
-            if status.ending != "closed":
-                (lacking if self._lacks_steps(rank) else whole).append(f"{status.message} {self._came_to(rank)}")
-        return lacking, whole
+    def to_json(self) -> dict[str, Any]:
+        """The result in the schema of `--json`, as JSON values."""
+        return {
+            "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
+            "recording": self.recording,
+            "verdict": self.verdict,
+            "findings": [finding.to_json() for finding in self.findings],
+            "warnings": [warning.to_json() for warning in self.warnings],
+            "steps": list(self.steps),
+            "ranks": list(self.ranks),
+            "notes": list(self.notes),
+        }
 
-    def _lacks_steps(self, rank: int) -> bool:
-        """Whether the rank would have recorded a further step that is wanted, had it come so far."""
-        settings = self._run.run["settings"]
-        recorded = parse_steps(settings.get("steps"), where="run.json")
-        last = min(self._finished.get(rank, {}).values(), default=-1)
-        return self._selection.has_after(
-            last,
-            within=recorded if isinstance(recorded, StepSelection) else ALL_STEPS,
-            every=settings.get("every", 1),
-        )
+    def sentence(self) -> str:
+        """The word, its meaning, and the steps and ranks that were checked."""
+        if not self.steps:
+            return f"{self.verdict}: nothing could be checked"
+        count = len(self.ranks)
+        where = f" on {count} ranks" if count > 1 else ""
+        warned = len(grouped(self.warnings))
+        also = f"; {warned} warning{'s' if warned > 1 else ''}" if warned else ""
+        return f"{self.verdict}: {MEANINGS[self.verdict]}, over {steps_text(self.steps)}{where}{also}"
 
-    def _came_to(self, rank: int) -> str:
-        """The last step and the last observation of a rank."""
-        seen = self._last.get(rank)
-        if seen is None:
-            return "It has observed nothing."
-        finished = max(self._finished.get(rank, {}).values(), default=None)
-        steps = "It has finished no step" if finished is None else f"Its last finished step is {finished}"
-        micro = f", micro-step {seen.micro_step}" if seen.micro_step else ""
-        where = f"{phase_text(seen.phase, seen.stage)} {label(seen.path, seen.slot)} in step {seen.step}{micro}"
-        return f"{steps}; its last observation is {where}."
+    def __str__(self) -> str:
+        lines = [self.sentence()]
+        for word, findings in (("", self.findings), ("Warning: ", self.warnings)):
+            for group in grouped(findings):
+                message = " ".join(filter(None, (group.first.message, also_text(group.paths))))
+                lines += ["", f"{word}{where_text(group.first)}", f"  {message}"]
+        return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
 
 
 def check(
@@ -119,7 +144,7 @@ def check(
     found = _Found()
     updates = Updates()
     checked: list[int] = []
-    missing: dict[int, int] = {}  # by rank that has recorded anything: the first step that it did not record
+    missing: dict[int, int] = {}  # by rank: the first step that it did not record
     failed = FailedTaps()
     kept = RunHistory() if history else None
     endings = Endings(run, selection)
@@ -168,7 +193,7 @@ def check(
 
 
 class _Found:
-    """Findings of single steps: of what is wrong in several of them, the first, with their number."""
+    """Findings of single steps: each fault once, with its first finding and the number of its steps."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, ...], Finding] = {}
@@ -186,7 +211,7 @@ class _Found:
 
 
 def _missing(run: Run, missing: dict[int, int]) -> list[str]:
-    """What ranks that are missing, or end earlier than others, leave open."""
+    """Notes on ranks that are missing, or end earlier than others."""
     notes = []
     absent = run.missing_ranks
     if absent:
@@ -199,3 +224,57 @@ def _missing(run: Run, missing: dict[int, int]) -> list[str]:
         )
     notes += [f"Rank {rank} did not record step {missing[rank]}, which others did." for rank in missing]
     return notes
+
+
+class Endings:
+    """Follows each rank to its last step.
+
+    Args:
+        run: The run.
+        selection: Steps to check.
+    """
+
+    def __init__(self, run: Run, selection: StepSelection) -> None:
+        self._run = run
+        self._selection = selection
+        self._last: dict[int, Observation] = {}
+        self._finished: dict[int, dict[str, int]] = {}  # the last finished step, by rank and optimizer
+
+    def see(self, step: RunStep) -> None:
+        """Note a step, selected or not."""
+        self._last.update(step.last)
+        if step.finished:
+            for rank in step.last:
+                self._finished.setdefault(rank, {})[step.optimizer] = step.step
+
+    def sentences(self) -> tuple[list[str], list[str]]:
+        """Sentences about ranks that were killed or aborted: those that lack selected steps, and the others."""
+        lacking: list[str] = []
+        whole: list[str] = []
+        for rank in self._run.ranks:
+            status = self._run.status(rank)
+            if status.ending != "closed":
+                (lacking if self._lacks_steps(rank) else whole).append(f"{status.message} {self._came_to(rank)}")
+        return lacking, whole
+
+    def _lacks_steps(self, rank: int) -> bool:
+        """Whether the rank would have recorded a further selected step."""
+        settings = self._run.run["settings"]
+        recorded = parse_steps(settings.get("steps"), where="run.json")
+        last = min(self._finished.get(rank, {}).values(), default=-1)
+        return self._selection.has_after(
+            last,
+            within=recorded if isinstance(recorded, StepSelection) else ALL_STEPS,
+            every=settings.get("every", 1),
+        )
+
+    def _came_to(self, rank: int) -> str:
+        """The last step and the last observation of a rank."""
+        seen = self._last.get(rank)
+        if seen is None:
+            return "It has observed nothing."
+        finished = max(self._finished.get(rank, {}).values(), default=None)
+        steps = "It has finished no step" if finished is None else f"Its last finished step is {finished}"
+        micro = f", micro-step {seen.micro_step}" if seen.micro_step else ""
+        where = f"{phase_text(seen.phase, seen.stage)} {label(seen.path, seen.slot)} in step {seen.step}{micro}"
+        return f"{steps}; its last observation is {where}."

@@ -1,4 +1,4 @@
-"""Which rules a run is held against, and by which limits: as the user wrote it, checked before anything is read."""
+"""The rules and limits that the user chose, checked before anything is read."""
 
 from __future__ import annotations
 
@@ -12,31 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from traindiff.analyse.rules import RULES, Rule
-from traindiff.core.untrusted import Folder
+from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import ConfigError, Problem, type_of
 
 Names = str | Iterable[str] | None
 """Names of rules: one, several in one text with commas between them, or several."""
 
 Config = str | os.PathLike[str] | Mapping[str, Mapping[str, float]] | None
-"""A TOML file, or what one would hold: limits by the rule's name and the limit's."""
+"""A TOML file or its content: limits by the rule's name and the limit's."""
 
 CONSEQUENCE = "nothing was checked"
 
 MOST_CONFIG_BYTES = 1 << 14
-"""Size of a file of limits at most: all limits of all rules take 4 kB. Parsing TOML may take the square of its size."""
+"""Largest size of a file of limits: all limits of all rules take 4 kB. Parsing TOML may take the square of its size."""
 
 _LONGEST_SAID = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenRules:
-    """What a run is held against.
-
-    Attributes:
-        rules: In the order in which they are asked.
-        limits: What the user sets in place of their own limits, by the rule's name and the limit's.
-    """
+    """The rules to ask, in order, and the user's limits by the rule's name and the limit's."""
 
     rules: tuple[type[Rule], ...] = RULES
     limits: Mapping[str, Mapping[str, float]]
@@ -85,7 +80,7 @@ def _names(
 
 
 def _no_rule(name: str, known: Mapping[str, type[Rule]], *, where: str) -> Problem:
-    """A name that no rule has; there are too many rules to list them all."""
+    """The problem of an unknown name; there are too many rules to list them all."""
     nearest = get_close_matches(name, known, n=1)
     suggestion = f'Did you mean "{nearest[0]}"? ' if nearest else ""
     fix = f"{suggestion}traindiff check --list lists all rules."
@@ -140,7 +135,7 @@ def _said(value: Any) -> str:
     """A value as a message quotes it."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # Python does not write an integer of thousands of digits
+    except (ValueError, RecursionError):  # Python refuses to print huge integers
         return type_of(value)
     return text if len(text) <= _LONGEST_SAID else f"{text[:_LONGEST_SAID]}..."
 

@@ -1,4 +1,4 @@
-"""Two recordings to a verdict: align, measure, judge, say what it looks like. Needs no framework."""
+"""Two recordings to a verdict: align, measure, judge, describe. Needs no framework."""
 
 from traindiff.analyse.align.pairs import Unaligned
 from traindiff.analyse.compare.comparing import compare

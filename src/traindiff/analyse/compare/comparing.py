@@ -16,13 +16,14 @@ from itertools import groupby
 from traindiff.analyse.align.side import step_pairs
 from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
 from traindiff.analyse.compare.incremental import Noise, RunningComparison
-from traindiff.analyse.compare.verdict import Comparison, DifferenceHistory
+from traindiff.analyse.compare.verdict import Comparison
 from traindiff.analyse.findings import more_text, steps_text
+from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.renames import parse_renames
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
-from traindiff.analyse.merge.step_table import Part
-from traindiff.analyse.noise.calibrating import calibrate, following
-from traindiff.analyse.noise.replicas import Replicas, StepNoise
+from traindiff.analyse.merge.site import Part
+from traindiff.analyse.noise.hold_out import calibration_of, following
+from traindiff.analyse.noise.measured import Replicas, StepNoise
 from traindiff.analyse.noise.tolerance import parse_tolerance
 from traindiff.analyse.signs import BrokenRule, Similarities, compare_directions
 from traindiff.core.steps import StepSelection, parse_steps
@@ -33,14 +34,14 @@ _NAMED = 3
 
 
 def with_directions(comparison: Comparison, found: Similarities | None) -> Comparison:
-    """The comparison with what was found of directions, and with the notes on it."""
+    """The comparison, with the similarities of signs and the notes on them."""
     if found is None:
         return comparison
     return replace(comparison, directions=found, notes=(*comparison.notes, *direction_notes(found)))
 
 
 def direction_notes(found: Similarities) -> list[str]:
-    """Sentences: how similar directions are, where the rule is broken, what could not be compared."""
+    """Sentences about the signs: how similar they are, where the rule is broken, what was not compared."""
     shares = [(one.share, step) for one, step in zip(found.summary, found.steps, strict=False) if one.share is not None]
     notes = []
     if shares:
@@ -68,7 +69,7 @@ def direction_notes(found: Similarities) -> list[str]:
 
 
 def broken_text(step: int, broken: list[BrokenRule]) -> str:
-    """Where a step breaks the rule: the parameters with the smallest similarities first."""
+    """A sentence about a step that breaks the rule: the parameters with the smallest similarities first."""
     parameters = sorted((one for one in broken if one.parameter is not None), key=lambda one: one.similarity)
     named = [f"{one.parameter} ({_share_text(one)})" for one in parameters[:_NAMED]]
     together = [f"all parameters together ({_share_text(one)})" for one in broken if one.parameter is None]
@@ -153,7 +154,7 @@ def _compared(comparison: RunningComparison, baseline: RunStep | None, candidate
 
 
 def _refuse_candidate_as_noise(candidate: Recording, noise: Sequence[Recording]) -> None:
-    """Raise `ConfigError` where the run in question is to say how far correct runs may be."""
+    """Raise `ConfigError` if the candidate is given as a noise recording too."""
     held = os.path.realpath(candidate.path)
     problems = [
         Problem(
@@ -169,20 +170,20 @@ def _refuse_candidate_as_noise(candidate: Recording, noise: Sequence[Recording])
 
 
 class _Measured(Noise):
-    """The noise that recordings show, of which all steps were looked at before the first one is judged."""
+    """Noise from recordings. All their steps are read once before the first step is judged."""
 
     def __init__(self, baseline: Recording, noise: Sequence[Recording], selection: StepSelection) -> None:
-        self.calibration = calibrate(baseline, noise, selection)
+        self.calibration = calibration_of(baseline, noise, selection)
         differing = {one.path for one in self.calibration.replicas}
         self._replicas = Replicas(following([recording for recording in noise if recording.path in differing]))
 
     def of_step(self, given: AlignedStep) -> StepNoise | None:
-        """See `Noise`."""
+        """Differences of the replicas in a step; None if no replica has it."""
         if (given.baseline.optimizer, given.step) not in self.calibration.covered:
             return None
         return self._replicas.noise(given.baseline, given.sides[0])
 
     @property
     def operators(self) -> Sequence[Sequence[Part]]:
-        """See `Noise`."""
+        """Operators of the replicas in the latest step."""
         return self._replicas.operators

@@ -1,23 +1,63 @@
-"""What a difference looks like: each test reads two summaries and may recognize one shape."""
+"""The shape of a difference: each test reads two summaries and may recognize one shape."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.compare.case import Case, Diagnosis, factor_meaning, factor_text, lost_contribution
+from traindiff.analyse.findings import micro_steps_text
 from traindiff.analyse.merge.distance import best_fit
-from traindiff.analyse.merge.step_table import Entry
+from traindiff.analyse.merge.site import MergedSite
 from traindiff.core.shards import OPEN, Shard
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm, number
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """A recognized shape: its kind, a message, and the numbers behind it."""
+
+    kind: str
+    message: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One difference, with everything that a test may look at.
+
+    Attributes:
+        baseline: The baseline's entry.
+        candidate: The candidate's entry.
+        contributions: Gradient of each micro-batch of the candidate, by micro-step and rank, if recorded.
+        micro_steps: Number of micro-batches in the candidate's step.
+        ranks: Number of ranks that share the batch, in the run that has more of them.
+        difference: Relative L2 difference.
+        floor: Its floor.
+        previous: The baseline's summary in the step before, if it has one.
+        factors: Known factors, with what to say about each.
+    """
+
+    baseline: MergedSite
+    candidate: MergedSite
+    contributions: Mapping[tuple[int, int], Any] = field(default_factory=dict)
+    micro_steps: int = 1
+    ranks: int = 1
+    difference: float = 0.0
+    floor: float = 0.0
+    previous: Any = None
+    factors: Sequence[tuple[float, str]] = ()
+
+
 ADDED = 0.01
-"""What a sum of two gradients may leave unexplained: more than rounding does, less than another gradient would."""
+"""Remainder that a sum of two gradients may leave: more than rounding, less than another gradient."""
 
 LATE = 0.02
-"""How near the step before must be, as a part of how far the step itself is, for a tensor to be one step late."""
+"""A tensor is one step late if its difference from the step before is at most this part of its difference."""
 
 
 def diagnose(case: Case) -> Diagnosis:
@@ -30,7 +70,7 @@ def diagnose(case: Case) -> Diagnosis:
 
 
 def late(case: Case) -> Diagnosis | None:
-    """What the baseline had in the step before."""
+    """The baseline's tensor of the step before."""
     if case.previous is None or int(case.previous["count"]) != int(case.candidate.summary["count"]):
         return None
     size = float(norm(case.previous))
@@ -45,7 +85,7 @@ def late(case: Case) -> Diagnosis | None:
 
 
 def accumulated(case: Case) -> Diagnosis | None:
-    """The gradient of the step before was not set to zero: two steps' gradients, added up."""
+    """The sum of two steps' gradients: zero_grad() was left out."""
     if case.previous is None or (case.baseline.key.phase, case.baseline.key.slot) != ("grad", "grad"):
         return None
     before, own, both = case.previous["sketch"], case.baseline.summary["sketch"], case.candidate.summary["sketch"]
@@ -64,7 +104,7 @@ def accumulated(case: Case) -> Diagnosis | None:
 
 
 def nonfinite(case: Case) -> Diagnosis | None:
-    """NaN or infinities where the other run has none, or others."""
+    """NaN or infinities that the other run does not have, or has elsewhere."""
     baseline, candidate = case.baseline.summary, case.candidate.summary
     counts = [
         (int(baseline[name]), int(candidate[name]), words)
@@ -85,7 +125,7 @@ def nonfinite(case: Case) -> Diagnosis | None:
 
 
 def counted(case: Case) -> Diagnosis | None:
-    """An optimizer's own count of its steps."""
+    """An optimizer's own step count."""
     if case.baseline.key.phase != "optimizer" or case.baseline.key.slot != "step":
         return None
     before, after = (number(entry.summary) for entry in (case.baseline, case.candidate))
@@ -98,7 +138,7 @@ def counted(case: Case) -> Diagnosis | None:
 
 
 def whole_numbers(case: Case) -> Diagnosis | None:
-    """Indices and masks, of which neither size nor distance are known."""
+    """Indices and masks, which have neither size nor distance."""
     if case.baseline.dtype in UNIT_ROUNDOFF or case.candidate.dtype in UNIT_ROUNDOFF:
         return None
     return permuted(case) or Diagnosis(kind="value", message="Whole numbers (indices, a mask) differ.")
@@ -155,7 +195,7 @@ def shifted(case: Case) -> Diagnosis | None:
         return None
     k = total / count
     moved = [float(candidate[name] - baseline[name]) for name in ("minimum", "maximum")]
-    if any(abs(one - k) > 0.25 * abs(k) for one in moved):  # relu for gelu: one-sided, but not of one size
+    if any(abs(one - k) > 0.25 * abs(k) for one in moved):  # e.g. relu for gelu: one-sided, but not constant
         return None
     return Diagnosis(kind="offset", message=f"Every element is about {k:+.4g} off.", evidence={"offset": k})
 
@@ -180,7 +220,7 @@ def localized(case: Case) -> Diagnosis | None:
     return None
 
 
-def _bucket(entry: Entry, axis: str, bucket: int) -> str:
+def _bucket(entry: MergedSite, axis: str, bucket: int) -> str:
     """The rows or columns of a bucket, as `traindiff.core.shards.Grid` divides them."""
     activation = entry.key.phase in ("batch", "forward", "backward")
     shape = (OPEN, *entry.shape[1:]) if activation else entry.shape
@@ -198,7 +238,7 @@ def _bucket(entry: Entry, axis: str, bucket: int) -> str:
 
 
 def precision(case: Case) -> Diagnosis | None:
-    """As large as rounding to a shorter dtype would make it."""
+    """A difference as large as rounding to a shorter dtype makes it."""
     if case.baseline.dtype not in ("float32", "float64") or case.candidate.dtype != case.baseline.dtype:
         return None
     for dtype in ("bfloat16", "float16"):
@@ -211,6 +251,119 @@ def precision(case: Case) -> Diagnosis | None:
                 evidence={"dtype": dtype},
             )
     return None
+
+
+def factor_text(value: float) -> str:
+    """A factor with enough digits to tell it from 1."""
+    return (
+        f"{value:.4g}"
+        if abs(value - 1.0) > 5e-4
+        else f"(1 {value - 1.0:+.2g})".replace(" +", " + ").replace(" -", " - ")
+    )
+
+
+def factor_meaning(factor: float, micro_steps: int, ranks: int = 1, known: Iterable[tuple[float, str]] = ()) -> str:
+    """The meaning of a known factor, a small whole number or the inverse of one; empty for any other.
+
+    Args:
+        factor: Candidate over baseline.
+        micro_steps: Micro-batches in the candidate's step.
+        ranks: Number of ranks that share the batch, in the run that has more of them.
+        known: Known factors, with what to say about each.
+    """
+    for one, message in known:
+        if one and abs(factor / one - 1.0) < min(
+            0.01, 0.1 * abs(one - 1.0)
+        ):  # all factors near 1 are close to each other
+            return f" ({message})"
+    size = abs(factor)
+    whole = Fraction(size).limit_denominator(64) if math.isfinite(size) else Fraction(0)
+    if size == 0 or (whole.numerator != 1 and whole.denominator != 1) or abs(float(whole) / size - 1) > 0.01:
+        return ""
+    if ranks == micro_steps > 1 and whole in (ranks, Fraction(1, ranks)):
+        if whole == ranks:
+            return f" (= world size {ranks} and its {ranks} micro-batches: summed over one of them, not averaged?)"
+        return f" (= 1/{ranks}, one over the world size and over its micro-batches: divided once too often?)"
+    if whole == ranks and ranks > 1:
+        return f" (= world size {ranks}: summed over ranks instead of averaged?)"
+    if whole == Fraction(1, ranks) and ranks > 1:
+        return f" (= 1/{ranks}, one over the world size: averaged once too often?)"
+    if whole == Fraction(1, micro_steps) and micro_steps > 1:
+        return f" (= 1/{micro_steps}, one over its micro-batches: divided once too often?)"
+    if whole == micro_steps and micro_steps > 1:
+        return f" (= its {micro_steps} micro-batches: summed instead of averaged?)"
+    return f" (= {whole})" if whole.denominator != 1 else ""
+
+
+def lost_contribution(case: Case) -> Diagnosis | None:
+    """A gradient that is not the sum of its micro-batches' gradients: of all ranks, or of one."""
+    by_step: dict[int, Any] = {}
+    for (micro_step, _), one in case.contributions.items():
+        by_step[micro_step] = by_step.get(micro_step, 0.0) + one["sketch"]
+    sketches = {place: one["sketch"] for place, one in case.contributions.items()}
+    if (found := _odd_terms(by_step, case.candidate)) is not None:
+        odd, left_over = found
+        said = _contributed([(f"micro-step {step}", factor) for step, factor in odd], len(by_step))
+        first, rank = odd[0][0], None
+    elif len(sketches) > len(by_step) and (found := _odd_terms(sketches, case.candidate)) is not None:
+        odd, left_over = found
+        (first, rank) = odd[0][0]
+        names = [(f"rank {place[1]} in micro-step {place[0]}", factor) for place, factor in odd]
+        said = _contributed(names, len(sketches))
+    else:
+        return None
+    evidence = {"micro_step": first, "factor": odd[0][1], "residual": left_over}
+    return Diagnosis(
+        kind="lost-contribution",
+        message=f"The optimizer's gradient {said}.",
+        evidence=evidence if rank is None else {**evidence, "rank": rank},
+    )
+
+
+def _odd_terms(sketches: Mapping[Any, Any], sum_of_them: MergedSite) -> tuple[list[tuple[Any, float]], float] | None:
+    """Terms that a sum does not hold exactly once, with their factors, and the remainder; or None."""
+    if len(sketches) < 2:
+        return None
+    columns = np.stack(list(sketches.values()), axis=1)
+    target = sum_of_them.summary["sketch"]
+    factors, *_ = np.linalg.lstsq(columns, target, rcond=None)
+    size = float(np.linalg.norm(target))
+    left_over = float(np.linalg.norm(columns @ factors - target)) / size if size else 0.0
+    # With two terms, either could be the odd one; each should have the factor 1.
+    common = float(np.median(factors)) if len(factors) > 2 else 1.0
+    if left_over > 1e-3 or abs(common) < 1e-12:
+        return None
+    relative = factors / common
+    odd = [(term, float(value)) for term, value in zip(sketches, relative, strict=True) if abs(value - 1.0) > 0.05]
+    return (odd, left_over) if odd and len(odd) <= len(sketches) // 2 else None
+
+
+def _contributed(odd: Sequence[tuple[str, float]], num_terms: int) -> str:
+    """Words about the odd terms of a gradient, from their factors."""
+    lost = [name for name, factor in odd if abs(factor) < 0.02]
+    rest = num_terms - len(odd)
+    others = f"the other {rest} once" if rest > 1 else "the other one once"
+    if len(lost) == len(odd):
+        sum_of = f"it is the sum of the other {rest}" if rest > 1 else "it is that of the other one"
+        return f"lacks what {_listed(lost)} of {num_terms} contributed; {sum_of}"
+    held = [(name, factor) for name, factor in odd if name not in lost]
+    parts = [f"holds what {name} of {num_terms} contributed {_times(value)}" for name, value in held]
+    lacks = [f"lacks what {_listed(lost)} contributed"] if lost else []
+    return f"{', '.join([*parts, *lacks])}; {others}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`micro-step 0`, `micro-steps 0, 2 and 3`."""
+    if len(names) == 1:
+        return names[0]
+    word = "micro-step "
+    if all(name.startswith(word) for name in names):
+        return micro_steps_text([int(name.removeprefix(word)) for name in names])
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _times(value: float) -> str:
+    return "twice" if abs(value - 2.0) < 0.02 else f"{value:.3g} times"
 
 
 TESTS: tuple[Callable[[Case], Diagnosis | None], ...] = (
@@ -227,4 +380,4 @@ TESTS: tuple[Callable[[Case], Diagnosis | None], ...] = (
     localized,
     precision,
 )
-"""In the order in which they are tried; each is independent of the others."""
+"""The tests in the order in which they are tried; each is independent of the others."""

@@ -1,89 +1,77 @@
-"""Two runs to a verdict, one step of them after the other."""
+"""Two runs to a verdict, one step after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from traindiff.analyse.align.exact import EXACT_KINDS, check_random_state
-from traindiff.analyse.align.gradients import gradient_norms
-from traindiff.analyse.align.hyper_parameters import SettingChanges
+from traindiff.analyse.align.exact import EXACT_KINDS, SettingChanges, check_random_state
 from traindiff.analyse.align.pairs import in_baseline_order
+from traindiff.analyse.align.side import gradient_norms
 from traindiff.analyse.align.two_runs import RUNS, AlignedStep, TwoRuns
-from traindiff.analyse.compare.both_runs import BothRuns
 from traindiff.analyse.compare.circumstances import (
     circumstances,
-    not_forced,
-    of_batch_statistics,
-    of_unseen_targets,
-    other_dtypes,
-    other_models,
-    scale_factors,
-    scale_note,
-    with_each_ranks_own,
-)
-from traindiff.analyse.compare.clipping import (
     clip_factor,
     clipping_findings,
     clipping_note,
     coefficient_error,
+    not_forced,
+    other_dtypes,
+    other_models,
+    scale_factors,
+    scale_note,
+)
+from traindiff.analyse.compare.explanations import (
+    batch_statistics_message,
     explained,
-)
-from traindiff.analyse.compare.judge import Judge
-from traindiff.analyse.compare.limits import hints, limits
-from traindiff.analyse.compare.sentences import representation_note
-from traindiff.analyse.compare.step_judge import StepInput
-from traindiff.analyse.compare.surroundings import (
-    Surroundings,
-    contributions,
-    recomputation_findings,
     surroundings,
+    unseen_labels_message,
+    with_each_ranks_own,
     with_names,
-    with_surroundings,
 )
-from traindiff.analyse.compare.verdict import Comparison, DifferenceHistory, Word
-from traindiff.analyse.compare.zooming import Zooms
+from traindiff.analyse.compare.judge import BothRuns, Judge, recomputation_findings
+from traindiff.analyse.compare.limits import hints, limits
+from traindiff.analyse.compare.operator_search import OperatorSearch
+from traindiff.analyse.compare.step_judge import StepInput
+from traindiff.analyse.compare.verdict import Comparison, Word
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.loss_scale import loss_scale
-from traindiff.analyse.merge.recorded_calls import clips, samples_of
+from traindiff.analyse.merge.history import DifferenceHistory
+from traindiff.analyse.merge.recorded_calls import clips, contributions, samples_of
 from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
-from traindiff.analyse.merge.step_table import Key, Part, num_micro_steps
+from traindiff.analyse.merge.site import Part, SiteKey, loss_scale, num_micro_steps
 from traindiff.analyse.noise.calibration import Calibration
-from traindiff.analyse.noise.replicas import StepNoise
+from traindiff.analyse.noise.measured import StepNoise
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import run_facts
+from traindiff.analyse.story import representation_note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedStep:
-    """One step of two runs, compared.
-
-    Attributes:
-        aligned: What both runs have of it.
-        findings: Of this step, in execution order.
-    """
+    """One step of two runs, compared: the aligned step, and its findings in execution order."""
 
     aligned: AlignedStep
     findings: tuple[Finding, ...]
 
 
 class Noise:
-    """What is known of the baseline's noise; of none, as here, nothing.
+    """The baseline's noise, as far as it is known. This base class knows nothing.
 
     Attributes:
-        calibration: What the replicas say in general, at the step that is judged.
+        calibration: The calibration at the step that is judged.
     """
 
     calibration: Calibration = Calibration()
 
     @property
     def operators(self) -> Sequence[Sequence[Part]]:
-        """What each noise recording has observed of operators in the step that was asked for last."""
+        """Operators of each noise recording in the step that was asked for last."""
         return ()
 
     def of_step(self, given: AlignedStep) -> StepNoise | None:  # noqa: ARG002
-        """How far the replicas are from the baseline in a step; None where no replica has it."""
+        """Differences of the replicas from the baseline in a step; None if no replica has it."""
         return None
 
 
@@ -93,9 +81,9 @@ class RunningComparison:
     Args:
         runs: The two runs.
         rename: Turns the candidate's paths into the baseline's.
-        tolerance: What the user set in place of floors.
-        noise: What is known of the baseline's noise.
-        history: Takes note of every difference, where a report is to show them.
+        tolerance: Set by the user, in place of floors.
+        noise: The baseline's noise, as far as it is known.
+        history: Records every difference, if a report is to show them.
 
     Attributes:
         runs: The two runs.
@@ -121,19 +109,15 @@ class RunningComparison:
         self._history = history
         self._judge = Judge(tolerance, forced=self._forced, coefficients=coefficients, history=history)
         self._settings = SettingChanges()
-        self._surroundings: Surroundings | None = None
-        self._aside = ""
+        self._remarks = ""  # on the first finding, and the evidence for them
+        self._evidence: dict[str, Any] = {}
         self._uncovered: list[int] = []
         self._notes: dict[str, None] = {}
-        self._other_dtypes: dict[tuple[str, str], set[Key]] = {}
-        self._zooms = Zooms(runs.runs, rename)
+        self._other_dtypes: dict[tuple[str, str], set[SiteKey]] = {}
+        self._operators = OperatorSearch(runs.runs, rename)
 
     def feed(self, baseline: RunStep | None, candidate: RunStep | None) -> ComparedStep | None:
-        """Compare one step of both runs; see `TwoRuns.pair`.
-
-        Returns:
-            The step; None where it was not compared.
-        """
+        """Compare one step of both runs (see `TwoRuns.pair`); None if it was not compared."""
         given = self.runs.pair(baseline, candidate)
         if given is None:
             return None
@@ -141,7 +125,7 @@ class RunningComparison:
         assert candidate is not None
         findings = self._step(given)
         if baseline.operators or candidate.operators:
-            self._zooms.see(findings, (baseline.operators, candidate.operators), self._measured.operators)
+            self._operators.see(findings, (baseline.operators, candidate.operators), self._measured.operators)
         return ComparedStep(aligned=given, findings=tuple(findings))
 
     def result(self) -> Comparison:
@@ -167,7 +151,7 @@ class RunningComparison:
             notes=tuple(notes),
             differences=tuple(sorted(self._judge.judged.differences.values(), key=lambda row: row.order)),
             history=self._history,
-            zooms=tuple(self._zooms.found),
+            zooms=tuple(self._operators.found),
         )
 
     def _step(self, given: AlignedStep) -> list[Finding]:
@@ -189,7 +173,7 @@ class RunningComparison:
         found = [replace(one, order=place(one.order)) if _is_of_candidate(one) else one for one in found]
         found += check_random_state(*tables, step=step)
         found += self._settings.findings(self.runs.sides, tables, step=step)
-        if not self._forced:  # there it is no operation's result: it follows from gradients that were judged
+        if not self._forced:  # in a forced run no operation computes it
             pairs = [*pairs, *gradient_norms(pairs)]
         agreed = not self._judge.findings
         micro_steps = [num_micro_steps(table) for table in tables]
@@ -214,10 +198,10 @@ class RunningComparison:
         )
         if agreed and self._judge.findings:
             first = self._judge.findings[0]
-            self._surroundings = surroundings(first, pairs, given.aligned)
+            hop, self._evidence = surroundings(first, pairs, given.aligned)
             divided = (micro_steps[0], micro_steps[1])
-            self._aside = of_batch_statistics(first, self._facts[0].modules, given.aligned, divided)
-            self._aside += of_unseen_targets(first, pairs)
+            statistics = batch_statistics_message(first, self._facts[0].modules, given.aligned, divided)
+            self._remarks = statistics + unseen_labels_message(first, pairs) + hop
         return found
 
     def _with_names(self, finding: Finding) -> Finding:
@@ -231,19 +215,18 @@ class RunningComparison:
         return noise
 
     def _explained(self, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-        """The findings, of which the first says what is known of its surroundings and causes."""
+        """The findings; the first with remarks on its surroundings and causes."""
         if not findings:
             return ()
         first, *rest = findings
-        first = replace(first, message=first.message + self._aside)
-        if self._surroundings:
-            first = with_surroundings(first, self._surroundings)
+        evidence = {**first.evidence, **self._evidence}
+        first = replace(first, message=first.message + self._remarks, evidence=evidence)
         sizes = (self.runs.sides[0].data_parallel, self.runs.sides[1].data_parallel)
         first = with_each_ranks_own(first, self._facts[sizes.index(max(sizes))].modules, sizes)
-        return (self._zooms.told(explained(first, *(run.run for run in self.runs.runs))), *rest)
+        return (self._operators.told(explained(first, *(run.run for run in self.runs.runs))), *rest)
 
     def _further_notes(self) -> list[str]:
-        """What is worth knowing, whatever the verdict."""
+        """Notes that belong to every verdict."""
         baseline, candidate = self.runs.runs
         notes = [*self._both.shared.values(), *self._both.unknown, *hints(self.runs)]
         if self._judge.judged.turned:
@@ -257,7 +240,7 @@ class RunningComparison:
         notes += other_models((self.runs.sides[0].model, self.runs.sides[1].model), self.runs.presence.known)
         notes += other_dtypes(self._other_dtypes)
         notes += self._notes
-        notes += self._zooms.notes
+        notes += self._operators.notes
         notes += not_forced([candidate.rank_content(rank) for rank in candidate.ranks])
         return [*notes, *circumstances(baseline.run, candidate.run)]
 
@@ -270,5 +253,5 @@ class RunningComparison:
 
 
 def _is_of_candidate(finding: Finding) -> bool:
-    """Whether its place in execution order was read off the candidate."""
+    """Whether the order of a finding is a place in the candidate's execution order."""
     return finding.kind in ("extra", "recomputed") or finding.evidence.get("run") == "candidate"

@@ -1,4 +1,4 @@
-"""What `traindiff investigate` says: a verification, stage by stage, each with its conclusion."""
+"""The results of `traindiff investigate` and of a grid of verifications."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, Self
 
 from traindiff.analyse.compare.verdict import EXIT_CODES, Comparison, Word
 from traindiff.analyse.compare.verification import RunCost, Sides, Verification
+from traindiff.analyse.story import investigation_sections, plain
 
 MATRIX_SCHEMA_NAME = "traindiff-matrix"
 MATRIX_SCHEMA_VERSION = 1
 
 IMPOSSIBLE, REFUSED = "impossible", "refused"
-"""Words beside those of a verdict: this machine cannot run the combination; the recipe cannot be used for it."""
+"""Words beside those of a verdict: this machine cannot run the combination; the recipe does not support it."""
 
 _UNUSABLE = 2
 _WORST = (1, 3, _UNUSABLE, 0)
@@ -22,17 +23,17 @@ _WORST = (1, 3, _UNUSABLE, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixRow:
-    """One combination.
+    """One combination of a grid.
 
     Attributes:
         name: The settings that vary: `engine=ddp, dtype=float32`.
         varied: The same, by setting.
         verdict: A word of a verdict, `impossible`, or `refused`.
-        message: Of a combination with a finding, the first divergence; of one that was not run, why.
-        seconds: What it took, its share of the baseline left out; 0 where it was not run.
+        message: The first divergence, if there is one; for a combination that was not run, the reason.
+        seconds: Its time without a share of the baseline; 0 if it was not run.
         output: Directory of its recordings and report.
         exit_code: That `traindiff verify` would have; 0 for one that is impossible here.
-        kept: Whether it was finished by an earlier call.
+        kept: Whether an earlier call finished it.
     """
 
     name: str
@@ -50,7 +51,7 @@ class MatrixRow:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """What `to_json` made."""
+        """The row that `to_json` wrote."""
         return cls(**content)
 
 
@@ -70,7 +71,7 @@ class Matrix:
 
     @property
     def exit_code(self) -> int:
-        """The worst of those that ran: 1 where one diverged, else 3, else 2, else 0; 2 where none could be run."""
+        """The worst code of those that ran: 1 if one diverged, else 3, else 2, else 0; 2 if none could be run."""
         ran = [row.exit_code for row in self.rows if row.verdict != IMPOSSIBLE]
         return min(ran, key=_WORST.index) if ran else _UNUSABLE
 
@@ -93,11 +94,11 @@ class Stage:
     """One question of an investigation, with its answer.
 
     Attributes:
-        name: What is asked, in a word or two; the same in every investigation.
+        name: A word or two; the same in every investigation.
         asks: The question.
         message: The conclusion, one sentence or two.
-        numbers: What it rests on, by name.
-        final: Whether nothing needs to be asked after it.
+        numbers: The numbers behind it, by name.
+        final: Whether no further question follows.
     """
 
     name: str
@@ -108,13 +109,7 @@ class Stage:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as JSON values."""
-        return {
-            "name": self.name,
-            "asks": self.asks,
-            "message": self.message,
-            "numbers": dict(self.numbers),
-            "final": self.final,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,16 +117,15 @@ class Investigation:
     """The result of `traindiff.investigate`; `str()` of it is the story in the terminal.
 
     Attributes:
-        sides: What was run.
-        stages: What was asked, in order, and what was found.
-        free: Baseline against candidate as they are; None where it did not come to that.
-        steady: The same with all taken out that may vary, pinned down and zoomed into; None where it did not come to
+        sides: Baseline and candidate.
+        stages: Questions and answers, in order.
+        free: Baseline against candidate as they are; None if it did not come to that.
+        steady: The same without anything that may vary, with forced runs and operators; None if it did not come to
             that.
-        verdict: The word: that of `free`, or `misaligned` where the baseline is not the same training when it is called
-            again.
-        output: Directory of the recordings, of `report.txt`, `investigation.json` and, of two runs that differ,
+        verdict: That of `free`, or `misaligned` if the baseline is not the same training when it is called again.
+        output: Directory of the recordings, of `report.txt`, `investigation.json` and, for two runs that differ,
             `report.html`.
-        costs: What each run took, in order.
+        costs: Cost of each run, in order.
         peak_bytes: Largest resident memory of the processes of a run together.
     """
 
@@ -169,24 +163,9 @@ class Investigation:
             "output": self.output,
             "free": self.free.to_json() if self.free else None,
             "steady": self.steady.to_json() if self.steady else None,
-            "costs": [{"name": one.name, "num_steps": one.num_steps, "seconds": one.seconds} for one in self.costs],
+            "costs": [asdict(one) for one in self.costs],
             "peak_bytes": self.peak_bytes,
         }
 
     def __str__(self) -> str:
-        return "\n".join([*story(self), "", self.cost])
-
-    @property
-    def cost(self) -> str:
-        """What it took, in one line."""
-        steps, seconds = sum(run.num_steps for run in self.costs), sum(run.seconds for run in self.costs)
-        memory = f", {self.peak_bytes / 1e6:.0f} MB at most" if self.peak_bytes else ""
-        return f"{len(self.costs)} runs, {steps} steps, {seconds:.1f} s{memory}."
-
-
-def story(investigation: Investigation) -> list[str]:
-    """The stages, numbered, each with its question and its conclusion, and the verdict."""
-    lines: list[str] = []
-    for number, stage in enumerate(investigation.stages, start=1):
-        lines += [f"{number}. {stage.asks}", f"   {stage.message}", ""]
-    return [*lines, f"Verdict: {investigation.verdict}"]
+        return plain(investigation_sections(self))

@@ -1,4 +1,4 @@
-"""What limits a verdict: what was not recorded, not observed, or has no counterpart."""
+"""Limits of a verdict: what was not recorded, not observed, or has no counterpart."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from traindiff.storage import Run
 
 
 def limits(runs: TwoRuns) -> tuple[list[str], bool]:
-    """What limits the verdict, in sentences, and whether that leaves it incomplete.
-
-    Args:
-        runs: The two runs, when all their steps were compared.
-    """
+    """Sentences that limit the verdict after all steps, and whether they leave it incomplete."""
     gaps = [
         *_failures(runs),
         *_missing_ranks(runs),
@@ -32,7 +28,7 @@ def limits(runs: TwoRuns) -> tuple[list[str], bool]:
 
 
 def hints(runs: TwoRuns) -> list[str]:
-    """Why sites have no counterpart, as far as the recordings tell it."""
+    """Why sites have no counterpart, as far as the recordings tell."""
     return [f"{label(one.path, one.slot)}: {one.why}." for one in runs.presence.sides()[0] if one.why][:3]
 
 
@@ -56,14 +52,14 @@ def _missing_ranks(runs: TwoRuns) -> Iterator[str]:
 
 
 def _ranks_behind(runs: TwoRuns) -> Iterator[str]:
-    """Ranks that lack steps which others of their run have recorded."""
+    """Ranks that lack steps which other ranks of their run have recorded."""
     for name, behind in zip(RUNS, runs.behind, strict=True):
         for rank, step in sorted(behind.items()):
             yield f"{name}: rank {rank} did not record step {step}, which others did."
 
 
 def _lost_stages(run: Run, side: Side) -> str:
-    """What of a pipeline only ranks have that left no recording."""
+    """Stages of a pipeline that only missing ranks hold."""
     here = {stage for rank in run.ranks for stage in side.stages_of(rank)}
     stages = sorted({stage for rank in run.missing_ranks for stage in side.stages_of(rank)} - here)
     if not stages:
@@ -90,7 +86,7 @@ def _missing_steps(runs: TwoRuns) -> Iterator[str]:
 
 
 def _unstepped(runs: TwoRuns) -> Iterator[str]:
-    """What is open where no optimizer was called."""
+    """A sentence if no optimizer was called."""
     if runs.compared and not runs.stepped:
         yield (
             "No optimizer has stepped in what was compared, so what the runs do to their parameters is not known. "
@@ -126,12 +122,12 @@ def _unobserved(runs: TwoRuns) -> Iterator[str]:
 
 
 def _not_recorded(runs: TwoRuns) -> tuple[list[str], bool]:
-    """What one run was not asked to record, and whether the rest is a part only."""
+    """Notes on observations that one run was not asked for, and whether the comparison is partial without them."""
     notes, partly = [], False
     for name, missing in zip(RUNS, runs.presence.not_recorded, strict=True):
         if missing:
             notes.append(f"Not recorded in the {name}, so not compared: {', '.join(missing)}.")
-            # Evaluation and micro-batches come on top; without a whole phase the rest is a part.
+            # Evaluation and micro-batches are extras; without a whole phase the comparison is partial.
             partly |= bool(missing.keys() - {"evaluation", *NOT_BY_DEFAULT})
     if all("operators" in one and one <= {"operators", "evaluation"} for one in runs.presence.recorded):
         notes.append(

@@ -1,33 +1,105 @@
-"""The operators of a module in two runs, brought together in the order in which they ran."""
+"""The operators of a step in two runs, brought together in the order in which they ran."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from typing import Any
 
-from traindiff.analyse.merge.operators import OperatorRun
+from traindiff.analyse.merge.renames import Rename
+from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
+from traindiff.core.observation import OPERATOR, Observation
+from traindiff.core.site import ROOT
+
+_PATH = re.compile(r"(.*)/([^/]+)\[(\d+)\]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorRun:
+    """One operator, run once.
+
+    Attributes:
+        rank: Rank.
+        micro_step: Micro-step.
+        phase: `forward` or `backward`.
+        path: As it was recorded, e.g. `encoder.fc/aten.addmm[0]`.
+        module: Canonical path of the module inside which it ran, under the baseline's names.
+        call: Which call of that module in the micro-step.
+        name: Without its number, e.g. `aten.addmm`.
+        order: Place of its first observation in execution order.
+        last_order: Place of its last one.
+        inputs: Its inputs, by slot.
+        outputs: Tensors that it returned or wrote to, by slot.
+    """
+
+    rank: int
+    micro_step: int
+    phase: str
+    path: str
+    module: str
+    call: int
+    name: str
+    order: int
+    last_order: int
+    inputs: Mapping[str, MergedSite]
+    outputs: Mapping[str, MergedSite]
+
+
+def operator_runs(parts: Iterable[Part], rename: Rename = str) -> list[OperatorRun]:
+    """The operators in execution order, without those that activation checkpointing ran a second time."""
+    by_run: dict[tuple[int, int, str, str, int], list[tuple[Observation, Any]]] = {}
+    for seen, rank, summary in parts:
+        if seen.stage == OPERATOR:
+            by_run.setdefault((rank, seen.micro_step, seen.phase, seen.path, seen.call), []).append((seen, summary))
+    found = [_operator_run(rank, observed, rename) for (rank, *_), observed in by_run.items()]
+    return sorted((one for one in found if one is not None), key=lambda one: (one.rank, one.order))
+
+
+def _operator_run(rank: int, observed: list[tuple[Observation, Any]], rename: Rename) -> OperatorRun | None:
+    first = observed[0][0]
+    match = _PATH.fullmatch(first.path)
+    if match is None:
+        return None
+    entries = {seen.slot: _entry(seen, summary) for seen, summary in observed}
+    return OperatorRun(
+        rank=rank,
+        micro_step=first.micro_step,
+        phase=first.phase,
+        path=first.path,
+        module=rename("" if match[1] == ROOT else match[1]),
+        call=first.call,
+        name=match[2],
+        order=min(seen.order for seen, _ in observed),
+        last_order=max(seen.order for seen, _ in observed),
+        inputs={slot: entry for slot, entry in entries.items() if slot.startswith("input")},
+        outputs={slot: entry for slot, entry in entries.items() if slot.startswith("output")},
+    )
+
+
+def _entry(seen: Observation, summary: Any) -> MergedSite:
+    """The tensor of one rank: operators are not merged."""
+    return MergedSite(
+        key=SiteKey(seen.phase, seen.stage, seen.path, seen.slot, seen.call, seen.micro_step),
+        order=seen.order, dtype=seen.dtype, shape=seen.shard.shape, summary=summary, unobserved=seen.unobserved,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorPair:
-    """An operator in both runs, or in one of them only.
-
-    Attributes:
-        baseline: The baseline's; None where only the candidate has it.
-        candidate: The candidate's; None where only the baseline has it.
-    """
+    """An operator in both runs, or in one of them only: then the other one is None."""
 
     baseline: OperatorRun | None
     candidate: OperatorRun | None
 
 
 CallKey = tuple[int, int, str, str, int]
-"""Rank, micro-step, phase, module, call: what has a sequence of operators."""
+"""Rank, micro-step, phase, module and call: the key of a sequence of operators."""
 
 
 def by_call(runs: Sequence[OperatorRun]) -> dict[CallKey, list[OperatorRun]]:
-    """Operators by the call of the module inside which they ran, in execution order."""
+    """Operators by the module call that they ran in, in execution order."""
     found: dict[CallKey, list[OperatorRun]] = {}
     for one in runs:
         found.setdefault((one.rank, one.micro_step, one.phase, one.module, one.call), []).append(one)
@@ -39,8 +111,8 @@ def paired_calls(
 ) -> list[OperatorPair]:
     """The operators of several calls, in the baseline's execution order.
 
-    The operators of a call are aligned by their names: the longest sequences that both runs have in common. So an
-    operator that one run has more does not shift those behind it.
+    The operators of a call are aligned by their names: the longest sequences that both runs have in common. So one
+    additional operator does not shift those after it.
     """
     placed: list[tuple[tuple[int, int], OperatorPair]] = []
     for key in dict.fromkeys((*baseline, *candidate)):
@@ -64,17 +136,17 @@ def paired(baseline: Sequence[OperatorRun], candidate: Sequence[OperatorRun]) ->
 
 
 _LOOKED_THROUGH = 250_000
-"""Pairs of operators up to which the longest sequences in common are searched for: a moment. The time grows faster."""
+"""Largest number of operator pairs to search for the longest common sequences, because time grows faster."""
 
 _AHEAD, _IN_A_ROW = 32, 2
-"""In longer calls: how many operators may be left out at a time, and how many must then be the same again."""
+"""In longer calls: how many operators may be skipped at a time, and how many must then agree."""
 
 
 def _common(names: Sequence[str], others: Sequence[str]) -> Iterator[tuple[int, int, int]]:
-    """Where the same names stand in both, in order, as `(place, other place, length)`; the last has no length.
+    """Blocks of equal names in both, in order, as `(place, other place, length)`; the last has no length.
 
-    What both begin and end with is found first. So what one has more somewhere in a loop shifts none of its other
-    turns, although any turn reads like any other.
+    Common beginnings and ends are found first. So one additional operator in a loop does not shift the other
+    iterations, although all of them look alike.
     """
     shorter = min(len(names), len(others))
     head = _same(names, others, 0, 0)
@@ -95,7 +167,7 @@ def _common(names: Sequence[str], others: Sequence[str]) -> Iterator[tuple[int, 
 
 
 def _step_by_step(names: Sequence[str], others: Sequence[str]) -> Iterator[tuple[int, int, int]]:
-    """The same in a time that grows with the length alone: from each difference on to the nearest place that agrees."""
+    """The same in linear time: after each difference, go on at the nearest place that agrees."""
     place = other = 0
     while place < len(names) and other < len(others):
         if length := _same(names, others, place, other):
@@ -107,7 +179,7 @@ def _step_by_step(names: Sequence[str], others: Sequence[str]) -> Iterator[tuple
 
 
 def _agreeing(names: Sequence[str], others: Sequence[str], place: int, other: int) -> Iterator[tuple[int, int]]:
-    """How many to leave out of each so that the next ones are the same, fewest first."""
+    """How many names to skip in each so that the next ones agree, fewest first."""
     for both in range(1, _AHEAD + 1):
         for skipped in range(both + 1):
             one, two = place + skipped, other + both - skipped
@@ -117,7 +189,7 @@ def _agreeing(names: Sequence[str], others: Sequence[str], place: int, other: in
 
 
 def _same(names: Sequence[str], others: Sequence[str], place: int, other: int) -> int:
-    """How many names are the same from there on."""
+    """Number of equal names from there on."""
     length = 0
     while (
         place + length < len(names) and other + length < len(others) and names[place + length] == others[other + length]

@@ -8,42 +8,115 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from traindiff.analyse.align import exact
-from traindiff.analyse.align.ranks import differing_ranks
-from traindiff.analyse.compare.case import Case, Diagnosis, factor_meaning, factor_text
-from traindiff.analyse.compare.diagnosis import diagnose
-from traindiff.analyse.compare.judged import Judged
+from traindiff.analyse.compare.diagnosis import Case, Diagnosis, diagnose, factor_meaning, factor_text
+from traindiff.analyse.compare.verdict import SiteDifference
 from traindiff.analyse.findings import Finding, ranks_text
-from traindiff.analyse.merge.distance import Pair, best_fit, difference, equal_bits, is_transposed, rescaled
-from traindiff.analyse.merge.finding_at import finding_at
+from traindiff.analyse.merge.distance import (
+    Pair,
+    best_fit,
+    difference,
+    differing_ranks,
+    equal_bits,
+    is_transposed,
+    rescaled,
+)
+from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.recorded_calls import Samples
-from traindiff.analyse.merge.step_table import Key, only_rank
+from traindiff.analyse.merge.site import GRADIENT_NORM, SiteKey, finding_at, only_rank
 from traindiff.analyse.noise.calibration import Calibration
 from traindiff.analyse.noise.gradients import common_factor
-from traindiff.analyse.noise.replicas import StepNoise
+from traindiff.analyse.noise.measured import StepNoise
 from traindiff.analyse.noise.site_floors import SiteFloors
+from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.core.summary import nonfinite_count, norm
+
+
+@dataclass(slots=True, kw_only=True)
+class Judged:
+    """Results of the comparison so far, over all steps.
+
+    Attributes:
+        tolerance: Set by the user, in place of floors.
+        differences: Largest difference of each site so far, in units of its floor.
+        all_equal: Whether every pair so far held the same bits.
+        previous: The baseline's summaries in the step before, by site.
+        nan_in_both: Places at which both runs hold the same NaN.
+        turned: Places at which a choice that rounding may change picked another number of rows.
+        absent: Paths of parameters that one run does not train; their further differences are not reported.
+        history: Records every difference, if a report is to show them.
+    """
+
+    tolerance: Tolerances | None = None
+    differences: dict[SiteKey, SiteDifference] = field(default_factory=dict)
+    all_equal: bool = True
+    previous: dict[SiteKey, Any] = field(default_factory=dict)
+    nan_in_both: list[str] = field(default_factory=list)
+    turned: list[str] = field(default_factory=list)
+    absent: set[str] = field(default_factory=set)
+    history: DifferenceHistory | None = None
+
+    def floor(self, pair: Pair, floor: float) -> float:
+        """The floor of a pair, or the user's tolerance in its place."""
+        counter = pair.baseline.key.slot == "step"
+        chosen = None if self.tolerance is None or counter else self.tolerance.floor(pair)
+        return floor if chosen is None else chosen
+
+    @property
+    def judges_parameters(self) -> bool:
+        """Whether parameters themselves are judged after a step."""
+        return self.tolerance is not None and self.tolerance.judges_parameters
+
+    def size(self, pair: Pair) -> float | None:
+        """The difference of a pair; see `traindiff.analyse.merge.distance.difference`."""
+        return math.inf if self.is_broken(pair) else difference(pair)
+
+    def is_broken(self, pair: Pair) -> bool:
+        """Whether a pair holds NaN or infinities that are findings by themselves."""
+        if self.tolerance is None or not self.tolerance.non_finite_fails:
+            return False
+        activation = pair.baseline.key.phase in ("forward", "backward")
+        counts = ("nan",) if activation else ("nan", "positive_infinity", "negative_infinity")
+        return any(int(entry.summary[name]) for entry in (pair.baseline, pair.candidate) for name in counts)
+
+    def note(self, pair: Pair, step: int, size: float, floor: float) -> None:
+        """Remember the largest difference of a site, and all of them for a report."""
+        if self.history is not None:
+            self.history.note(pair, step, size, floor)
+        key = pair.baseline.key
+        equal = equal_bits(pair) or (size == 0.0 and not pair.baseline.exact)
+        derived = key.phase == "update" or key == GRADIENT_NORM  # follows from other sites
+        self.all_equal = self.all_equal and (equal or derived)
+        row = SiteDifference(
+            phase=key.phase, stage=key.stage, path=key.path, slot=key.slot, call=key.call, step=step,
+            order=pair.baseline.order, difference=size, floor=floor, num_steps=0, num_identical_steps=0,
+        )  # fmt: skip
+        held = self.differences.get(key, row)
+        worst = row if row.ratio > held.ratio else held
+        self.differences[key] = replace(
+            worst, num_steps=held.num_steps + 1, num_identical_steps=held.num_identical_steps + equal
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
-    """What is known of a step before it is judged.
+    """Facts about a step before it is judged.
 
     Attributes:
         step: Its number.
         first: Whether it is the first step that is compared.
-        pairs: Aligned entries in the baseline's execution order.
+        pairs: Aligned sites in the baseline's execution order.
         found: Findings of the step that need no measuring.
-        contributions: By path: what each micro-batch of the candidate brought to a gradient.
+        contributions: By path: gradients of the candidate's micro-batches.
         parameters: By path: the parameters as this step found them, on both sides.
         micro_steps: Micro-batches in the candidate's step.
         most_micro_steps: The same of the run that has more of them.
-        ranks: Over how many ranks the batch is divided, in the run that has more of them.
+        ranks: Number of ranks that share the batch, in the run that has more of them.
         samples: Elements in the baseline's batch.
         batches: The single samples of both runs' batches.
-        noise: What replicas of the baseline differ by in this step; None without them.
-        calibration: What replicas say in general; nothing without them.
-        factors: Factors of which something is known, and what to say of them.
-        clipped: The same of gradients only.
+        noise: Differences of replicas in this step; None without them.
+        calibration: The calibration; empty without replicas.
+        factors: Known factors, with what to say about each.
+        clipped: The same for gradients only.
     """
 
     step: int
@@ -67,7 +140,7 @@ class StepJudge:
     """Judges one step, site by site, in execution order.
 
     Args:
-        judged: What earlier steps have shown; takes note of this one.
+        judged: Results of earlier steps; this step is added.
         given: The step.
         floors: Of its sites.
     """
@@ -78,7 +151,7 @@ class StepJudge:
         self._floors = floors
 
     def judge(self) -> list[Finding]:
-        """Findings of the step, gradients of one optimizer call judged together."""
+        """Findings of the step. Gradients of one optimizer call are judged together."""
         found: list[Finding | None] = []
         gradients: list[Pair] = []
         for pair in self._given.pairs:
@@ -97,7 +170,7 @@ class StepJudge:
     def _pair(self, pair: Pair) -> Finding | None:
         key = pair.baseline.key
         if key.path == "rng":
-            return None  # judged with the exact class
+            return None  # compared by `check_random_state`
         if key.phase == "batch":
             return self._batch(pair)
         if key.phase == "param" and key.stage == "before":
@@ -109,7 +182,7 @@ class StepJudge:
             self._turned(pair)
             return None
         if key.phase == "param" and key.slot == "value" and not self._judged.judges_parameters:
-            return None  # it follows from the one before the step, and from the update
+            return None  # it follows from the parameter before the step and the update
         floor = self._floors.of(pair)
         self._floors.saw(pair, size)
         finding = self._finding(pair, size, floor)
@@ -119,7 +192,7 @@ class StepJudge:
         finding = exact.check_batch(pair, step=self._given.step, samples=self._given.batches)
         apart = 0.0 if equal_bits(pair) else difference(pair)
         self._judged.note(pair, self._given.step, math.inf if finding else apart or 0.0, 0.0 if finding else math.inf)
-        # Everything that follows in this step follows from other inputs.
+        # All later differences of this step may follow from the batch.
         self._floors.saw_other_inputs(math.inf if finding else apart or 0.0)
         return finding
 
@@ -132,13 +205,13 @@ class StepJudge:
         return exact.check_initial_parameter(pair, step=self._given.step)
 
     def _whole_numbers(self, pair: Pair) -> Finding | None:
-        """Indices and masks have no distance; they may flip only where a difference came in."""
+        """Indices and masks have no distance; they may flip only if an input differs."""
         expected = self._floors.inputs_differ
         self._judged.note(pair, self._given.step, math.inf, math.inf if expected else 0.0)
         return None if expected else self._finding(pair, math.inf, 0.0)
 
     def _is_turned(self, pair: Pair) -> bool:
-        """Whether other inputs explain that a choice (a router's, a mask's) picked another number of rows."""
+        """Whether other inputs explain that a choice (of a router, a mask) picked another number of rows."""
         key, baseline, candidate = pair.baseline.key, pair.baseline.shape, pair.candidate.shape
         before = self._judged.previous.get(key)
         if key.phase not in ("forward", "backward") or baseline == candidate or before is None:
@@ -185,7 +258,7 @@ class StepJudge:
         aside = f" (All other gradients are {factor_text(factor)} x the baseline's, as clipping to a norm makes them.)"
         return [replace(finding, message=finding.message + aside) for finding in found]
 
-    def _all_gradients(self, pairs: list[Pair], factor: float, floors: Mapping[Key, float]) -> Finding:
+    def _all_gradients(self, pairs: list[Pair], factor: float, floors: Mapping[SiteKey, float]) -> Finding:
         first = pairs[0]
         size, floor = abs(factor - 1.0), min(floors.values())
         finding = self._as_finding(first, size, floor, self._shape(first, size, floor))
@@ -207,9 +280,9 @@ class StepJudge:
         return self._as_finding(pair, size, floor, self._shape(pair, size, floor))
 
     def _factor_floor(self, pair: Pair, size: float, floor: float) -> float:
-        """The floor, or a lower one for a difference that is a constant factor and nothing else.
+        """The floor, or a lower one for a difference that is only a constant factor.
 
-        Of fewer than 16 elements too little is left beside the best-fitting multiple to tell the two apart.
+        With fewer than 16 elements, the remainder beside the best-fitting multiple is too small to tell.
         """
         baseline = pair.baseline
         judged_by_user = self._judged.floor(pair, math.nan) >= 0
@@ -236,7 +309,7 @@ class StepJudge:
         )  # fmt: skip
 
     def _factors(self, pair: Pair) -> tuple[tuple[float, str], ...]:
-        """Factors that may be behind a difference here: clipping changes nothing before the gradients."""
+        """Factors that may explain a difference here: clipping changes nothing before the gradients."""
         clipped = self._given.clipped if pair.baseline.key.phase in ("grad", "optimizer", "update") else ()
         return (*self._given.factors, *clipped)
 
@@ -252,7 +325,7 @@ class StepJudge:
             )
             return Diagnosis(kind="shape", message=message)
         if self._judged.is_broken(pair) and difference(pair) != math.inf:
-            return Diagnosis(kind="non-finite", message=_says_of_both(pair))
+            return Diagnosis(kind="non-finite", message=_non_finite_message(pair))
         summed = baseline.key.phase == "grad" and baseline.key.stage in ("", "reduced", "unscaled")
         return diagnose(
             Case(
@@ -265,8 +338,8 @@ class StepJudge:
         )  # fmt: skip
 
 
-def _says_of_both(pair: Pair) -> str:
-    """What is not finite in both runs, at the same places."""
+def _non_finite_message(pair: Pair) -> str:
+    """A sentence about NaN and infinities at the same places in both runs."""
     count = int(nonfinite_count(pair.candidate.summary))
     of_all = f"{count} of {int(pair.candidate.summary['count'])} elements"
     return f"{of_all} {'is' if count == 1 else 'are'} NaN or infinite, at the same places in both runs."

@@ -1,4 +1,4 @@
-"""What a comparison says: findings, one word, and the numbers behind it."""
+"""The result of a comparison: findings, one word, and the numbers behind it."""
 
 from __future__ import annotations
 
@@ -6,101 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from traindiff.analyse.align.pairs import Unaligned
-from traindiff.analyse.align.ranks import differences_by_rank
-from traindiff.analyse.compare.sentences import text
-from traindiff.analyse.compare.zoom import Zoom
+from traindiff.analyse.compare.operator_localization import OperatorLocalization
 from traindiff.analyse.findings import Finding, ratio_of
-from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.history import History
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.signs import Similarities
-from traindiff.core.summary import norm, number
-
-FIELDS = ("ratio", "difference", "floor", "baseline", "candidate")
-"""Numbers of a site in a step; the last two are the sizes of both sides: L2 norms, or of a single element its value."""
-
-NOT_JUDGED = 1e-30
-"""Ratio that stands for a difference whose floor is without bound: of several steps, it is kept before equal bits."""
-
-MAX_RANKS = 16
-"""Ranks that are kept one by one, the first of them; what others hold is part of the whole only."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Farthest:
-    """A site in the step in which its difference is largest, in units of its floor.
-
-    Attributes:
-        step: That step.
-        ratio: Difference over floor in it.
-        order: Place in the baseline's execution order, in the first step that has the site.
-        dtypes: Of both sides.
-        shapes: Of both sides.
-        summaries: Of both sides.
-    """
-
-    step: int
-    ratio: float
-    order: int
-    dtypes: tuple[str, str]
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    summaries: tuple[Any, Any]
-
-
-class DifferenceHistory:
-    """Differences of all sites in all steps, in bounded memory.
-
-    Attributes:
-        whole: By site.
-        by_rank: By site and rank, where several ranks of both runs hold the same parts; only the ratio.
-        farthest: Each site where it is farthest from the baseline.
-    """
-
-    def __init__(self) -> None:
-        self.whole: History[Key] = History(FIELDS)
-        self.by_rank: History[tuple[Key, int]] = History(FIELDS[:1])
-        self.farthest: dict[Key, Farthest] = {}
-
-    def note(self, pair: Pair, step: int, size: float, floor: float) -> None:
-        """Remember what was measured at a site.
-
-        Args:
-            pair: The site.
-            step: Its step.
-            size: Relative L2 difference; inf where it has no size.
-            floor: The largest difference that would have been no finding.
-        """
-        key, ratio = pair.baseline.key, ratio_of(size, floor)
-        judged = ratio > 0 or size == 0
-        self.whole.note(
-            key, step, (ratio if judged else NOT_JUDGED, size, floor, _size(pair.baseline), _size(pair.candidate))
-        )
-        held = self.farthest.get(key)
-        if held is None or ratio > held.ratio:
-            sides = (pair.baseline, pair.candidate)
-            self.farthest[key] = Farthest(
-                step=step,
-                ratio=ratio,
-                order=held.order if held else pair.baseline.order,  # orders of one step compare, of several need not
-                dtypes=(pair.baseline.dtype, pair.candidate.dtype),
-                shapes=(pair.baseline.shape, pair.candidate.shape),
-                # Copies: a summary is a row of its step's array, and would keep it in memory.
-                summaries=(np.array(sides[0].summary)[()], np.array(sides[1].summary)[()]),
-            )
-        if judged and len(pair.candidate.parts) > 1:
-            for rank, apart in differences_by_rank(pair).items():
-                if rank < MAX_RANKS:
-                    self.by_rank.note((key, rank), step, (ratio_of(apart, floor),))
-
-
-def _size(entry: Entry) -> float:
-    if entry.shape == () and int(entry.summary["count"]) == 1:
-        return number(entry.summary)
-    return float(norm(entry.summary))
-
+from traindiff.analyse.story import of_comparison
 
 Word = Literal["identical", "equivalent", "diverged", "misaligned", "incomplete"]
 
@@ -108,6 +19,7 @@ EXIT_CODES: Mapping[Word, int] = {"identical": 0, "equivalent": 0, "diverged": 1
 """Exit codes of the commands that give a verdict."""
 
 SCHEMA_NAME = "traindiff-comparison"
+
 SCHEMA_VERSION = 1
 
 
@@ -166,7 +78,7 @@ class Comparison:
     differences: tuple[SiteDifference, ...]
     noise: Mapping[str, Any] | None = None
     representation: tuple[Finding, ...] = ()
-    zooms: tuple[Zoom, ...] = ()
+    zooms: tuple[OperatorLocalization, ...] = ()
     history: DifferenceHistory | None = field(default=None, compare=False, repr=False)
     directions: Similarities | None = None
 
@@ -201,4 +113,4 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        return text(self)
+        return str(of_comparison(self))

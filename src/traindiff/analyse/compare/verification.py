@@ -1,29 +1,23 @@
-"""What `traindiff.verify` says: a comparison of two free runs, and what was pinned down."""
+"""The result of `traindiff.verify`: a comparison of two free runs, forced runs, and runs that failed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from traindiff.analyse.compare import sentences
-from traindiff.analyse.compare.failed_run import CompilerLog, FailedRun
 from traindiff.analyse.compare.verdict import EXIT_CODES, Comparison, Word
-from traindiff.analyse.findings import Finding, where_text
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.story import of_verification
 
 SCHEMA_NAME = "traindiff-verification"
+
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCost:
-    """What one run of a recipe took.
-
-    Attributes:
-        name: Its directory.
-        num_steps: Steps that were run.
-        seconds: Wall time.
-    """
+    """Cost of one run of a recipe: its directory, its steps, and wall time in seconds."""
 
     name: str
     num_steps: int
@@ -37,7 +31,7 @@ class Pinned:
     Attributes:
         step: The step.
         precision: `native`, or the dtype in which both were computed.
-        comparison: Its findings are the operations that are wrong by themselves.
+        comparison: Its findings are operations that are wrong by themselves.
     """
 
     step: int
@@ -46,18 +40,18 @@ class Pinned:
 
     @property
     def where(self) -> str:
-        """The step, and how it was computed."""
+        """The step, and the precision of the computation."""
         return f"step {self.step}, {'in its own dtypes' if self.precision == 'native' else f'in {self.precision}'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideOfVerification:
-    """What was run on one side.
+    """One side of a verification.
 
     Attributes:
         recipe: Its name.
-        setup: How it was run, all settings.
-        message: The same in a line, what is as by default left out.
+        setup: All settings of the run.
+        message: The same in a line, without defaults.
     """
 
     recipe: str
@@ -74,21 +68,147 @@ Sides = tuple[SideOfVerification, SideOfVerification]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompilerLog:
+    """Messages of torch's compiler about a run, over all its ranks.
+
+    Attributes:
+        graph_breaks: Why graphs were broken, one entry each, in the compiler's words.
+        recompiles: Why it compiled again.
+        num_guards: Number of conditions for using the compiled code.
+        file: File with the whole log.
+    """
+
+    graph_breaks: tuple[str, ...]
+    recompiles: tuple[str, ...]
+    num_guards: int
+    file: str
+
+    @property
+    def message(self) -> str:
+        """The counts, in a line."""
+        breaks, again = len(self.graph_breaks), len(self.recompiles)
+        return (
+            f"Compiler: {breaks} graph {'break' if breaks == 1 else 'breaks'}, {again} "
+            f"{'recompilation' if again == 1 else 'recompilations'}, {self.num_guards} guards; see {self.file}."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as JSON values."""
+        return {
+            "graph_breaks": list(self.graph_breaks),
+            "recompiles": list(self.recompiles),
+            "num_guards": self.num_guards,
+            "file": self.file,
+        }
+
+
+_STACK_LINES = 14
+"""Lines of a stack that are shown; the JSON has all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRank:
+    """How one rank of a failed run ended.
+
+    Attributes:
+        rank: The rank.
+        how: `returned`, `raised`, `died`, `hung`, or `stopped` because another rank had failed.
+        message: What happened, a sentence with the rank in it.
+        num_steps: Number of finished steps.
+        last_observation: Its last observation; empty if there is none.
+        stack: Its stack.
+        output: The last lines of its output.
+        output_file: File with its whole output; empty if the run was in the same process.
+    """
+
+    rank: int
+    how: str
+    message: str
+    num_steps: int
+    last_observation: str = ""
+    stack: str = ""
+    output: str = ""
+    output_file: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRun:
+    """A run that failed.
+
+    Attributes:
+        run: Its name, e.g. `candidate`.
+        first: The rank whose end explains the others.
+        ranks: All ranks, in order.
+    """
+
+    run: str
+    first: int
+    ranks: tuple[FailedRank, ...]
+
+    @property
+    def message(self) -> str:
+        """One or two sentences about the failure."""
+        first = next(rank for rank in self.ranks if rank.rank == self.first)
+        seen = f" Its last observation: {first.last_observation}." if first.last_observation else ""
+        return f"{_sentence(first.message)} Before that it had ended {_steps(first.num_steps)}.{seen}"
+
+    def lines(self) -> Iterator[str]:
+        """Lines for a terminal: all about the rank that explains the others, one line about each other rank."""
+        yield f"The run {self.run} failed. {self.message}"
+        for rank in sorted(self.ranks, key=lambda one: one.rank != self.first):
+            if rank.rank != self.first:
+                seen = f" Its last observation: {rank.last_observation}." if rank.last_observation else ""
+                yield ""
+                yield f"{_sentence(rank.message)}{seen}"
+            yield from _indented(rank.stack, rank.rank)
+            if rank.rank == self.first and rank.output.strip():
+                yield f"  The end of what it printed ({rank.output_file}):"
+                yield from (f"    {line}" for line in rank.output.rstrip().splitlines())
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as JSON values."""
+        return {
+            "run": self.run,
+            "message": self.message,
+            "first": self.first,
+            "ranks": [asdict(rank) for rank in self.ranks],
+        }
+
+
+def _sentence(message: str) -> str:
+    return message if message.endswith((".", "!", "?")) else f"{message}."
+
+
+def _steps(count: int) -> str:
+    return "no step" if not count else f"{count} {'step' if count == 1 else 'steps'}"
+
+
+def _indented(stack: str, rank: int) -> Iterator[str]:
+    lines = stack.rstrip().splitlines()
+    if not lines:
+        return
+    yield f"  Where rank {rank} was:"
+    if len(lines) > _STACK_LINES:  # the innermost call ends a traceback, and begins a dumped stack
+        lines = ["...", *lines[-_STACK_LINES:]] if lines[0].startswith("Traceback") else [*lines[:_STACK_LINES], "..."]
+    yield from (f"    {line}" for line in lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """The result of `traindiff.verify`; `str()` of it is the report in the terminal.
 
     Attributes:
         comparison: Baseline against candidate, each run freely.
-        sides: What was run, of the baseline and of the candidate.
-        output: Directory of the recordings, of `report.txt` and `verification.json`, and of what ranks printed.
-        failed: What happened to a candidate that did not come to its end; None for one that did.
-        pinned: The step of the divergence run again, forced; empty where nothing was pinned down.
-        pin_note: Why nothing was pinned down although that was asked for; empty otherwise.
-        zoomed: The step that was pinned down once more, with the operators of the module that is wrong; None where that
-            was not asked for, or not possible.
-        zoom_note: Why not, although it was asked for; empty otherwise.
-        compiler: What torch's compiler said of the candidate, where that was asked for.
-        costs: What each run took, in order.
+        sides: Baseline and candidate.
+        output: Directory of the recordings, of `report.txt` and `verification.json`, and of the ranks' output.
+        failed: What happened to a candidate that failed; None for one that finished.
+        pinned: The step of the divergence, run again with forced tensors; empty if nothing was pinned down.
+        pin_note: Why nothing was pinned down although that was requested; empty otherwise.
+        zoomed: The pinned step once more, with the operators of the wrong module; None if not requested, or not
+            possible.
+        zoom_note: Why not, although it was requested; empty otherwise.
+        compiler: Messages of torch's compiler about the candidate, if requested.
+        costs: Cost of each run, in order.
         peak_bytes: Largest resident memory of the processes of a run together.
     """
 
@@ -106,9 +226,9 @@ class Verification:
 
     @property
     def verdict(self) -> Word:
-        """The word: the comparison's, or `diverged` if an operation is wrong by itself.
+        """The comparison's word, or `diverged` if an operation is wrong by itself.
 
-        `incomplete` of a candidate that failed before anything else was wrong.
+        `incomplete` for a candidate that failed before anything else was wrong.
         """
         word = self.comparison.verdict
         if word in ("identical", "equivalent"):
@@ -119,7 +239,7 @@ class Verification:
 
     @property
     def first_divergence(self) -> Finding | None:
-        """The first finding of the free runs; where there is none, of the forced ones."""
+        """The first finding of the free runs; if there is none, of the forced ones."""
         firsts = (one.first_divergence for one in (self.comparison, *(pin.comparison for pin in self.pinned)))
         return next((first for first in firsts if first is not None), None)
 
@@ -147,79 +267,9 @@ class Verification:
             "zoomed": [zoom.to_json() for zoom in self.zoomed.comparison.zooms] if self.zoomed else None,
             "zoom_note": self.zoom_note,
             "compiler": self.compiler.to_json() if self.compiler else None,
-            "costs": [{"name": one.name, "num_steps": one.num_steps, "seconds": one.seconds} for one in self.costs],
+            "costs": [asdict(one) for one in self.costs],
             "peak_bytes": self.peak_bytes,
         }
 
     def __str__(self) -> str:
-        lines = [
-            *what_is_run(self.sides, self.output),
-            "",
-            sentences.text(self.comparison),
-            *beside_the_comparison(self),
-        ]
-        for one in self.pinned:
-            lines += ["", pinned_heading(one)]
-            lines += [f"  {where_text(found)}: {found.message}" for found in one.comparison.findings]
-            lines += pinned_limits(self, one)
-        lines += zoomed_lines(self)
-        return "\n".join([*lines, "", cost(self)])
-
-
-def what_is_run(sides: Sides, output: str) -> list[str]:
-    """What is run, and where its files are: the first lines of a report.
-
-    Args:
-        sides: Baseline and candidate.
-        output: Directory of the recordings.
-    """
-    baseline, candidate = sides
-    return [
-        f"baseline   {baseline.recipe} ({baseline.message})",
-        f"candidate  {candidate.recipe} ({candidate.message})",
-        f"files      {output}",
-    ]
-
-
-def beside_the_comparison(verification: Verification) -> list[str]:
-    """What is to be said beside the comparison of the free runs: of a run that failed, of the compiler, of pinning."""
-    lines: list[str] = []
-    if verification.failed:
-        lines += ["", *verification.failed.lines()]
-    if verification.compiler:
-        lines += ["", verification.compiler.message]
-    return [*lines, *(["", verification.pin_note] if verification.pin_note else [])]
-
-
-def pinned_heading(pinned: Pinned) -> str:
-    """What the forced run of a step shows, in one line."""
-    count = len(pinned.comparison.findings)
-    if not count:
-        return f"Pinned down, {pinned.where}: given the baseline's tensors, every operation agrees."
-    found = "1 site is" if count == 1 else f"{count} sites are"
-    return f"Pinned down, {pinned.where}: given the baseline's tensors, {found} wrong alone:"
-
-
-def pinned_limits(verification: Verification, pinned: Pinned) -> list[str]:
-    """What limits the judgment of a forced step, e.g. tensors that could not be forced: notes of it alone."""
-    return [note for note in pinned.comparison.notes if note not in verification.comparison.notes]
-
-
-def zoomed_lines(verification: Verification) -> list[str]:
-    """What was found inside the modules that are wrong, a line each; empty where that was not asked for."""
-    if verification.zoomed is None:
-        return ["", verification.zoom_note] if verification.zoom_note else []
-    told: dict[str, str] = {}  # of several sites behind one operator, the first
-    for zoom in verification.zoomed.comparison.zooms:
-        told.setdefault(zoom.operator or zoom.site, f"  {zoom.phase} of {zoom.site}: {zoom.message}")
-    found = list(told.values())
-    lines = ["", f"Operators, {verification.zoomed.where}:", *found]
-    return lines if found else ["", "No operator was recorded on the way to what is wrong."]
-
-
-def cost(verification: Verification) -> str:
-    """What it took, in one line."""
-    runs = verification.costs
-    steps, seconds = sum(run.num_steps for run in runs), sum(run.seconds for run in runs)
-    memory = f", {verification.peak_bytes / 1e6:.0f} MB at most" if verification.peak_bytes else ""
-    return f"{len(runs)} runs, {steps} steps, {seconds:.1f} s{memory}."
+        return str(of_verification(self))

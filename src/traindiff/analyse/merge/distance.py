@@ -1,18 +1,25 @@
-"""How far apart the two sides of a pair are."""
+"""How far the two sides of a pair are apart, as a whole and rank by rank."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.merge.step_table import Entry
+from traindiff.analyse.merge.site import MergedSite, RankPart
+from traindiff.core.shards import BUCKETS, Shard
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm, scale
 
-ESTIMATED_NORMS = 1.0
-"""How far two norms that are estimated from sketches, those of updates, may be apart and say nothing: more than five
-standard deviations of the ratio (log2: sqrt(2) * 0.126)."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One site in both runs."""
+
+    baseline: MergedSite
+    candidate: MergedSite
 
 
 def equal_bits(pair: Pair) -> bool:
@@ -29,7 +36,7 @@ def equal_bits(pair: Pair) -> bool:
 
 
 def is_transposed(pair: Pair) -> bool:
-    """Whether both sides have the same axes in another order, of a parameter or of what belongs to one."""
+    """Whether both sides, of a parameter or a tensor that belongs to one, have the same axes in another order."""
     baseline, candidate = pair.baseline, pair.candidate
     return (
         baseline.key.phase in ("grad", "optimizer", "update", "param")
@@ -41,12 +48,12 @@ def is_transposed(pair: Pair) -> bool:
 def difference(pair: Pair) -> float | None:
     """Relative L2 difference, `||candidate - baseline|| / ||baseline||`, from the sketches.
 
-    Of a parameter that one run holds transposed, sketches cannot be subtracted: there it is that of the norms, which
-    do not depend on the order of the elements.
+    If one run holds a parameter transposed, sketches cannot be subtracted: then it is the difference of the norms,
+    which do not depend on the order of the elements.
 
     Returns:
-        0 for equal bits; inf where shapes or non-finite elements differ, or only the baseline is
-        all zero; None for whole numbers that differ, which have no distance.
+        0 for equal bits; inf if shapes or non-finite elements differ, or if only the baseline is all zero; None for
+        whole numbers that differ, which have no distance.
     """
     baseline, candidate = pair.baseline, pair.candidate
     if equal_bits(pair):
@@ -54,7 +61,7 @@ def difference(pair: Pair) -> float | None:
     if baseline.dtype not in UNIT_ROUNDOFF or candidate.dtype not in UNIT_ROUNDOFF:
         return None
     if is_transposed(pair) and int(baseline.summary["nan"]) == int(candidate.summary["nan"]):
-        return _norms_apart(pair)
+        return _transposed_difference(pair)
     if baseline.shape != candidate.shape or int(baseline.summary["nan"]) != int(candidate.summary["nan"]):
         return math.inf
     if baseline.exact and candidate.exact and baseline.summary["nonfinite"] != candidate.summary["nonfinite"]:
@@ -65,33 +72,44 @@ def difference(pair: Pair) -> float | None:
     return apart / size if size else math.inf if apart else 0.0
 
 
-def _norms_apart(pair: Pair) -> float:
+def size_of(pair: Pair) -> float:
+    """The `difference` of a pair; inf for whole numbers that differ."""
+    size = difference(pair)
+    return math.inf if size is None else size
+
+
+ESTIMATED_NORMS = 1.0
+"""Norms of updates are estimated from sketches: up to this relative difference, two of them count as equal. The
+standard deviation of log2 of their ratio is sqrt(2) * 0.126, so this is more than five of them."""
+
+ESTIMATED_PERMUTED_NORMS = 0.5
+"""The same where the values of one run are in another order, and only whether the runs learn differently is asked."""
+
+
+def norms_apart(pair: Pair) -> float:
+    """Relative difference of the two norms, which do not depend on the order of the elements."""
     baseline, candidate = float(norm(pair.baseline.summary)), float(norm(pair.candidate.summary))
-    if not math.isfinite(baseline) or not math.isfinite(candidate):
+    return abs(candidate - baseline) / baseline if baseline else math.inf if candidate else 0.0
+
+
+def _transposed_difference(pair: Pair) -> float:
+    apart = norms_apart(pair)
+    if not math.isfinite(apart):
         return math.inf
-    apart = abs(candidate - baseline) / baseline if baseline else math.inf if candidate else 0.0
     estimated = not (pair.baseline.exact and pair.candidate.exact)
     return 0.0 if estimated and apart <= ESTIMATED_NORMS else apart
 
 
 def rescaled(pair: Pair, factor: float) -> Pair:
-    """The pair with the baseline multiplied by a factor; its bits are then no longer known."""
+    """The pair with the baseline multiplied by a factor. The bits of the product are not known."""
     summary = scale(pair.baseline.summary, abs(factor))
     if factor < 0:
         summary["sum"], summary["sketch"] = -summary["sum"], -summary["sketch"]
     return Pair(baseline=replace(pair.baseline, summary=summary, exact=False), candidate=pair.candidate)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """One site in both runs."""
-
-    baseline: Entry
-    candidate: Entry
-
-
-def best_fit(baseline: Entry, candidate: Entry) -> tuple[float, float]:
-    """The s that minimizes `||candidate - s * baseline||`, and what that leaves of the candidate."""
+def best_fit(baseline: MergedSite, candidate: MergedSite) -> tuple[float, float]:
+    """The s that minimizes `||candidate - s * baseline||`, and the relative size of the remainder."""
     b, c = baseline.summary["sketch"], candidate.summary["sketch"]
     power = float(b @ b)
     if power == 0.0:
@@ -99,3 +117,95 @@ def best_fit(baseline: Entry, candidate: Entry) -> tuple[float, float]:
     s = float(b @ c) / power
     size = float(np.sqrt(c @ c))
     return s, float(np.sqrt(np.square(c - s * b).sum())) / size if size else 0.0
+
+
+CLEAR = 0.05
+"""A part counts as different if its difference is at least this share of the largest one."""
+
+
+def differing_ranks(pair: Pair, floor: float) -> tuple[int, ...]:
+    """Ranks of the candidate whose parts differ while the parts of other ranks do not.
+
+    Args:
+        pair: A site at which the runs differ.
+        floor: Relative difference up to which a part counts as equal.
+
+    Returns:
+        Their numbers; empty if all differ, or if the recordings do not tell.
+    """
+    held = {part.rank for part in pair.candidate.parts}
+    if len(held) < 2 or pair.baseline.unobserved or pair.candidate.unobserved:
+        return ()
+    if groups := pair.candidate.apart:  # groups of equal copies, the largest first
+        largest, *others = groups
+        return () if len(others[0]) == len(largest) else tuple(sorted(rank for group in others for rank in group))
+    found = _by_parts(pair, floor)
+    if found is None:
+        found = _by_rows(pair)
+    return tuple(sorted(found)) if found and found < held else ()
+
+
+def differences_by_rank(pair: Pair) -> dict[int, float]:
+    """By rank: the largest difference of its parts (inf without a size); empty if runs hold different parts."""
+    sides = [_by_place(entry.parts) for entry in (pair.baseline, pair.candidate)]
+    if sides[0].keys() != sides[1].keys() or len(sides[0]) < 2:
+        return {}
+    apart: dict[int, float] = {}
+    for place, candidate in sides[1].items():
+        one = Pair(baseline=_part(pair.baseline, sides[0][place]), candidate=_part(pair.candidate, candidate))
+        apart[candidate.rank] = max(apart.get(candidate.rank, 0.0), size_of(one))
+    return apart
+
+
+def _by_parts(pair: Pair, floor: float) -> set[int] | None:
+    """Ranks that differ, part by part; None if the runs do not hold the same parts."""
+    apart = differences_by_rank(pair)
+    if not apart:
+        return None
+    limit = max(floor, CLEAR * max(apart.values())) if np.isfinite(max(apart.values())) else floor
+    return {rank for rank, size in apart.items() if size > limit}
+
+
+def _by_place(parts: Sequence[RankPart]) -> dict[tuple[Any, ...], RankPart]:
+    """Parts by micro-step, shard, and number among the copies of that shard."""
+    found: dict[tuple[Any, ...], RankPart] = {}
+    copies: dict[tuple[Any, ...], int] = {}
+    for part in parts:
+        place = (part.micro_step, part.shard)
+        number = copies[place] = copies.get(place, -1) + 1
+        found[(*place, number)] = part
+    return found
+
+
+def _part(entry: MergedSite, part: RankPart) -> MergedSite:
+    return replace(entry, summary=part.summary, shape=part.shard.shape, exact=entry.factor == 1.0)
+
+
+def _by_rows(pair: Pair) -> set[int] | None:
+    """The one rank whose rows hold the whole difference; None if several may, or ranks are not cut by rows."""
+    candidate = pair.candidate
+    if candidate.batched or candidate.summed or not candidate.shape:
+        return None
+    axis = "row" if len(candidate.shape) > 1 else "column"
+    expected, actual = (np.sqrt(entry.summary[f"{axis}_squares"]) for entry in (pair.baseline, candidate))
+    change = np.abs(actual - expected)
+    if not np.isfinite(change).all() or not change.any():
+        return None
+    differing = set(np.flatnonzero(change > CLEAR * change.max()).tolist())
+    owners = {part.rank for part in candidate.parts if differing <= _buckets(part.shard)}
+    return owners if len(owners) == 1 else None
+
+
+def _buckets(shard: Shard) -> set[int]:
+    """Buckets of the row profile (of a vector, of the column profile) in which a part has elements."""
+    grid = shard.grid
+    if not shard.size:
+        return set()
+    length = shard.shape[0]
+    if len(shard.offset) < len(shard.global_shape):  # a flat range
+        first, last = shard.offset[0] // grid.columns, (shard.offset[0] + length - 1) // grid.columns
+    else:
+        first, last = shard.offset[0], shard.offset[0] + length - 1
+    if len(shard.global_shape) == 1:
+        return {column // grid.column_block for column in range(first, last + 1)}
+    return {row // grid.row_block % BUCKETS for row in range(first, last + 1)}

@@ -1,7 +1,4 @@
-"""Parameter groups of optimizers, over all ranks: those of a pipeline may lack some, and number their own.
-
-A pipeline's first and last stage each hold the weight that embeds and predicts tokens. One process ties the two.
-"""
+"""Parameters over all ranks: their updates, their tied copies, and the groups of optimizers that hold them."""
 
 from __future__ import annotations
 
@@ -10,31 +7,31 @@ from dataclasses import replace
 from typing import Any
 
 from traindiff.analyse.merge.renames import Rename
-from traindiff.analyse.merge.step_table import Entry, Key, Part
+from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
 from traindiff.core.summary import add
 from traindiff.storage import Run, StepObservations
 
 
 class Updates:
-    """Derives what each step did to each parameter, from the parameters before and after it.
+    """Derives the update of each parameter from its values before and after a step.
 
-    An update is the difference of two tensors, so its sketch is the difference of two sketches; in
-    float64 that leaves about ten digits of an update a millionth the size of its parameter.
+    The sketch of an update is the difference of two sketches. In float64 that leaves about ten digits of an update a
+    millionth the size of its parameter.
     """
 
     def __init__(self) -> None:
-        self._parameters: dict[str, Entry] = {}
-        self._ended: dict[str, int] = {}  # by path: the step at whose end a parameter was last seen
+        self._parameters: dict[str, MergedSite] = {}
+        self._ended: dict[str, int] = {}  # by path: the last step after which a parameter was seen
 
-    def derive(self, table: dict[Key, Entry], *, step: int) -> tuple[list[Entry], dict[str, Entry]]:
+    def derive(self, table: dict[SiteKey, MergedSite], *, step: int) -> tuple[list[MergedSite], dict[str, MergedSite]]:
         """Entries of phase `update`, and the parameters as this step found them, by path."""
         for key, entry in table.items():
             if key.phase == "param" and key.stage == "before" and key.slot == "value":
                 self._parameters[key.path] = entry.without_parts()
                 self._ended.pop(key.path, None)
-        # What some ranks have not recorded is unknown, and so is what becomes of it.
+        # An update is unknown if ranks are missing before or after it.
         before = {path: entry for path, entry in self._parameters.items() if not entry.unobserved}
-        found: list[Entry] = []
+        found: list[MergedSite] = []
         for key, entry in table.items():
             if key.phase != "param" or key.stage or key.slot != "value":
                 continue
@@ -51,13 +48,13 @@ class Updates:
         return found, before
 
 
-def _update(key: Key, before: Entry, after: Entry) -> Entry:
+def _update(key: SiteKey, before: MergedSite, after: MergedSite) -> MergedSite:
     same = before.exact and after.exact and before.summary["fingerprint"] == after.summary["fingerprint"]
     summary: Any = add([after.summary, before.summary], [1.0, -1.0])
     if same:
         summary = add([after.summary], [0.0])
-    return Entry(
-        key=Key("update", "", key.path, "update", 0, 0),
+    return MergedSite(
+        key=SiteKey("update", "", key.path, "update"),
         order=after.order,
         dtype=after.dtype,
         shape=after.shape,
@@ -67,16 +64,16 @@ def _update(key: Key, before: Entry, after: Entry) -> Entry:
 
 
 Copies = Mapping[int, Mapping[str, str]]
-"""By rank: the name under which a parameter is filed by each name that it has there."""
+"""By rank: the path under which a parameter is filed, by each path that the rank uses."""
 
 NO_COPIES: Copies = {}
 
 _FURTHER_TERMS = 1 << 16
-"""Added to the terms that a rank has of a sum under another name: more than there are ranks, so none is a copy."""
+"""Added to the terms of a sum under another name. There are fewer ranks, so no term is taken for a copy."""
 
 
 def ties_of(recording: Run, rename: Rename = str) -> dict[str, str]:
-    """Name under which a tied parameter is filed by each of its further names, on any rank."""
+    """By each further name of a tied parameter, on any rank: the name under which it is filed."""
     return {
         rename(other): rename(path)
         for rank in recording.ranks
@@ -85,7 +82,9 @@ def ties_of(recording: Run, rename: Rename = str) -> dict[str, str]:
 
 
 def copies_elsewhere(recording: Run, ties: Mapping[str, str], rename: Rename = str) -> Copies:
-    """Parameters of a run which the other run ties to one that this run holds on other ranks.
+    """Parameters of a run that the other run ties to a parameter which this run holds on other ranks.
+
+    A pipeline's first and last stage each hold the weight that embeds and predicts tokens. One process ties the two.
 
     Args:
         recording: The run.
@@ -106,7 +105,7 @@ def copies_elsewhere(recording: Run, ties: Mapping[str, str], rename: Rename = s
 
 
 def under_one_name(step: StepObservations, names: Mapping[str, str]) -> Iterator[Part]:
-    """The observations of a rank that calls some parameters by other names. Of a sum, it has a term of its own."""
+    """Observations of a rank under other names for some parameters; a rank has its own term of a sum."""
     for seen, summary in zip(step.observations, step.summaries, strict=True):
         path = names.get(seen.path)
         one = seen if path is None else replace(seen, path=path, term=seen.term + _FURTHER_TERMS * (1 + step.rank))
@@ -114,14 +113,14 @@ def under_one_name(step: StepObservations, names: Mapping[str, str]) -> Iterator
 
 
 Numbers = Mapping[int, Mapping[tuple[str, int], int]]
-"""By rank: the number of a group in the whole model, by optimizer and the number that it has there."""
+"""By rank: the number of a group in the whole model, by optimizer and the rank's own number for it."""
 
 
 def group_numbers(recording: Run) -> Numbers:
-    """Numbers of groups where the ranks of a pipeline have not all as many; empty where they do.
+    """Numbers of groups if pipeline ranks have different counts of groups; empty if all have the same count.
 
-    As many groups on all ranks are taken for the same ones. Else, whether group 0 of one rank is group 0 of another is
-    not known: each stage's groups are taken for its own, and numbered one after the other.
+    With equal counts, groups of the same number are the same group. Otherwise it is unknown whether group 0 of one rank
+    is group 0 of another: each stage has groups of its own, numbered one stage after the other.
     """
     contents = {rank: recording.rank_content(rank) for rank in recording.ranks}
     stages = {rank: min(content["pipeline"]["stages"]) for rank, content in contents.items() if "pipeline" in content}
@@ -138,7 +137,7 @@ def group_numbers(recording: Run) -> Numbers:
 
 
 def group_paths(numbers: Numbers) -> dict[int, dict[str, str]]:
-    """By rank: where settings of a group are filed, by where the rank has filed them."""
+    """By rank: the path of a group in the whole model, by the path that the rank uses."""
     return {
         rank: {f"{name}.groups[{old}]": f"{name}.groups[{new}]" for (name, old), new in groups.items()}
         for rank, groups in numbers.items()
@@ -155,7 +154,7 @@ Groups = Mapping[str, list[list[str]]]
 
 
 def parameter_groups(recording: Run, rename: Rename) -> Groups:
-    """Parameters of each group, of all ranks: those of a pipeline have some each."""
+    """Parameters of each group, joined over all ranks."""
     numbers = group_numbers(recording)
     found: dict[str, dict[int, list[str]]] = {}
     for rank in recording.ranks:

@@ -1,20 +1,20 @@
-"""The calls that clip gradients, as a run has recorded them."""
+"""Samples of the batch, contributions of micro-batches, and calls that clip gradients, from one step's table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from traindiff.analyse.findings import ranks_text
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.core.observation import ALL_GRADIENTS, SAMPLE
-from traindiff.core.summary import largest, number
+from traindiff.core.summary import add, largest, number
 
 
 class Sample(NamedTuple):
-    """One sample of a batch: when and where it was, and the fingerprint of what it holds."""
+    """One sample of a batch: its micro-step, rank and place, and the fingerprint of its values."""
 
     micro_step: int
     rank: int
@@ -23,11 +23,11 @@ class Sample(NamedTuple):
 
 
 Samples = Mapping[tuple[str, str], Sequence[Sample]]
-"""The samples of a step by path and slot of the batch that they are in, by micro-step, then by rank."""
+"""The samples of a step by path and slot of their batch, ordered by micro-step, then by rank."""
 
 
-def samples_of(table: Mapping[Key, Entry]) -> Samples:
-    """The samples of a step. Of ranks that work on the same ones, those of the first."""
+def samples_of(table: StepTable) -> Samples:
+    """The samples of a step. If several ranks work on the same samples, those of the first."""
     found: dict[tuple[str, str], dict[tuple[int, int, int], Sample]] = {}
     for key, entry in table.items():
         if key.phase != "batch" or key.stage != SAMPLE or entry.unobserved:
@@ -40,7 +40,7 @@ def samples_of(table: Mapping[Key, Entry]) -> Samples:
 
 
 EFFECT = 1e-6
-"""Clipping that multiplies by less than this below 1 has no effect: torch adds 1e-6 to the norm."""
+"""Clipping by a factor less than this below 1 has no effect: torch adds 1e-6 to the norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +50,12 @@ class Clip:
     Attributes:
         entry: Of its limit.
         limit: The largest norm, or the largest magnitude of an element.
-        norm: The norm that it found; None where elements are clipped.
+        norm: The norm before clipping; None if elements are clipped.
         effective: Whether it changed the gradients.
-        only: The ranks that called it, where others did not.
+        only: The ranks that called it, if others did not.
     """
 
-    entry: Entry
+    entry: MergedSite
     limit: float
     norm: float | None
     effective: bool
@@ -63,12 +63,12 @@ class Clip:
 
     @property
     def coefficient(self) -> float:
-        """What it multiplied the gradients by; 1 where elements are clipped."""
+        """Factor that it applied to the gradients; 1 if elements are clipped."""
         return 1.0 if self.norm is None or not self.effective else self.limit / (self.norm + 1e-6)
 
     @property
     def what(self) -> str:
-        """What it does, in words that follow "clips"."""
+        """Its limit, in words that follow "clips"."""
         where = f" on {ranks_text(self.only, capital=False)} only" if self.only else ""
         return (
             f"elements of gradients to {self.limit:g}{where}"
@@ -77,12 +77,12 @@ class Clip:
         )
 
 
-def is_clip(key: Key) -> bool:
-    """Whether this is the norm or the limit of a call that clips."""
+def is_clip(key: SiteKey) -> bool:
+    """Whether a key is that of the norm or the limit of a call that clips."""
     return key[:3] == ("grad", "clipped", ALL_GRADIENTS)
 
 
-def clips(table: Mapping[Key, Entry]) -> list[Clip]:
+def clips(table: StepTable) -> list[Clip]:
     """The calls of a step that clip gradients, in the order of execution."""
     found = []
     held = {part.rank for key, entry in table.items() if key[:2] == ("grad", "") for part in entry.parts}
@@ -100,7 +100,7 @@ def clips(table: Mapping[Key, Entry]) -> list[Clip]:
     return found
 
 
-def _norm(table: Mapping[Key, Entry], key: Key) -> float | None:
+def _norm(table: StepTable, key: SiteKey) -> float | None:
     for slot in ("norm", "squared_norm"):
         entry = table.get(key._replace(slot=slot))
         if entry is not None and not entry.unobserved:
@@ -110,7 +110,21 @@ def _norm(table: Mapping[Key, Entry], key: Key) -> float | None:
     return None
 
 
-def _reaches(table: Mapping[Key, Entry], limit: float) -> bool:
-    """Whether the largest element of any gradient is as large as elements may be."""
+def _reaches(table: StepTable, limit: float) -> bool:
+    """Whether the largest element of any gradient equals the limit."""
     gradients = (entry for key, entry in table.items() if key[:2] == ("grad", "") and not entry.unobserved)
     return any(abs(float(largest(entry.summary)) / limit - 1.0) < 1e-6 for entry in gradients if limit)
+
+
+def contributions(table: StepTable) -> dict[str, dict[tuple[int, int], Any]]:
+    """By path: gradient of each micro-batch, by micro-step and rank; copies count once."""
+    found: dict[str, dict[tuple[int, int], Any]] = {}
+    for key, entry in table.items():
+        if key.phase != "grad" or key.stage != "micro" or key.call or entry.unobserved:
+            continue
+        terms = {(part.micro_step, part.term, part.shard): part for part in reversed(entry.parts)}
+        by_place: dict[tuple[int, int], list[Any]] = {}
+        for part in terms.values():
+            by_place.setdefault((part.micro_step, part.rank), []).append(part.summary)
+        found[key.path] = {place: add(parts) for place, parts in sorted(by_place.items())}
+    return found

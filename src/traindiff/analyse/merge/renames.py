@@ -11,7 +11,7 @@ Rename = Callable[[str], str]
 
 
 class Renaming:
-    """Maps the candidate's paths to the baseline's, and knows which of its rules have changed none."""
+    """Maps the candidate's paths to the baseline's, and knows which rules have changed no path."""
 
     def __init__(self, rules: Sequence[tuple[re.Pattern[str], str]] = ()) -> None:
         self._rules = tuple(rules)
@@ -27,7 +27,7 @@ class Renaming:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Rules that matched nothing so far, as they were written."""
+        """Rules that matched nothing so far, as the user wrote them."""
         rules = enumerate(self._rules)
         return tuple(f"{rule.pattern}={text}" for number, (rule, text) in rules if number not in self._used)
 

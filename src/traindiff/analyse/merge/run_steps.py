@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from traindiff.analyse.merge.operators import is_of_operator
 from traindiff.analyse.merge.parameters import NO_COPIES, Copies, group_numbers, group_paths, under_one_name
-from traindiff.analyse.merge.step_table import Entry, Key, Part, step_table
-from traindiff.core.observation import Observation
+from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
+from traindiff.analyse.merge.step_table import step_table
+from traindiff.core.observation import OPERATOR_STAGES, Observation
 from traindiff.storage import Recording, Run, StepObservations, ended
 
 
@@ -19,23 +19,23 @@ class RunStep:
     Attributes:
         optimizer: Name of the optimizer.
         step: Number of the step.
-        table: Its entries.
-        finished: Whether the optimizer was called: the run may have ended, or been closed, before that.
+        table: Its sites.
+        finished: Whether the optimizer was called. The run may have ended, or been closed, before that.
         missing: Ranks of the run that have not recorded it.
-        operators: What was observed of operators, which are compared inside a module only.
-        last: What each rank has observed last in it.
+        operators: Observations of operators, which are compared inside a module only.
+        last: The last observation of each rank.
     """
 
     optimizer: str
     step: int
-    table: dict[Key, Entry]
+    table: dict[SiteKey, MergedSite]
     finished: bool = True
     missing: tuple[int, ...] = ()
     operators: list[Part] = field(default_factory=list)
     last: Mapping[int, Observation] = field(default_factory=dict)
 
     def release(self) -> None:
-        """Let go of the entries, so that no two steps are in memory when the next one is read."""
+        """Drop the sites, so that no two steps are in memory when the next one is read."""
         self.table.clear()
         self.operators.clear()
 
@@ -52,11 +52,11 @@ class StepMerger:
         own = group_paths(group_numbers(run))
         self._names = {rank: {**own.get(rank, {}), **copies.get(rank, {})} for rank in {*own, *copies}}
         self._ranks = range(run.world_size)
-        self._missing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # the ranks of a step, and those it lacks
-        # Settings of the optimizer are there whenever it was called; without them, what earlier steps had tells.
+        self._missing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # ranks of a step, and the missing ones
+        # A call of the optimizer is visible by its settings; if these are not recorded, by the sites of earlier steps.
         self._called = "optimizer" in run.run["settings"].get("observe", ())
         self._shows_calls: set[str] = set()
-        self._counted: dict[str, int] = {}  # steps that an optimizer has ended, where the run says it at its end
+        self._counted: dict[str, int] = {}  # finished steps of each optimizer, if the run was closed
         for rank in run.ranks:
             for name, count in ended(run.rank_content(rank)).steps.items():
                 self._counted[name] = max(count, self._counted.get(name, 0))
@@ -67,7 +67,7 @@ class StepMerger:
         operators: list[Part] = []
         sites: list[Part] = []
         for part in _parts(of_ranks, self._names):
-            (operators if is_of_operator(part[0]) else sites).append(part)
+            (operators if part[0].stage in OPERATOR_STAGES else sites).append(part)
         table = step_table(sites)
         shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
         if shown:
@@ -83,7 +83,7 @@ class StepMerger:
         )  # fmt: skip
 
     def _without(self, there: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks that are not there: mostly those of the step before, and there may be many."""
+        """The ranks that are missing; cached, because most steps miss the same ones."""
         if there != self._missing[0]:
             here = frozenset(there)
             self._missing = there, tuple(rank for rank in self._ranks if rank not in here)
@@ -98,23 +98,26 @@ def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunS
         copies: Parameters that are filed under other names, by rank.
     """
     merger = StepMerger(recording, copies)
+    for of_ranks in rank_steps(recording):
+        merged = merger.merged(of_ranks)
+        of_ranks.clear()  # frees the step before the next one is read
+        yield merged
+        del merged
+
+
+def rank_steps(recording: Recording) -> Iterator[list[StepObservations]]:
+    """The steps of a recording, each as the ranks that have it recorded it, in the order of the lowest rank."""
     streams = {rank: recording.steps(rank) for rank in recording.ranks}
     heads = {rank: head for rank, stream in streams.items() if (head := next(stream, None)) is not None}
     while heads:
-        first = heads[min(heads)]
-        # The rank may have begun later than others.
-        lead = min((head for head in heads.values() if head.optimizer == first.optimizer), key=lambda head: head.step)
-        here = [head for head in heads.values() if (head.optimizer, head.step) == (lead.optimizer, lead.step)]
-        merged = merger.merged(here)
-        ranks = [head.rank for head in here]
-        here.clear()
-        del first, lead
-        yield merged
-        del merged
+        optimizer = heads[min(heads)].optimizer
+        number = min(head.step for head in heads.values() if head.optimizer == optimizer)  # ranks may begin late
+        ranks = sorted(rank for rank, head in heads.items() if (head.optimizer, head.step) == (optimizer, number))
+        yield [heads.pop(rank) for rank in ranks]
         for rank in ranks:
-            del heads[rank]  # before the next one is read
             if (following := next(streams[rank], None)) is not None:
                 heads[rank] = following
+            del following  # keep no step that was handed over
 
 
 def _parts(steps: Sequence[StepObservations], copies: Copies) -> Iterator[Part]:

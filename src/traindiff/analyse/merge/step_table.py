@@ -2,28 +2,225 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.merge.loss_scale import unscaled
-from traindiff.core.observation import PLACE, RECOMPUTED, SAMPLE, Observation
+from traindiff.analyse.merge.site import MergedSite, Part, RankPart, SiteKey
+from traindiff.core.observation import LOSS_SCALE, PLACE, RECOMPUTED, SAMPLE, Observation
 from traindiff.core.shards import OPEN, Shard
 from traindiff.core.site import ROOT
-from traindiff.core.summary import add, distance, empty, merge, scale
+from traindiff.core.summary import add, distance, empty, merge, number, scale
+
+_AFTER_ALL = 1 << 60
+"""Added to the order of logged scalars: they follow from the computation, and nothing follows from them."""
+
+
+def step_table(parts: Iterable[Part]) -> dict[SiteKey, MergedSite]:
+    """Sites of one step by key, in execution order."""
+    by_site: dict[SiteKey, list[Part]] = {}
+    for part in _relative(unscaled(parts)):
+        seen = part[0]
+        key = SiteKey(seen.phase, seen.stage, seen.path, seen.slot, seen.call, 0)
+        by_site.setdefault(key, []).append(part)
+    entries = [entry for key, same in by_site.items() for entry in _merged(key, same)]
+    entries.sort(key=lambda entry: entry.order)
+    return {entry.key: entry for entry in entries}
+
+
+UNKNOWN = "it is multiplied by a loss scale that was not observed"
+"""Why a scaled tensor has no numbers if its loss scale was not observed."""
+
+
+def unscaled(parts: Iterable[Part]) -> Iterator[Part]:
+    """The observations of a step, whose `factor` includes the loss scale for tensors that are scaled."""
+    parts = list(parts)
+    scales: dict[int, dict[int, float]] = {}
+    for seen, rank, summary in parts:
+        if (seen.phase, seen.path) == ("loss", LOSS_SCALE) and not seen.unobserved:
+            scales.setdefault(rank, {})[seen.micro_step] = number(summary)
+    for seen, rank, summary in parts:
+        if not seen.scaled or seen.unobserved:
+            yield seen, rank, summary
+        elif scale := _scale_at(scales, rank, seen.micro_step):
+            yield replace(seen, factor=seen.factor * scale), rank, summary
+        else:
+            yield replace(seen, unobserved=UNKNOWN), rank, summary
+
+
+def _scale_at(scales: Mapping[int, Mapping[int, float]], rank: int, micro_step: int) -> float | None:
+    """The loss scale of a rank in a micro-step, or the latest before it: it changes between steps only."""
+    own = scales.get(rank, {})
+    before = [number for number in own if number <= micro_step]
+    if before:
+        return own[max(before)]
+    return next((scale for other in scales.values() for scale in other.values()), None)
+
+
+def _relative(parts: Iterable[Part]) -> list[Part]:
+    """The parts, with summaries relative to the global loss."""
+    found = list(parts)
+    scaled = [row for row, (seen, _, _) in enumerate(found) if seen.factor != 1.0 and not seen.unobserved]
+    if scaled:
+        factors = np.array([found[row][0].factor for row in scaled])
+        for row, summary in zip(scaled, scale([found[row][2] for row in scaled], 1.0 / factors), strict=True):
+            found[row] = (*found[row][:2], summary)
+    return found
+
+
+def _merged(key: SiteKey, parts: list[Part]) -> list[MergedSite]:
+    if key.phase in ("forward", "backward"):
+        parts = _of_last_stage(key, parts)
+    parts.sort(key=lambda part: (part[0].micro_step, part[1], part[0].order))
+    first = parts[0][0]
+    missing = next((seen.unobserved for seen, _, _ in parts if seen.unobserved), "")
+    if missing:
+        lacking = [part for part in parts if part[0].unobserved]
+        return [_entry(key, lacking, summary=empty(), shape=(), unobserved=missing)]
+    if first.merge == "mean":
+        terms = _without_copies(parts)
+        weights = np.array([seen.weight for seen, _, _ in terms])
+        total = weights.sum() or 1.0
+        summary = add([summary for _, _, summary in terms], weights / total)
+        return [_entry(key, parts, summary=summary, shape=first.shard.shape, exact=False, summed=True)]
+    if first.merge == "sum" or first.shard.batched or key.stage == SAMPLE:
+        return [_whole(key, parts)]
+    by_micro_step: dict[int, list[Part]] = {}
+    for part in parts:
+        by_micro_step.setdefault(part[0].micro_step, []).append(part)
+    return _per_micro_step(key, [_whole(key, same) for same in by_micro_step.values()])
+
+
+def _of_last_stage(key: SiteKey, parts: list[Part]) -> list[Part]:
+    """If several pipeline stages hold a part of a module: the parts of the stage that returns its output."""
+    places = {seen.order // PLACE for seen, _, _ in parts}
+    if len(places) == 1:
+        return parts
+    last = min(places) if key.phase == "backward" or key.stage == RECOMPUTED else max(places)
+    return [part for part in parts if part[0].order // PLACE == last]
+
+
+def _whole(key: SiteKey, parts: Sequence[Part]) -> MergedSite:
+    """A whole tensor from its shards, from copies of shards on several ranks, and from terms of sums."""
+    boxes: dict[Shard, list[Part]] = {}
+    for part in parts:
+        boxes.setdefault(part[0].shard, []).append(part)
+    first = parts[0][0]
+    summed = first.merge == "sum"
+    summaries: list[Any] = []
+    apart: tuple[tuple[int, ...], ...] = ()
+    unknown = ""
+    for same in boxes.values():
+        if key.phase in ("forward", "backward", "loss"):
+            unknown = unknown or not_placed(same)
+        if summed:
+            terms = _without_copies(same)
+            summaries.append(add([one for _, _, one in terms]) if len(terms) > 1 else terms[0][2])
+            continue
+        judged = (
+            key.phase in ("forward", "backward") or key.slot == "buffer"
+        )  # differences between other copies are findings themselves
+        summaries.append((_farthest(same) if judged else same[0])[2])
+        for copies in _by_term(same) if key.path == "rng" else [same]:
+            apart = apart or _apart(copies)
+    summary = summaries[0] if len(summaries) == 1 else merge(summaries)
+    shape = _rows_known([same[0] for same in boxes.values()])
+    factors = {seen.factor for seen, _, _ in parts}
+    return _entry(
+        key,
+        parts,
+        summary=summary,
+        shape=shape,
+        exact=len(factors) == 1 and not (summed and len(parts) > len(boxes)),
+        factor=factors.pop() if len(factors) == 1 else 1.0,
+        apart=apart,
+        batched=first.shard.batched,
+        summed=summed,
+        # Replays cover only a range of each parameter.
+        unobserved="" if key.phase == "update" else unknown or gap(shape, boxes),
+    )
+
+
+def _without_copies(parts: Sequence[Part]) -> list[Part]:
+    """Each term of a sum or mean once: ranks that work on the same samples have copies of it."""
+    holder: dict[tuple[int, int], int] = {}
+    for seen, rank, _ in parts:
+        holder.setdefault((seen.micro_step, seen.term), rank)
+    return [part for part in parts if holder[part[0].micro_step, part[0].term] == part[1]]
+
+
+def _by_term(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts grouped by the samples that their ranks work on."""
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part[0].term, []).append(part)
+    return list(found.values())
+
+
+def _apart(copies: Sequence[Part]) -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks that hold equal copies, the largest first; empty if all copies are equal."""
+    if len(copies) == 1:
+        return ()
+    ranks: dict[int, list[int]] = {}
+    for _, rank, summary in copies:
+        ranks.setdefault(int(summary["fingerprint"]), []).append(rank)
+    if len(ranks) == 1:
+        return ()
+    return tuple(tuple(same) for same in sorted(ranks.values(), key=lambda same: (-len(same), same)))
+
+
+def _farthest(copies: Sequence[Part]) -> Part:
+    """Among copies that should be equal, the one farthest from the copy that most ranks hold."""
+    groups = _apart(copies) if len(copies) > 1 else ()
+    if not groups:
+        return copies[0]
+    by_rank = {rank: (seen, rank, summary) for seen, rank, summary in copies}
+    most = by_rank[groups[0][0]][2]
+    return max((by_rank[same[0]] for same in groups[1:]), key=lambda part: float(distance(most, part[2])))
+
+
+def _per_micro_step(key: SiteKey, entries: list[MergedSite]) -> list[MergedSite]:
+    """A tensor that is whole in each micro-step: one entry if it never changes, else one per micro-step."""
+    if len({int(entry.summary["fingerprint"]) for entry in entries}) == 1:
+        return entries[:1]
+    return [replace(entry, key=key._replace(micro_step=number)) for number, entry in enumerate(entries)]
+
+
+def _rows_known(parts: Sequence[Part]) -> tuple[int, ...]:
+    shard = parts[0][0].shard
+    if not shard.batched:
+        return shard.global_shape
+    batched = (seen.shard for seen, _, _ in parts if seen.shard.batched)  # ranks may disagree
+    rows = sum({one.offset[0]: one.shape[0] for one in batched}.values())
+    return tuple(rows if length == OPEN else length for length in shard.global_shape)
+
+
+def _entry(
+    key: SiteKey, parts: Sequence[Part], *, summary: Any, shape: tuple[int, ...], unobserved: str = "", **about: Any
+) -> MergedSite:
+    first = parts[0][0]
+    logged = first.phase == "loss" and first.slot == "logged"
+    return MergedSite(
+        key=key,
+        order=first.order + (_AFTER_ALL if logged else 0),
+        dtype=first.dtype,
+        shape=shape,
+        summary=summary,
+        parts=tuple(RankPart(seen.micro_step, rank, seen.shard, one, seen.term) for seen, rank, one in parts),
+        unobserved=unobserved,
+        **about,
+    )
+
 
 _MOST_RUNS = 1 << 20
-"""Runs of rows that lie one after the other, of all ranks, that are looked at. Of a shard whose rows are spaced each
-sample of a batch may be one."""
+"""Limit of blocks of adjacent rows, over all ranks. Each sample of a batch may be a block if rows are spaced."""
 
 
 def gap(shape: Sequence[int], shards: Collection[Shard]) -> str:
-    """Why the shards of a tensor of a shape do not make a whole; empty where they do."""
+    """Why the shards of a tensor do not form the whole tensor; empty if they do."""
     shapes = {shard.global_shape[1:] if shard.batched else shard.global_shape for shard in shards}
     if len(shapes) > 1:
         one, other, *_ = sorted(shapes)
@@ -33,7 +230,7 @@ def gap(shape: Sequence[int], shards: Collection[Shard]) -> str:
 
 
 def not_placed(parts: Sequence[tuple[Observation, int, Any]]) -> str:
-    """Why it is not known what ranks hold of an activation or a loss, if they hold different values of one shard.
+    """Why ranks hold different values of one shard of an activation or a loss; empty if they do not.
 
     Args:
         parts: Observation, rank and summary of each.
@@ -58,7 +255,7 @@ def not_placed(parts: Sequence[tuple[Observation, int, Any]]) -> str:
 
 
 def _misplaced_rows(shards: Iterable[Shard]) -> str:
-    """Why the rows of ranks and micro-batches do not make a batch; empty where they do."""
+    """Why the rows of ranks and micro-batches do not form a batch; empty if they do."""
     shards = [shard for shard in shards if shard.batched]  # ranks may disagree
     if sum(shard.shape[0] // shard.spacing[0] for shard in shards if shard.spacing) > _MOST_RUNS:
         return f"its rows lie in more than {_MOST_RUNS:,} places"
@@ -72,7 +269,7 @@ def _misplaced_rows(shards: Iterable[Shard]) -> str:
 
 
 def _runs_of_rows(shard: Shard) -> Iterable[tuple[int, int]]:
-    """First row and number of rows that lie one after the other."""
+    """First row and length of each block of adjacent rows."""
     if shard.spacing is None:
         return [(shard.offset[0], shard.shape[0])]
     together, apart = shard.spacing
@@ -80,271 +277,8 @@ def _runs_of_rows(shard: Shard) -> Iterable[tuple[int, int]]:
 
 
 def _uncovered(shape: Sequence[int], shards: Iterable[Shard]) -> str:
-    """Why the shards of a tensor do not make a whole; empty where they do."""
+    """Why the sizes of shards do not add up to the whole; empty if they do."""
     whole, held = prod(shape), sum(shard.size for shard in shards)
     if held < whole:
         return f"its shards leave {whole - held:,} of its {whole:,} elements out"
     return f"its shards overlap in {held - whole:,} of its {whole:,} elements" if held > whole else ""
-
-
-_AFTER_ALL = 1 << 60
-"""Added to the order of scalars that the training logged: they follow from what it computed, and nothing from them."""
-
-_GROUP = re.compile(r"(.*)\.groups\[(\d{1,9})\]")
-
-
-class Key(NamedTuple):
-    """What makes two observations of two runs the same one."""
-
-    phase: str
-    stage: str
-    path: str
-    slot: str
-    call: int
-    micro_step: int  # 0 for what merges over micro-steps
-
-    @property
-    def group(self) -> tuple[str, int] | None:
-        """Optimizer and number of the parameter group, if this is a setting of one."""
-        match = _GROUP.fullmatch(self.path) if self.phase == "optimizer" else None
-        return (match[1], int(match[2])) if match else None
-
-
-class Held(NamedTuple):
-    """What one rank holds of a site, from one micro-step."""
-
-    micro_step: int
-    rank: int
-    shard: Shard
-    summary: Any  # relative to the global loss, like an entry's
-    term: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One site in one step, merged.
-
-    Attributes:
-        key: Its identity.
-        order: Place in execution order, of its first part; of what was logged, behind everything else.
-        dtype: Dtype of its parts.
-        shape: Global shape; the batch axis has the rows of all micro-steps and ranks.
-        summary: The merged summary, relative to the global loss.
-        exact: Whether fingerprints, counts and norms are of the tensor itself (not of a sum of
-            partial observations, of which only the linear parts are known).
-        parts: What it was merged from, ordered by micro-step, then by rank; without numbers, those that have none.
-        unobserved: Why there are no numbers.
-        factor: What the engine multiplied the tensor by; `summary` is divided by it, its fingerprints are not.
-        apart: Ranks by fingerprint where copies of one shard on several ranks differ; empty where they agree.
-        batched: Whether axis 0 runs over the samples of all micro-steps and ranks.
-        summed: Whether ranks and micro-steps each have a term of it.
-    """
-
-    key: Key
-    order: int
-    dtype: str
-    shape: tuple[int, ...]
-    summary: Any
-    exact: bool = True
-    parts: tuple[Held, ...] = ()
-    unobserved: str = ""
-    factor: float = 1.0
-    apart: tuple[tuple[int, ...], ...] = ()
-    batched: bool = False
-    summed: bool = False
-
-    def without_parts(self) -> Entry:
-        """The entry alone: its parts would keep the whole step in memory."""
-        return replace(self, parts=())
-
-
-Part = tuple[Observation, int, Any]
-"""An observation, its rank, its summary."""
-
-
-def step_table(parts: Iterable[Part]) -> dict[Key, Entry]:
-    """Entries of one step by key, in execution order."""
-    by_site: dict[Key, list[Part]] = {}
-    for part in _relative(unscaled(parts)):
-        seen = part[0]
-        key = Key(seen.phase, seen.stage, seen.path, seen.slot, seen.call, 0)
-        by_site.setdefault(key, []).append(part)
-    entries = [entry for key, same in by_site.items() for entry in _merged(key, same)]
-    entries.sort(key=lambda entry: entry.order)
-    return {entry.key: entry for entry in entries}
-
-
-def _relative(parts: Iterable[Part]) -> list[Part]:
-    """The parts with summaries relative to the global loss."""
-    found = list(parts)
-    scaled = [row for row, (seen, _, _) in enumerate(found) if seen.factor != 1.0 and not seen.unobserved]
-    if scaled:
-        factors = np.array([found[row][0].factor for row in scaled])
-        for row, summary in zip(scaled, scale([found[row][2] for row in scaled], 1.0 / factors), strict=True):
-            found[row] = (*found[row][:2], summary)
-    return found
-
-
-def scalar_entry(key: Key, value: float, *, order: int) -> Entry:
-    """An entry for a number that was derived, e.g. a norm over several sites."""
-    summary = empty()
-    summary["count"] = 1
-    summary["nan"] = math.isnan(value)
-    value = 0.0 if math.isnan(value) else value
-    summary["minimum"] = summary["maximum"] = summary["sum"] = value
-    summary["sum_of_squares"] = value * value
-    summary["sketch"][0] = value
-    return Entry(key=key, order=order, dtype="float64", shape=(), summary=summary[()], exact=False)
-
-
-def _merged(key: Key, parts: list[Part]) -> list[Entry]:
-    if key.phase in ("forward", "backward"):
-        parts = _of_last_stage(key, parts)
-    parts.sort(key=lambda part: (part[0].micro_step, part[1], part[0].order))
-    first = parts[0][0]
-    missing = next((seen.unobserved for seen, _, _ in parts if seen.unobserved), "")
-    if missing:
-        lacking = [part for part in parts if part[0].unobserved]
-        return [_entry(key, lacking, summary=empty(), shape=(), unobserved=missing)]
-    if first.merge == "mean":
-        terms = _without_copies(parts)
-        weights = np.array([seen.weight for seen, _, _ in terms])
-        total = weights.sum() or 1.0
-        summary = add([summary for _, _, summary in terms], weights / total)
-        return [_entry(key, parts, summary=summary, shape=first.shard.shape, exact=False, summed=True)]
-    if first.merge == "sum" or first.shard.batched or key.stage == SAMPLE:
-        return [_whole(key, parts)]
-    by_micro_step: dict[int, list[Part]] = {}
-    for part in parts:
-        by_micro_step.setdefault(part[0].micro_step, []).append(part)
-    return _per_micro_step(key, [_whole(key, same) for same in by_micro_step.values()])
-
-
-def _of_last_stage(key: Key, parts: list[Part]) -> list[Part]:
-    """Of a module of which several stages of a pipeline have a part: what the last part returns, as the module does."""
-    places = {seen.order // PLACE for seen, _, _ in parts}
-    if len(places) == 1:
-        return parts
-    last = min(places) if key.phase == "backward" or key.stage == RECOMPUTED else max(places)
-    return [part for part in parts if part[0].order // PLACE == last]
-
-
-def _whole(key: Key, parts: Sequence[Part]) -> Entry:
-    """A tensor from its shards: boxes of it, copies of a box on several ranks, and terms of sums."""
-    boxes: dict[Shard, list[Part]] = {}
-    for part in parts:
-        boxes.setdefault(part[0].shard, []).append(part)
-    first = parts[0][0]
-    summed = first.merge == "sum"
-    summaries: list[Any] = []
-    apart: tuple[tuple[int, ...], ...] = ()
-    unknown = ""
-    for same in boxes.values():
-        if key.phase in ("forward", "backward", "loss"):
-            unknown = unknown or not_placed(same)
-        if summed:
-            terms = _without_copies(same)
-            summaries.append(add([one for _, _, one in terms]) if len(terms) > 1 else terms[0][2])
-            continue
-        judged = key.phase in ("forward", "backward") or key.slot == "buffer"  # other copies are findings themselves
-        summaries.append((_farthest(same) if judged else same[0])[2])
-        for copies in _by_term(same) if key.path == "rng" else [same]:
-            apart = apart or _apart(copies)
-    summary = summaries[0] if len(summaries) == 1 else merge(summaries)
-    shape = _rows_known([same[0] for same in boxes.values()])
-    factors = {seen.factor for seen, _, _ in parts}
-    return _entry(
-        key,
-        parts,
-        summary=summary,
-        shape=shape,
-        exact=len(factors) == 1 and not (summed and len(parts) > len(boxes)),
-        factor=factors.pop() if len(factors) == 1 else 1.0,
-        apart=apart,
-        batched=first.shard.batched,
-        summed=summed,
-        # An optimizer is replayed on a range of each parameter.
-        unobserved="" if key.phase == "update" else unknown or gap(shape, boxes),
-    )
-
-
-def _without_copies(parts: Sequence[Part]) -> list[Part]:
-    """Each term of a sum or mean once: ranks that work on the same samples have copies of it."""
-    holder: dict[tuple[int, int], int] = {}
-    for seen, rank, _ in parts:
-        holder.setdefault((seen.micro_step, seen.term), rank)
-    return [part for part in parts if holder[part[0].micro_step, part[0].term] == part[1]]
-
-
-def _by_term(parts: Sequence[Part]) -> list[list[Part]]:
-    """What ranks hold that work on the same samples."""
-    found: dict[int, list[Part]] = {}
-    for part in parts:
-        found.setdefault(part[0].term, []).append(part)
-    return list(found.values())
-
-
-def _apart(copies: Sequence[Part]) -> tuple[tuple[int, ...], ...]:
-    """Ranks that hold the same, the largest group first, where not all of them do."""
-    if len(copies) == 1:
-        return ()
-    ranks: dict[int, list[int]] = {}
-    for _, rank, summary in copies:
-        ranks.setdefault(int(summary["fingerprint"]), []).append(rank)
-    if len(ranks) == 1:
-        return ()
-    return tuple(tuple(same) for same in sorted(ranks.values(), key=lambda same: (-len(same), same)))
-
-
-def _farthest(copies: Sequence[Part]) -> Part:
-    """Of copies that should be the same, the one that is farthest from what most ranks hold."""
-    groups = _apart(copies) if len(copies) > 1 else ()
-    if not groups:
-        return copies[0]
-    by_rank = {rank: (seen, rank, summary) for seen, rank, summary in copies}
-    most = by_rank[groups[0][0]][2]
-    return max((by_rank[same[0]] for same in groups[1:]), key=lambda part: float(distance(most, part[2])))
-
-
-def _per_micro_step(key: Key, entries: list[Entry]) -> list[Entry]:
-    """A whole tensor in each of several micro-steps: one entry if it never changes, else one each."""
-    if len({int(entry.summary["fingerprint"]) for entry in entries}) == 1:
-        return entries[:1]
-    return [replace(entry, key=key._replace(micro_step=number)) for number, entry in enumerate(entries)]
-
-
-def _rows_known(parts: Sequence[Part]) -> tuple[int, ...]:
-    shard = parts[0][0].shard
-    if not shard.batched:
-        return shard.global_shape
-    batched = (seen.shard for seen, _, _ in parts if seen.shard.batched)  # ranks may disagree
-    rows = sum({one.offset[0]: one.shape[0] for one in batched}.values())
-    return tuple(rows if length == OPEN else length for length in shard.global_shape)
-
-
-def _entry(
-    key: Key, parts: Sequence[Part], *, summary: Any, shape: tuple[int, ...], unobserved: str = "", **about: Any
-) -> Entry:
-    first = parts[0][0]
-    logged = first.phase == "loss" and first.slot == "logged"
-    return Entry(
-        key=key,
-        order=first.order + (_AFTER_ALL if logged else 0),
-        dtype=first.dtype,
-        shape=shape,
-        summary=summary,
-        parts=tuple(Held(seen.micro_step, rank, seen.shard, one, seen.term) for seen, rank, one in parts),
-        unobserved=unobserved,
-        **about,
-    )
-
-
-def only_rank(entry: Entry) -> int | None:
-    """The rank that has a site, where it is one only; 0 for what was derived from a run's whole step."""
-    held = {part.rank for part in entry.parts} or {0}
-    return held.pop() if len(held) == 1 else None
-
-
-def num_micro_steps(table: Mapping[Key, Entry]) -> int:
-    """Micro-batches in a step."""
-    return 1 + max((part.micro_step for entry in table.values() for part in entry.parts), default=0)

@@ -1,28 +1,28 @@
-"""What traindiff itself failed to observe: unknown from there on, or in a step, and neither absent nor equal."""
+"""Gaps: sites that traindiff failed to observe. They are unknown, and neither absent nor equal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from traindiff.analyse.findings import more_text, ranks_text, steps_text
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.core.observation import ITSELF, MAYBE_UNSEEN, TAP_FAILED, UNSEEN
 from traindiff.core.site import label
 from traindiff.core.tap_registry import EVERYTHING, LOSES
 
 
 def without_missing_samples(
-    table: Mapping[Key, Entry], missing: Sequence[int], *, pipelines: int | None = None
-) -> dict[Key, Entry]:
-    """The table of a step that some data-parallel ranks have not recorded: what they would have added is unknown.
+    table: StepTable, missing: Sequence[int], *, pipelines: int | None = None
+) -> dict[SiteKey, MergedSite]:
+    """The table of a step; sites are unknown if ranks are missing that would have contributed to them.
 
     Args:
         table: The step.
-        missing: Those ranks.
-        pipelines: How many pipelines have a part of the batch each; None where ranks are no stages of pipelines.
-            What a stage has is complete if as many ranks have it.
+        missing: Data-parallel ranks that have not recorded the step.
+        pipelines: Number of pipelines that share the batch; None if ranks are not pipeline stages. A site is complete
+            if as many ranks have it.
     """
     if not missing:
         return dict(table)
@@ -44,7 +44,7 @@ class _Fault(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """What is not known.
+    """Observations that are unknown.
 
     Attributes:
         phase: Phase; empty for all of them.
@@ -59,7 +59,7 @@ class Lost(NamedTuple):
 
 @dataclass(slots=True)
 class _Gap:
-    """What was not observed for one reason."""
+    """Steps and sites that were not observed for one reason."""
 
     steps: dict[int, None] = field(default_factory=dict)
     sites: dict[str, None] = field(default_factory=dict)
@@ -67,25 +67,19 @@ class _Gap:
 
 @dataclass(slots=True)
 class FailedTaps:
-    """Collects what was not observed in a run, step by step.
+    """Collects the gaps of a run, step by step.
 
     Attributes:
-        ranks: By what failed, when and why: on which ranks.
-        in_step: What is not known of the latest step alone, with the entry that says so.
+        ranks: Ranks by the tap that failed, its step and the reason.
+        in_step: Gaps of the latest step alone, with the entry that reports each.
     """
 
     ranks: dict[_Fault, list[int]] = field(default_factory=dict)
-    in_step: dict[Lost, Entry] = field(default_factory=dict)
+    in_step: dict[Lost, MergedSite] = field(default_factory=dict)
     _gaps: dict[str, _Gap] = field(default_factory=dict)
 
-    def see(self, table: Mapping[Key, Entry], other: Mapping[Key, Entry] | None = None, *, step: int) -> None:
-        """Note what was not observed in a step.
-
-        Args:
-            table: The step.
-            other: The same step of the run that it is compared with, if there is one.
-            step: Its number.
-        """
+    def see(self, table: StepTable, other: StepTable | None = None, *, step: int) -> None:
+        """Note the gaps of a step; `other` is the same step of the run that it is compared with, if any."""
         self.in_step = {}
         for key, entry in table.items():
             if _is_fault(key, entry):
@@ -97,7 +91,7 @@ class FailedTaps:
         unseen = [lost for lost, entry in self.in_step.items() if entry.unobserved.startswith(UNSEEN)]
         for lost, entry in self.in_step.items():
             if any(one.path == ITSELF != lost.path and one.phase == lost.phase for one in unseen):
-                continue  # that says it all
+                continue  # the whole phase is missing already
             if entry.unobserved.startswith(UNSEEN) or any(_covers(lost, key) for key in seen):
                 gap = self._gaps.setdefault(entry.unobserved.partition(": ")[2], _Gap())
                 gap.steps[step] = None
@@ -105,12 +99,12 @@ class FailedTaps:
 
     @property
     def lost(self) -> tuple[Lost, ...]:
-        """What is not known of the latest step."""
+        """The gaps that hold in the latest step."""
         failed = {lost: None for fault in self.ranks for lost in LOSES.get(fault.tap, EVERYTHING)}
         return (*(Lost(*lost) for lost in failed), *self.in_step)
 
     def notes(self) -> list[str]:
-        """What was not observed, one sentence each."""
+        """One sentence about each gap."""
         return [
             *(
                 f"On {ranks_text(sorted({*ranks}), capital=False)}, {fault.message}. What it would have seen from step "
@@ -121,8 +115,8 @@ class FailedTaps:
         ]
 
 
-def without_lost(table: Mapping[Key, Entry], lost: Iterable[Lost]) -> dict[Key, Entry]:
-    """The table of a step without what was not observed, in this run or in the one it is compared with."""
+def without_lost(table: StepTable, lost: Iterable[Lost]) -> dict[SiteKey, MergedSite]:
+    """The table of a step without the gaps of this run and of the run that it is compared with."""
     everywhere = tuple(one for one in lost if one.path == ITSELF)
     at: dict[str, list[Lost]] = {}
     for one in lost:
@@ -139,17 +133,17 @@ def without_lost(table: Mapping[Key, Entry], lost: Iterable[Lost]) -> dict[Key, 
     }
 
 
-def _is_fault(key: Key, entry: Entry) -> bool:
+def _is_fault(key: SiteKey, entry: MergedSite) -> bool:
     return key.path == ITSELF and entry.unobserved.startswith(TAP_FAILED.format(tap=key.slot))
 
 
-def _lost_with(key: Key) -> Lost:
-    """What an entry says is not known: of activations and batches all stages, of the optimizer's side its own."""
+def _lost_with(key: SiteKey) -> Lost:
+    """The gap that an entry reports: for activations and batches all stages, for the optimizer's side one."""
     stage = key.stage if key.stage or key.phase in ("grad", "optimizer", "param") else None
     return Lost(phase=key.phase, stage=stage, path=key.path)
 
 
-def _covers(lost: Lost, key: Key) -> bool:
+def _covers(lost: Lost, key: SiteKey) -> bool:
     if lost.path not in (ITSELF, key.path):
         return False
     phases = (lost.phase, "update") if lost.phase == "param" else (lost.phase,)

@@ -1,1 +1,1 @@
-"""How far apart two correct runs may be at a site: from rounding, and measured by replicas. Needs no framework."""
+"""Noise floors: how far two correct runs may differ at a site, from rounding or measured. Needs no framework."""

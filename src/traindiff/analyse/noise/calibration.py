@@ -1,4 +1,4 @@
-"""What the replicas of a baseline say about its noise in general."""
+"""The calibration of noise floors: what the replicas of a baseline show over all steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from traindiff.analyse.noise.replicas import ALONE, SAFETY
+from traindiff.analyse.noise.measured import ALONE, SAFETY
 from traindiff.core.site import PHASES
 
 
@@ -18,8 +18,8 @@ class NoiseRecording:
     Attributes:
         path: Of the recording.
         replica: How it was made, e.g. `ulp:1`; empty for a run that was simply repeated.
-        differs: Whether it differs from the baseline at all: the baseline's very bits say nothing of noise.
-        partial: Why it is no full replica; empty if it is.
+        differs: Whether it differs from the baseline at all; identical bits show nothing about noise.
+        partial: Why it is not a full replica; empty if it is.
     """
 
     path: str
@@ -30,14 +30,14 @@ class NoiseRecording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What the replicas say about noise in general, before anything is judged by it.
+    """The noise that the replicas show in general.
 
     Attributes:
         recordings: The noise recordings, in the order in which they were given.
-        constants: By phase: how far a replica may be, as a multiple of what the others show there; the
-            largest that was needed when each was held out in turn.
-        own: Largest relative difference of a repeated run from the baseline, with its place; None
-            where no run was simply repeated.
+        constants: By phase: the multiple of the others' differences that a replica may have, from holding out each in
+            turn.
+        own: Largest relative difference of a repeated run from the baseline, with its place; None without a repeated
+            run.
         covered: Optimizer and number of the steps that at least one replica has.
     """
 
@@ -48,12 +48,12 @@ class Calibration:
 
     @property
     def replicas(self) -> tuple[NoiseRecording, ...]:
-        """Those that differ from the baseline: floors are measured from them."""
+        """Recordings that differ from the baseline: floors are measured from them."""
         return tuple(one for one in self.recordings if one.differs)
 
     @property
     def is_partial(self) -> bool:
-        """Whether a noise recording is no full replica, so that floors may be too low."""
+        """Whether a noise recording is not a full replica, so that floors may be too low."""
         return any(one.partial for one in self.recordings)
 
     def constant(self, phase: str) -> float:
@@ -61,7 +61,7 @@ class Calibration:
         return self.constants.get(phase, 1.0) if len(self.replicas) > 1 else ALONE
 
     def to_json(self) -> dict[str, Any] | None:
-        """What floors rest on, in the schema of `--json`; None without noise recordings."""
+        """The basis of the floors, in the schema of `--json`; None without noise recordings."""
         if not self.recordings:
             return None
         constants = {phase: self.constants[phase] for phase in PHASES if phase in self.constants}
@@ -80,7 +80,7 @@ class Calibration:
         return {"difference": size if math.isfinite(size) else None, "where": where if size else ""}
 
     def notes(self, *, uncovered: Sequence[int]) -> list[str]:
-        """What the verdict rests on, one sentence each; reports begin with the baseline's own noise instead.
+        """The basis of the verdict, one sentence each; reports begin with the baseline's own noise instead.
 
         Args:
             uncovered: Steps that were compared and that no replica has.

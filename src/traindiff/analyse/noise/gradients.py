@@ -1,4 +1,4 @@
-"""Gradients as the optimizer sees them, judged together: one factor may be common to all of them."""
+"""Noise of gradients: terms that are summed, elements that are only noise, and a factor that all share."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 import numpy as np
 
 from traindiff.analyse.merge.distance import Pair, best_fit
-from traindiff.analyse.merge.step_table import Key
+from traindiff.analyse.merge.site import SiteKey
 from traindiff.analyse.noise.uncalibrated import Floors
 from traindiff.core.shards import Shard
 from traindiff.core.summary import norm
 
 NOISE_SIZE = 8.0
-"""An element that is mathematically zero is not larger than so many times the gradient's error per element."""
+"""An element that is mathematically zero is at most this many times the gradient's error per element."""
 
 COMMON_SHARE = 0.6
-"""Share of the gradients that must follow one factor for it to be the factor of all of them."""
+"""Share of the gradients that must follow one factor for it to count as common."""
 
 
-def common_factor(pairs: Sequence[Pair], floors: Mapping[Key, float]) -> float | None:
-    """The factor between the gradients of the two runs, if most of them share one that is not 1.
+def common_factor(pairs: Sequence[Pair], floors: Mapping[SiteKey, float]) -> float | None:
+    """The factor between the gradients of the two runs, if most share one that is not 1.
 
-    Clipping to a norm multiplies all gradients by a factor that depends on each of them, so that one
-    wrong gradient moves them all; and a loss that is scaled wrongly scales them all. Without
-    taking the common factor out, the first gradient would be blamed for either.
+    Clipping to a norm multiplies all gradients by a factor that depends on each of them, so one wrong gradient changes
+    them all. A wrongly scaled loss scales them all. If the common factor is not taken out, the first gradient is blamed
+    for either.
 
     Args:
         pairs: The gradients of one call of an optimizer.
@@ -38,7 +38,7 @@ def common_factor(pairs: Sequence[Pair], floors: Mapping[Key, float]) -> float |
     fits = [best_fit(pair.baseline, pair.candidate)[0] for pair in pairs]
     limits = [floors[pair.baseline.key] for pair in pairs]
     factor = float(np.median(fits))
-    # A factor that is common to all shows as clearly as in the least noisy of them.
+    # A common factor is visible if it exceeds the floor of the least noisy gradient.
     if factor == 0.0 or not math.isfinite(factor) or abs(factor - 1.0) <= min(limits):
         return None
     near = sum(abs(s / factor - 1.0) <= max(limit, 1e-6) for s, limit in zip(fits, limits, strict=True))
@@ -47,12 +47,12 @@ def common_factor(pairs: Sequence[Pair], floors: Mapping[Key, float]) -> float |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a module's bias adds up to its gradient: the gradient of the module's first output.
+    """The terms that a module's bias sums to its gradient: the gradient of the module's first output.
 
     Attributes:
         norm: Its norm.
         count: Its elements.
-        channels: How many channels the module keeps running statistics of; 0 if it keeps none.
+        channels: Number of channels with running statistics; 0 if there are none.
     """
 
     norm: float
@@ -76,10 +76,10 @@ def terms_by_module(pairs: Iterable[Pair]) -> dict[str, Terms]:
 
 
 def summed_rows(pair: Pair, terms: Mapping[str, Terms]) -> float:
-    """How many rows (samples, positions) are summed over for each element of a parameter's gradient, at most.
+    """Number of rows (samples, positions) that are summed for each element of a parameter's gradient, at most.
 
-    The same of what BatchNorm computes from the batch's mean and variance: its output and its running statistics.
-    1 for anything else, and where the module's gradients are not known.
+    The same for outputs and running statistics of BatchNorm, which follow from the batch's mean and variance. 1 for
+    other sites, and if the module's gradients are unknown.
     """
     key, shape = pair.baseline.key, pair.baseline.shape
     if key.phase == "forward" or key.slot == "buffer":
@@ -92,18 +92,18 @@ def summed_rows(pair: Pair, terms: Mapping[str, Terms]) -> float:
 
 
 def share_of_noise(gradient: Any, shape: Sequence[int], difference: float) -> float:
-    """Share of a gradient's elements that are hardly more than its error, read off its profile.
+    """Share of a gradient's elements that are hardly larger than its error, from its profile.
 
-    A gradient may hold a part that is mathematically zero, such as the key's third of a joint query, key and
-    value bias; what is left there is rounding. An adaptive optimizer makes full steps of it.
+    A part of a gradient may be mathematically zero, e.g. the key's third of a joint query, key and value bias: it holds
+    only rounding, and an adaptive optimizer makes full steps of it.
 
     Args:
         gradient: Its summary.
         shape: Its shape.
-        difference: Relative L2 difference that is to be expected, or was measured.
+        difference: Relative L2 difference that was measured or is expected.
 
     Returns:
-        Between 0 and 1: of 16 groups of rows, or of columns if it is a vector, those that hold nothing larger.
+        Between 0 and 1: of 16 groups of rows (of columns for a vector), those that hold nothing larger.
     """
     grid = Shard.whole(tuple(shape)).grid
     rows = shape[0] if len(shape) > 1 else 1
@@ -120,7 +120,7 @@ def share_of_noise(gradient: Any, shape: Sequence[int], difference: float) -> fl
 
 
 def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, accumulated: int) -> float:
-    """Floor of a parameter's gradient; those with one axis (biases, norms) are sums over all rows.
+    """Floor of a parameter's gradient; gradients with one axis (biases, norms) are sums over all rows.
 
     Args:
         pair: The gradients.

@@ -1,4 +1,4 @@
-"""The floor of each site of a step: measured by replicas where there are some, else from rounding."""
+"""The noise floor of each site of a step: measured by replicas if there are any, else from rounding."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from traindiff.analyse.merge.distance import Pair, equal_bits
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, equal_bits, norms_apart
+from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.calibration import Calibration
 from traindiff.analyse.noise.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
-from traindiff.analyse.noise.replicas import FEW, SAFETY, StepNoise, basis
+from traindiff.analyse.noise.measured import FEW, SAFETY, StepNoise, basis
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, norm, rounding
 
@@ -21,29 +21,29 @@ FIRST_MOMENTS = frozenset({"exp_avg", *LINEAR_STATE})
 """State slots that are linear in the gradient; others hold squares of it."""
 
 
-def is_quotient(key: Key, adaptive: Collection[str]) -> bool:
-    """Whether this is something that an optimizer has divided by a moment: an update, or a state that adds up updates.
+def is_quotient(key: SiteKey, adaptive: Collection[str]) -> bool:
+    """Whether an optimizer has divided this by a moment: an update, or a state that sums updates.
 
     Args:
         key: Of the site.
-        adaptive: Parameters whose optimizer keeps a moment that it divides by.
+        adaptive: Parameters whose optimizer divides by a moment.
     """
     if key.path not in adaptive:
         return False
-    # RMSprop's momentum is over what was divided, and so is what Adadelta accumulates.
+    # RMSprop's momentum averages quotients, and Adadelta accumulates them.
     return key.phase in ("update", "param") or (
         key.phase == "optimizer" and key.slot in ("momentum_buffer", "acc_delta")
     )
 
 
-def adaptive_parameters(keys: Iterable[Key]) -> set[str]:
+def adaptive_parameters(keys: Iterable[SiteKey]) -> set[str]:
     """Parameters whose optimizer keeps a moment that it divides by."""
     return {key.path for key in keys if key.phase == "optimizer" and key.slot not in LINEAR_STATE and not key.group}
 
 
 @dataclass(slots=True)
 class RunFloors:
-    """What the floors of later steps need to know of earlier ones.
+    """Facts of earlier steps that the floors of later steps depend on.
 
     Attributes:
         gradients: Largest relative difference of each parameter's gradients so far in the run.
@@ -51,37 +51,32 @@ class RunFloors:
         settings_differ: Whether the optimizers are set differently.
         coefficients: Relative error that the optimizers' own coefficients may have.
         states: Norm of each running average of an optimizer after the latest step.
-        parted: Whether anything has exceeded its measured floor: then inputs no longer agree within
-            noise, and what follows from that is no further divergence.
+        exceeded_noise: Whether any site has exceeded its measured floor. From then on inputs differ by more than noise,
+            and what follows from that is not a further divergence.
         permuted: Parameters that started with the same values in another order.
-        learning_differs: Whether a loss, a gradient or an update differs by more than its own rounding, and
-            more than replicas do; of permuted parameters, whether its norm does.
-        learning_apart: Relative difference of all gradients of a step together, in the step where it is largest.
+        learning_differs: Whether a loss, a gradient or an update (of permuted parameters, its norm) differs by more
+            than its own rounding and than replicas do.
+        learning_apart: Relative difference of all gradients of a step together, in the step in which it is largest.
     """
 
     gradients: dict[str, float] = field(default_factory=dict)
     adaptive: set[str] = field(default_factory=set)
     settings_differ: bool = False
     coefficients: float = 0.0
-    states: dict[Key, float] = field(default_factory=dict)
-    parted: bool = False
+    states: dict[SiteKey, float] = field(default_factory=dict)
+    exceeded_noise: bool = False
     permuted: set[str] = field(default_factory=set)
     learning_differs: bool = False
     learning_apart: float = 0.0
 
 
-ESTIMATED_NORM = 0.5
-"""How far apart two norms may be that are estimated from sketches of the same values in other orders, as those of
-updates are: four times the standard deviation of their ratio (2^(0.126 sqrt(2)); see `traindiff.core.summary`)."""
-
-
 class SiteFloors:
     """Floors of one step, in the order of execution.
 
-    Without replicas a site is judged by rounding and by the differences measured at its inputs. With
-    replicas it may differ by what they differ by at the very site; by less where the candidate's inputs
-    agree much better than theirs did. Where a few replicas cannot tell (of a handful of numbers, of
-    signs), and for what follows once the runs have parted, rounding and inputs have the last word.
+    Without replicas a site is judged by rounding and by the differences measured at its inputs. With replicas it may
+    differ by as much as they do at the same site, and by less if the candidate's inputs agree much better than theirs
+    did. Rounding and inputs decide if few replicas cannot tell (a handful of numbers, signs), and after the runs have
+    differed by more than noise.
 
     Args:
         run: Carried from step to step.
@@ -89,10 +84,10 @@ class SiteFloors:
         pairs: All pairs of the step.
         samples: Elements in the batch.
         micro_steps: Micro-batches in the step, of the run that has more of them.
-        noise: What replicas differ by in this step; None without them.
+        noise: Differences of replicas in this step; None without them.
         calibration: Constants of the measured floors.
-        forced: Whether the candidate was given the baseline's tensors after each operation, so that all inputs
-            agree and each operation is judged alone.
+        forced: Whether the candidate was given the baseline's tensors after each operation, so that all inputs agree
+            and each operation is judged alone.
     """
 
     def __init__(
@@ -118,11 +113,11 @@ class SiteFloors:
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
         self._gradient_apart = self._gradient_size = 0.0  # of all gradients together
-        self._seen: dict[str, Entry] = {}  # the baseline's gradients, by parameter
+        self._seen: dict[str, MergedSite] = {}  # the baseline's gradients, by parameter
         self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
         self._alone = Floors(
             settings_differ=run.settings_differ, coefficients=run.coefficients
-        )  # as if all inputs agreed
+        )  # floors for the case that all inputs agree
         self._floors = self._alone if forced else _at_the_beginning(parameters, run)
 
     @property
@@ -131,30 +126,30 @@ class SiteFloors:
         return bool(self._floors.flow or self._floors.parameters)
 
     def turned_rows(self, rows: int) -> float:
-        """How many of a choice's rows may be others because of what differs at its inputs.
+        """Number of rows of a choice that may change because of differences at its inputs.
 
-        A choice is a gate (see `Floors.gated`): about a share e of what it decides lies within e of its threshold, and
-        below a tenth of a row that is left out.
+        A choice is a gate (see `Floors.gated`): about a share e of its decisions lies within e of the threshold. Below
+        a tenth of a row the answer is 0.
         """
         inputs = max(self._floors.flow, self._floors.parameters)
         hidden = rows * inputs
         return max(1.0, GAIN * hidden) if hidden >= 0.1 else 0.0
 
     def of(self, pair: Pair) -> float:
-        """Floor of a pair: the largest relative difference that is no finding."""
+        """Floor of a pair: the largest relative difference that is not a finding."""
         key = pair.baseline.key
         if key.phase == "optimizer" and key.slot == "step":
             return 0.0
         self._rounded = max(self._rounded, UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0))
-        derived = self._derived(pair, self._floors)  # also notes what later floors need
+        derived = self._derived(pair, self._floors)  # also updates what later floors depend on
         return self._joined(pair, self.measured(pair), derived)
 
     def measured(self, pair: Pair, *, summed: bool = True) -> float | None:
-        """How far a replica may be from the baseline at this site; None where no replica has it.
+        """Largest difference that a replica may have at this site; None if no replica has the site.
 
         Args:
             pair: Both sides.
-            summed: Also how far a kernel may be that adds up its rows one after the other; see `basis`.
+            summed: Also allow for a kernel that sums its rows one after the other; see `basis`.
         """
         key = pair.baseline.key
         if self._noise is None or key not in self._noise:
@@ -174,43 +169,42 @@ class SiteFloors:
         return floor
 
     def _inside(self, pair: Pair) -> float:
-        """Unit roundoff of the shorter dtype that a tensor may have been computed in; 0 where replicas show it.
+        """Unit roundoff of the shorter dtype that a tensor may have been computed in; 0 if replicas show it.
 
-        Under autocast a matrix product's operands, and the gradients that it hands back, are rounded to a shorter
-        dtype, whatever dtype the tensors have between which it stands. Another but equal formula rounds there
-        otherwise. Forced replicas round what enters an operation in its own, longer dtype, and hardly show it.
-
-        Running statistics are of activations whose weights autocast has rounded, in every replica alike.
+        Under autocast a matrix product rounds its operands, and the gradients that it returns, to a shorter dtype,
+        whatever the dtype of the tensors around it. An equal but different formula rounds otherwise there. Forced
+        replicas round the inputs of an operation in its own, longer dtype, and hardly show it. Running statistics are
+        of activations whose weights autocast has rounded, in every replica alike.
         """
         if pair.baseline.key.slot == "buffer":
             return self._rounded
         return self._rounded if self._forced and pair.baseline.key.phase in ("backward", "grad") else 0.0
 
     def saw(self, pair: Pair, size: float) -> None:
-        """A difference was measured; later floors of the step follow from it."""
+        """Note a measured difference; later floors of the step follow from it."""
         key, floors = pair.baseline.key, self._floors
         measured = self.measured(pair) or 0.0
         learns = key.phase in ("loss", "update") or key[:2] in (("grad", ""), ("param", ""))
         if learns and key.slot not in ("norm", "value"):
             floor = max(measured, self._derived(pair, self._alone))
             permuted = key.path in self._run.permuted
-            estimated = ESTIMATED_NORM if permuted and not pair.candidate.exact else 0.0
-            self._run.learning_differs |= (_norms_apart(pair) if permuted else size) > max(floor, estimated)
+            estimated = ESTIMATED_PERMUTED_NORMS if permuted and not pair.candidate.exact else 0.0
+            self._run.learning_differs |= (norms_apart(pair) if permuted else size) > max(floor, estimated)
         if self._forced:
             return
         expected = None if self._noise is None else self._noise.get(key)
         few = int(finite_count(pair.baseline.summary)) < FEW and key.phase not in ("update", "param")
         if expected is not None and not few:
-            # A BatchNorm that adds up otherwise than the replicas hands on more than theirs, and is right all the same.
+            # A BatchNorm that sums in another order than the replicas may differ more, and is still right.
             shown = measured if key.phase == "grad" else self.measured(pair, summed=False)
-            self._run.parted |= size > (shown or 0.0)
+            self._run.exceeded_noise |= size > (shown or 0.0)
         if key.phase == "optimizer":
             floors.saw_state(key.path, size)
             self._run.states[key] = float(norm(pair.baseline.summary))
         elif key.phase == "grad" and key.slot == "grad":
             floors.saw_gradient(key.path, size)
             self._seen[key.path] = pair.baseline
-            self._learned(pair, _norms_apart(pair) if key.path in self._run.permuted else size)
+            self._learned(pair, norms_apart(pair) if key.path in self._run.permuted else size)
         if key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage):
             floors.saw(size)
             if expected is not None and math.isfinite(max(expected)):
@@ -223,16 +217,16 @@ class SiteFloors:
             self._gradient_size = math.hypot(self._gradient_size, whole)
 
     def finish(self) -> None:
-        """The step has been judged."""
+        """Note the end of the step."""
         if self._gradient_size:
             self._run.learning_apart = max(self._run.learning_apart, self._gradient_apart / self._gradient_size)
 
     def saw_other_inputs(self, size: float) -> None:
-        """The batch or the random state differs, by so much."""
+        """Note that the batch or the random state differs by so much."""
         self._floors.saw(size)
 
     def factor(self, pair: Pair, *, left_over: float) -> float:
-        """Floor of a difference that is a constant factor and nothing else; see `Floors.factor`."""
+        """Floor of a difference that is only a constant factor; see `Floors.factor`."""
         dtypes = (pair.baseline.dtype, pair.candidate.dtype)
         derived = self._floors.factor(pair.baseline.key.path, dtypes, left_over=left_over, storage=self.storage(pair))
         return self._joined(pair, self.measured(pair), derived)
@@ -240,8 +234,7 @@ class SiteFloors:
     def storage(self, pair: Pair) -> float:
         """Norm of a parameter over norm of its update; 0 for anything but updates.
 
-        Where the baseline lost all of its update to rounding, the candidate's may be as large as
-        what rounding loses: the answer is then inf, as for every update of nothing.
+        If the baseline lost its whole update to rounding, the candidate's may be as large as rounding loses: then inf.
         """
         key = pair.baseline.key
         before, size = self._parameters.get(key.path), float(norm(pair.baseline.summary))
@@ -253,12 +246,12 @@ class SiteFloors:
         return math.inf if float(norm(pair.candidate.summary)) <= 2.0 * u * whole else 0.0
 
     def _joined(self, pair: Pair, measured: float | None, derived: float) -> float:
-        """One floor from what replicas show and what follows from rounding and inputs."""
+        """One floor from the measured one and the one that follows from rounding and inputs."""
         if measured is None:
             return derived
         if self._run.settings_differ and pair.baseline.key.phase in ("optimizer", "update"):
-            return max(measured, derived)  # replicas have the baseline's settings: they say nothing of other ones
-        if self._run.parted:
+            return max(measured, derived)  # replicas only show the baseline's settings
+        if self._run.exceeded_noise:
             return max(measured, derived)
         flow = max(self._floors.flow, self._floors.parameters)
         closer = min(1.0, flow / self._noise_flow) if self._noise_flow else 1.0
@@ -268,10 +261,10 @@ class SiteFloors:
         return max(min(measured, given_inputs), self._gated(pair))
 
     def _is_unmeasurable(self, pair: Pair) -> bool:
-        """Whether a few replicas cannot tell how far correct runs may be.
+        """Whether a few replicas cannot tell how far correct runs may differ.
 
-        Of a number or a handful of them, the distances of replicas are a few draws of chance. The first
-        updates of adaptive optimizers are signs, which rarely flip, and by their whole size if they do.
+        For a handful of numbers, the differences of replicas are a few random draws. The first updates of adaptive
+        optimizers are signs, which rarely flip, and change by their whole size if they do.
         """
         key = pair.baseline.key
         few = int(finite_count(pair.baseline.summary)) < FEW
@@ -299,22 +292,21 @@ class SiteFloors:
         return max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))  # a buffer
 
     def _summation(self, pair: Pair) -> float:
-        """Floor of what is computed from a mean and a variance over many rows; 0 for anything else.
+        """Floor of values computed from a mean and a variance over many rows; 0 for anything else.
 
-        Where a kernel adds one row after the other in float32 it is off by sqrt(rows) u. Measured with torch's
-        BatchNorm on the CPU, channels last, for 2,048 to 200,704 rows: 0.15 to 0.83 sqrt(rows) u (0.7 u in the
-        usual layout).
+        A kernel that sums one row after the other in float32 is off by sqrt(rows) u. Measured with torch's BatchNorm on
+        the CPU, channels last, for 2,048 to 200,704 rows: 0.15 to 0.83 sqrt(rows) u (0.7 u in the usual layout).
         """
         rows = summed_rows(pair, self._terms)
         return SAFETY * math.sqrt(rows) * UNIT_ROUNDOFF["float32"] if rows > 1.0 else 0.0
 
     def _shrunk(self, pair: Pair) -> float:
-        """How much smaller a running average is than before the step: its error was relative to what it then was."""
+        """Ratio by which a running average shrank in the step: its error was relative to its larger size."""
         size = float(norm(pair.baseline.summary))
         return max(1.0, self._run.states.get(pair.baseline.key, 0.0) / size) if size else 1.0
 
     def _turned(self, pair: Pair) -> float:
-        """Floor of an adaptive update in which every element whose gradient is noise goes the other way."""
+        """Floor of an adaptive update whose elements flip where the gradient is only noise."""
         seen = self._seen.get(pair.baseline.key.path)
         if seen is None:
             return 0.0
@@ -327,13 +319,8 @@ class SiteFloors:
         return self._floors.gated(pair.baseline.summary, pair.candidate.summary)
 
 
-def _norms_apart(pair: Pair) -> float:
-    baseline, candidate = float(norm(pair.baseline.summary)), float(norm(pair.candidate.summary))
-    return abs(candidate - baseline) / baseline if baseline else float(candidate > 0.0)
-
-
 def _at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> Floors:
-    """Floors at the beginning of a step: what the parameters, and what was found before, bring in."""
+    """Floors at the beginning of a step, from the parameters and from earlier steps."""
     squares: dict[str, tuple[float, float]] = {}
     for path, pair in parameters.items():
         equal = equal_bits(pair)

@@ -5,72 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 from traindiff.analyse.merge.distance import Pair
 from traindiff.core.summary import norm
 from traindiff.errors import ConfigError, Problem
 
 
-class Tolerances(Protocol):
-    """What the user set in place of floors."""
-
-    @property
-    def judges_parameters(self) -> bool:
-        """Whether parameters themselves are judged after a step, and not what the step did to them."""
-
-    @property
-    def non_finite_fails(self) -> bool:
-        """Whether NaN and infinities are a difference also where both runs have them at the same places."""
-
-    def floor(self, pair: Pair) -> float | None:
-        """The largest relative difference that is no finding; None where floors decide."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TolerancesByPhase:
-    """Relative tolerances of some phases; where there is none, floors decide.
+    """Relative tolerances of some phases; floors decide for the other phases.
 
-    NaN and infinities are a difference, also where both runs have them. Of activations that is said of NaN alone: masks
-    are infinite on purpose.
+    NaN and infinities are findings even if both runs have them. For activations only NaN is: masks are infinite on
+    purpose.
     """
 
     phases: Mapping[str, float] = field(default_factory=dict)
+    non_finite_fails: ClassVar[bool] = True
 
     @property
     def judges_parameters(self) -> bool:
-        """See `Tolerances`."""
+        """Whether parameters are judged after a step, in place of their updates."""
         return "param" in self.phases
 
-    @property
-    def non_finite_fails(self) -> bool:
-        """See `Tolerances`."""
-        return True
-
     def floor(self, pair: Pair) -> float | None:
-        """See `Tolerances`."""
+        """The tolerance of the pair's phase; None if floors decide."""
         return self.phases.get(pair.baseline.key.phase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Tolerances that the user set, in place of floors: `||c - b|| <= rtol ||b|| + atol sqrt(n)`."""
+    """One tolerance for all sites: `||c - b|| <= rtol ||b|| + atol sqrt(n)`."""
 
     rtol: float
     atol: float
-
-    @property
-    def judges_parameters(self) -> bool:
-        """See `Tolerances`: that follows from the parameters before, and from the update."""
-        return False
-
-    @property
-    def non_finite_fails(self) -> bool:
-        """See `Tolerances`."""
-        return False
+    non_finite_fails: ClassVar[bool] = False
+    judges_parameters: ClassVar[bool] = False  # they follow from the parameters before the step and the update
 
     def floor(self, pair: Pair) -> float:
-        """The same, relative to the baseline's norm."""
+        """The tolerance relative to the baseline's norm."""
         size = float(norm(pair.baseline.summary))
         absolute = self.atol * math.sqrt(int(pair.baseline.summary["count"]))
         if not absolute:
@@ -78,8 +51,12 @@ class Tolerance:
         return self.rtol + (absolute / size if size else math.inf)
 
 
+Tolerances = Tolerance | TolerancesByPhase
+"""Set by the user, in place of floors."""
+
+
 def parse_tolerance(rtol: float | None, atol: float | None) -> Tolerance | None:
-    """What the user set in place of floors; None where nothing was.
+    """The tolerance that the user set; None if none was set.
 
     Raises:
         ConfigError: A tolerance is negative or NaN.

@@ -1,16 +1,15 @@
-"""How far apart two correct runs may be at a site, as far as that follows from rounding alone.
+"""Noise floors that follow from rounding alone, without replicas of the baseline.
 
-These floors are *uncalibrated*: they come from the dtypes and from the differences measured at a
-site's inputs, not from replicas of the baseline. Two ideas carry them:
+These floors are *uncalibrated*: they follow from the dtypes and from the differences measured at a site's inputs. They
+rest on two assumptions:
 
-* One operation in a dtype of unit roundoff u gives results that differ by `c * u` when it is computed
-  in another order. c is 32 for float32 and float64, whose errors grow with the length of a
-  reduction, and 2 for shorter dtypes, which accumulate in a longer one: two runs that round the
-  same number once differ by 2 u at most (and by 0.6 u in relative L2, which leaves room for operations
-  that round several times).
-* What enters an operation with a relative difference e may leave it with `GAIN * e`. So a site is
-  judged against the differences *measured* at its inputs: noise may grow from site to site and
-  from step to step, a jump is a finding ("inputs agree, output does not").
+* One operation in a dtype of unit roundoff u gives results that differ by `c * u` if it is computed in another order. c
+is 32 for float32 and float64, whose errors grow with the length of a reduction, and 2 for shorter dtypes, which
+accumulate in a longer one: two runs that round the same number once differ by at most 2 u (0.6 u in relative L2, which
+leaves room for operations that round several times).
+* A relative difference e at the inputs of an operation may become `GAIN * e` at its output. So a site is judged against
+the differences *measured* at its inputs: noise may grow from site to site and from step to step, and a jump is a
+finding ("inputs agree, output does not").
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from typing import Any
 from traindiff.core.summary import UNIT_ROUNDOFF, largest, rounding
 
 GAIN = 8.0
-"""How much one observed operation may enlarge the relative difference of its inputs."""
+"""Factor by which one observed operation may enlarge the relative difference of its inputs."""
 
 REPEATED = 1.5
-"""How much more than an operation a parameter's gradient rounds: a recurrent cell adds it up position by position,
-in the dtype it computes in. Measured with torch's GRU on the CPU: 2 roundings in bfloat16, over 12 positions."""
+"""Roundings of a parameter's gradient, as a multiple of those of one operation: a recurrent cell sums it position by
+position in its compute dtype. Measured with torch's GRU on the CPU: 2 roundings in bfloat16, over 12 positions."""
 
 ADAPTIVE_GAIN = 30.0
-"""The same for the square root law of adaptive optimizers; see `Floors.update`."""
+"""The gain in the square root law of adaptive optimizers; see `Floors.update`."""
 
 
 @dataclass(slots=True)
@@ -41,9 +40,9 @@ class Floors:
         parameters: Relative difference of all parameters together, as the step found them.
         own: The same per module, of the parameters that it owns.
         gradients: Largest relative difference of each parameter's gradients so far in the run.
-        states: Largest relative difference of the state that each optimizer keeps of a parameter, in this step.
-        precision: Largest rounding of a dtype that has been observed on the way of the data.
-        flow: Largest relative difference on the way of the data.
+        states: Largest relative difference of each parameter's optimizer state, in this step.
+        precision: Largest rounding of a dtype observed on the data's path.
+        flow: Largest relative difference on the data's path.
         settings_differ: Whether the optimizers are set differently, so that states and updates must differ.
         coefficients: Relative error of an optimizer's own coefficients, such as 1 - beta.
     """
@@ -58,7 +57,7 @@ class Floors:
     coefficients: float = 0.0
 
     def activation(self, path: str, dtypes: Iterable[str]) -> float:
-        """Floor of an output of a module, or of the gradient of one."""
+        """Floor of an output of a module, or of the gradient of an output."""
         self.precision = max(self.precision, *(rounding(dtype) for dtype in dtypes))
         inputs = max(self.flow, self.parameters, self.own.get(path, 0.0))
         return max(self.precision, GAIN * inputs)
@@ -66,16 +65,15 @@ class Floors:
     def gated(self, baseline: Any, candidate: Any) -> float:
         """Floor of a gradient that came back through gates: ReLU, max pooling, a router.
 
-        A gate whose input lies within its own error of the threshold may stand open in one run and
-        shut in the other, and the whole element then differs: relative to the tensor, sqrt(k / n)
-        for k of n elements. Gates that are shut leave exact zeros. k is the change in their number, plus
-        what opened and shut without changing it: of elements of unit size about a share e lies
-        within e of a threshold. Below a tenth of an element that is left out: two flips that hide
-        each other then have a chance of less than 1 %.
+        A gate whose input lies within its own error of the threshold may be open in one run and shut in the other. Then
+        the whole element differs: relative to the tensor, sqrt(k / n) for k of n elements. Shut gates leave exact
+        zeros. k is the change in their number, plus the gates that opened and shut without changing it: of elements of
+        unit size about a share e lies within e of a threshold. Less than a tenth of an element is left out: then two
+        flips hide each other with a chance of less than 1 %.
 
         Args:
             baseline: The baseline's summary.
-            candidate: The candidate's.
+            candidate: The candidate's summary.
         """
         zeros, count = (int(baseline["zero"]), int(candidate["zero"])), int(baseline["count"])
         power = float(baseline["sum_of_squares"])
@@ -83,7 +81,7 @@ class Floors:
             return 0.0
         hidden = count * max(self.flow, self.parameters)
         flips = abs(zeros[0] - zeros[1]) + (hidden if hidden >= 0.1 else 0.0)
-        # Their mean square, and how far a few of them may lie from it.
+        # Their mean square, and the deviation from it if there are few.
         mean, most = power / (count - zeros[0]), float(largest(baseline)) ** 2
         return math.sqrt((flips * mean + math.sqrt(flips) * most) / power)
 
@@ -91,23 +89,23 @@ class Floors:
         """Floor of a parameter's gradient.
 
         Args:
-            cancellation: Norm of the terms that were added up, over the norm of their sum. It is
-                large for a gradient that is mathematically zero, e.g. of a key bias: what is left
-                of it is rounding, and as large as the rounding of its terms.
+            cancellation: Norm of the summed terms over the norm of their sum. It is large for a gradient that is
+                mathematically zero, e.g. of a key bias: only rounding is left of it, as large as the rounding of its
+                terms.
             dtype: Dtype of the gradient.
-            terms: How many terms were added up element by element, as for biases and norms. Their sum is
-                good to sqrt(terms) u, and not every kernel adds in a longer dtype. Measured with torch on
-                the CPU, for 128 to 500,000 terms: 0.25 sqrt(terms) u in bfloat16 (LayerNorm), and in
-                float32 up to 0.4 sqrt(terms) u of the terms' norm (a bias before BatchNorm).
-            accumulated: Micro-batches whose gradients were added up in `dtype`, one after the other.
+            terms: Number of terms summed element by element, as for biases and norms. Their sum is good to sqrt(terms)
+                u, and not every kernel sums in a longer dtype. Measured with torch on the CPU, for 128 to 500,000
+                terms: 0.25 sqrt(terms) u in bfloat16 (LayerNorm), and in float32 up to 0.4 sqrt(terms) u of the terms'
+                norm (a bias before BatchNorm).
+            accumulated: Micro-batches whose gradients were summed in `dtype`, one after the other.
         """
         u = UNIT_ROUNDOFF.get(dtype, 0.0)
-        precision = max(self.precision, rounding(dtype))  # where activations were not recorded, its own
+        precision = max(self.precision, rounding(dtype))  # its own, if activations were not recorded
         own, several = math.sqrt(terms) * u, REPEATED * precision + accumulated * u
         return max(several, own, GAIN * max(self.flow, self.parameters)) * max(1.0, cancellation)
 
     def state(self, path: str, dtypes: Iterable[str]) -> float:
-        """Floor of an optimizer's state of a parameter: linear (or quadratic) in its gradients."""
+        """Floor of an optimizer's state of a parameter, which is linear (or quadratic) in its gradients."""
         if self.settings_differ:
             return math.inf
         local = max((rounding(dtype) for dtype in dtypes), default=0.0)
@@ -116,17 +114,16 @@ class Floors:
     def update(self, path: str, dtype: str, *, adaptive: bool, storage: float) -> float:
         """Floor of a parameter's update.
 
-        The first update of an adaptive optimizer is the *sign* of the gradient: every element
-        smaller than its own error goes either way. A relative error e flips a share of about e of the
-        elements, and that is a relative difference of order sqrt(e). What the optimizer itself rounds, in its
-        state, is an error of each element and flips nothing.
+        The first update of an adaptive optimizer is the *sign* of the gradient: every element smaller than its own
+        error goes either way. A relative error e flips a share of about e of the elements, which is a relative
+        difference of order sqrt(e). Rounding in the optimizer's state is an error of each element and flips nothing.
 
         Args:
             path: The parameter.
             dtype: Its dtype.
             adaptive: Whether the optimizer divides by a moment of the gradient.
-            storage: Norm of the parameter over norm of its update: an update is stored only to the
-                rounding of the parameter that it is added to, and is lost if it is smaller.
+            storage: Norm of the parameter over norm of its update: an update is stored only to the rounding of the
+                parameter that it is added to.
         """
         if self.settings_differ:
             return math.inf
@@ -135,11 +132,11 @@ class Floors:
         return max(own, GAIN * state, 2.0 * UNIT_ROUNDOFF.get(dtype, 0.0) * (1.0 + storage))
 
     def factor(self, path: str, dtypes: Iterable[str], *, left_over: float, storage: float) -> float:
-        """Floor of a difference that is a constant factor and nothing else.
+        """Floor of a difference that is only a constant factor.
 
-        Where a floor is higher than what came in explains, it stands for noise without a direction: canceled
-        sums, gates, signs of small gradients. Such noise does not multiply a tensor by a constant.
-        It leaves a residual beside the best-fitting multiple of the baseline, and that measures it.
+        If a floor is higher than its inputs explain, it stands for noise without a direction: canceled sums, gates,
+        signs of small gradients. Such noise does not multiply a tensor by a constant. It leaves a residual beside the
+        best-fitting multiple of the baseline, and that residual measures it.
 
         Args:
             path: The module or parameter.
@@ -158,21 +155,21 @@ class Floors:
         )
 
     def scalar(self, terms: int) -> float:
-        """Floor of a number that was reduced from many: `sqrt(N) * u`, or what its terms bring in."""
+        """Floor of a number that was reduced from many: `sqrt(N) * u`, or the gain of the input differences."""
         reduction = math.sqrt(max(1, terms)) * UNIT_ROUNDOFF["float32"]
         return max(self.precision, reduction, GAIN * max(self.flow, self.parameters))
 
     def saw(self, difference: float) -> None:
-        """A relative difference was measured on the way of the data."""
+        """Note a relative difference on the data's path."""
         if math.isfinite(difference):
             self.flow = max(self.flow, difference)
         else:
             self.flow = math.inf
 
     def saw_state(self, path: str, difference: float) -> None:
-        """A relative difference of an optimizer's state of a parameter was measured."""
+        """Note a relative difference of a parameter's optimizer state."""
         self.states[path] = max(self.states.get(path, 0.0), difference)
 
     def saw_gradient(self, path: str, difference: float) -> None:
-        """A relative difference of a parameter's gradient was measured."""
+        """Note a relative difference of a parameter's gradient."""
         self.gradients[path] = max(self.gradients.get(path, 0.0), difference)

@@ -1,8 +1,7 @@
-"""What a run must keep by itself, without another one to hold it against. Needs no framework."""
+"""Rules that a run must keep by itself, without a baseline. Needs no framework."""
 
 from traindiff.analyse.rules.adam import EpsIsSmall, SecondMomentsHold
 from traindiff.analyse.rules.batches import BatchesChange, SamplesDiffer, SamplesVary
-from traindiff.analyse.rules.gradient_sizes import GradientsReachEveryLayer, GradientsStayBounded
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.learning_rates import LearningRateIsSet, ScheduleIsFollowed
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge
@@ -15,7 +14,12 @@ from traindiff.analyse.rules.rule import Limit, Rule, RunFacts, run_facts
 from traindiff.analyse.rules.spike import NothingSpikes
 from traindiff.analyse.rules.tying import TiedGradientsAddUp, TyingStays
 from traindiff.analyse.rules.unused_parameters import GradientsArrive, OptimizersHaveGradients, ParametersMove
-from traindiff.analyse.rules.updates import UpdatesAreLargeEnough, UpdatesAreSmall
+from traindiff.analyse.rules.weights import (
+    GradientsReachEveryLayer,
+    GradientsStayBounded,
+    UpdatesAreLargeEnough,
+    UpdatesAreSmall,
+)
 
 RULES: tuple[type[Rule], ...] = (
     FiniteThroughout,

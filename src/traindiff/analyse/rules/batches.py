@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
-from traindiff.analyse.findings import Finding, ranks_text
-from traindiff.analyse.merge.finding_at import finding_at
+from traindiff.analyse.findings import ranks_text
 from traindiff.analyse.merge.recorded_calls import samples_of
-from traindiff.analyse.merge.step_table import Entry, Key
-from traindiff.analyse.rules.rule import InARow, Limit, Rule
+from traindiff.analyse.merge.site import MergedSite, StepTable
+from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
 from traindiff.core.observation import SAMPLE
 from traindiff.core.summary import UNIT_ROUNDOFF
 
@@ -18,10 +17,10 @@ FEW = 16
 """Elements below which a sample may well be constant."""
 
 
-class SamplesVary(Rule):
-    """Batches most of whose samples are constant, in every input of fractions: an image of one color, features of 0.
+class SamplesVary(RepeatedRule):
+    """Most samples of a batch are constant in every floating-point input: an image of one color, features of 0.
 
-    Whole numbers (tokens, masks, labels) may be constant, and so may masks of fractions beside an input that varies.
+    Whole numbers (tokens, masks, labels) may be constant, and so may floating-point masks beside an input that varies.
     Black frames and silence exist, so it is a warning.
     """
 
@@ -29,18 +28,12 @@ class SamplesVary(Rule):
     finds = "Most samples of a batch hold one number each."
     kinds = ("constant-batch",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of a batch's samples that may be constant"),
         "least_steps": Limit(default=3, message="steps in a row in which it must be so"),
     }
 
-    def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._in_a_row: InARow[str, tuple[Entry, float, float]] = InARow(self.limit("least_steps"))
-
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+    def _wrong(self, table: StepTable) -> Found | None:
         shares: dict[str, list[bool]] = {}
         for key, entry in table.items():
             if key[:3] != ("batch", SAMPLE, "") or entry.dtype not in UNIT_ROUNDOFF or "mask" in key.slot:
@@ -49,30 +42,24 @@ class SamplesVary(Rule):
                 if int(part.summary["count"]) >= FEW:
                     constant = float(part.summary["minimum"]) == float(part.summary["maximum"])
                     shares.setdefault(key.slot, []).append(constant)
-        if shares:
-            share = min(sum(found) / len(found) for found in shares.values())
-            entry = next(
-                one for key, one in table.items() if key[:3] == ("batch", SAMPLE, "") and key.slot == next(iter(shares))
-            )
-            found = {}
-            if share > self.limit("share"):
-                found[""] = (entry.without_parts(), share, float(entry.summary["maximum"]))
-            self._in_a_row.see(found, step=step)
-        return ()
+        if not shares:
+            return None
+        share = min(sum(found) / len(found) for found in shares.values())
+        slot = next(iter(shares))
+        first = next(one for key, one in table.items() if key[:4] == ("batch", SAMPLE, "", slot))
+        numbers = {"share": share, "value": float(first.summary["maximum"])}
+        return {"": (first, numbers)} if share > self.limit("share") else {}
 
-    def end(self) -> Iterator[Finding]:
-        """See the class."""
-        for _, (entry, share, value), first, num_steps in self._in_a_row:
-            message = (
-                f"{share:.0%} of the samples of {entry.key.slot} are constant (the first is {value:g} throughout), in "
-                f"{num_steps} steps in a row. Look at how samples are read, and at their normalization."
-            )
-            evidence = {"share": share, "value": value, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="constant-batch", message=message, evidence=evidence)
+    def _message(self, row: Repeated) -> str:
+        return (
+            f"{row.numbers['share']:.0%} of the samples of {row.site.key.slot} are constant (the first is "
+            f"{row.numbers['value']:g} throughout), in {row.num_steps} steps in a row. Look at how samples are read, "
+            "and at their normalization."
+        )
 
 
 class WholeSample(NamedTuple):
-    """One sample: when and where it was, and the fingerprints of what all inputs hold of it."""
+    """One sample: its micro-step, rank and place, and the fingerprints of its values in all inputs."""
 
     micro_step: int
     rank: int
@@ -80,15 +67,15 @@ class WholeSample(NamedTuple):
     fingerprints: tuple[int, ...]
 
 
-def whole_samples(table: Mapping[Key, Entry]) -> list[WholeSample]:
-    """The samples of a step, each with what all inputs of the model have of it. Empty where they were not observed.
+def whole_samples(table: StepTable) -> list[WholeSample]:
+    """The samples of a step over all inputs of the model; empty if they were not observed.
 
-    Inputs that have none at a place (a scalar, a mask that all samples share) are left out.
+    Inputs that lack a sample at some place (a scalar, a mask that all samples share) are left out.
     """
     by_place: dict[tuple[int, int, int], dict[str, int]] = {}
     for (path, slot), samples in samples_of(table).items():
         if path:
-            continue  # what a loader yielded, and may not be what the model was given
+            continue  # from a loader; the model may have been given something else
         for one in samples:
             by_place.setdefault((one.micro_step, one.rank, one.place), {})[slot] = one.fingerprint
     slots = {slot for found in by_place.values() for slot in found}
@@ -99,29 +86,28 @@ def whole_samples(table: Mapping[Key, Entry]) -> list[WholeSample]:
     ]
 
 
-def elements_of_a_sample(table: Mapping[Key, Entry]) -> int:
-    """How many numbers a sample has, over all inputs; 0 where samples were not observed."""
+def elements_of_a_sample(table: StepTable) -> int:
+    """Number of elements of a sample, over all inputs; 0 if samples were not observed."""
     first = (entry for key, entry in table.items() if key[:3] == ("batch", "sample", "") and not key.call)
     return sum(int(entry.parts[0].summary["count"]) for entry in first if entry.parts and not entry.unobserved)
 
 
-def inputs_of(table: Mapping[Key, Entry]) -> list[Entry]:
-    """What the model was given in the step's forward passes."""
+def inputs_of(table: StepTable) -> list[MergedSite]:
+    """The inputs of the model in the step's forward passes."""
     return [entry for key, entry in table.items() if key[:3] == ("batch", "", "") and not entry.unobserved]
 
 
-class SamplesDiffer(Rule):
-    """Batches most of whose samples are there more than once, in all inputs of the model.
+class SamplesDiffer(RepeatedRule):
+    """Most samples of a batch occur more than once, in all inputs of the model.
 
-    Where data-parallel ranks have the same samples, a sampler does not divide them. Draws with replacement, and data
-    with few different samples, have some twice, so it is a warning, asked of the larger part of a batch of 8 and more.
+    If data-parallel ranks have the same samples, the sampler does not divide them. Draws with replacement, and data
+    with few different samples, repeat some. So it is a warning, and asks for the larger part of a batch of at least 8.
     """
 
     name = "duplicate-samples"
     finds = "Most samples of a batch are there more than once, or several ranks have the same ones."
     kinds = ("duplicate-samples",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of a batch's samples that may be copies of an earlier one"),
         "least_samples": Limit(default=8, message="samples that a batch must have; of few, some may be alike"),
@@ -129,41 +115,29 @@ class SamplesDiffer(Rule):
         "least_steps": Limit(default=3, message="steps in a row in which it must be so"),
     }
 
-    def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._in_a_row: InARow[str, tuple[Entry, int, int, tuple[int, ...]]] = InARow(self.limit("least_steps"))
-
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+    def _wrong(self, table: StepTable) -> Found | None:
         samples, inputs = whole_samples(table), inputs_of(table)
         if not inputs or len(samples) < self.limit("least_samples"):
-            return ()
+            return None
         if elements_of_a_sample(table) < self.limit("least_elements"):
-            return ()
-        if not _same_in_all_micro_steps(samples):  # another rule's
-            copies = len(samples) - len({one.fingerprints for one in samples})
-            alike = _ranks_alike(samples)
-            found = {}
-            if copies > self.limit("share") * len(samples) or alike:
-                found[""] = (inputs[0].without_parts(), copies, len(samples), alike)
-            self._in_a_row.see(found, step=step)
-        return ()
+            return None
+        if _same_in_all_micro_steps(samples):
+            return None  # `BatchesChange` finds that
+        copies = len(samples) - len({one.fingerprints for one in samples})
+        alike = _ranks_alike(samples)
+        numbers = {"copies": copies, "samples": len(samples), "ranks": list(alike)}
+        return {"": (inputs[0], numbers)} if alike or copies > self.limit("share") * len(samples) else {}
 
-    def end(self) -> Iterator[Finding]:
-        """See the class."""
-        for _, (entry, copies, samples, alike), first, num_steps in self._in_a_row:
-            if alike:
-                message = (
-                    f"{ranks_text(alike)} have the same samples, in {num_steps} steps in a row: the work of all but "
-                    "one of them is lost. Give the loader a DistributedSampler, or a seed of each rank's own."
-                )
-            else:
-                message = (
-                    f"{copies} of the {samples} samples of a batch are copies of others, in {num_steps} steps in a "
-                    "row. Look at the sampler, and at what collates the batch."
-                )
-            evidence = {"copies": copies, "samples": samples, "ranks": list(alike), "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="duplicate-samples", message=message, evidence=evidence)
+    def _message(self, row: Repeated) -> str:
+        if ranks := row.numbers["ranks"]:
+            return (
+                f"{ranks_text(ranks)} have the same samples, in {row.num_steps} steps in a row: the work of all but "
+                "one of them is lost. Give the loader a DistributedSampler, or a seed of each rank's own."
+            )
+        return (
+            f"{row.numbers['copies']} of the {row.numbers['samples']} samples of a batch are copies of others, in "
+            f"{row.num_steps} steps in a row. Look at the sampler, and at what collates the batch."
+        )
 
 
 def _ranks_alike(samples: Sequence[WholeSample]) -> tuple[int, ...]:
@@ -183,19 +157,18 @@ def _same_in_all_micro_steps(samples: Sequence[WholeSample]) -> bool:
     return len(found) > 1 and len({frozenset(one) for one in found.values()}) == 1
 
 
-class BatchesChange(Rule):
-    """Batches with the same elements as the step before, and micro-batches with the same samples.
+class BatchesChange(RepeatedRule):
+    """Batches have the same elements as in the step before, or all micro-batches have the same samples.
 
     All inputs of the model are compared, by fingerprints that do not depend on the order. Optimizers that compute the
-    loss themselves (LBFGS) may do so several times on one batch, and their micro-steps are not compared. Training on
-    one batch is how a model is tried, and data may be a single batch, so it is a warning.
+    loss themselves (LBFGS) may do so several times on one batch, so their micro-steps are not compared. People try a
+    model on one batch, and data may be a single batch, so it is a warning.
     """
 
     name = "repeated-batch"
     finds = "Step after step has the same batch, or its micro-steps have."
     kinds = ("repeated-batch",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(
             default=3, message="steps in a row that repeat the one before, or their own micro-batches"
@@ -203,42 +176,37 @@ class BatchesChange(Rule):
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """No batch was seen so far."""
+        super().begin()
         self._before: tuple[tuple[str, int], ...] = ()
-        self._in_a_row: InARow[str, Entry] = InARow(self.limit("least_steps"))
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+    def _wrong(self, table: StepTable) -> Found | None:
         inputs = inputs_of(table)
         if not inputs:
-            return ()
+            return None
         now = tuple((entry.key.slot, int(entry.summary["multiset"])) for entry in inputs)
-        found = {}
+        found: Found = {}
         if now == self._before:
-            found["the step before"] = inputs[0].without_parts()
+            found["the step before"] = (inputs[0], {})
         if _same_in_micro_steps(table) and not _has_closure(table, inputs[0]):
-            found["micro-steps"] = inputs[0].without_parts()
+            found["micro-steps"] = (inputs[0], {})
         self._before = now
-        self._in_a_row.see(found, step=step)
-        return ()
+        return found
 
-    def end(self) -> Iterator[Finding]:
-        """See the class."""
-        for what, entry, first, num_steps in self._in_a_row:
-            message = (
-                f"{num_steps} steps in a row have the same batch as the step before. If it is not meant, look at the "
-                "sampler, and at whether the loader is made anew in each step."
-                if what == "the step before"
-                else f"All micro-steps of a step have the same samples, in {num_steps} steps: gradients are "
-                "accumulated over one micro-batch. Is the next one taken inside the loop over micro-steps?"
+    def _message(self, row: Repeated) -> str:
+        if row.key == "the step before":
+            return (
+                f"{row.num_steps} steps in a row have the same batch as the step before. If it is not meant, look at "
+                "the sampler, and at whether the loader is made anew in each step."
             )
-            yield finding_at(
-                entry, step=first, kind="repeated-batch", message=message, evidence={"num_steps": num_steps}
-            )
+        return (
+            f"All micro-steps of a step have the same samples, in {row.num_steps} steps: gradients are accumulated "
+            "over one micro-batch. Is the next one taken inside the loop over micro-steps?"
+        )
 
 
-def _same_in_micro_steps(table: Mapping[Key, Entry]) -> bool:
-    """Whether every micro-step of a rank works on the same samples."""
+def _same_in_micro_steps(table: StepTable) -> bool:
+    """Whether every micro-step of a rank has the same samples."""
     found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for one in whole_samples(table):
         found.setdefault((one.rank, one.micro_step), []).append(one.fingerprints)
@@ -249,6 +217,6 @@ def _same_in_micro_steps(table: Mapping[Key, Entry]) -> bool:
     return num_micro_steps > 1 and all(len(samples) == 1 for samples in by_rank.values())
 
 
-def _has_closure(table: Mapping[Key, Entry], first_input: Entry) -> bool:
+def _has_closure(table: StepTable, first_input: MergedSite) -> bool:
     """Whether the optimizer computes the loss itself: it was called before the first forward pass."""
     return any(key.group and entry.order < first_input.order for key, entry in table.items())

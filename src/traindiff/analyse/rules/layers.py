@@ -1,4 +1,4 @@
-"""Units behind a ReLU that return 0 for every input."""
+"""Layers that pass no gradient or draw at random when they should not: dropout, saturated and dead units."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.step_table import Entry, Key
-from traindiff.analyse.rules.rule import InARow, Limit, Rule
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
+from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.shards import BUCKETS, OPEN, Shard
 from traindiff.core.summary import nonfinite_count
 
@@ -25,29 +24,29 @@ FEWEST_ELEMENTS = 256
 
 
 class EvaluationIsCertain(Rule):
-    """Dropout modules that leave out as large a share of their input in evaluation as in training.
+    """Dropout modules drop as large a share of their input in evaluation as in training.
 
-    Active dropout sets that share to 0; inactive dropout returns its input. So it is active where the share of zeros is
-    the same as in training, within 6 deviations of chance, and returns something with both signs (behind a ReLU or a
-    softmax zeros are usual) that no module before it returned. Needs `record(evaluation=True)`; without it, evaluation
-    is not recorded. Some draw from an active dropout on purpose (Gal and Ghahramani, 2016), so it is a warning.
+    Active dropout sets that share to 0; inactive dropout returns its input. So dropout is active if the share of zeros
+    is the same as in training, within 6 deviations of chance, and if the module returns a tensor with both signs
+    (behind a ReLU or a softmax zeros are usual) that no module before it returned. Needs `record(evaluation=True)`;
+    without it, evaluation is not recorded. Some draw from an active dropout on purpose (Gal and Ghahramani, 2016), so
+    it is a warning.
     """
 
     name = "dropout-in-evaluation"
     finds = "Dropout is active in forward passes without gradients."
     kinds = ("dropout-in-evaluation",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_share": Limit(default=0.01, message="smallest share of zeros that is put down to dropout"),
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._in_training: dict[str, float] = {}
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
-        """See the class."""
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
+        """Findings of a step."""
         before: dict[str, set[int]] = {}
         found = []
         for key, entry in table.items():
@@ -77,11 +76,11 @@ class EvaluationIsCertain(Rule):
             yield finding_at(entry, step=step, kind="dropout-in-evaluation", message=message, evidence=evidence)
 
 
-def _share(entry: Entry) -> float:
+def _share(entry: MergedSite) -> float:
     return int(entry.summary["zero"]) / int(entry.summary["count"])
 
 
-def _has_both_signs(entry: Entry) -> bool:
+def _has_both_signs(entry: MergedSite) -> bool:
     """Whether there are enough numbers below and above 0 for zeros to stand out."""
     count, negative, zero = (int(entry.summary[name]) for name in ("count", "negative", "zero"))
     present = count - zero
@@ -95,12 +94,12 @@ FEW = 16
 """Outputs below which a mean says little."""
 
 
-class UnitsAreSensitive(Rule):
-    """`Tanh` and `Sigmoid` modules whose mean derivative is next to nothing, step after step.
+class UnitsAreSensitive(RepeatedRule):
+    """The mean derivative of `Tanh` and `Sigmoid` modules is next to nothing, step after step.
 
-    The derivative follows from the output, and its mean from the output's sum and sum of squares: 1 - y^2 and
-    y (1 - y). At 1 % of the largest derivative, outputs of a Tanh are 0.995 on the average. What the model itself
-    returns is passed over: a classifier that is right is saturated. Gates inside it may rightly be, so it is a warning.
+    The derivative follows from the output, and its mean from the output's sum and sum of squares: 1 - y^2 and y (1 -
+    y). At 1 % of the largest derivative, outputs of a Tanh are 0.995 on the average. The model's own output is left
+    out: a classifier that is right is saturated. Gates inside a model may rightly be saturated, so it is a warning.
     `torch.tanh` and `torch.sigmoid`, gates inside an LSTM, and other activations are not seen.
     """
 
@@ -108,20 +107,14 @@ class UnitsAreSensitive(Rule):
     finds = "A layer of Tanh or Sigmoid is saturated: next to no gradient passes."
     kinds = ("saturated-units",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "sensitivity": Limit(default=0.01, message="smallest mean derivative, as a share of the largest there can be"),
         "least_steps": Limit(default=10, message="steps in a row in which it must be so"),
     }
 
-    def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._in_a_row: InARow[Key, tuple[Entry, float]] = InARow(self.limit("least_steps"))
-
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+    def _wrong(self, table: StepTable) -> Found:
         returned = {int(entry.summary["fingerprint"]) for key, entry in table.items() if key[:3] == ("forward", "", "")}
-        found = {}
+        found: Found = {}
         for key, entry in table.items():
             kind = self.facts.modules.get(key.path)
             if key[:2] != ("forward", "") or not key.path or kind not in SQUASHING or entry.unobserved:
@@ -132,20 +125,16 @@ class UnitsAreSensitive(Rule):
             mean, squares = float(entry.summary["sum"]) / count, float(entry.summary["sum_of_squares"]) / count
             sensitivity = 1.0 - squares if kind == "Tanh" else 4.0 * (mean - squares)
             if sensitivity < self.limit("sensitivity"):
-                found[key] = (entry.without_parts(), max(0.0, sensitivity))
-        self._in_a_row.see(found, step=step)
-        return ()
+                found[key] = (entry, {"sensitivity": max(0.0, sensitivity)})
+        return found
 
-    def end(self) -> Iterator[Finding]:
-        """See the class."""
-        for key, (entry, sensitivity), first, num_steps in self._in_a_row:
-            message = (
-                f"{key.path} ({self.facts.modules[key.path]}) is saturated: its mean derivative is {sensitivity:.2g} "
-                f"of the largest there can be, in {num_steps} steps in a row. Look at how large its inputs are: "
-                "initialization, learning rate, or a normalization before it."
-            )
-            evidence = {"sensitivity": sensitivity, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="saturated-units", message=message, evidence=evidence)
+    def _message(self, row: Repeated) -> str:
+        path = row.site.key.path
+        return (
+            f"{path} ({self.facts.modules[path]}) is saturated: its mean derivative is "
+            f"{row.numbers['sensitivity']:.2g} of the largest there can be, in {row.num_steps} steps in a row. Look at "
+            "how large its inputs are: initialization, learning rate, or a normalization before it."
+        )
 
 
 RECTIFIERS = frozenset({"ReLU", "ReLU6"})
@@ -154,7 +143,7 @@ RECTIFIERS = frozenset({"ReLU", "ReLU6"})
 
 @dataclass(slots=True, kw_only=True)
 class _Layer:
-    """What was seen of a layer's units, bucket by bucket of its profile.
+    """Observations of a layer's units, by bucket of its profile.
 
     Attributes:
         entry: Its output.
@@ -162,38 +151,37 @@ class _Layer:
         steps: Steps in a row in which a bucket was all 0.
     """
 
-    entry: Entry
+    entry: MergedSite
     units: NDArray[np.int64]
     steps: NDArray[np.int64]
 
 
 class UnitsLive(Rule):
-    """Layers behind a `ReLU` module most of whose units return 0 for every sample, in every one of the last steps.
+    """Most units of a layer behind a `ReLU` module return 0 for every sample, in every one of the last steps.
 
-    A unit that is below 0 for all inputs gets no gradient, so it stays there (Lu et al., Dying ReLU, 2019). What is
-    kept of a tensor are the largest magnitudes of up to 16 groups of units (profiles, FORMAT.md), so a group counts as
-    dead when all of its units are: of a convolution a sixteenth of its channels, of a linear layer 16 units or a
-    sixteenth. That misses single dead units, of which a healthy layer has some, and never counts a live one. A ReLU
-    that is called as a function is no module, and not seen; nor are GELU, SiLU and others that return next to 0, and
-    not 0. Where a whole layer of those is dead, the weights before it get no gradient, which is `no-gradient`.
+    A unit that is below 0 for all inputs gets no gradient, so it stays there (Lu et al., Dying ReLU, 2019). The
+    recording keeps the largest magnitudes of up to 16 groups of units (profiles, FORMAT.md), so a group counts as dead
+    if all of its units are dead: a sixteenth of the channels of a convolution, and 16 units or a sixteenth of a linear
+    layer. So the rule misses single dead units, of which a healthy layer has some, and never counts a live one. A ReLU
+    that is called as a function is not a module, and is not seen. Neither are GELU, SiLU and others that return almost
+    0. If a whole layer of those is dead, the weights before it get no gradient, which is `no-gradient`.
     """
 
     name = "dead-units"
     finds = "Most units behind a ReLU return 0 for every sample."
     kinds = ("dead-units",)
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of a layer's units that may be dead"),
         "least_steps": Limit(default=10, message="steps at the end of the run in which they return nothing but 0"),
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._layers: dict[Key, _Layer] = {}
+        """Nothing was seen so far."""
+        self._layers: dict[SiteKey, _Layer] = {}
         self._last_step = 0
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+        """Note a step; the findings come at the end."""
         self._last_step = step
         for key, entry in table.items():
             if key.phase != "forward" or key.stage or self.facts.modules.get(key.path) not in RECTIFIERS:
@@ -208,7 +196,7 @@ class UnitsLive(Rule):
         return ()
 
     def end(self) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of the whole run."""
         for layer in self._layers.values():
             dead = int(layer.units[layer.steps >= self.limit("least_steps")].sum())
             units = int(layer.units.sum())
@@ -232,7 +220,7 @@ class UnitsLive(Rule):
 
 
 def _by_rows(shape: tuple[int, ...]) -> bool:
-    """Whether the units are on axis 1 (channels of an image), or on the last one (features)."""
+    """Whether the units are on axis 1 (channels of an image), and not on the last one (features)."""
     return len(shape) > 3
 
 
@@ -247,5 +235,5 @@ def _units(shape: tuple[int, ...]) -> NDArray[np.int64]:
     return np.bincount(numbers, minlength=BUCKETS)
 
 
-def _largest(entry: Entry) -> NDArray[np.float64]:
+def _largest(entry: MergedSite) -> NDArray[np.float64]:
     return np.asarray(entry.summary["row_largest" if _by_rows(entry.shape) else "column_largest"])

@@ -1,4 +1,4 @@
-"""What a step was given to move parameters by: learning rates, and whether a loss scaler left it out."""
+"""Learning rates of a step, and whether a loss scaler left the step out."""
 
 from __future__ import annotations
 
@@ -7,48 +7,45 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.loss_scale import is_loss_scale
-from traindiff.analyse.merge.step_table import Entry, Key
-from traindiff.analyse.rules.rule import InARow, Limit, Rule
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, is_loss_scale
+from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule, RunFacts
 from traindiff.core.observation import SKIPPED
 from traindiff.core.summary import nonfinite_count, number
 
 SCHEDULED = "initial_lr"
-"""What torch's schedulers write into the groups of an optimizer when they are made."""
+"""Setting that torch's schedulers write into the groups of an optimizer when they are made."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Rate:
-    entry: Entry
+    entry: MergedSite
     value: float
     first: int
     num_steps: int = 0
 
 
 class ScheduleIsFollowed(Rule):
-    """Learning rates of groups that have a torch scheduler, and that never change.
+    """The learning rate of groups with a torch scheduler never changes.
 
-    A scheduler writes `initial_lr` into the groups of its optimizer. Where nobody calls its `step`, the learning rate
-    stays what it was; it also does so under a constant schedule, and until the first epoch ends, so it is a warning.
+    A scheduler writes `initial_lr` into the groups of its optimizer. If nobody calls its `step`, the learning rate
+    stays the same. It also does so under a constant schedule, and until the first epoch ends, so it is a warning.
     """
 
     name = "unchanged-learning-rate"
     finds = "The learning rate never changes, although there is a scheduler."
     kinds = ("unchanged-learning-rate",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=200, message="steps that a run must have; schedules by epoch wait for long"),
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._rates: dict[str, _Rate] = {}
         self._changing: set[str] = set()
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+        """Note a step; the findings come at the end."""
         for key, entry in table.items():
             if (
                 not key.group
@@ -68,7 +65,7 @@ class ScheduleIsFollowed(Rule):
         return ()
 
     def end(self) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of the whole run."""
         for path, rate in self._rates.items():
             if rate.num_steps < self.limit("least_steps"):
                 continue
@@ -82,8 +79,8 @@ class ScheduleIsFollowed(Rule):
             )
 
 
-def may_be_left_out(table: Mapping[Key, Entry]) -> bool:
-    """Whether a loss scaler has left the step out, or may have: it does that where any gradient is not finite."""
+def may_be_left_out(table: StepTable) -> bool:
+    """Whether a loss scaler left the step out, or may have: it does so if any gradient is not finite."""
     return any(
         (key.phase == "optimizer" and key.slot == SKIPPED)
         or (key[:2] == ("grad", "") and not entry.unobserved and nonfinite_count(entry.summary))
@@ -91,8 +88,8 @@ def may_be_left_out(table: Mapping[Key, Entry]) -> bool:
     )
 
 
-def is_left_out(table: Mapping[Key, Entry]) -> bool:
-    """Whether a loss scaler has left the step out: it is marked, or there is a scale and a gradient is not finite.
+def is_left_out(table: StepTable) -> bool:
+    """Whether a loss scaler left the step out: it is marked, or there is a scale and a gradient is not finite.
 
     A fused optimizer leaves steps out itself, and sets no mark.
     """
@@ -101,31 +98,41 @@ def is_left_out(table: Mapping[Key, Entry]) -> bool:
     return has_loss_scale(table) and may_be_left_out(table)
 
 
-def has_loss_scale(table: Mapping[Key, Entry]) -> bool:
+def has_loss_scale(table: StepTable) -> bool:
     """Whether the loss of the step was multiplied by a loss scale."""
     return any(is_loss_scale(key) for key in table)
 
 
-def learning_rates(table: Mapping[Key, Entry]) -> dict[str, float]:
+def learning_rates(table: StepTable) -> dict[str, float]:
     """Learning rates by the path of their group."""
     return {
         key.path: number(entry.summary)
         for key, entry in table.items()
-        if key.group and key == Key("optimizer", "", key.path, "lr", 0, 0)
+        if key.group and key == SiteKey("optimizer", "", key.path, "lr")
     }
 
 
-def moves_parameters(table: Mapping[Key, Entry]) -> bool:
+def largest_rate(path: str, rates: Mapping[str, float], facts: RunFacts) -> float:
+    """The largest learning rate of the groups that hold a parameter; 0 where none was recorded."""
+    return max((rates.get(group, 0.0) for group in facts.held_in.get(path, ())), default=0.0)
+
+
+def optimizer_of(table: StepTable) -> str:
+    """Name of the optimizer that took a step, as the paths of its groups have it."""
+    return min(learning_rates(table), default="optimizer").rpartition(".groups[")[0]
+
+
+def moves_parameters(table: StepTable) -> bool:
     """Whether the optimizer was to move anything: no loss scaler left the step out, and some learning rate is not 0.
 
-    Where no learning rate was recorded, that is taken for granted.
+    If no learning rate was recorded, it is assumed to be set.
     """
     rates = learning_rates(table)
     return not may_be_left_out(table) and (not rates or any(rates.values()))
 
 
-class LearningRateIsSet(Rule):
-    """Steps in a row in which the learning rates of all groups of an optimizer are 0: nothing moves.
+class LearningRateIsSet(RepeatedRule):
+    """The learning rates of all groups of an optimizer are 0 for several steps in a row: nothing moves.
 
     A warm-up begins at 0 for one step, and a decay may end there. Single groups may rest at 0.
     """
@@ -133,33 +140,22 @@ class LearningRateIsSet(Rule):
     name = "zero-learning-rate"
     finds = "All learning rates are 0, step after step."
     kinds = ("zero-learning-rate",)
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=10, message="steps in a row in which it must be so; warm-ups begin with one"),
     }
 
-    def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._in_a_row: dict[str, InARow[str, Entry]] = {}
-
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+    def _wrong(self, table: StepTable) -> Found | None:
         rates = learning_rates(table)
-        if rates:
-            path = min(rates)
-            optimizer = path.rpartition(".groups[")[0]
-            row = self._in_a_row.setdefault(optimizer, InARow(self.limit("least_steps")))
-            entry = table[Key("optimizer", "", path, "lr", 0, 0)]
-            row.see({} if any(rates.values()) else {path: entry.without_parts()}, step=step)
-        return ()
+        if not rates:
+            return None
+        path = min(rates)
+        return {} if any(rates.values()) else {path: (table[SiteKey("optimizer", "", path, "lr")], {})}
 
-    def end(self) -> Iterator[Finding]:
-        """See the class."""
-        for row in self._in_a_row.values():
-            for _, entry, first, num_steps in row:
-                message = (
-                    f"The learning rate is 0 in {num_steps} steps in a row, from step {first} on: nothing is learned. "
-                    "Look at the schedule: does it end before the training, and does anything step it?"
-                )
-                evidence = {"num_steps": num_steps}
-                yield finding_at(entry, step=first, kind="zero-learning-rate", message=message, evidence=evidence)
+    def _series(self, table: StepTable) -> str:
+        return optimizer_of(table)
+
+    def _message(self, row: Repeated) -> str:
+        return (
+            f"The learning rate is 0 in {row.num_steps} steps in a row, from step {row.first} on: nothing is learned. "
+            "Look at the schedule: does it end before the training, and does anything step it?"
+        )

@@ -1,26 +1,26 @@
-"""The loss of a step, where there is one."""
+"""The loss of a step, and how it develops over the run."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from statistics import median
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.core.summary import number
 
-_LOSS = Key("loss", "", "loss", "backward", 0, 0)
+_LOSS = SiteKey("loss", "", "loss", "backward")
 
 
-def loss_of(table: Mapping[Key, Entry]) -> tuple[Entry, float] | None:
-    """What `backward` was called on, relative to the global loss.
+def loss_of(table: StepTable) -> tuple[MergedSite, float] | None:
+    """The argument of `backward` and its value, relative to the global loss.
 
-    None where it was not observed, is not finite, or where the step has several: what each of them is, is not known.
+    None if it was not observed, is not finite, or if the step has several: the role of each is unknown.
     """
     entry = table.get(_LOSS)
     if entry is None or entry.unobserved or _LOSS._replace(call=1) in table:
@@ -29,115 +29,102 @@ def loss_of(table: Mapping[Key, Entry]) -> tuple[Entry, float] | None:
     return (entry, value) if math.isfinite(value) else None
 
 
-STALLED = 16
-"""Steps at the beginning and at the end of a run that are held against each other."""
+class _LossTrend(Rule):
+    """Follows the first and the last losses of a run."""
+
+    ends: ClassVar[int]
+    """Number of steps at the beginning and at the end of a run that are compared."""
+
+    def begin(self) -> None:
+        """Nothing was seen so far."""
+        self._first: list[float] = []
+        self._last: deque[tuple[int, float, int]] = deque(maxlen=self.ends)  # step, loss, place in the order
+        self._num_steps = 0
+        self._positive = True
+        self._began: tuple[int, MergedSite] | None = None
+
+    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+        """Note a step; the findings come at the end."""
+        loss = loss_of(table)
+        if loss is not None:
+            entry, value = loss
+            self._num_steps += 1
+            self._positive = self._positive and value > 0.0
+            self._began = self._began or (step, entry.without_parts())
+            if len(self._first) < self.ends:
+                self._first.append(value)
+            self._last.append((step, value, entry.order))
+        return ()
+
+    @property
+    def _is_judged(self) -> bool:
+        """Whether there are enough losses, all of them positive."""
+        return self._positive and self._num_steps >= max(self.limit("least_steps"), 2 * self.ends)
 
 
-class LossDecreases(Rule):
-    """Losses whose last 16 steps have no smaller median than the first 16.
+class LossDecreases(_LossTrend):
+    """The median of the last 16 losses is not smaller than that of the first 16.
 
     A model that is nearly as good as it will get does not improve either, so it is a warning, and only after 100 steps.
-    Only losses that are positive throughout are judged: of others (returns of a policy), and of trainings with several,
-    what is better is not known.
+    Only losses that are always positive are judged. For others (returns of a policy), and for trainings with several
+    losses, it is unknown which value is better.
     """
 
+    ends = 16
     name = "stalled-loss"
     finds = "The loss does not decrease."
     kinds = ("stalled-loss",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=100, message="steps that a run must have; fewer may be warm-up"),
     }
 
-    def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._first: list[float] = []
-        self._last: deque[float] = deque(maxlen=STALLED)
-        self._num_steps = 0
-        self._positive = True
-        self._seen: tuple[int, Entry] | None = None
-
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
-        loss = loss_of(table)
-        if loss is not None:
-            self._num_steps += 1
-            self._positive = self._positive and loss[1] > 0.0
-            self._seen = self._seen or (step, loss[0].without_parts())
-            if len(self._first) < STALLED:
-                self._first.append(loss[1])
-            self._last.append(loss[1])
-        return ()
-
     def end(self) -> Iterator[Finding]:
-        """See the class."""
-        if self._seen is None or not self._positive or self._num_steps < max(self.limit("least_steps"), 2 * STALLED):
+        """Findings of the whole run."""
+        if not self._is_judged or self._began is None:
             return
-        began, ended = median(self._first), median(self._last)
+        began, ended = median(self._first), median(value for _, value, _ in self._last)
         if ended < began:
             return
-        step, entry = self._seen
+        step, entry = self._began
         message = (
-            f"The loss does not decrease: its median is {began:.5g} over the first {STALLED} steps, and {ended:.5g} "
-            f"over the last {STALLED} of {self._num_steps}. Look at the learning rate, at the labels, and whether the "
-            "loss depends on what is trained."
+            f"The loss does not decrease: its median is {began:.5g} over the first {self.ends} steps, and {ended:.5g} "
+            f"over the last {self.ends} of {self._num_steps}. Look at the learning rate, at the labels, and whether "
+            "the loss depends on what is trained."
         )
         evidence = {"began": began, "ended": ended, "num_steps": self._num_steps}
         yield finding_at(entry, step=step, kind="stalled-loss", message=message, evidence=evidence)
 
 
-ENDS = 5
-"""Steps at the beginning and at the end of a run that are held against each other."""
+class LossDoesNotDiverge(_LossTrend):
+    """The losses end at twice the value that they began with, or more.
 
-
-class LossDoesNotDiverge(Rule):
-    """Losses that end at twice what they began with, or more.
-
-    All of the last 5 steps are above all of the first 5, and their median is twice the largest of these. Only losses
-    that are positive throughout are judged: of others, and of trainings with several, what is worse is not known.
+    All of the last 5 losses are above all of the first 5, and their median is twice the largest of these. Only losses
+    that are always positive are judged. For others, and for trainings with several losses, it is unknown which value is
+    worse.
     """
 
+    ends = 5
     name = "diverging-loss"
     finds = "The loss ends far above where it began."
     kinds = ("diverging-loss",)
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "factor": Limit(default=2.0, message="largest multiple of the first losses that the last ones may be"),
         "least_steps": Limit(default=20, message="steps that a run must have"),
     }
 
-    def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._first: list[float] = []
-        self._last: deque[tuple[int, float, Entry]] = deque(maxlen=ENDS)
-        self._num_steps = 0
-        self._positive = True
-
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
-        loss = loss_of(table)
-        if loss is None:
-            return ()
-        entry, value = loss
-        self._num_steps += 1
-        self._positive = self._positive and value > 0.0
-        if len(self._first) < ENDS:
-            self._first.append(value)
-        self._last.append((step, value, entry.without_parts()))
-        return ()
-
     def end(self) -> Iterator[Finding]:
-        """See the class."""
-        if self._num_steps < max(self.limit("least_steps"), 2 * ENDS) or not self._positive:
+        """Findings of the whole run."""
+        if not self._is_judged or self._began is None:
             return
         began, ended = max(self._first), median(value for _, value, _ in self._last)
         if min(value for _, value, _ in self._last) <= began or ended <= self.limit("factor") * began:
             return
-        step, _, entry = self._last[0]
+        step, _, order = self._last[0]
+        entry = replace(self._began[1], order=order)
         message = (
-            f"The loss ends at {ended:.4g}, {ended / began:.3g} x the largest of the first {ENDS} steps ({began:.4g}). "
-            "Lower the learning rate, warm it up, or clip gradients."
+            f"The loss ends at {ended:.4g}, {ended / began:.3g} x the largest of the first {self.ends} steps "
+            f"({began:.4g}). Lower the learning rate, warm it up, or clip gradients."
         )
         evidence = {"began": began, "ended": ended}
         yield finding_at(entry, step=step, kind="diverging-loss", message=message, evidence=evidence)

@@ -1,15 +1,13 @@
-"""Where a run first is not finite: the origin, whose inputs still were."""
+"""The first non-finite tensor of a run, whose inputs were still finite."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import inf
 from typing import Any, NamedTuple
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.loss_scale import is_loss_scale
-from traindiff.analyse.merge.step_table import Entry, Held, Key
+from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, is_loss_scale
 from traindiff.analyse.rules.learning_rates import has_loss_scale
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import MASTER, SAMPLE
@@ -17,10 +15,10 @@ from traindiff.core.site import label
 from traindiff.core.summary import LARGEST, largest, nonfinite_count
 
 NEAR = 16.0
-"""A tensor whose largest magnitude is within this factor of what its dtype holds may overflow in the next operation."""
+"""A tensor may overflow in the next operation if its largest magnitude is within this factor of its dtype's limit."""
 
 NARROW = LARGEST["float16"]
-"""Infinities without a NaN in a dtype that ends here, or before, are numbers that it cannot hold."""
+"""In a dtype with this limit or a smaller one, infinities without NaN are numbers that it cannot hold."""
 
 _PASS = frozenset({"batch", "forward", "loss", "backward"})
 
@@ -28,31 +26,30 @@ _PASS = frozenset({"batch", "forward", "loss", "backward"})
 class FiniteThroughout(Rule):
     """The first NaN or infinity in execution order: everything observed before it in the step is finite.
 
-    Found once; what follows from it is not found again, unless all is finite in between. There is no limit: the first
-    non-finite number is one too many. Non-finite and right are
+    It is found once. What follows from it is not found again, unless everything is finite in between. There is no
+    limit: the first non-finite number is one too many. These are not findings:
 
-    * -inf in a batch, in a tensor whose finite elements are all 0, or that is called a mask, and in what modules
-      return (masked scores), as long as nothing comes of it but finite numbers, or it was there in steps before;
+    * -inf in a batch, in a tensor whose finite elements are all 0 or whose name says mask, and in outputs of modules
+    (masked scores), if only finite numbers follow from it, or if it was there in steps before;
     * gradients of a step that a loss scaler leaves out: it is there to find those;
     * infinities in buffers (masks, ranges that were not measured yet), settings of optimizers, limits of clipping, and
-      numbers that are only logged.
+    logged numbers.
 
-    In place of `DebugUnderflowOverflow` of transformers, which sees forward passes only.
+    This replaces `DebugUnderflowOverflow` of transformers, which sees forward passes only.
     """
 
     name = "non-finite"
     finds = "The first NaN or infinity in execution order, whose inputs are finite."
     kinds = ("non-finite",)
     judges_unfinished = True
-    tells_runs_apart = False
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._last_was_finite = True
-        self._masks: set[Key] | None = None
+        self._masks: set[SiteKey] | None = None
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
-        """See the class."""
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
+        """Findings of a step."""
         scaled = has_loss_scale(table)
         found: list[_Suspect] = []
         masks: list[_Suspect] = []
@@ -73,20 +70,24 @@ class FiniteThroughout(Rule):
 
 
 class _Suspect(NamedTuple):
-    """Something that is not finite: when in the step, where, and the first part of it that is."""
+    """A non-finite site: its time in the step, the site, and its first non-finite part."""
 
     moment: tuple[float, int]
-    entry: Entry
-    part: Held | None
+    entry: MergedSite
+    part: RankPart | None
 
 
-def _suspect(entry: Entry) -> _Suspect:
-    part = _first_part(entry)
-    return _Suspect(_moment(entry.key, entry, part), entry, part)
+def _suspect(entry: MergedSite) -> _Suspect:
+    part = next((part for part in entry.parts if nonfinite_count(part.summary)), None)
+    if entry.key.stage == "before":
+        return _Suspect((-1, entry.order), entry, part)
+    # A micro-step's backward pass comes before the next one's forward pass.
+    micro_step = part.micro_step if part and entry.key.phase in _PASS else inf
+    return _Suspect((micro_step, entry.order), entry, part)
 
 
-def _is_right(key: Key, entry: Entry, *, scaled: bool) -> bool:
-    """Whether something that is not finite may be so in a correct run."""
+def _is_right(key: SiteKey, entry: MergedSite, *, scaled: bool) -> bool:
+    """Whether a non-finite site may be correct."""
     summary = entry.summary
     only_masks = not int(summary["nan"]) and not int(summary["positive_infinity"])
     if key.phase == "update" or key.stage in (SAMPLE, "clipped") or key.group or key.slot == "logged":
@@ -99,23 +100,11 @@ def _is_right(key: Key, entry: Entry, *, scaled: bool) -> bool:
     if key.phase == "forward":
         return only_masks
     if key.phase == "loss":
-        return entry.factor != 1.0 and not int(summary["nan"])  # what the loss scale made of it
+        return entry.factor != 1.0 and not int(summary["nan"])  # the loss scale made it overflow
     return scaled and key.phase in ("backward", "grad")
 
 
-def _first_part(entry: Entry) -> Held | None:
-    """The first micro-step and rank that is not finite."""
-    return next((part for part in entry.parts if nonfinite_count(part.summary)), None)
-
-
-def _moment(key: Key, entry: Entry, part: Held | None) -> tuple[float, int]:
-    """When in the step: a micro-step's backward pass comes before the next one's forward pass."""
-    if key.stage == "before":
-        return -1, entry.order
-    return (part.micro_step if part and key.phase in _PASS else inf), entry.order
-
-
-def _finding(table: Mapping[Key, Entry], origin: Entry, part: Held | None, *, step: int) -> Finding:
+def _finding(table: StepTable, origin: MergedSite, part: RankPart | None, *, step: int) -> Finding:
     summary = part.summary if part else origin.summary
     nan, count = int(summary["nan"]), int(summary["count"])
     infinite = int(nonfinite_count(summary)) - nan
@@ -139,8 +128,8 @@ def _finding(table: Mapping[Key, Entry], origin: Entry, part: Held | None, *, st
     )  # fmt: skip
 
 
-def _before(table: Mapping[Key, Entry], origin: Entry) -> Entry | None:
-    """The tensor that was observed last before the origin and is finite: where the order tells, one of its inputs."""
+def _before(table: StepTable, origin: MergedSite) -> MergedSite | None:
+    """The last finite tensor before the origin: one of its inputs, if the order tells."""
     found = None
     for key, entry in table.items():
         if entry.order >= origin.order:
@@ -151,14 +140,14 @@ def _before(table: Mapping[Key, Entry], origin: Entry) -> Entry | None:
     return found
 
 
-def _overflows(origin: Entry, summary: Any, size: float) -> bool:
-    """Whether numbers have become too large for the dtype, as it seems, rather than wrong."""
+def _overflows(origin: MergedSite, summary: Any, size: float) -> bool:
+    """Whether numbers seem to be too large for the dtype, rather than wrong."""
     end = LARGEST.get(origin.dtype, inf)
     return size > end / NEAR or (end <= NARROW and not int(summary["nan"]))
 
 
-def _advice(origin: Entry, *, overflows: bool) -> str:
-    """What to look at."""
+def _advice(origin: MergedSite, *, overflows: bool) -> str:
+    """Where to look for the cause."""
     key = origin.key
     if key.phase == "batch":
         return "Look at how this batch was made."

@@ -1,4 +1,4 @@
-"""Gradients that their dtype is about to lose: most of their elements are subnormal."""
+"""Tensors near the ends of what their dtype holds, and loss scales that cannot prevent it."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.loss_scale import is_loss_scale
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, is_loss_scale
 from traindiff.analyse.rules.learning_rates import has_loss_scale, is_left_out
-from traindiff.analyse.rules.rule import InARow, Limit, Rule
+from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.site import label
 from traindiff.core.summary import LARGEST, finite_count, nonfinite_count, number
 
 
 class LossScaleSettles(Rule):
-    """Steps that a loss scaler leaves out although its scale is 1 or less, and too many of them.
+    """A loss scaler leaves out steps although its scale is 1 or less, or it leaves out too many steps.
 
     A scaler that begins at 65536 may rightly leave out some of the first steps, halving its scale each time, and then
-    one in 2000, to find out how far it can go. At a scale of 1 gradients overflow by themselves, and a smaller one only
-    loses their small elements. 20 of 40 steps are more than the 16 that it takes to come from 65536 to 1.
+    one in 2000, to find out how far it can go. At a scale of 1 gradients overflow by themselves, and a smaller scale
+    only loses their small elements. 20 of 40 steps are more than the 16 that it takes to come from 65536 to 1.
     """
 
     name = "skipped-steps"
     finds = "A loss scaler leaves out most steps, or overflows with a scale of 1 or less."
     kinds = ("skipped-steps", "loss-scale-floor")
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "floor": Limit(default=1.0, message="scale at which no step may be left out any more"),
         "most": Limit(default=20, message="steps that may be left out in a window"),
@@ -35,12 +32,12 @@ class LossScaleSettles(Rule):
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._left_out: deque[bool] = deque(maxlen=max(1, int(self.limit("window"))))
         self._told = False
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
-        """See the class."""
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
+        """Findings of a step."""
         scales = [entry for key, entry in table.items() if is_loss_scale(key) and not entry.unobserved]
         left_out = is_left_out(table)
         self._left_out.append(left_out)
@@ -67,7 +64,7 @@ class LossScaleSettles(Rule):
             yield finding_at(where, step=step, kind="skipped-steps", message=message, evidence=evidence)
 
 
-def _first_overflow(table: Mapping[Key, Entry]) -> Entry | None:
+def _first_overflow(table: StepTable) -> MergedSite | None:
     """The first gradient in execution order that is not finite."""
     return next(
         (
@@ -80,33 +77,32 @@ def _first_overflow(table: Mapping[Key, Entry]) -> Entry | None:
 
 
 FILLED = 0.999
-"""From this share of the largest number on, a value is taken for one that masks were filled with (`finfo.min`)."""
+"""A value from this share of the largest number on counts as the fill value of a mask (`finfo.min`)."""
 
 _ALWAYS = frozenset({"forward", "param"})
 _UNSCALED = frozenset({"backward", "grad"})
 
 
 class FarFromOverflow(Rule):
-    """Activations, gradients and parameters within a factor of the largest finite number of their dtype.
+    """Activations, gradients or parameters are within a factor of the largest finite number of their dtype.
 
-    In float16, which ends at 65504, activations of a healthy transformer are below 1000 or so; those within a factor of
-    4 of its end leave two doublings. Gradients that are multiplied by a loss scale are passed over: a scaler raises
-    it until they overflow. So are elements that equal the largest number itself, with which masks are filled.
+    In float16, which ends at 65504, activations of a healthy transformer are below about 1000; those within a factor of
+    4 of its end leave two doublings. Gradients that are multiplied by a loss scale are left out: a scaler raises it
+    until they overflow. So are elements that equal the largest number itself, with which masks are filled.
     """
 
     name = "near-overflow"
     finds = "A tensor comes near the largest number of its dtype."
     kinds = ("near-overflow",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "headroom": Limit(
             default=4.0, message="how many times larger a tensor must be able to become; 4 leaves two doublings"
         ),
     }
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
-        """See the class."""
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
+        """Findings of a step."""
         headroom = self.limit("headroom")
         phases = _ALWAYS if has_loss_scale(table) else _ALWAYS | _UNSCALED
         for key, entry in table.items():
@@ -114,7 +110,7 @@ class FarFromOverflow(Rule):
                 continue
             end = LARGEST.get(entry.dtype)
             if end is None or nonfinite_count(entry.summary):
-                continue  # what has overflowed is another rule's
+                continue  # another rule finds overflows
             ends = (-float(entry.summary["minimum"]), float(entry.summary["maximum"]))
             size = entry.factor * max((one for one in ends if one < FILLED * end), default=0.0)
             if size * headroom < end:
@@ -128,22 +124,21 @@ class FarFromOverflow(Rule):
 
 
 FEW = 64
-"""Elements that are not zero below which a share says little."""
+"""Nonzero elements below which a share says little."""
 
 
-class FarFromUnderflow(Rule):
-    """Gradients of which most elements that are not zero are subnormal in their own dtype.
+class FarFromUnderflow(RepeatedRule):
+    """Most nonzero elements of a gradient are subnormal in their own dtype.
 
-    Subnormal numbers have fewer digits the smaller they are (in float16 below 6e-5, the last one is 6e-8), and what is
-    smaller still is 0. Loss scaling is there to prevent it (Micikevicius et al., Mixed Precision Training, 2018). A
-    tail of small elements is as it should be; half of a tensor is not.
+    Subnormal numbers have fewer digits the smaller they are (in float16 below 6e-5, down to 6e-8), and smaller numbers
+    become 0. Loss scaling prevents it (Micikevicius et al., Mixed Precision Training, 2018). A tail of small elements
+    is normal; half of a tensor is not.
     """
 
     name = "underflow"
     finds = "Most elements of a gradient are subnormal in its dtype: smaller ones become 0."
     kinds = ("underflow",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="share of the elements that are not zero that may be subnormal"),
         "least_steps": Limit(
@@ -151,13 +146,8 @@ class FarFromUnderflow(Rule):
         ),
     }
 
-    def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._in_a_row: InARow[Key, tuple[Entry, float]] = InARow(self.limit("least_steps"))
-
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
-        found = {}
+    def _wrong(self, table: StepTable) -> Found:
+        found: Found = {}
         for key, entry in table.items():
             if key.phase not in ("backward", "grad") or key.stage or entry.unobserved or not entry.exact:
                 continue
@@ -166,17 +156,13 @@ class FarFromUnderflow(Rule):
                 continue
             present = int(finite_count(entry.summary)) - int(entry.summary["zero"])
             if present >= FEW and subnormal > self.limit("share") * present:
-                found[key] = (entry.without_parts(), subnormal / present)
-        self._in_a_row.see(found, step=step)
-        return ()
+                found[key] = (entry, {"share": subnormal / present})
+        return found
 
-    def end(self) -> Iterator[Finding]:
-        """See the class."""
-        for key, (entry, share), first, num_steps in self._in_a_row:
-            message = (
-                f"{share:.0%} of the elements of the gradient of {label(key.path, key.slot)} that are not zero are "
-                f"subnormal in {entry.dtype}, in {num_steps} steps: smaller ones are lost. Use a loss scale "
-                "(GradScaler), a larger one, or bfloat16."
-            )
-            evidence = {"share": share, "num_steps": num_steps}
-            yield finding_at(entry, step=first, kind="underflow", message=message, evidence=evidence)
+    def _message(self, row: Repeated) -> str:
+        key = row.site.key
+        return (
+            f"{row.numbers['share']:.0%} of the elements of the gradient of {label(key.path, key.slot)} that are not "
+            f"zero are subnormal in {row.site.dtype}, in {row.num_steps} steps: smaller ones are lost. Use a loss "
+            "scale (GradScaler), a larger one, or bfloat16."
+        )

@@ -1,37 +1,35 @@
-"""Copies agree: what several ranks hold of one tensor is the same on all of them."""
+"""Copies on several ranks agree, and pipeline stages receive what was sent."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
 from traindiff.analyse.merge.distance import Pair, difference
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.step_table import Entry, Held, Key, num_micro_steps
+from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, num_micro_steps
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import BOUNDARY, PLACE
 from traindiff.core.site import label
 from traindiff.core.summary import UNIT_ROUNDOFF
-
-_RECEIVED = "boundary"
 
 _STAGE = re.compile(r"stage\[(\d{1,9})\]")
 _SENT = re.compile(r"sent(\[\d+\].*)")
 
 
 class BoundariesHold(Rule):
-    """Boundaries of a pipeline's stages at which something else arrived than was sent, by fingerprint.
+    """A pipeline stage received something else than the stage before it sent, by fingerprint.
 
-    The finding is at the module of the receiving stage that comes first in the order of execution.
+    The finding is at the first module of the receiving stage in the order of execution.
     """
 
     name = "boundary"
     finds = "A stage of a pipeline received something else than the one before it sent."
     kinds = ("boundary",)
+    tells_runs_apart = True
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
-        """See the class."""
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
+        """Findings of a step."""
         for key, before in table.items():
             stage, slot = _STAGE.fullmatch(key.path), _SENT.fullmatch(key.slot)
             if key.stage != BOUNDARY or not stage or not slot:
@@ -50,14 +48,14 @@ class BoundariesHold(Rule):
             order, first = _first_of_stage(table, received)
             yield Finding(
                 step=step, micro_step=wrong[0][1].micro_step, rank=wrong[0][1].rank, phase=key.phase,
-                path=first.path, slot=f"received{slot[1]}", order=order, kind=_RECEIVED,
-                difference=size, message=_says(sent, wrong, ends, micro_steps=num_micro_steps(table)),
+                path=first.path, slot=f"received{slot[1]}", order=order, kind="boundary",
+                difference=size, message=_message(sent, wrong, ends, micro_steps=num_micro_steps(table)),
                 evidence={"stage": ends[1], "micro_steps": [part.micro_step for _, part, _ in wrong]},
             )  # fmt: skip
 
 
-def _wrong_parts(sent: Entry, received: Entry) -> list[tuple[Held, Held, float | None]]:
-    """Micro-batches that arrived as something else: as they were sent, as they arrived, and how far apart."""
+def _wrong_parts(sent: MergedSite, received: MergedSite) -> list[tuple[RankPart, RankPart, float | None]]:
+    """Micro-batches that changed on the way: as they were sent, as they arrived, and their difference."""
     by_place = {(part.micro_step, part.shard): part for part in sent.parts}
     found = []
     for part in received.parts:
@@ -71,12 +69,12 @@ def _wrong_parts(sent: Entry, received: Entry) -> list[tuple[Held, Held, float |
     return found
 
 
-def _alone(entry: Entry, part: Held) -> Entry:
-    return Entry(key=entry.key, order=entry.order, dtype=entry.dtype, shape=part.shard.shape, summary=part.summary)
+def _alone(entry: MergedSite, part: RankPart) -> MergedSite:
+    return MergedSite(key=entry.key, order=entry.order, dtype=entry.dtype, shape=part.shard.shape, summary=part.summary)
 
 
-def _first_of_stage(table: Mapping[Key, Entry], received: Entry) -> tuple[int, Key]:
-    """The first site after the boundary, and its place in execution order; the boundary itself where there is none."""
+def _first_of_stage(table: StepTable, received: MergedSite) -> tuple[int, SiteKey]:
+    """The first site after the boundary, and its place in execution order; the boundary itself if there is none."""
     place, phase = received.order // PLACE, received.key.phase
     following = (
         (entry.order, key)
@@ -87,8 +85,12 @@ def _first_of_stage(table: Mapping[Key, Entry], received: Entry) -> tuple[int, K
     return min(order, received.order), key
 
 
-def _says(
-    sent: Entry, wrong: Sequence[tuple[Held, Held, float | None]], ends: tuple[int, int], *, micro_steps: int
+def _message(
+    sent: MergedSite,
+    wrong: Sequence[tuple[RankPart, RankPart, float | None]],
+    ends: tuple[int, int],
+    *,
+    micro_steps: int,
 ) -> str:
     origin, part, size = wrong[0]
     what = "" if sent.key.phase == "forward" else "the gradient that "
@@ -110,20 +112,19 @@ KIND = "ranks-disagree"
 
 
 class CopiesAgree(Rule):
-    """Parameters, optimizer state and reduced gradients whose copies differ between ranks, by fingerprint.
+    """Copies of parameters, optimizer state and reduced gradients differ between ranks, by fingerprint.
 
-    Also random state, where a forward pass draws from it and ranks work on the same samples.
-
-    The ranks that are alone are those outside of the largest group that agrees. Of two ranks that differ, which
-    is wrong is not known.
+    The same for random state, if a forward pass draws from it and ranks work on the same samples. The rule names the
+    ranks outside of the largest group that agrees. If two ranks differ, it is unknown which one is wrong.
     """
 
     name = "ranks-disagree"
     finds = "A rank holds another copy of a parameter, a reduced gradient or optimizer state than the others."
     kinds = ("ranks-disagree",)
+    tells_runs_apart = True
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
-        """See the class."""
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
+        """Findings of a step."""
         for key, entry in table.items():
             if not entry.apart or not _must_agree(table, key):
                 continue
@@ -148,16 +149,16 @@ class CopiesAgree(Rule):
             yield finding_at(entry, step=step, kind=KIND, message=message, rank=rank, evidence=evidence)
 
 
-def _must_agree(table: Mapping[Key, Entry], key: Key) -> bool:
-    """Whether copies of this on several ranks are the same in a correct run. Buffers may be statistics of its own."""
+def _must_agree(table: StepTable, key: SiteKey) -> bool:
+    """Whether copies on several ranks are equal in a correct run. Buffers may hold a rank's own statistics."""
     if key.path == "rng":
         after = table.get(key._replace(stage="after"))
         return key.stage == "before" and after is not None and _draws(table[key], after)
     return key.phase == "optimizer" or (key.phase, key.slot) == ("param", "value") or key[:2] == ("grad", "")
 
 
-def _draws(before: Entry, after: Entry) -> bool:
-    """Whether on some rank a forward pass changed the state of the generator."""
+def _draws(before: MergedSite, after: MergedSite) -> bool:
+    """Whether a forward pass changed the state of the generator on some rank."""
     states = {(part.rank, part.micro_step): int(part.summary["fingerprint"]) for part in before.parts}
     return any(
         states.get((part.rank, part.micro_step)) not in (None, int(part.summary["fingerprint"])) for part in after.parts

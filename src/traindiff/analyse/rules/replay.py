@@ -1,4 +1,4 @@
-"""Whether an optimizer does what its own settings say: judged from one run's replays, with no other run."""
+"""Whether an optimizer does what its own settings say, judged from one run's replayed updates."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from typing import Any, ClassVar
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import best_fit
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, largest, norm
 
 LIMIT = 2.0
-"""Largest residual, in units of what rounding allows, that is no finding.
+"""Largest residual that is not a finding, in units of what rounding allows.
 
-A correct optimizer stays below 1 by construction (taps/replay/formulas.py); measured over SGD, Adam and AdamW,
-for-loop, foreach and fused, float32 and bfloat16: 0.98."""
+A correct optimizer stays below 1 by construction; measured over SGD, Adam and AdamW, for-loop, foreach and fused,
+float32 and bfloat16: 0.98.
+"""
 
 LOST_SHARE = 0.5
 """Share of the elements that should move and do not, above which updates are called lost."""
 
 SHORT = UNIT_ROUNDOFF["float16"]
-"""Unit roundoff from which a dtype loses updates that matter. In longer ones only gradients that are mathematically
-zero are lost: those of a bias before batch normalization."""
+"""Unit roundoff from which a dtype loses updates that matter. Longer dtypes only lose gradients that are
+mathematically zero: those of a bias before batch normalization."""
 
 PATIENCE = 2.0**-10
-"""Updates are lost, and not just nothing, where a thousand of them would move a parameter by one rounding."""
+"""Lost updates matter if a thousand of them would move a parameter by one rounding."""
 
 FEW = 16
 """Elements below which a share says little."""
@@ -49,31 +50,31 @@ MEANINGS = {
     "no-amsgrad": "without amsgrad",
     "other-nesterov": "as if nesterov were set the other way round",
 }
-"""What the mistakes of the recording's stages `variant[NAME]` are; `NAME=VALUE` speaks for itself."""
+"""Meanings of the mistakes in the recording's stages `variant[NAME]`; `NAME=VALUE` speaks for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What a recording has of one replayed parameter (a range of it, where it is large).
+    """The replay of one parameter (of a range of it, if it is large).
 
     Attributes:
         key: Of the residual.
         order: Place in execution order: that of the update.
         value: The update that the formula gives.
         taken: The update that was made.
-        rounding: How far apart rounding may take the two, per element.
-        residual: How far they are, in units of that.
+        rounding: Largest difference of the two that rounding allows, per element.
+        residual: Their difference, in units of that.
         variants: The same for each known mistake that explains it better, likelier ones first.
-        dtype: The parameter's dtype; empty where it was not recorded.
+        dtype: The parameter's dtype; empty if it was not recorded.
     """
 
-    key: Key
+    key: SiteKey
     order: int
-    value: Entry
-    taken: Entry
-    rounding: Entry
-    residual: Entry
-    variants: Mapping[str, Entry]
+    value: MergedSite
+    taken: MergedSite
+    rounding: MergedSite
+    residual: MergedSite
+    variants: Mapping[str, MergedSite]
     dtype: str
 
     @property
@@ -89,7 +90,7 @@ class Replayed:
 
     @property
     def is_of_its_own(self) -> bool:
-        """Whether the optimizer only derives from the one whose formula was replayed."""
+        """Whether the optimizer is a subclass, with a step of its own, of the one that was replayed."""
         return "(" in self.key.slot
 
     @property
@@ -110,11 +111,12 @@ class Replayed:
 
 
 class UpdatesFollowSettings(Rule):
-    """Parameters that their optimizer did not move as its formula and its settings say."""
+    """An optimizer did not move parameters as its formula and its settings say."""
 
     name = "update-rule"
     finds = "The optimizer does something else than its settings say, or its updates are lost to rounding."
     kinds = ("update-rule", "never-updated", "lost-update")
+    tells_runs_apart = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "residual": Limit(
             default=LIMIT,
@@ -126,8 +128,8 @@ class UpdatesFollowSettings(Rule):
         ),
     }
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> list[Finding]:
-        """See the class."""
+    def step(self, table: StepTable, *, step: int) -> list[Finding]:
+        """Findings of a step."""
         limit = self.limit("residual") / self.strictness
         share = self.limit("lost_share") / self.strictness
         replays = list(replayed(table))
@@ -137,8 +139,8 @@ class UpdatesFollowSettings(Rule):
         found += [_lost(one, step=step) for one in replays if one.worst <= limit and _is_lost(one, share)]
         return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
 
-    def unknown(self, table: Mapping[Key, Entry]) -> list[str]:
-        """Why optimizers as a whole were not replayed, as the recording says it."""
+    def unknown(self, table: StepTable) -> list[str]:
+        """Why whole optimizers were not replayed, as the recording says it."""
         parameters = {key.path for key in table if key.phase in ("grad", "param")}
         reasons = {
             entry.unobserved
@@ -148,9 +150,9 @@ class UpdatesFollowSettings(Rule):
         return [f"An optimizer is {reason}" for reason in sorted(reasons)]
 
 
-def replayed(table: Mapping[Key, Entry]) -> Iterator[Replayed]:
-    """What was replayed in a step, in execution order."""
-    variants: dict[tuple[str, str], dict[str, Entry]] = {}
+def replayed(table: StepTable) -> Iterator[Replayed]:
+    """The replayed parameters of a step, in execution order."""
+    variants: dict[tuple[str, str], dict[str, MergedSite]] = {}
     for key, entry in table.items():
         if key.phase == "update" and key.stage.startswith("variant["):
             variants.setdefault((key.path, key.slot), {})[key.stage[len("variant[") : -1]] = entry
@@ -161,7 +163,7 @@ def replayed(table: Mapping[Key, Entry]) -> Iterator[Replayed]:
         value, taken, rounding = parts
         if value is None or taken is None or rounding is None:
             continue
-        parameter = table.get(Key("param", "", key.path, "value", 0, 0))
+        parameter = table.get(SiteKey("param", "", key.path, "value"))
         yield Replayed(
             key=key, order=parameter.order if parameter else entry.order, value=value, taken=taken,
             rounding=rounding, residual=entry,
@@ -169,14 +171,14 @@ def replayed(table: Mapping[Key, Entry]) -> Iterator[Replayed]:
         )  # fmt: skip
 
 
-def _beside(table: Mapping[Key, Entry], key: Key, stage: str) -> Entry | None:
+def _beside(table: StepTable, key: SiteKey, stage: str) -> MergedSite | None:
     """Another stage of the same replay; ranks that agree on it have it once."""
     key = key._replace(stage=stage)
     return table.get(key) or table.get(key._replace(micro_step=0))
 
 
 def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Finding | None:
-    """What is said of an update that rounding does not explain."""
+    """The finding for an update that rounding does not explain."""
     path, size = one.key.path, float(norm(one.value.summary))
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
     if one.never_moved or one.lost_share > LOST_SHARE:
@@ -189,7 +191,7 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
         return _finding(one, step=step, kind="never-updated", message=message, evidence=evidence, limit=limit)
     off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
     if fitting := one.fitting(limit):
-        name = max(fitting, key=lambda name: votes[name])  # the first of those that most parameters share
+        name = max(fitting, key=lambda name: votes[name])  # the first one that most parameters share
         left = float(largest(one.variants[name].summary))
         message = f"{one.optimizer} moves {path} {meaning(name)}. {off}, this {left:.2g}."
         evidence |= {"variant": name, "residual_of_variant": left}
@@ -197,7 +199,7 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
         message = f"{one.optimizer} moves {path} as if the learning rate were {factor:.4g} x what it is. {off}."
         evidence |= {"variant": "lr", "factor": factor}
     elif one.is_of_its_own:
-        return None  # it may be meant to do something else
+        return None  # a subclass may do something else on purpose
     else:
         other = f"something else than its settings ask for, {_apart(one):.2g} of its size off"
         message = f"{one.optimizer} moves {path} by {other}. {off}."
@@ -205,14 +207,14 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
 
 
 def _is_lost(one: Replayed, share: float) -> bool:
-    """Whether most of a right update is rounded away that would have mattered."""
+    """Whether rounding loses most of a right update that would have mattered."""
     u, size = UNIT_ROUNDOFF.get(one.dtype, 0.0), float(norm(one.value.summary))
     stored = float(norm(one.rounding.summary))  # at least u times the parameter
     return u >= SHORT and one.lost_share > share and size > PATIENCE * stored
 
 
 def _lost(one: Replayed, *, step: int) -> Finding:
-    """What is said of an optimizer that is right and in vain."""
+    """The finding for right updates that rounding loses."""
     share = one.lost_share
     message = (
         f"{share:.0%} of the elements of {one.key.path} do not move, although {one.optimizer} computes an update for "
@@ -226,7 +228,7 @@ def _lost(one: Replayed, *, step: int) -> Finding:
 
 
 def meaning(variant: str) -> str:
-    """What a known mistake does, in words that follow "moves it"."""
+    """The effect of a known mistake, in words that follow "moves it"."""
     name, _, value = variant.partition("=")
     return f"as if {name} were {value}" if value else MEANINGS.get(variant, f"as if by {variant}")
 

@@ -1,4 +1,4 @@
-"""Whether what a training reports of its gradients is what was recorded of them."""
+"""Whether logged numbers about the gradients agree with the recorded gradients."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
 from traindiff.analyse.rules.rule import Rule, RunFacts
 from traindiff.core.observation import NO_GRADIENT
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm, number
@@ -23,9 +22,9 @@ class Gradients:
         squares: Sum of squares by path.
         copied: Those of which several ranks hold copies.
         divided: Those of which several ranks hold a part each.
-        ranks: How many ranks hold any.
+        ranks: Number of ranks that hold any.
         dimensions: Number of axes by path.
-        contributed: Norm of what backward gave before anything was done to it; None where it is not known.
+        contributed: Norm right after backward; None if unknown.
         tolerance: Relative error that a norm of them may have.
     """
 
@@ -43,8 +42,8 @@ class Gradients:
         return math.sqrt(sum(self.squares.values()))
 
     @classmethod
-    def of(cls, table: Mapping[Key, Entry], facts: RunFacts) -> Gradients | None:
-        """The gradients of a step; None where they are not all known, or not all finite."""
+    def of(cls, table: StepTable, facts: RunFacts) -> Gradients | None:
+        """The gradients of a step; None if they are not all known, or not all finite."""
         entries = {key.path: entry for key, entry in table.items() if key.phase == "grad" and not key.stage}
         unknown = [e for e in entries.values() if e.unobserved and not e.unobserved.startswith(NO_GRADIENT)]
         entries = {path: entry for path, entry in entries.items() if not entry.unobserved}
@@ -55,7 +54,7 @@ class Gradients:
         shards = {path: {part.shard for part in entry.parts} for path, entry in entries.items()}
         u = max(UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in entries.values())
         count = sum(int(entry.summary["count"]) for entry in entries.values())
-        micro = [table.get(Key("grad", "micro", path, "grad", 0, 0)) for path in entries]
+        micro = [table.get(SiteKey("grad", "micro", path, "grad")) for path in entries]
         known = all(one is not None and one.exact and not one.unobserved for one in micro)
         return cls(
             squares={path: float(entry.summary["sum_of_squares"]) for path, entry in entries.items()},
@@ -64,13 +63,13 @@ class Gradients:
             ranks=len({part.rank for entry in entries.values() for part in entry.parts}),
             dimensions={path: len(entry.shape) for path, entry in entries.items()},
             contributed=math.sqrt(sum(float(norm(e.summary)) ** 2 for e in micro if e is not None)) if known else None,
-            # Short dtypes round the norm of each tensor, and of all of them; float32 may add up in any order.
+            # Short dtypes round each norm; float32 sums may be in any order.
             tolerance=4.0 * u if u > UNIT_ROUNDOFF["float32"] else max(64.0, math.sqrt(count)) * u,
         )
 
 
 def set_of(gradients: Gradients, share: float) -> str:
-    """The parameters whose gradients hold this share of all squares, in words; empty where none do, or several."""
+    """A name for the parameters that hold this share of all squares; empty if no set or several do."""
     whole = sum(gradients.squares.values())
     near = 4.0 * gradients.tolerance
     found: dict[frozenset[str], str] = {}
@@ -82,7 +81,7 @@ def set_of(gradients: Gradients, share: float) -> str:
 
 
 def counted_often(gradients: Gradients, excess: float) -> tuple[str, str] | None:
-    """The parameters that account for so many more squares than there are, and how often they are counted."""
+    """The parameters that account for so many additional squares, and how often they are counted."""
     for times in sorted({2, gradients.ranks} - {1}):
         if what := set_of(gradients, excess / (times - 1)):
             return what, "twice" if times == 2 else f"{times} times"
@@ -90,7 +89,7 @@ def counted_often(gradients: Gradients, excess: float) -> tuple[str, str] | None
 
 
 def _sets(gradients: Gradients) -> Iterable[tuple[str, frozenset[str]]]:
-    """Sets of parameters that a training may treat apart, and what to call them."""
+    """Sets of parameters that a training may treat separately, and their names."""
     by_name: dict[str, set[str]] = {}
     for path in gradients.squares:
         parts = path.split(".")
@@ -113,33 +112,34 @@ NORMS = re.compile(r"(.*[./_ -])?(grad(ient)?s?[._ -]?norm|total[._ -]?norm|gnor
 """Names under which trainings log the norm of all gradients."""
 
 COEFFICIENTS = re.compile(r"(.*[./ -])?(grad_)?clip(ping)?_?(coef|coeff|coefficient|factor)", re.IGNORECASE)
-"""Names under which trainings log the factor by which clipping multiplied the gradients."""
+"""Names under which trainings log the clipping coefficient."""
 
 SCALES = re.compile(r"(.*[./ -])?(loss_?|grad_?)?scale", re.IGNORECASE)
 """Names under which trainings log the scale of the loss."""
 
 SHARP = 1e-4
-"""Largest tolerance at which an equality of norms says something: there are hundreds of sets of parameters."""
+"""Largest tolerance at which equal norms mean something: there are hundreds of sets of parameters."""
 
 
 class ReportedNumbersFit(Rule):
-    """What a training logs of its gradients fits the gradients that were recorded.
+    """Logged numbers about the gradients do not agree with the recorded gradients.
 
     Only what can be derived is judged. A reported norm may be of the gradients before or after clipping, smoothed, or
-    of another order: it is found wrong only where what is left out, or counted twice, can be named. That rests on two
-    numbers being equal, which they may be by chance: it is told the second time that it is seen in a row.
+    of another order. It is found wrong only if the rule can name the parameters that are left out or counted twice.
+    That rests on two equal numbers, which may be a coincidence: it is reported when it is seen a second time in a row.
     """
 
     name = "reported-numbers"
     finds = "A logged gradient norm, clip coefficient or loss scale does not fit the recorded gradients."
     kinds = ("reported-norm", "clip-coefficient", "loss-scale")
+    tells_runs_apart = True
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._in_a_row: dict[str, int] = {}
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> list[Finding]:
-        """See the class."""
+    def step(self, table: StepTable, *, step: int) -> list[Finding]:
+        """Findings of a step."""
         gradients = Gradients.of(table, self.facts)
         if gradients is None:
             self._in_a_row = {}
@@ -149,8 +149,8 @@ class ReportedNumbersFit(Rule):
         found = [one for what, one in suspected.items() if self._in_a_row[what] >= 2]
         return [*found, *_scalings(table, gradients, step=step)]
 
-    def _norms(self, table: Mapping[Key, Entry], gradients: Gradients, *, step: int) -> Iterable[Finding]:
-        """A reported gradient norm that leaves out some parameters, counts some twice, or is scaled."""
+    def _norms(self, table: StepTable, gradients: Gradients, *, step: int) -> Iterable[Finding]:
+        """Reported gradient norms that leave out some parameters, count some twice, or are scaled."""
         tolerance = gradients.tolerance / self.strictness
         actual = gradients.norm
         for entry, reported in _logged(table, NORMS):
@@ -192,11 +192,11 @@ class ReportedNumbersFit(Rule):
             )
 
 
-def _scalings(table: Mapping[Key, Entry], gradients: Gradients, *, step: int) -> Iterable[Finding]:
-    """A clip coefficient, or a loss scale, that the gradients do not show, or show twice.
+def _scalings(table: StepTable, gradients: Gradients, *, step: int) -> Iterable[Finding]:
+    """Clip coefficients and loss scales that the gradients do not show, or show twice.
 
     The norm before clipping is that of the micro-batches' contributions (`grad.micro`, one per step), or else the
-    reported one; that may itself be taken after clipping, so then only clipping twice can be told.
+    reported one. That may itself be taken after clipping, so then only clipping twice can be recognized.
     """
     norms = [reported for _, reported in _logged(table, NORMS)]
     before = gradients.contributed or (norms[0] if len(norms) == 1 else 0.0)
@@ -234,17 +234,17 @@ def _scalings(table: Mapping[Key, Entry], gradients: Gradients, *, step: int) ->
             )
 
 
-def _logged(table: Mapping[Key, Entry], names: re.Pattern[str]) -> Iterable[tuple[Entry, float]]:
-    """Scalars that the training logged once in the step, and the same on all ranks, under one of these names."""
+def _logged(table: StepTable, names: re.Pattern[str]) -> Iterable[tuple[MergedSite, float]]:
+    """Scalars logged once in the step, and equal on all ranks, under one of these names."""
     for key, entry in table.items():
         if key.phase == "loss" and key.slot == "logged" and key.call == 0 and names.fullmatch(key.path):
             value = number(entry.summary)
             once = len({part.micro_step for part in entry.parts}) <= 1
-            alike = len({number(part.summary) for part in entry.parts}) <= 1  # on all ranks that reported it
+            alike = len({number(part.summary) for part in entry.parts}) <= 1  # on all ranks that logged it
             if once and alike and not entry.unobserved and math.isfinite(value):
                 yield entry, value
 
 
 def _is_round(value: float) -> bool:
-    """Whether a norm is a number that somebody has chosen, to three digits: what gradients were clipped to."""
+    """Whether a norm is a chosen number, to three digits: a clipping limit."""
     return abs(value / float(f"{value:.3g}") - 1.0) <= 2e-5

@@ -1,61 +1,25 @@
-"""What a rule is, and what it may know of a run."""
+"""The base of all rules, the facts that a rule knows of a run, and a run judged by several rules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.parameters import Groups, parameter_groups
 from traindiff.analyse.merge.renames import Rename
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at
 from traindiff.storage import Run
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-@dataclass(slots=True, kw_only=True)
-class _Row(Generic[V]):
-    value: V
-    first: int
-    num_steps: int = 0
-
-
-class InARow(Generic[K, V]):
-    """Keeps what holds in at least so many steps in a row. Steps that are not shown to it are passed over.
-
-    Args:
-        least: Steps in a row from which it is kept.
-    """
-
-    def __init__(self, least: float) -> None:
-        self._least = least
-        self._running: dict[K, _Row[V]] = {}
-        self._kept: dict[K, _Row[V]] = {}
-
-    def see(self, found: Mapping[K, V], *, step: int) -> None:
-        """Take note of a step, with the numbers of what holds in it."""
-        for key in self._running.keys() - found.keys():
-            del self._running[key]
-        for key, value in found.items():
-            row = self._running.setdefault(key, _Row(value=value, first=step))
-            row.num_steps += 1
-            if row.num_steps >= self._least:
-                self._kept.setdefault(key, row)
-
-    def __iter__(self) -> Iterator[tuple[K, V, int, int]]:
-        """What was kept: what it is, its numbers in the first step, that step, and for how many it held."""
-        return ((key, row.value, row.first, row.num_steps) for key, row in self._kept.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What does not change during a run.
+    """Facts that do not change during a run.
 
     Attributes:
-        complete: Whether all parameters of one optimizer were recorded, on all ranks.
+        complete: Whether all parameters of a single optimizer were recorded, on all ranks.
         modules: Class name of each module by path.
         tied: Path of a parameter by each of its further names.
         trainable: Paths of the parameters that require a gradient.
@@ -70,12 +34,7 @@ class RunFacts:
 
 
 def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
-    """What does not change during a run.
-
-    Args:
-        recording: The run.
-        rename: Turns its paths into those that the run's tables have.
-    """
+    """Facts about a run; `rename` turns its paths into those of the run's tables."""
     contents = [recording.rank_content(rank) for rank in recording.ranks]
     everything = recording.run["settings"].get("select", ["*"]) == ["*"] and not recording.missing_ranks
     one_optimizer = all(len(content.get("optimizers", ())) == 1 for content in contents)
@@ -108,8 +67,8 @@ class Limit:
     """A number that a rule holds a run against.
 
     Attributes:
-        default: What it is where the user sets nothing.
-        message: What it is, in which unit, and why this much: a phrase that follows its name.
+        default: Its value if the user sets none.
+        message: Its meaning, its unit and the reason for the default: a phrase after its name.
     """
 
     default: float
@@ -117,36 +76,36 @@ class Limit:
 
 
 class Rule:
-    """Something that a run must keep by itself. One object judges one run, step by step, in order.
+    """A rule that a run must keep by itself. One object judges one run, step by step, in order.
 
-    A rule overrides what it needs: most need `step` only. Sentences begin with a capital letter.
+    A rule overrides the methods that it needs: most need `step` only. Sentences begin with a capital letter.
 
     Args:
-        facts: What is known of the run.
-        strictness: Divides the rule's limits: 2 finds what is half as large.
-        limits: What the user sets in place of the defaults, by name.
+        facts: Facts about the run.
+        strictness: Divides the rule's limits: 2 finds faults half as large.
+        limits: Set by the user, in place of the defaults, by name.
     """
 
     name: ClassVar[str]
-    """What users choose it by."""
+    """The name by which users choose it."""
 
     finds: ClassVar[str]
-    """What it finds: a sentence."""
+    """A sentence about what it finds."""
 
     kinds: ClassVar[tuple[str, ...]]
     """Kinds of its findings (docs/findings.md)."""
 
     limits: ClassVar[Mapping[str, Limit]] = {}
-    """What users can set, by name."""
+    """Limits that users can set, by name."""
 
     warns: ClassVar[bool] = False
-    """Whether what it finds is a warning: worth knowing, and no reason to call a run unhealthy."""
+    """Whether its findings are warnings, which leave a run healthy."""
 
     judges_unfinished: ClassVar[bool] = False
-    """Whether it is also given the last step of a run, where that ended before the optimizer was called."""
+    """Whether it also judges the last step of a run that ended before the optimizer was called."""
 
-    tells_runs_apart = True
-    """Whether `traindiff compare` asks it too. No for what a comparison finds by itself, and better."""
+    tells_runs_apart: ClassVar[bool] = False
+    """Whether `traindiff compare` asks it too. Most faults it finds by itself, and better."""
 
     def __init__(self, facts: RunFacts, *, strictness: float = 1.0, limits: Mapping[str, float] | None = None) -> None:
         self.facts = facts
@@ -155,29 +114,158 @@ class Rule:
         self.begin()
 
     def begin(self) -> None:
-        """Make what the rule keeps from step to step: little, and not more with every step."""
+        """Set up the state that the rule keeps from step to step: little, and not more with every step."""
 
     def limit(self, name: str) -> float:
         """One of `limits`, as the user or the rule sets it."""
         return self._chosen.get(name, self.limits[name].default)
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterable[Finding]:  # noqa: ARG002
-        """What is wrong in a step.
+    def step(self, table: StepTable, *, step: int) -> Iterable[Finding]:  # noqa: ARG002
+        """Findings of a step.
 
         Args:
-            table: What the run has of it; empty again when the next step begins, so nothing of it may be kept.
+            table: The step; empty again when the next step begins, so keep no part of it.
             step: Its number.
         """
         return ()
 
-    def unknown(self, table: Mapping[Key, Entry]) -> Iterable[str]:  # noqa: ARG002
-        """Why the rule cannot judge something of a step: sentences that hold for the whole run."""
+    def unknown(self, table: StepTable) -> Iterable[str]:  # noqa: ARG002
+        """Why the rule cannot judge a part of a step: sentences that hold for the whole run."""
         return ()
 
     def end(self) -> Iterable[Finding]:
-        """What can be told only now that the run is over."""
+        """Findings that only the whole run shows."""
         return ()
 
     def notes(self) -> Iterable[str]:
-        """What is worth knowing of a run that is over, and may be meant: sentences."""
+        """Sentences about a finished run that are worth knowing, and may be intended."""
         return ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Repeated:
+    """A fault that lasts for several steps in a row.
+
+    Attributes:
+        key: Tells it from other faults that the same rule finds.
+        site: Where it is.
+        numbers: Its evidence, from the first step.
+        first: The first step.
+        num_steps: Number of steps.
+    """
+
+    key: Hashable
+    site: MergedSite
+    numbers: Mapping[str, Any]
+    first: int
+    num_steps: int = 0
+
+
+Found = dict[Hashable, tuple[MergedSite, dict[str, Any]]]
+"""Faults in a step: by a key that stays the same from step to step, the site and the numbers."""
+
+
+class RepeatedRule(Rule, ABC):
+    """A rule about faults that last for at least `least_steps` steps in a row (one of its limits)."""
+
+    def begin(self) -> None:
+        """Nothing was found so far."""
+        self._running: dict[tuple[str, Hashable], Repeated] = {}
+        self._kept: dict[tuple[str, Hashable], Repeated] = {}
+
+    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+        """Count how long faults last; the findings come at the end."""
+        found = self._wrong(table)
+        if found is None:
+            return ()
+        series = self._series(table)
+        for row in [row for row in self._running if row[0] == series and row[1] not in found]:
+            del self._running[row]
+        for key, (site, numbers) in found.items():
+            row = (series, key)
+            if row not in self._running:
+                alone = site.without_parts()
+                self._running[row] = Repeated(key=key, site=alone, numbers=numbers, first=step)
+            self._running[row].num_steps += 1
+            if self._running[row].num_steps >= self.limit("least_steps"):
+                self._kept.setdefault(row, self._running[row])
+        return ()
+
+    def end(self) -> Iterator[Finding]:
+        """Faults that lasted for at least `least_steps` steps."""
+        for row in self._kept.values():
+            evidence = {**row.numbers, "num_steps": row.num_steps}
+            yield finding_at(
+                row.site, step=row.first, kind=self.kinds[0], message=self._message(row), evidence=evidence
+            )
+
+    @abstractmethod
+    def _wrong(self, table: StepTable) -> Found | None:
+        """Faults of a step; None if the step tells nothing, and is not counted."""
+
+    @abstractmethod
+    def _message(self, row: Repeated) -> str:
+        """Sentences about a fault that lasted for several steps."""
+
+    def _series(self, table: StepTable) -> str:  # noqa: ARG002
+        """Name of the series to which a step belongs; each series is counted by itself."""
+        return ""
+
+
+class RunJudge:
+    """Judges a run by several rules, step by step.
+
+    Args:
+        rules: The rules.
+        facts: Facts about the run.
+        strictness: Divides the limits of the rules: 2 finds faults half as large.
+        limits: Set by the user, by the rule's name and the limit's.
+
+    Attributes:
+        unknown: Sentences about what could not be judged so far, in order.
+    """
+
+    def __init__(
+        self,
+        rules: Iterable[type[Rule]],
+        facts: RunFacts,
+        *,
+        strictness: float = 1.0,
+        limits: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        chosen = limits or {}
+        self._rules = [rule(facts, strictness=strictness, limits=chosen.get(rule.name)) for rule in rules]
+        self._found: set[tuple[str, str]] = set()
+        self.unknown: dict[str, None] = {}
+
+    def step(self, table: StepTable, *, step: int) -> list[Finding]:
+        """Findings of a step, in the order of execution."""
+        return self._judged(self._rules, table, step=step)
+
+    def unfinished(self, table: StepTable, *, step: int) -> list[Finding]:
+        """Findings of a step that ended before the optimizer was called, in the order of execution."""
+        return self._judged([rule for rule in self._rules if rule.judges_unfinished], table, step=step)
+
+    def _judged(self, rules: Iterable[Rule], table: StepTable, *, step: int) -> list[Finding]:
+        found = [finding for rule in rules for finding in rule.step(table, step=step)]
+        self._found.update((finding.kind, finding.path) for finding in found)
+        return sorted(found, key=lambda finding: finding.order)
+
+    def is_warning(self, finding: Finding) -> bool:
+        """Whether a finding is of a rule that warns."""
+        return any(finding.kind in rule.kinds for rule in self._rules if rule.warns)
+
+    def note_unknown(self, table: StepTable) -> None:
+        """Remember what the rules cannot judge in a step."""
+        for rule in self._rules:
+            self.unknown.update(dict.fromkeys(rule.unknown(table)))
+
+    def end(self) -> list[Finding]:
+        """Findings of the whole run that no step has shown."""
+        found = [finding for rule in self._rules for finding in rule.end()]
+        fresh = [finding for finding in found if (finding.kind, finding.path) not in self._found]
+        return sorted(fresh, key=lambda finding: (finding.step, finding.order))
+
+    def notes(self) -> list[str]:
+        """Notes of all rules on the finished run."""
+        return [note for rule in self._rules for note in rule.notes()]

@@ -1,18 +1,17 @@
-"""Steps whose loss or gradient norm jumps far above what it was, and what moved first."""
+"""Jumps of the loss or of the gradient norm, and the tensor that moved first."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
 from traindiff.analyse.merge.recorded_calls import clips
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
 from traindiff.analyse.rules.learning_rates import may_be_left_out
 from traindiff.analyse.rules.losses import loss_of
 from traindiff.analyse.rules.rule import Limit, Rule
@@ -20,23 +19,23 @@ from traindiff.core.site import label
 from traindiff.core.summary import norm, number
 
 MEMORY = 0.1
-"""Weight of a new size in what is usual: about the last ten steps count."""
+"""Weight of a new size in the usual size: about the last ten steps count."""
 
 LEAST_STEPS = 8
-"""Steps after which it is known what is usual."""
+"""Steps after which the usual size is known."""
 
 FACTOR = 3.0
-"""What is this many times as large as usual, or as small, has moved..."""
+"""A tensor has moved if it is this many times as large as usual, or as small,"""
 
 TIMES = 6.0
-"""...if it is also so many times as far from it as it usually is."""
+"""and if it is also this many times as far from it as it usually is."""
 
 _WITHIN = frozenset({"batch", "forward", "backward", "grad"})
 
 
 @dataclass(slots=True, kw_only=True)
 class _Usual:
-    """Logarithm of the size of a tensor, its usual distance from that, and for how many steps it was seen."""
+    """Usual logarithm of a tensor's size, the usual distance from it, and the number of steps."""
 
     size: float
     distance: float = 0.0
@@ -45,25 +44,25 @@ class _Usual:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """A tensor that is not as large as usual: of which step, which tensor, and how many times as large."""
+    """A tensor of unusual size: its step, the tensor, and the factor to its usual size."""
 
     step: int
-    entry: Entry
+    entry: MergedSite
     factor: float
 
 
 class UsualSizes:
-    """Follows the sizes of all tensors; keeps two numbers for each site."""
+    """Follows the sizes of all tensors, with two numbers for each site."""
 
     def __init__(self) -> None:
-        self._usual: dict[Key, _Usual] = {}
+        self._usual: dict[SiteKey, _Usual] = {}
 
-    def see(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Moved | None, Moved | None]:
-        """Take note of a step.
+    def see(self, table: StepTable, *, step: int) -> tuple[Moved | None, Moved | None]:
+        """Note a step.
 
         Returns:
-            The first tensor that has moved of what a step computes (batch, activations, gradients), and of what
-            it does with that (learning rate, updates).
+            The first tensor that has moved among batch, activations and gradients, and the first among learning rates
+            and updates.
         """
         computed: Moved | None = None
         done: Moved | None = None
@@ -85,8 +84,8 @@ class UsualSizes:
                 done = done or moved
         return computed, done
 
-    def _factor(self, key: Key, size: float) -> float:
-        """How many times as large as usual something is; 1 where that is not unusual."""
+    def _factor(self, key: SiteKey, size: float) -> float:
+        """Ratio of a size to its usual size; 1 if that is not unusual."""
         usual = self._usual.get(key)
         if usual is None:
             self._usual[key] = _Usual(size=size)
@@ -100,70 +99,46 @@ class UsualSizes:
         return math.exp(min(away, 700.0)) if known and unusual else 1.0
 
 
-def _size(entry: Entry) -> float:
-    """Root mean square, so that a batch with fewer samples is no smaller."""
+def _size(entry: MergedSite) -> float:
+    """Root mean square, so that a batch with fewer samples is not smaller."""
     count = int(entry.summary["count"])
     return float(norm(entry.summary)) / math.sqrt(count) if count else 0.0
 
 
 SPREAD = 1.4826
-"""Turns the median distance from the median into a standard deviation, where numbers are normally distributed."""
+"""Turns the median distance from the median into a standard deviation, for normally distributed numbers."""
 
 
-class Trailing:
-    """The last numbers of a series.
-
-    Args:
-        window: How many.
-    """
-
-    def __init__(self, window: int) -> None:
-        self._numbers: deque[float] = deque(maxlen=window)
-
-    def add(self, value: float) -> None:
-        """The next number."""
-        self._numbers.append(value)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @property
-    def median(self) -> float:
-        """Of the last numbers; there must be one."""
-        return median(self._numbers)
-
-    @property
-    def spread(self) -> float:
-        """Their deviation from the median, which no few outliers change."""
-        middle = self.median
-        return SPREAD * median(abs(value - middle) for value in self._numbers)
+def usual_and_spread(values: Collection[float]) -> tuple[float, float]:
+    """The median, and the deviation from it, which a few outliers do not change."""
+    middle = median(values)
+    return middle, SPREAD * median(abs(value - middle) for value in values)
 
 
 WINDOW = 32
-"""Steps that say what is usual."""
+"""Number of steps that define the usual value."""
 
 BEGINNING = 5
-"""Steps whose largest loss is the one with which a run began."""
+"""Number of first steps whose largest loss is the loss at the beginning."""
 
 
 class NothingSpikes(Rule):
-    """Losses and gradient norms far above those of the steps before.
+    """Losses or gradient norms are far above those of the steps before.
 
-    Both are held against median and median deviation of the last 32 steps, which the spike itself does not change. A
-    spike of the loss also undoes at least half of what the run had gained since it began, and doubles the loss; one of
-    the gradient norm is also 10 x the median, and twice as large as any norm before. So the one batch that a nearly
-    perfect model gets wrong is no spike. Trainings often recover (Chowdhery et al., PaLM, 2022, section 5.1: about
+    Both are compared with median and median deviation of the last 32 steps, which the spike itself does not change. A
+    spike of the loss also undoes at least half of what the run had gained since it began, and doubles the loss. A spike
+    of the gradient norm is also 10 x the median, and twice as large as any norm before. So the one batch that a nearly
+    perfect model gets wrong is not a spike. Trainings often recover (Chowdhery et al., PaLM, 2022, section 5.1: about
     20 spikes, skipped over by hand), so it is a warning.
 
-    What moved first is the first tensor in execution order that is 3 x as large as usual, and 6 x as far from it as it
-    usually is: an update or a learning rate of the step before, or else something in this step.
+    The tensor that moved first is the first in execution order that is 3 x as large as usual, and 6 x as far from it as
+    it usually is: an update or a learning rate of the step before, or else something in this step.
     """
 
     name = "spike"
     finds = "The loss or the gradient norm jumps, with what moved first."
     kinds = ("loss-spike", "gradient-spike")
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "deviations": Limit(default=10.0, message="distance from the median, in deviations; noise stays below 5"),
         "norm_factor": Limit(default=10.0, message="smallest multiple of the median gradient norm that is a spike"),
@@ -171,15 +146,16 @@ class NothingSpikes(Rule):
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._losses, self._norms = Trailing(WINDOW), Trailing(WINDOW)
+        """Nothing was seen so far."""
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._norms: deque[float] = deque(maxlen=WINDOW)
         self._first_losses: list[float] = []
         self._largest_norm = 0.0
         self._usual = UsualSizes()
         self._done_before: Moved | None = None
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
-        """See the class."""
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
+        """Findings of a step."""
         computed, done = self._usual.see(table, step=step)
         cause, self._done_before = self._done_before or computed, done
         if (loss := loss_of(table)) is not None:
@@ -187,9 +163,9 @@ class NothingSpikes(Rule):
         if (gradients := _gradient_norm(table)) is not None:
             yield from self._norm(*gradients, cause, step=step)
 
-    def _loss(self, entry: Entry, value: float, cause: Moved | None, *, step: int) -> Iterator[Finding]:
+    def _loss(self, entry: MergedSite, value: float, cause: Moved | None, *, step: int) -> Iterator[Finding]:
         if len(self._losses) >= self.limit("least_steps"):
-            usual, spread = self._losses.median, self._losses.spread
+            usual, spread = usual_and_spread(self._losses)
             gained = max(0.0, max(self._first_losses) - usual)
             least = max(abs(usual), 0.5 * gained, self.limit("deviations") * spread)
             if value - usual > least:
@@ -201,11 +177,11 @@ class NothingSpikes(Rule):
                 )
         if len(self._first_losses) < BEGINNING:
             self._first_losses.append(value)
-        self._losses.add(value)
+        self._losses.append(value)
 
-    def _norm(self, entry: Entry, value: float, cause: Moved | None, *, step: int) -> Iterator[Finding]:
+    def _norm(self, entry: MergedSite, value: float, cause: Moved | None, *, step: int) -> Iterator[Finding]:
         if len(self._norms) >= self.limit("least_steps"):
-            usual, spread = self._norms.median, self._norms.spread
+            usual, spread = usual_and_spread(self._norms)
             least = max(
                 usual + self.limit("deviations") * spread, self.limit("norm_factor") * usual, 2.0 * self._largest_norm
             )
@@ -216,10 +192,10 @@ class NothingSpikes(Rule):
                     entry, kind="gradient-spike", message=message, value=value, usual=usual, cause=cause, step=step
                 )
         self._largest_norm = max(self._largest_norm, value)
-        self._norms.add(value)
+        self._norms.append(value)
 
     def _finding(
-        self, entry: Entry, *, kind: str, message: str, value: float, usual: float, cause: Moved | None, step: int
+        self, entry: MergedSite, *, kind: str, message: str, value: float, usual: float, cause: Moved | None, step: int
     ) -> Finding:
         evidence: dict[str, Any] = {"value": value, "median": usual}
         if cause is None:
@@ -238,8 +214,8 @@ def _deviations(away: float, spread: float) -> str:
     return f", {away / spread:.3g} deviations" if spread else ""
 
 
-def _gradient_norm(table: Mapping[Key, Entry]) -> tuple[Entry, float] | None:
-    """The norm of all gradients before clipping, and where it is; None in steps that a loss scaler leaves out."""
+def _gradient_norm(table: StepTable) -> tuple[MergedSite, float] | None:
+    """Norm of all gradients before clipping, and its site; None in steps that a loss scaler leaves out."""
     if may_be_left_out(table):
         return None
     clipped = [(clip.entry, clip.norm) for clip in clips(table) if clip.norm is not None]

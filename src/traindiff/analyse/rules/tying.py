@@ -1,4 +1,4 @@
-"""Whether the gradient of a tied parameter has what each of its uses contributes."""
+"""Ties between the weights of an embedding and a head, and their gradients."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count
 
@@ -16,7 +15,7 @@ HEADS = frozenset({"Linear"})
 
 
 class _Bits(NamedTuple):
-    """What a weight holds: equal for equal weights only."""
+    """Content of a weight: equal for equal weights only."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -24,9 +23,9 @@ class _Bits(NamedTuple):
 
 
 class TyingStays(Rule):
-    """An embedding and a head that are two parameters with the same bits before the first step, and then are not.
+    """An embedding and a head are two parameters with the same bits before the first step, and then differ.
 
-    Or the other way round. Two parameters that begin as one are what is left of a tie that loading, moving or wrapping
+    Or the other way round. Two parameters that begin equal are the remains of a tie that loading, moving or wrapping
     the model has cut; each of them then learns alone. They may also be copies on purpose, so it is a warning. Layers
     that are copies of each other (as `nn.TransformerEncoder` makes them) begin with the same bits too, so only an
     embedding and a linear layer are compared.
@@ -36,14 +35,13 @@ class TyingStays(Rule):
     finds = "Embedding and head begin as one weight and part, or the other way round."
     kinds = ("tying-changed",)
     warns = True
-    tells_runs_apart = False
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._began: dict[tuple[str, str], bool] | None = None
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterator[Finding]:
-        """See the class."""
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
+        """Findings of a step."""
         if self._began is None:
             before = self._weights(table, stage="before")
             if before:
@@ -56,7 +54,7 @@ class TyingStays(Rule):
                 continue
             was_one = self._began.pop(pair)
             embedding, head = pair
-            entry = table[Key("param", "", head, "value", 0, 0)]
+            entry = table[SiteKey("param", "", head, "value")]
             message = (
                 f"{head} and {embedding} hold the same numbers before the first step and part in step {step}: they are "
                 "two parameters, each of which learns alone. If they should be tied, tie them after loading and "
@@ -68,12 +66,12 @@ class TyingStays(Rule):
             evidence = {"embedding": embedding, "head": head}
             yield finding_at(entry, step=step, kind="tying-changed", message=message, evidence=evidence)
 
-    def _weights(self, table: Mapping[Key, Entry], *, stage: str) -> dict[str, tuple[str, _Bits]]:
-        """By path, the class of the module of each weight of an embedding or a linear layer, and what it holds."""
+    def _weights(self, table: StepTable, *, stage: str) -> dict[str, tuple[str, _Bits]]:
+        """Weights of embeddings and linear layers by path: the class of the module, and the content."""
         found = {}
         for key, entry in table.items():
             kind = self.facts.modules.get(key.path.rpartition(".")[0], "")
-            if key != Key("param", stage, key.path, "value", 0, 0) or kind not in EMBEDDINGS | HEADS:
+            if key != SiteKey("param", stage, key.path, "value") or kind not in EMBEDDINGS | HEADS:
                 continue
             if entry.unobserved or not entry.exact or len(entry.shape) != 2 or _is_constant(entry):
                 continue
@@ -81,12 +79,12 @@ class TyingStays(Rule):
         return found
 
 
-def _is_constant(entry: Entry) -> bool:
+def _is_constant(entry: MergedSite) -> bool:
     return float(entry.summary["minimum"]) == float(entry.summary["maximum"])
 
 
 def _pairs(weights: Mapping[str, tuple[str, _Bits]]) -> dict[tuple[str, str], bool]:
-    """Embeddings and heads of one shape, and whether they hold the same."""
+    """Embeddings and heads of one shape, and whether they are equal."""
     return {
         (embedding, head): bits == other
         for embedding, (kind, bits) in weights.items()
@@ -97,31 +95,32 @@ def _pairs(weights: Mapping[str, tuple[str, _Bits]]) -> dict[tuple[str, str], bo
 
 
 class TiedGradientsAddUp(Rule):
-    """An embedding that is also the head, and whose gradient lacks what the head contributes.
+    """The gradient of an embedding that is also the head lacks the head's contribution.
 
-    A softmax over the vocabulary sends a gradient to every row of the head, an embedding to the rows of the tokens
-    in the batch only. So rows of zeros in the gradient, where no element of the gradient at the head's output is
-    zero, mean that the head's part is lost. The reverse, and weights that are tied otherwise, cannot be told from
-    summaries of one run.
+    A softmax over the vocabulary sends a gradient to every row of the head, an embedding only to the rows of the tokens
+    in the batch. So the head's part is lost if the gradient has rows of zeros, although no element of the gradient at
+    the head's output is zero. The reverse, and weights that are tied otherwise, cannot be recognized from summaries of
+    one run.
     """
 
     name = "tied-gradient"
     finds = "The gradient of an embedding that is also the head lacks the head's part."
     kinds = ("tied-gradient",)
+    tells_runs_apart = True
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> Iterable[Finding]:
-        """See the class."""
+    def step(self, table: StepTable, *, step: int) -> Iterable[Finding]:
+        """Findings of a step."""
         for other, path in self.facts.tied.items():
             names = [name.rpartition(".")[0] for name in (other, path)]
             heads = [name for name in names if self.facts.modules.get(name) == "Linear"]
-            gradient = table.get(Key("grad", "", path, "grad", 0, 0))
+            gradient = table.get(SiteKey("grad", "", path, "grad"))
             if (
                 len(heads) != 1
                 or not {self.facts.modules.get(name) for name in names} & {"Embedding"}
                 or gradient is None
             ):
                 continue
-            output = table.get(Key("backward", "", heads[0], "output[0]", 0, 0))
+            output = table.get(SiteKey("backward", "", heads[0], "output[0]"))
             if output is None or output.unobserved or gradient.unobserved or len(gradient.shape) != 2:
                 continue
             if not gradient.exact or int(output.summary["zero"]) or nonfinite_count(output.summary):

@@ -1,4 +1,4 @@
-"""Parameters that get gradients and never change: frozen by mistake, or held by no optimizer."""
+"""Parameters without gradients, or that never change: detached, frozen, or held by no optimizer."""
 
 from __future__ import annotations
 
@@ -8,89 +8,83 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.finding_at import finding_at
-from traindiff.analyse.merge.step_table import Entry, Key
-from traindiff.analyse.rules.learning_rates import learning_rates, may_be_left_out, moves_parameters
-from traindiff.analyse.rules.rule import InARow, Limit, Rule
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
+from traindiff.analyse.rules.learning_rates import (
+    largest_rate,
+    learning_rates,
+    may_be_left_out,
+    moves_parameters,
+    optimizer_of,
+)
+from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.observation import MASTER, NO_GRADIENT
 from traindiff.core.summary import UNIT_ROUNDOFF, norm
 
 
-class OptimizersHaveGradients(Rule):
-    """Steps in a row in which none of the parameters that an optimizer holds has a gradient: nothing moves.
+class OptimizersHaveGradients(RepeatedRule):
+    """None of the parameters that an optimizer holds has a gradient, for several steps in a row: nothing moves.
 
-    `zero_grad` between `backward` and `step` does that, or a loss that does not depend on what the optimizer holds. A
-    gradient of zeros is one: a loss may be satisfied with every sample.
+    The cause is `zero_grad` between `backward` and `step`, or a loss that does not depend on the optimizer's
+    parameters. A gradient of zeros counts as a gradient: a loss may be satisfied with every sample.
     """
 
     name = "idle-optimizer"
     finds = "An optimizer steps, and none of its parameters has a gradient, step after step."
     kinds = ("idle-optimizer",)
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=10, message="steps in a row in which it must be so"),
     }
 
-    def begin(self) -> None:
-        """See `Rule.begin`."""
-        self._in_a_row: dict[str, InARow[str, tuple[Entry, int]]] = {}
-
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+    def _wrong(self, table: StepTable) -> Found | None:
         gradients = [entry for key, entry in table.items() if key[:2] == ("grad", "")]
-        if gradients:
-            optimizer = min(learning_rates(table), default="optimizer").rpartition(".groups[")[0]
-            row = self._in_a_row.setdefault(optimizer, InARow(self.limit("least_steps")))
-            idle = all(entry.unobserved.startswith(NO_GRADIENT) for entry in gradients)
-            row.see({optimizer: (gradients[0].without_parts(), len(gradients))} if idle else {}, step=step)
-        return ()
+        if not gradients:
+            return None
+        idle = all(entry.unobserved.startswith(NO_GRADIENT) for entry in gradients)
+        return {self._series(table): (gradients[0], {"num_parameters": len(gradients)})} if idle else {}
 
-    def end(self) -> Iterator[Finding]:
-        """See the class."""
-        for row in self._in_a_row.values():
-            for optimizer, (entry, count), first, num_steps in row:
-                message = (
-                    f"{optimizer or 'The optimizer'} steps {num_steps} times in a row, from step {first} on, and none "
-                    f"of its {count} parameters has a gradient: nothing is learned. Look for zero_grad() between "
-                    "backward() and step(), and whether the loss depends on these parameters."
-                )
-                evidence = {"num_steps": num_steps, "num_parameters": count}
-                yield finding_at(entry, step=first, kind="idle-optimizer", message=message, evidence=evidence)
+    def _series(self, table: StepTable) -> str:
+        return optimizer_of(table)
+
+    def _message(self, row: Repeated) -> str:
+        return (
+            f"{row.key or 'The optimizer'} steps {row.num_steps} times in a row, from step {row.first} on, and none of "
+            f"its {row.numbers['num_parameters']} parameters has a gradient: nothing is learned. Look for zero_grad() "
+            "between backward() and step(), and whether the loss depends on these parameters."
+        )
 
 
 @dataclass(slots=True, kw_only=True)
 class _Without:
     """A parameter without a gradient so far."""
 
-    entry: Entry
+    entry: MergedSite
     first: int
     num_none: int = 0
     num_zero: int = 0
 
 
 class GradientsArrive(Rule):
-    """Parameters whose gradient is None, or 0 in every element, in every step in which something could move.
+    """The gradient of a parameter is None, or 0 in every element, in every step in which something could move.
 
-    Often it is meant (a pooler that a task does not use, an expert that is never chosen), so it is a warning; or
-    something was detached, computed under `no_grad`, or multiplied by 0.
+    Often that is intended (a pooler that a task does not use, an expert that is never chosen), so it is a warning.
+    Otherwise something was detached, computed under `no_grad`, or multiplied by 0.
     """
 
     name = "no-gradient"
     finds = "A parameter that an optimizer holds gets no gradient in any step, or nothing but zeros."
     kinds = ("no-gradient",)
     warns = True
-    tells_runs_apart = False
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=5, message="steps that must have passed; heads of zeros give gradients after one"),
     }
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._without: dict[str, _Without] = {}
         self._seen: set[str] = set()
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step."""
+    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+        """Note a step; the findings come at the end."""
         moves = moves_parameters(table)
         for key, entry in table.items():
             if key[:2] != ("grad", "") or key.path in self._seen:
@@ -98,7 +92,7 @@ class GradientsArrive(Rule):
             none = entry.unobserved.startswith(NO_GRADIENT)
             count = 0 if entry.unobserved else int(entry.summary["count"])
             zero = bool(count) and int(entry.summary["zero"]) == count
-            if not none and not zero:  # also what is not known, and what has no elements
+            if not none and not zero:  # unknown gradients and empty ones count as seen
                 self._seen.add(key.path)
                 self._without.pop(key.path, None)
             elif moves:
@@ -108,7 +102,7 @@ class GradientsArrive(Rule):
         return ()
 
     def end(self) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of the whole run."""
         for path, one in self._without.items():
             steps = one.num_none + one.num_zero
             if steps < self.limit("least_steps"):
@@ -141,32 +135,32 @@ class _Resting:
         first: The first of all of them.
     """
 
-    entry: Entry
+    entry: MergedSite
     steps: int = 0
     unseen: int = 0
     first: int = 0
 
     def pass_over(self, step: int) -> None:
-        """A step should change it."""
+        """Note a step that should change it."""
         self.first = self.first if self.steps + self.unseen else step
         self.unseen += 1
 
     def see(self) -> None:
-        """It is seen again, unchanged."""
+        """Note that it is unchanged."""
         self.steps, self.unseen = self.steps + self.unseen, 0
 
 
 class ParametersMove(Rule):
-    """Parameters whose bits never change, although steps pass that should change them.
+    """The bits of a parameter never change, although steps pass that should change them.
 
-    A step should change a parameter that an optimizer holds, where all gradients are finite and one step of gradient
-    descent on it would be more than rounding, also if it took each element of the gradient for no more than 1, as
-    optimizers do that make its size one of their own: `lr * min(||gradient||, sqrt(n)) > 2 u ||parameter||`, with n
-    elements and the learning rate of its own group. So gradients that are mathematically zero, groups that rest at a
-    learning rate of 0, and steps that a loss scaler left out (a fused optimizer leaves them out itself, and does not
-    say so) do not count, and neither do short dtypes that round small updates away, of which `UpdatesFollowSettings`
-    knows more. A parameter that requires a gradient and that no optimizer holds should change in each step that is not
-    left out; where these are most of a model, as where its head is trained alone, that is a note.
+    A step should change a parameter that an optimizer holds if all gradients are finite and one step of gradient
+    descent would change it by more than rounding, even if each element of the gradient counted for no more than 1, as
+    in optimizers that normalize its size: `lr * min(||gradient||, sqrt(n)) > 2 u ||parameter||`, with n elements and
+    the learning rate of its own group. So these do not count: gradients that are mathematically zero, groups with a
+    learning rate of 0, steps that a loss scaler left out (a fused optimizer leaves them out itself, and does not say
+    so), and short dtypes that round small updates away, which `UpdatesFollowSettings` judges better. A parameter that
+    requires a gradient and that no optimizer holds should change in each step that is not left out. If these are most
+    of a model, as when its head is trained alone, that is a note.
     """
 
     name = "never-updated"
@@ -175,21 +169,22 @@ class ParametersMove(Rule):
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=LEAST_STEPS, message="steps that must have passed over it; one may be chance"),
     }
-    tells_runs_apart = False  # a comparison sees the other run's update
 
     def begin(self) -> None:
-        """See `Rule.begin`."""
+        """Nothing was seen so far."""
         self._resting: dict[str, _Resting] = {}
         self._moved: set[str] = set()
         self._unheld = self.facts.trainable - self.facts.held_in.keys() if self.facts.held_in else frozenset[str]()
 
-    def step(self, table: Mapping[Key, Entry], *, step: int) -> tuple[Finding, ...]:
-        """Takes note of the step; what never changes is known at the end."""
+    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+        """Note a step; the findings come at the end."""
         rates = learning_rates(table)
         after = dict(_parameters(table, stage=""))
         moving: set[str] = set()
         if not may_be_left_out(table):
-            moving = {path for path, one in after.items() if _should_move(table, one, self._rate(path, rates))}
+            moving = {
+                path for path, one in after.items() if _should_move(table, one, largest_rate(path, rates, self.facts))
+            }
             if any(rates.values()):
                 moving |= self._unheld
         for path, entry in _parameters(table, stage="before"):
@@ -201,7 +196,7 @@ class ParametersMove(Rule):
         return ()
 
     def end(self) -> Iterator[Finding]:
-        """See the class."""
+        """Findings of the whole run."""
         forgotten = set() if self._rest_is_meant else self._held_by_none
         for path, resting in self._resting.items():
             if resting.steps >= self.limit("least_steps") and path in self.facts.held_in:
@@ -212,10 +207,12 @@ class ParametersMove(Rule):
                     f"No recorded optimizer holds {path}, although it requires a gradient: at least {resting.steps} "
                     "steps leave it as it was. If that is meant, set requires_grad=False."
                 )
-                yield _finding(path, resting, stage="before", message=message)  # that is how it is observed
+                yield _finding(
+                    path, resting, stage="before", message=message
+                )  # such parameters are observed before the step only
 
     def notes(self) -> Iterator[str]:
-        """Where no optimizer holds the larger part of a model: that one part is trained alone, as it seems."""
+        """A note if no optimizer holds most of the model, as when one part is trained alone."""
         if self._rest_is_meant:
             count, first = len(self._held_by_none), min(self._held_by_none)
             yield (
@@ -225,21 +222,17 @@ class ParametersMove(Rule):
 
     @property
     def _held_by_none(self) -> set[str]:
-        """Parameters that no optimizer holds, although they require a gradient, and that were seen not to change."""
+        """Parameters that require a gradient, that no optimizer holds, and that did not change."""
         least = self.limit("least_steps")
         return {path for path in self._unheld & self._resting.keys() if self._resting[path].steps >= least}
 
     @property
     def _rest_is_meant(self) -> bool:
-        """Whether so much of the model rests that this is no parameter that somebody forgot."""
+        """Whether so much of the model rests that nobody can have forgotten it."""
         held = self.facts.held_in.keys() & self.facts.trainable
         return bool(held) and len(self._held_by_none) > len(held)
 
-    def _rate(self, path: str, rates: Mapping[str, float]) -> float:
-        """The learning rate of a parameter; 0 where none was recorded."""
-        return max((rates.get(group, 0.0) for group in self.facts.held_in.get(path, ())), default=0.0)
-
-    def _see(self, path: str, entry: Entry) -> None:
+    def _see(self, path: str, entry: MergedSite) -> None:
         if path in self._moved:
             return
         first = self._resting.get(path)
@@ -259,8 +252,8 @@ def _finding(path: str, resting: _Resting, *, stage: str, message: str) -> Findi
     )  # fmt: skip
 
 
-def _parameters(table: Mapping[Key, Entry], *, stage: str) -> Iterator[tuple[str, Entry]]:
-    """By path, what an optimizer steps on: the parameter, or the master weights that it has of it."""
+def _parameters(table: StepTable, *, stage: str) -> Iterator[tuple[str, MergedSite]]:
+    """By path: the tensor that an optimizer updates, which is the parameter or its master weights."""
     for key, entry in table.items():
         if key.phase != "param" or key.stage != stage or key.slot != "value" or key.call or key.micro_step:
             continue
@@ -270,9 +263,9 @@ def _parameters(table: Mapping[Key, Entry], *, stage: str) -> Iterator[tuple[str
             yield key.path, known
 
 
-def _should_move(table: Mapping[Key, Entry], parameter: Entry, rate: float) -> bool:
+def _should_move(table: StepTable, parameter: MergedSite, rate: float) -> bool:
     """Whether a step would change more of a parameter than rounding could."""
-    gradient = table.get(Key("grad", "", parameter.key.path, "grad", 0, 0))
+    gradient = table.get(SiteKey("grad", "", parameter.key.path, "grad"))
     if gradient is None or gradient.unobserved:
         return False
     u = UNIT_ROUNDOFF.get(parameter.dtype, math.inf)

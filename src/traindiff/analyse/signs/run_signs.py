@@ -1,4 +1,4 @@
-"""The signs that a run has of its gradients, step by step, one gradient in memory."""
+"""The signs of a run's gradients, step by step, with one gradient in memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.analyse.merge.renames import Rename
+from traindiff.analyse.merge.run_steps import rank_steps
 from traindiff.core.shards import Shard
 from traindiff.storage import Recording, StepObservations
 
 Mask = NDArray[np.bool_]
 Stored = Mapping[str, NDArray[np.generic]]
-"""What was kept of an observation in a file of its own, by name."""
+"""Arrays that were kept of an observation in a file of its own, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +26,8 @@ class Signs:
 
     Attributes:
         positive: Where x > 0.
-        zero: Where x is zero; None where it is not known which of the elements that are not positive are.
-        nan: Where x is NaN; as far as that is known.
+        zero: Where x is zero; None if zero cannot be told from negative.
+        nan: Where x is known to be NaN.
     """
 
     positive: Mask
@@ -40,15 +41,12 @@ class Signs:
 
 
 def part_signs(stored: Stored, summary: Any, size: int) -> Signs | None:
-    """The signs of one observation.
+    """The signs of one observation; None if none were kept.
 
     Args:
-        stored: What was kept of it. Nothing is, of a scalar: its summary says it.
+        stored: Its arrays. A scalar has none: its summary gives the sign.
         summary: Its summary.
         size: Number of elements.
-
-    Returns:
-        None where no signs were kept.
     """
     if "positive" not in stored:
         if size > 1 or not int(summary["count"]):
@@ -58,7 +56,7 @@ def part_signs(stored: Stored, summary: Any, size: int) -> Signs | None:
             positive=np.array([above]), zero=np.array([bool(summary["zero"])]), nan=np.array([bool(summary["nan"])])
         )
     positive = _unpacked(stored["positive"], size)
-    if "signless" not in stored:  # another tool kept no more
+    if "signless" not in stored:  # recorded by another tool
         return Signs(positive=positive, zero=None, nan=_none(size))
     signless = _unpacked(stored["signless"], size)
     nan = _unpacked(stored["nan"], size) if "nan" in stored else _none(size)
@@ -66,17 +64,17 @@ def part_signs(stored: Stored, summary: Any, size: int) -> Signs | None:
 
 
 def merged(parts: Iterable[tuple[Shard, Signs]], shape: tuple[int, ...]) -> Signs | None:
-    """The signs of a tensor of this shape from those of its shards; None where elements are missing.
+    """The signs of a tensor of this shape from those of its shards; None if elements are missing.
 
     Args:
-        parts: Boxes and flat ranges; of elements that several hold, the last one's count.
+        parts: Boxes and flat ranges. If several hold an element, the last one counts.
         shape: Of the whole tensor.
     """
     held = list(parts)
     if len(held) == 1 and held[0][0].shape == shape:
         return held[0][1]
     size = prod(shape)
-    if sum(shard.size for shard, _ in held) < size:  # before anything of that size is made
+    if sum(shard.size for shard, _ in held) < size:  # before allocating an array of that size
         return None
     there, positive, zero, nan = (_none(size) for _ in range(4))
     zeros_known = True
@@ -95,7 +93,7 @@ def merged(parts: Iterable[tuple[Shard, Signs]], shape: tuple[int, ...]) -> Sign
 
 
 def _place(whole: Mask, shape: tuple[int, ...], shard: Shard, part: Mask) -> None:
-    """Put the elements of a shard where they belong in the flat tensor."""
+    """Write the elements of a shard to their places in the flat tensor."""
     if len(shard.shape) != len(shape) or len(shape) == 1:  # a flat range
         whole[shard.offset[0] : shard.offset[0] + shard.size] = part
         return
@@ -113,18 +111,8 @@ def _none(size: int) -> Mask:
     return np.zeros(size, dtype=np.bool_)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    step: StepObservations
-    row: int
-
-    @property
-    def shard(self) -> Shard:
-        return self.step.observations[self.row].shard
-
-    @property
-    def summary(self) -> Any:
-        return self.step.summaries[self.row]
+_Part = tuple[StepObservations, int]
+"""An observation of a gradient: what a rank recorded of the step, and the row there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,29 +132,27 @@ class StepSigns:
     _parts: Mapping[str, tuple[_Part, ...]]
 
     def read(self, path: str) -> list[Signs]:
-        """The signs of a gradient: one for each rank that holds all of it, or one of all shards; none where unknown."""
-        parts = self._parts[path]
+        """Signs of a gradient: one for each rank that holds it whole, or one of all shards; empty if unknown."""
+        parts = [(step.observations[row].shard, step, row) for step, row in self._parts[path]]
         shape = self.shapes[path]
-        whole = [part for part in parts if part.shard.size and part.shard.shape == part.shard.global_shape]
+        whole = [part for part in parts if part[0].size and part[0].shape == part[0].global_shape]
         if whole or not all(shape):
-            found = [self._signs(part) for part in whole or parts[:1]]
+            found = [self._signs(*part) for part in whole or parts[:1]]
             return [signs for signs in found if signs is not None]
-        shards = {part.shard: part for part in reversed(parts)}
-        read = {shard: self._signs(part) for shard, part in shards.items()}
-        known = [(shard, signs) for shard, signs in read.items() if signs is not None]
-        if (signs := merged(known, shape)) is None:
-            return []
-        return [signs]
+        shards = {part[0]: part for part in reversed(parts)}
+        read = {shard: self._signs(*part) for shard, part in shards.items()}
+        signs = merged([(shard, signs) for shard, signs in read.items() if signs is not None], shape)
+        return [] if signs is None else [signs]
 
-    def _signs(self, part: _Part) -> Signs | None:
-        return part_signs(self._recording.tensors(part.step, part.row), part.summary, part.shard.size)
+    def _signs(self, shard: Shard, step: StepObservations, row: int) -> Signs | None:
+        return part_signs(self._recording.tensors(step, row), step.summaries[row], shard.size)
 
 
 def run_signs(recording: Recording, rename: Rename = str) -> Iterator[StepSigns]:
-    """Steps of a recording with the gradients that optimizers were given, in the order in which they were taken.
+    """Steps of a recording with the gradients that the optimizers were given, in order.
 
     Args:
-        recording: Was made with the detail `signs`, or imported from a tool that keeps directions.
+        recording: Made with the detail `signs`, or imported from a tool that keeps signs.
         rename: Turns paths into those of the other run.
     """
     for steps in rank_steps(recording):
@@ -175,25 +161,11 @@ def run_signs(recording: Recording, rename: Rename = str) -> Iterator[StepSigns]
             for row, seen in enumerate(step.observations):
                 kept = not seen.unobserved or row in step.stored.files
                 if kept and (seen.phase, seen.stage, seen.slot) == ("grad", "", "grad"):
-                    parts.setdefault(rename(seen.path), []).append(_Part(step=step, row=row))
+                    parts.setdefault(rename(seen.path), []).append((step, row))
         yield StepSigns(
             optimizer=steps[0].optimizer,
             step=steps[0].step,
-            shapes={path: same[0].shard.global_shape for path, same in parts.items()},
+            shapes={path: same[0][0].observations[same[0][1]].shard.global_shape for path, same in parts.items()},
             _recording=recording,
             _parts={path: tuple(same) for path, same in parts.items()},
         )
-
-
-def rank_steps(recording: Recording) -> Iterator[list[StepObservations]]:
-    """What the ranks that have it recorded of each step, in the order in which the lowest of them took them."""
-    streams = {rank: recording.steps(rank) for rank in recording.ranks}
-    heads = {rank: head for rank, stream in streams.items() if (head := next(stream, None)) is not None}
-    while heads:
-        optimizer = heads[min(heads)].optimizer
-        number = min(head.step for head in heads.values() if head.optimizer == optimizer)
-        here = [rank for rank, head in heads.items() if (head.optimizer, head.step) == (optimizer, number)]
-        yield [heads.pop(rank) for rank in sorted(here)]
-        for rank in here:
-            if (following := next(streams[rank], None)) is not None:
-                heads[rank] = following

@@ -24,8 +24,9 @@ from traindiff.compat.msprobe.layout import (
 )
 from traindiff.core.site import canonical_paths
 from traindiff.errors import ConfigError, Problem, TraindiffWarning
-from traindiff.present.data.csv_rows import defused
-from traindiff.present.direction_pictures import check_available, draw
+from traindiff.present.data.as_csv import defused
+from traindiff.present.direction_pictures import draw
+from traindiff.present.pictures import check_matplotlib
 
 SUMMARY = "summary"
 """Last row of the table: all parameters together."""
@@ -57,7 +58,7 @@ class GradComparator:
                 installed.
             NotARecordingError: A file cannot be read.
         """
-        check_available()
+        check_matplotlib("drawing pictures", asked_by="pictures")
         sides = (Path(path1), Path(path2))
         problems = [
             Problem(where=f"{name}={side}", what="is no directory.", fix="Give the dump_path of a monitored training.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from traindiff.core.settings import checked_bounds
+from traindiff.core.setting_checks import checked_bounds
 from traindiff.errors import ConfigError, Problem
 
 TASK = "grad_probe"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.signs.run_signs import rank_steps
+from traindiff.analyse.merge.run_steps import rank_steps
 from traindiff.compat.msprobe.gradients import (
     Kept,
     WholeGradient,

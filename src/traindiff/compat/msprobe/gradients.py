@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from traindiff.analyse.merge.step_table import Entry, step_table
+from traindiff.analyse.merge.site import MergedSite
+from traindiff.analyse.merge.step_table import step_table
 from traindiff.analyse.signs.run_signs import Signs, Stored, merged, part_signs
 from traindiff.compat.msprobe.tables import Columns, Row
 from traindiff.core.observation import LOSS_SCALE, Observation
@@ -107,7 +108,7 @@ def whole_gradients(parts: Iterable[Kept], bounds: tuple[float, ...]) -> Iterato
             yield _of_import(own[0], bounds)
 
 
-def _of_entry(entry: Entry, parts: list[Kept], bounds: tuple[float, ...]) -> WholeGradient:
+def _of_entry(entry: MergedSite, parts: list[Kept], bounds: tuple[float, ...]) -> WholeGradient:
     shards = {part.seen.shard: part for part in reversed(parts)}
     stored = {shard: part.read() for shard, part in shards.items()}
     known = [

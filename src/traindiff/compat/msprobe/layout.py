@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from os.path import isdir, isfile  # which never raise
 from pathlib import Path
 
-from traindiff.core.untrusted import Folder
+from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import ConfigError, NotARecordingError, Problem
 from traindiff.storage.location import file_name
 

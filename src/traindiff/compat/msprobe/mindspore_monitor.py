@@ -19,14 +19,12 @@ def attach(configuration: Configuration, optimizer: Any) -> tuple[Recorder, Live
         ConfigError: See `PrecisionDebugger.monitor`.
     """
     from traindiff.core.settings import record_settings
-    from traindiff.observe.mindspore.environment import rank_and_world_size
-    from traindiff.observe.mindspore.record import STANDARD_SETTINGS
-    from traindiff.observe.mindspore.recorder import Recorder
+    from traindiff.observe.mindspore.recorder import Recorder, rank_and_world_size
     from traindiff.observe.mindspore.targets import find_targets
 
     rank, world_size = rank_and_world_size()
     check_ranks(configuration, world_size)
-    settings = record_settings(**{**STANDARD_SETTINGS, **recording_settings(configuration)})
+    settings = record_settings(**recording_settings(configuration))
     every = find_targets(None, optimizer, select=("*",))
     check_parameters(configuration, every.parameters)
     targets = every if settings.select == ("*",) else find_targets(None, optimizer, select=settings.select)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from traindiff.compat.msprobe.configuration import TASK, Configuration
 from traindiff.compat.msprobe.layout import make_room, rank_directory, ranks_left
 from traindiff.compat.msprobe.live_files import LiveFiles, StepFiles
 from traindiff.compat.msprobe.tables import Columns
+from traindiff.core.settings import CommonOptions
 from traindiff.core.site import canonical_path
 from traindiff.errors import ConfigError, Problem
 
@@ -70,7 +70,7 @@ RECORDING = "recording"
 """Name of the recording in the directory of the files."""
 
 
-def recording_settings(configuration: Configuration) -> dict[str, Any]:
+def recording_settings(configuration: Configuration) -> CommonOptions:
     """Those arguments of `record` that follow from a configuration, whose ranks have been checked."""
     detail = ["signs"] if configuration.level != "L0" else ["md5"] if configuration.digest == "md5" else []
     return {

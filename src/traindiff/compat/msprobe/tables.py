@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from traindiff.core.settings import interval_names
+from traindiff.core.setting_checks import interval_names
 from traindiff.errors import NotARecordingError
-from traindiff.present.data.csv_rows import defused, restored
-from traindiff.storage.checked_rows import MOST_AXES, MOST_ELEMENTS
+from traindiff.present.data.as_csv import defused, restored
+from traindiff.storage.schema import MOST_AXES, MOST_ELEMENTS
 
 _INTERVAL = re.compile(r"\((-inf|[^,]+), ([^\])]+)[\])]")
 _LENGTH = re.compile(r"\d{1,30}", re.ASCII)

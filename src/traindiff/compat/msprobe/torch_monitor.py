@@ -27,13 +27,12 @@ def attach(configuration: Configuration, model: nn.Module | Sequence[nn.Module])
     from traindiff.core.settings import record_settings
     from traindiff.observe.common.writing import on_disk
     from traindiff.observe.torch.session.environment import rank_and_world_size
-    from traindiff.observe.torch.session.record import STANDARD_SETTINGS
     from traindiff.observe.torch.session.recorder import Recorder
     from traindiff.observe.torch.session.targets import find_targets
 
     rank, world_size = rank_and_world_size()
     check_ranks(configuration, world_size)
-    settings = record_settings(**{**STANDARD_SETTINGS, **recording_settings(configuration)})
+    settings = record_settings(**recording_settings(configuration))
     settings = replace(settings, counts_skipped=False)
     every = find_targets(model, None, select=("*",))
     names = _names(every, model)

@@ -21,6 +21,7 @@ from traindiff.core.kernels.torch_arrays import as_real, check_supported, dtype_
 from traindiff.core.observation import Observation
 from traindiff.core.shards import Shard
 from traindiff.core.summary import empty
+from traindiff.core.torch_compat.training import print_options
 from traindiff.errors import TraindiffWarning
 from traindiff.observe.torch.session.environment import describe
 from traindiff.storage import RecordingWriter
@@ -115,10 +116,8 @@ def _samples(tensor: Tensor) -> str:
 
 @contextmanager
 def _printing(**options: Any) -> Iterator[None]:
-    """Print tensors in a certain way, and then as before: torch has no public way to ask how that was."""
-    from torch import _tensor_str
-
-    before = dict(vars(_tensor_str.PRINT_OPTS))
+    """Print tensors in a certain way, and then as before."""
+    before = print_options()
     torch.set_printoptions(**options)
     try:
         yield

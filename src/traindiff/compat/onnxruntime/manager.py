@@ -18,6 +18,7 @@ from traindiff.compat.onnxruntime.run_context import (
     is_traced,
 )
 from traindiff.core.site import canonical_paths
+from traindiff.core.torch_compat.training import is_data_parallel_copy
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.observe.common.circumstances import close_at_exit
 from traindiff.observe.torch.hooks.nested import replaced, tensors
@@ -145,7 +146,7 @@ def _is_copy(module: nn.Module, context: RuntimeStates) -> bool:
     ORTModule exports a copy, and `DataParallel` runs replicas: those are followed.
     """
     followed = module in context.global_states.module_to_module_index
-    return not (followed or is_traced() or is_exporting() or getattr(module, "_is_replica", False))
+    return not (followed or is_traced() or is_exporting() or is_data_parallel_copy(module))
 
 
 def _inside_ortmodule(module: nn.Module) -> nn.Module:

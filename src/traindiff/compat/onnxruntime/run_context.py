@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from traindiff.compat.onnxruntime.statistics import called
-from traindiff.core._torch_compat import inside_backward
+from traindiff.core.torch_compat.execution import can_tell_backward, inside_backward, version_of
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class RuntimeStates:
 
         Of a tensor that a module returns and the module around it, too, the outer one is told first: backward.
         """
-        state = tensor._version, self.global_states.execution_step
+        state = version_of(tensor), self.global_states.execution_step
         if self._hooked is not None and self._hooked[0]() is tensor and self._hooked[1] == state:
             self._hooked[2].append(tell)
             return
@@ -169,7 +169,7 @@ def is_recomputed() -> bool:
 
     torch 1.13 cannot be asked.
     """
-    return hasattr(torch._C, "_current_graph_task_id") and inside_backward()
+    return can_tell_backward() and inside_backward()
 
 
 def is_exporting() -> bool:

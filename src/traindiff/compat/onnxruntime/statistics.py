@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from traindiff.core.untrusted import Folder
+from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import NotARecordingError
-from traindiff.storage.checked_rows import MOST_AXES
 from traindiff.storage.location import file_name
+from traindiff.storage.schema import MOST_AXES
 
 Direction = Literal["forward", "backward"]
 

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from traindiff.core.summary import Detail, RawTensor
 
 EXPONENT_FIRST = -160
-"""Binary exponent of the first bin of a histogram; what is smaller is counted there too."""
+"""Binary exponent of the first bin of a histogram, which also counts smaller ones."""
 
 EXPONENT_BINS = 320
-"""Bins of a histogram of exponents, one per binary exponent; the last takes what is larger."""
+"""Bins of a histogram of exponents, one per binary exponent; the last also counts larger ones."""
 
 _CHUNK = 1 << 15
-"""Elements that are read at a time, so that what is made of them stays in the cache; a multiple of 8."""
+"""Elements that are read at a time, so that intermediate arrays stay in the cache; a multiple of 8."""
 
 Bits = NDArray[np.uint8]
 
@@ -30,9 +30,9 @@ class PackedSigns:
     """One bit per element, the first element in the lowest bit of the first byte.
 
     Attributes:
-        positive: Set where x > 0.
-        signless: Set where x is zero or NaN; empty where no element is.
-        nan: Set where x is NaN; empty where no element is.
+        positive: Set if x > 0.
+        signless: Set if x is zero or NaN; empty if there is no such element.
+        nan: Set if x is NaN; empty if there is no such element.
     """
 
     positive: Bits
@@ -41,7 +41,7 @@ class PackedSigns:
 
 
 def exponents(values: NDArray[np.generic]) -> NDArray[np.int64]:
-    """How many elements have which binary exponent.
+    """Histogram of the elements by binary exponent.
 
     Args:
         values: Any real floating-point dtype that NumPy has, one axis.
@@ -61,11 +61,11 @@ def exponents(values: NDArray[np.generic]) -> NDArray[np.int64]:
 
 
 def packed_signs(values: NDArray[Any], *, may_be_signless: bool = True) -> PackedSigns:
-    """Which elements are positive, which have no sign, and which of these are NaN.
+    """Masks of the positive elements, of those without a sign, and of NaN.
 
     Args:
         values: Any real dtype, one axis.
-        may_be_signless: False where it is known that no element is zero or NaN, which saves looking for them.
+        may_be_signless: False if it is known that no element is zero or NaN, which saves the search.
     """
     num_bytes = -(-values.size // 8)
     positive = np.empty(num_bytes, dtype=np.uint8)
@@ -86,14 +86,14 @@ def packed_signs(values: NDArray[Any], *, may_be_signless: bool = True) -> Packe
 
 
 def intervals(values: NDArray[Any], bounds: Sequence[float]) -> NDArray[np.int64]:
-    """How many elements lie in each of the intervals that some bounds make, each closed on the right.
+    """Number of elements in each of the intervals between bounds, each closed on the right.
 
     Args:
         values: Any real dtype, one axis.
         bounds: Ascending, finite.
 
     Returns:
-        `len(bounds) + 1` counts: of (-inf, b0], (b0, b1], ..., (b_last, inf], exact whatever the dtype. NaN is in
+        `len(bounds) + 1` counts: of (-inf, b0], (b0, b1], ..., (b_last, inf], exact for every dtype. NaN is in
         none of them.
     """
     limits = [_at_most(bound, values.dtype) for bound in bounds]
@@ -116,7 +116,7 @@ def _at_most(bound: float, dtype: np.dtype[Any]) -> Any:
 
 
 def _chunks(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """The elements, some at a time; float16 as float32, of which NumPy compares more at once."""
+    """The elements in chunks; float16 becomes float32, which NumPy compares faster."""
     for first in range(0, values.size, _CHUNK):
         chunk = values[first : first + _CHUNK]
         yield chunk.astype(np.float32) if chunk.dtype == np.float16 else chunk
@@ -127,8 +127,8 @@ class Elements:
     """A tensor's elements as NumPy arrays.
 
     Attributes:
-        values: Elements in row-major order, flat; a view of the tensor's memory where NumPy has
-            the dtype, float32 for bfloat16 and float8.
+        values: Elements in row-major order, flat; a view of the tensor's memory if NumPy has the dtype, else (bfloat16,
+            float8) float32.
         bits: The same, as unsigned integers.
         tiny: Smallest normal number of the dtype; 0 for dtypes without fractions.
     """
@@ -139,7 +139,7 @@ class Elements:
 
 
 def is_wanted(shape: Sequence[int], wanted: Collection[str], bounds: Sequence[float]) -> bool:
-    """Whether anything is kept beside the summary, which holds all of a scalar but its MD5."""
+    """True if anything besides the summary is kept. The summary holds everything about a scalar except its MD5."""
     return bool(set(wanted) - {"summary"} or bounds) if len(shape) else "md5" in wanted
 
 
@@ -158,12 +158,12 @@ def detail_of_elements(
         found: Its elements.
         shape: Its shape.
         dtype: Its dtype, as torch spells it.
-        wanted: Some of `traindiff.core.summary.DETAILS`.
-        bounds: Of the intervals in which elements are counted, ascending; none where they are not.
-        summary: Of the tensor, where it is known already.
+        wanted: Some of `traindiff.core.setting_checks.DETAILS`.
+        bounds: Ascending bounds of intervals in which elements are counted; may be empty.
+        summary: Summary of the tensor, if it is known already.
 
     Returns:
-        None where nothing was wanted. Of a scalar, of which the summary holds everything else, there is the MD5 alone.
+        The parts; None if nothing was wanted. A scalar has only its MD5, because its summary holds everything else.
     """
     if not is_wanted(shape, wanted, bounds):
         return None
@@ -176,7 +176,7 @@ def detail_of_elements(
     if "tensors" in wanted:
         kept["value"] = RawTensor(dtype=dtype, shape=tuple(shape), data=found.bits.tobytes())
     if "signs" in wanted:
-        known = isinstance(summary, np.void)  # and not on its way from a device
+        known = isinstance(summary, np.void)  # not still on its way from a device
         signs = packed_signs(
             found.values, may_be_signless=not known or bool(int(summary["zero"]) + int(summary["nan"]))
         )

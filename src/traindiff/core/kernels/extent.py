@@ -1,4 +1,4 @@
-"""Between which magnitudes the elements of a tensor lie: all that is needed to see what is not finite."""
+"""The range of magnitudes of a tensor's elements, which is enough to detect NaN and infinity."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ class Extent:
     """The least and the largest absolute value.
 
     Attributes:
-        smallest: Least absolute value, infinities included; NaN where an element is NaN, or where there are no
-            elements.
-        largest: Largest absolute value; NaN and infinite as above.
-        count: Elements.
+        smallest: Least absolute value, including infinities; NaN if an element is NaN or there are no elements.
+        largest: Largest absolute value, including infinities; NaN if an element is NaN or there are no elements.
+        count: Number of elements.
     """
 
     smallest: float
@@ -34,15 +33,15 @@ class Extent:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all elements are."""
+        """True if all elements are finite."""
         return not self.count or math.isfinite(self.largest)
 
 
 def extent(tensor: Tensor) -> Extent:
-    """The extent of a tensor of any dtype, shape, layout and device. On another device than the CPU it waits for it.
+    """The extent of a tensor of any dtype, shape, layout and device. Waits for a device other than the CPU.
 
-    Complex numbers count by their magnitudes, or by the largest number of their dtype where that is less, booleans as
-    0 and 1, sparse tensors by the values that they store, and distributed ones by what this rank holds.
+    Complex numbers count by their magnitude, at most the largest number of their dtype; booleans as 0 and 1; sparse
+    tensors by their stored values; distributed tensors by the part on this rank.
 
     Raises:
         UnsupportedTensorError: It has no elements that could be read.
@@ -69,7 +68,7 @@ def _kernels() -> list[tuple[frozenset[str], ModuleType]]:
 def magnitudes(tensor: Tensor) -> tuple[Tensor, Tensor, int]:
     """The least and the largest absolute value as float64 scalars on the tensor's device, and the number of elements.
 
-    By torch's own operators, which wait for nothing. See `extent`.
+    Computed by torch operators, without waiting for the device. See `extent`.
 
     Raises:
         UnsupportedTensorError: It has no elements that could be read.
@@ -88,7 +87,7 @@ def magnitudes(tensor: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def stored_values(tensor: Tensor) -> Tensor:
-    """The elements that a tensor stores here, as real numbers of a dtype that torch computes in; any shape.
+    """The elements that a tensor stores on this rank, as real numbers of a dtype that torch computes in; any shape.
 
     Raises:
         UnsupportedTensorError: There are none.
@@ -113,5 +112,5 @@ def stored_values(tensor: Tensor) -> Tensor:
 
 
 def _of_integers(values: Tensor) -> Tensor:
-    """Absolute values of integers, of the least one too, which its own dtype cannot hold."""
+    """Absolute values of integers in float64: that of the least integer does not fit its own dtype."""
     return values.to(torch.float64).abs()

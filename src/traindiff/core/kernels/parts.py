@@ -1,4 +1,4 @@
-"""A tensor in parts of bounded size: what has to be copied before it can be read is copied part by part."""
+"""Parts of a tensor of limited size, so that a tensor that must be copied is copied part by part."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Runs:
     """Equally spaced runs of elements.
 
     Attributes:
-        memory: Where the first run begins, in elements after the tensor's first.
-        index: Its global index, after the shard's first.
+        memory: First element of the first run, in elements after the tensor's first.
+        index: Its global index, relative to the shard's first.
         count: Number of runs.
-        length: Elements in each.
-        memory_step: From one run to the next, in elements of memory.
-        index_step: The same, in global indices.
+        length: Elements in each run.
+        memory_step: Distance from one run to the next, in elements of memory.
+        index_step: The same distance in global indices.
     """
 
     memory: int
@@ -42,7 +42,7 @@ def run_length(shape: Sequence[int], memory: Sequence[int], index: Sequence[int]
 
 
 def runs(shape: Sequence[int], memory: Sequence[int], index: Sequence[int]) -> Iterator[Runs]:
-    """All elements of a box, as few times equally spaced runs as possible.
+    """All elements of a box as groups of equally spaced runs, as few groups as possible.
 
     Args:
         shape: Lengths of its axes, none of them 0.
@@ -66,7 +66,7 @@ def runs(shape: Sequence[int], memory: Sequence[int], index: Sequence[int]) -> I
 
 
 def _joined(shape: Sequence[int], memory: Sequence[int], index: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(length, memory stride, index stride) per axis, where neighbors that continue each other are one."""
+    """(length, memory stride, index stride) per axis; neighboring axes that continue each other are joined."""
     axes: list[tuple[int, int, int]] = []
     for length, step, index_step in zip(shape, memory, index, strict=True):
         if length == 1:
@@ -88,18 +88,18 @@ def parts_of(tensor: Tensor, shard: Shard, most: int = MOST) -> Iterator[tuple[T
     Args:
         tensor: Real, any strides.
         shard: Which elements of the global tensor it holds: a box of its shape, or a flat range.
-        most: Elements of a view at most.
+        most: Limit for the elements of a view.
 
     Returns:
-        Views and what they hold; the tensor itself, if it is not larger than `most`. Their summaries merge to that of
-        the tensor.
+        Views and their shards; the tensor itself if it is not larger than `most`. Their summaries merge to the summary
+        of the tensor.
     """
     shape = tuple(tensor.shape)
     if prod(shape) <= most:
         yield tensor, shard
         return
     is_box = shape == shard.shape
-    # What is far apart in memory is divided first, so that a part lies close together and is copied fast.
+    # The axis with the largest stride is divided first, so that a part is compact in memory and is copied fast.
     axes = sorted(range(len(shape)), key=tensor.stride, reverse=True) if is_box else range(len(shape))
     together = shard.spacing[0] if is_box and shard.spacing else 0
     for spans in _divided([(0, length) for length in shape], axes, most, together):
@@ -116,10 +116,10 @@ def _divided(spans: Spans, axes: Sequence[int], most: int, together: int) -> Ite
 
     Args:
         spans: The box.
-        axes: Those that may be divided, in this order.
-        most: Elements of a part.
-        together: How many of axis 0 lie one after the other before the next ones follow; 0 for all of them. A part
-            has some of those, or several times all of them.
+        axes: Axes that may be divided, in this order.
+        most: Limit for the elements of a part.
+        together: Rows of axis 0 in a group without gaps; 0 if there are no gaps at all. A part has either some rows
+            of one group or several whole groups.
     """
     size = prod(last - first for first, last in spans)
     if size <= most:
@@ -142,7 +142,7 @@ def _divided(spans: Spans, axes: Sequence[int], most: int, together: int) -> Ite
 
 
 def _of_box(shard: Shard, spans: Spans) -> Shard:
-    """What a part of a box holds."""
+    """The shard of a part of a box."""
     shape = tuple(last - first for first, last in spans)
     starts = [first for first, _ in spans]
     spacing = shard.spacing
@@ -157,7 +157,7 @@ def _of_box(shard: Shard, spans: Spans) -> Shard:
 
 
 def _of_range(shard: Shard, shape: Sequence[int], spans: Spans) -> Shard:
-    """What a part of a tensor holds whose elements, in row-major order, are a flat range."""
+    """The shard of a part of a tensor whose elements, in row-major order, are a flat range."""
     size = prod(last - first for first, last in spans)
     before = sum(first * prod(shape[axis + 1 :]) for axis, (first, _) in enumerate(spans))
     return Shard(shape=(size,), global_shape=shard.global_shape, offset=(shard.offset[0] + before,))

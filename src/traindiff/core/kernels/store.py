@@ -1,4 +1,4 @@
-"""The summaries of a session: made at once on the CPU, on their way from a GPU until they are read."""
+"""The summaries of a session: those of CPU tensors are ready at once, those of GPU tensors arrive later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Deferred:
-    """A summary that a GPU is still making."""
+    """A summary that a GPU is still computing."""
 
     __slots__ = ("_slot", "_ticket")
 
@@ -29,30 +29,30 @@ class Deferred:
         self._slot = 0
 
     def arrives_with(self, ticket: Ticket, slot: int) -> None:
-        """It is the given row of what the ticket brings."""
+        """Set where the summary will arrive: a row of a ticket."""
         self._ticket, self._slot = ticket, slot
 
     def result(self) -> np.void:
-        """The summary. Waits for the device if it has not come so far."""
+        """The summary; waits for the device if it is not finished."""
         assert self._ticket is not None
         found: np.void = self._ticket.result()[self._slot]
         return found
 
 
 def resolved(summaries: Sequence[Any]) -> Summaries:
-    """Summaries of which some may be `Deferred`, as one array; waits for those. Any thread may call it."""
+    """One array of summaries; waits for those that are `Deferred`. Any thread may call it."""
     return np.array([one.result() if isinstance(one, Deferred) else one for one in summaries], dtype=SUMMARY)
 
 
 class SummaryStore:
     """Makes the summaries of a session.
 
-    A tensor on a GPU is summarized there, in the order of its stream, and nothing waits for it: what
-    `add` gives back is read after `end_step`, as a rule while the next step runs. Where Triton is
-    missing, or cannot read a tensor, its elements are copied to the CPU, which waits.
+    A tensor on a GPU is summarized there, in the order of its stream, and nothing waits for it: the result of `add` is
+    read after `end_step`, usually while the next step runs. If Triton is missing or cannot read a tensor, the elements
+    are copied to the CPU, which waits for the device.
 
     Args:
-        kernels: Those that put summaries off.
+        kernels: Kernels whose summaries arrive later.
     """
 
     def __init__(self, kernels: Sequence[Kernel] = PUT_OFF) -> None:
@@ -79,7 +79,7 @@ class SummaryStore:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Summarize what is added in the block at its end, all tensors of a dtype in one launch."""
+        """Summarize all tensors that are added in this block at its end, those of one dtype in one launch."""
         if self._waiting is not None:
             yield
             return
@@ -92,7 +92,7 @@ class SummaryStore:
                 self._add_many([entry for entry in waiting if entry[0].device == device])
 
     def end_step(self) -> None:
-        """Send what was added on its way to the host. Waits for nothing but what was sent two steps ago."""
+        """Start copying the summaries of this step to the host. Waits only for the copy of two steps ago."""
         for device in self._used:
             self._rows[device].end_step()
         self._used.clear()
@@ -104,7 +104,7 @@ class SummaryStore:
             deferred.arrives_with(rows.ticket, slot)
 
     def _rows_of(self, tensor: Tensor) -> DeviceRows | None:
-        """What collects the summaries of its device; None where this one is made at once."""
+        """The collector of summaries on the tensor's device; None if the tensor is summarized at once."""
         device = tensor.device
         for kernel in self._kernels:
             if device.type in kernel.device_types and (module := kernel.load()) is not None and module.reads(tensor):

@@ -14,13 +14,13 @@ from traindiff.core.summary import Detail
 from traindiff.errors import UnsupportedTensorError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By size in bytes. torch has no unsigned ones but the first before 2.3; NumPy reads the same bits as unsigned."""
+"""Dtypes by size in bytes. Before torch 2.3 only uint8 is unsigned; NumPy reads the same bits as unsigned."""
 
 _ABSTRACT = frozenset({"FakeTensor", "FunctionalTensor"})
 
 
 def check_supported(tensor: torch.Tensor) -> None:
-    """Raise unless a summary can be made of this tensor.
+    """Refuse a tensor that cannot be summarized.
 
     Raises:
         UnsupportedTensorError: Sparse, quantized, nested, meta, fake or lazy tensors.
@@ -42,12 +42,12 @@ def check_supported(tensor: torch.Tensor) -> None:
 
 
 def is_abstract(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no elements to read: its operator is run to learn the shape of a result."""
+    """True if a tensor has only a shape and no elements, because torch is tracing."""
     return tensor.device.type == "meta" or type(tensor).__name__ in _ABSTRACT
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's shape; empty for nested and lazy tensors, which have none."""
+    """The tensor's shape; empty for nested and lazy tensors."""
     return () if tensor.is_nested or is_lazy(tensor) else tuple(tensor.shape)
 
 
@@ -57,7 +57,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached tensor of real numbers: complex ones get a last axis of real and imaginary part."""
+    """A detached tensor of real numbers; a complex tensor gets a last axis for real and imaginary part."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -65,7 +65,7 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor of another device; waits for that.
+    """A copy of a tensor from another device; waits for the device.
 
     Raises:
         UnsupportedTensorError: Its elements cannot be read.
@@ -109,16 +109,16 @@ def _elements(tensor: torch.Tensor) -> Elements:
 def detail_of(
     tensor: Tensor, wanted: Collection[str], *, bounds: Sequence[float] = (), summary: Any = None
 ) -> Detail | None:
-    """The wanted parts of a tensor that a summary could be made of; see `detail_of_elements`.
+    """The wanted parts of a tensor that can be summarized; see `detail_of_elements`.
 
     Args:
         tensor: Any tensor that `traindiff.core.kernels.summarize` takes.
-        wanted: Some of `traindiff.core.summary.DETAILS`.
-        bounds: Of the intervals in which elements are counted, ascending; none where they are not.
-        summary: Of the tensor, where it is known already.
+        wanted: Some of `traindiff.core.setting_checks.DETAILS`.
+        bounds: Ascending bounds of intervals in which elements are counted; may be empty.
+        summary: Summary of the tensor, if it is known already.
 
     Returns:
-        None where nothing was wanted.
+        The parts; None if nothing was wanted.
     """
     if not (set(wanted) - {"summary"} or bounds):
         return None

@@ -1,52 +1,10 @@
-"""Files that a stranger may have written: what is read of them is bounded and checked before anything is made of it.
+"""Readers of files that a stranger may have written: sizes are limited and contents checked before they are used.
 
 Every reader of recordings, and of other tools' files, reads through this package:
 
-* `folder.Folder` opens regular files inside one directory, and no others; it never waits for one;
-* `json_text.parse` bounds the size, the depth and the numbers of a JSON text before it parses it;
+* `folder.Folder` opens only regular files inside one directory, and never waits for one;
+* `demands.parse` bounds the size, the depth and the numbers of a JSON text before it parses it;
 * `demands` say in one place which keys and types a parsed text must have.
 
-What is wrong ends in the error that the caller chose; by default a `CorruptRecordingError`.
+The caller chooses the error for a refused file; the default is `CorruptRecordingError`.
 """
-
-from traindiff.core.untrusted.demands import (
-    ANYTHING,
-    FLAG,
-    MOST_JSON_BYTES,
-    NUMBER,
-    TEXT,
-    Demand,
-    Refuse,
-    damaged,
-    demanded,
-    either,
-    listed,
-    mapped,
-    nullable,
-    one_of,
-    parse,
-    shaped,
-    whole,
-)
-from traindiff.core.untrusted.folder import Folder
-
-__all__ = [
-    "ANYTHING",
-    "FLAG",
-    "MOST_JSON_BYTES",
-    "NUMBER",
-    "TEXT",
-    "Demand",
-    "Folder",
-    "Refuse",
-    "damaged",
-    "demanded",
-    "either",
-    "listed",
-    "mapped",
-    "nullable",
-    "one_of",
-    "parse",
-    "shaped",
-    "whole",
-]

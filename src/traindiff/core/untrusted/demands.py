@@ -1,10 +1,10 @@
-"""Which keys and types a parsed text must have: one description per kind of file.
+"""Demands on parsed JSON: one description of keys and types per kind of file.
 
     RUN = shaped({"version": whole(1), "settings": shaped({}, {"bounds": listed(NUMBER)})}, {"mesh": nullable(MESH)})
     demanded(content, RUN, where="run.json")
 
-A demand is a function of a value and its place. It gives nothing back, and raises `Unmet` where the value is not as
-demanded. Keys that a description does not name are ignored.
+A demand is a function of a value and its place. It returns nothing, and raises `Unmet` if the value is not as demanded.
+Keys that a description does not name are ignored.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from traindiff.core.site import printable
 from traindiff.errors import CorruptRecordingError, TraindiffError, type_of
 
 Refuse = Callable[[str, str], TraindiffError]
-"""Makes the error for a file (its path, as people know it) and what is wrong with it (a clause without a full stop)."""
+"""Function that makes the error for a file: from its path, and a clause that says what is wrong with it."""
 
 _MOST_QUOTED = 80
 
 
 def damaged(where: str, what: str) -> CorruptRecordingError:
-    """The error for a file of a recording that is not as it was written.
+    """The error for a damaged file of a recording.
 
     Args:
         where: The file.
-        what: What is wrong with it: a clause, without a full stop at its end.
+        what: The damage, as a clause without a full stop.
     """
     return CorruptRecordingError(
         f"{printable(where)} is damaged: {what}. Restore the file from where it was copied, or record again."
@@ -38,38 +38,38 @@ def damaged(where: str, what: str) -> CorruptRecordingError:
 
 
 def quoted(text: str) -> str:
-    """A text of a stranger as messages quote it: printable, and not long."""
+    """A text of a stranger for messages: quoted, printable and cut to a short length."""
     shown = printable(text[: _MOST_QUOTED + 1])
     return f'"{shown if len(shown) <= _MOST_QUOTED else shown[:_MOST_QUOTED] + "..."}"'
 
 
 MOST_JSON_BYTES = 1 << 26
-"""Size of a JSON file at most: twenty times what a model of 20,000 parameters needs."""
+"""Limit for the size of a JSON file: twenty times as much as a model of 20,000 parameters needs."""
 
 MOST_DEPTH = 64
-"""Lists and objects inside each other at most. Python's parser gives up at its recursion limit."""
+"""Limit for nested lists and objects. Python's parser fails at its recursion limit."""
 
 MOST_VALUES = 1 << 21
-"""Values of a text at most: an empty list takes 2 bytes of it, and 64 in memory."""
+"""Limit for the values of a text: an empty list takes 2 bytes of text, and 64 bytes of memory."""
 
 _MOST_DIGITS = 300
 _TEXTS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-"""Texts in JSON, also one that does not end; possessive, so that the time is linear in any input."""
+"""Strings in JSON, also an unterminated one; possessive quantifiers keep the time linear in any input."""
 
 _OTHER = re.compile(r"[^\[\]{}]+")
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def parse(data: bytes, *, where: str, refuse: Refuse = damaged, most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """The value of a JSON text. Of a key that an object has twice, the last one counts.
+    """The value of a JSON text. If an object has a key twice, the last one counts.
 
-    `NaN` and `Infinity`, which Python writes, come as floats.
+    `NaN` and `Infinity`, which Python writes, become floats.
 
     Args:
         data: UTF-8.
         where: The file, for messages.
         refuse: Makes the error.
-        most_bytes: Size at most.
+        most_bytes: Limit for the size.
 
     Raises:
         TraindiffError: It is not JSON, is too large, is nested too deep, or has too many values or digits.
@@ -99,7 +99,7 @@ def _integer(text: str) -> int:
 
 
 Demand = Callable[[Any, str], None]
-"""Looks at a value, which is at a place such as `settings.bounds[3]`; raises `Unmet`."""
+"""Checks a value at a place such as `settings.bounds[3]`; raises `Unmet`."""
 
 _NAMES: Mapping[type, str] = {
     dict: "an object", list: "a list", str: "a text", bool: "a boolean", int: "an integer", float: "a number",
@@ -108,15 +108,15 @@ _NAMES: Mapping[type, str] = {
 
 
 class Unmet(Exception):  # noqa: N818
-    """A value is not as demanded; the message is a clause that says which and how."""
+    """A value is not as demanded; the message is a clause that names the value and the demand."""
 
 
 def demanded(value: Any, demand: Demand, *, where: str, refuse: Refuse = damaged) -> Any:
     """The value, if it is as demanded.
 
     Args:
-        value: What was parsed.
-        demand: What it must be.
+        value: A parsed value.
+        demand: The demand on it.
         where: The file, for messages.
         refuse: Makes the error.
 
@@ -183,7 +183,7 @@ def nullable(demand: Demand) -> Demand:
 
 
 def either(*demands: Demand) -> Demand:
-    """As one of several demands. The message is that of the last one."""
+    """One of several demands is met. The message is that of the last one."""
 
     def check(value: Any, place: str) -> None:
         for demand in demands[:-1]:
@@ -247,10 +247,10 @@ def _flag(value: Any, place: str) -> None:
 
 
 ANYTHING: Demand = _anything
-"""Any value, of which nothing but its text is used."""
+"""Any value; only its text is used."""
 
 TEXT: Demand = _text
 NUMBER: Demand = _number
-"""An integer or a float; infinities too, but not NaN."""
+"""An integer or a float; infinities are allowed, NaN is not."""
 
 FLAG: Demand = _flag

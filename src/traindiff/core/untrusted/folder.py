@@ -1,4 +1,4 @@
-"""The files of one directory: regular ones, inside it, and no larger than they may be."""
+"""Access to the files of one directory: only regular files inside it, and only up to a size limit."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from traindiff.core.untrusted.demands import Refuse, damaged
 
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
 _OPEN |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-"""Neither waits for the other end of a FIFO nor follows a link that was put in the file's place meanwhile."""
+"""Flags that neither wait for the other end of a FIFO nor follow a link that has just replaced the file."""
 
 
 class Folder:
     """Reads files of a directory that a stranger may have filled.
 
-    A name in it is relative, with `/` between its parts. What it names must be a regular file whose resolved path
-    (links are followed) lies inside the directory. FIFOs, sockets, devices and directories are refused, and reading
-    never waits for them. The directory itself may be reached through links.
+    Names are relative, with `/` between their parts. A name must lead to a regular file whose resolved path (links
+    are followed) lies inside the directory. FIFOs, sockets, devices and directories are refused, and reading never
+    waits for them. The path of the directory itself may contain links.
 
     Args:
         file_system: The fsspec file system that the directory is in.
         root: Its path there.
-        refuse: Makes the error for what is refused.
+        refuse: Makes the error for a refused file.
     """
 
     def __init__(self, file_system: Any, root: str, *, refuse: Refuse = damaged) -> None:
@@ -66,12 +66,12 @@ class Folder:
         return posixpath.join(self.root, name)
 
     def exists(self, name: str) -> bool:
-        """Whether anything has this name. What cannot be read counts: `read` says what is wrong with it."""
+        """True if anything has this name, even something unreadable: `read` then says what is wrong with it."""
         path = self.path(name)
         return os.path.lexists(path) if self._local else bool(self._fs.exists(path))
 
     def names(self) -> list[str]:
-        """Names of what is in the directory, sorted; nothing of directories below it."""
+        """Sorted names of the entries of the directory, without those of directories below it."""
         if self._local:
             return sorted(os.listdir(self.root))  # noqa: PTH208  a Path for each of a million costs
         entries = self._fs.ls(self.root, detail=False)
@@ -93,7 +93,7 @@ class Folder:
 
         Args:
             name: The file.
-            limit: How many bytes it may have; None for any number.
+            limit: Limit for its size in bytes; None for no limit.
 
         Raises:
             TraindiffError: There is no regular file of this name inside the directory, or it is larger.
@@ -130,7 +130,7 @@ class Folder:
 
         Args:
             name: The file.
-            limit: How many bytes it may have. No more are read.
+            limit: Limit for its size in bytes. No more are read.
 
         Raises:
             TraindiffError: There is no regular file of this name inside the directory, or it is larger.
@@ -145,7 +145,7 @@ class Folder:
         return content
 
     def _about(self, path: str) -> None:
-        """Refuse what is no regular file on a file system that is not local."""
+        """Refuse anything but a regular file, on a file system that is not local."""
         try:
             about = self._fs.info(path)
         except FileNotFoundError:
@@ -154,7 +154,7 @@ class Folder:
             raise self._refuse(path, "it is not a regular file")
 
     def _resolved(self, name: str) -> str:
-        """The path of what has this name, without links."""
+        """The path of this name with all links resolved."""
         path = self.path(name)
         try:
             root, resolved = os.path.realpath(self.root), os.path.realpath(path)

@@ -1,1 +1,1 @@
-"""What sessions of every framework share. Needs no framework."""
+"""The parts of a session that need no framework."""

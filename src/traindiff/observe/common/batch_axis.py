@@ -1,4 +1,4 @@
-"""Which axis of an activation runs over the samples of the batch."""
+"""Recognize the axis of an activation that runs over the samples of the batch."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ def batch_first(tensor: Tensor, axis: int) -> Tensor:
 
 
 _UNDECLARED = 1 << 30
-"""An axis that no tensor has, where there is no declaration."""
+"""An axis that no tensor has, for sites without a declaration."""
 
 
 class BatchAxis:
     """Recognizes batch axes and turns tensors into shards of the global batch.
 
-    Without a declaration, axis 0 is the batch axis of a tensor whose length there is the batch
-    size of the root's inputs, or that size times the lengths of the axes that follow it in one of
-    them (a batch of sequences flattened to tokens; not where the batch size is 1, as one sample's
-    tokens are as many as the positions of a table). Declarations come first: the first pattern
-    that matches a site names the axis, or None for a tensor without one. Of torch's recurrent modules it is
-    known: axis 1 of their states, and of their output axis 0 or 1, as `batch_first` says.
+    The first declaration that matches a site names the axis, or None for a tensor without one. Without a declaration,
+    axis 0 is the batch axis if its length is the batch size of the root's inputs, or that size times the lengths of the
+    axes that follow it in one of them: a batch of sequences flattened to tokens. (This does not hold for a batch of one
+    sample, whose tokens may be as many as the positions of a table.) torch's recurrent modules have the batch on axis 1
+    of their states, and on axis 0 or 1 of their output, depending on `batch_first`.
 
     Args:
         declared: Axis by glob over canonical paths, or over path and slot (`lstm output[1][0]`);
-            `(root)` is also what the root's inputs obey.
+            `(root)` applies to the root's inputs, too.
         modules: The model's modules by canonical path.
     """
 
@@ -47,11 +46,11 @@ class BatchAxis:
         self._asked = False
 
     def of_batch(self, inputs: Iterable[Sequence[int]], *, path: str = "", slot: str = "input") -> Batch | None:
-        """The batch that is in some tensors, as a rule the root's inputs; None when none of them has axes.
+        """The batch that some tensors hold, as a rule the root's inputs; None if none of them has axes.
 
         Args:
-            inputs: Their shapes.
-            path: Canonical path of what receives or yields them.
+            inputs: The shapes of the tensors.
+            path: Canonical path of the module that receives them, or of the loader that yields them.
             slot: Slot of all of them.
         """
         axis = self._declared_axis(path, slot, default=0)
@@ -77,18 +76,18 @@ class BatchAxis:
         progress: Progress,
         batch: Batch | None = None,
     ) -> tuple[int, Shard]:
-        """Which axis of the tensor comes first in its global index, and which rows it holds.
+        """The batch axis of a tensor, and its place in the global batch.
 
         Args:
-            shape: Of an input of the root or an output of a module; where ranks hold parts of it, of all of it.
+            shape: The shape of an input of the root or an output of a module; the global one if ranks hold parts.
             path: Canonical path.
-            slot: Which tensor there; declarations are matched to both.
-            site: What tells this tensor from all others of the micro-step.
+            slot: The tensor's slot there; declarations are matched to both.
+            site: A key that tells this tensor from all others of the micro-step.
             progress: Counts the rows seen at `site` in this step.
-            batch: The batch that it is of, where that is not the one which the root works on.
+            batch: The tensor's batch, if it is not the one on which the root works.
 
         Returns:
-            The batch axis (0 where there is none), and the shard of the tensor with it in front.
+            The batch axis (0 if there is none), and the shard of the tensor with that axis in front.
         """
         self._asked = True
         batch = batch or progress.current_batch
@@ -104,7 +103,7 @@ class BatchAxis:
         return axis, Shard.of_batch(shape, first=first, spacing=spacing)
 
     def axis_of_samples(self, tensor: Tensor, batch: Batch | None, *, path: str, slot: str) -> int | None:
-        """The axis of a tensor of the batch that runs over its samples; None where it has none."""
+        """The axis of a tensor of the batch that runs over the samples; None if it has none."""
         from traindiff.core.kernels.torch_arrays import shape_of
 
         shape = shape_of(tensor)
@@ -114,7 +113,7 @@ class BatchAxis:
         return axis if shape[axis] == batch.size else None
 
     def _usual_axis(self, path: str, slot: str, dims: int) -> int:
-        """The batch axis where none is declared and there is one."""
+        """The batch axis if none is declared."""
         if path not in self._recurrent or dims != 3:
             return 0
         return self._recurrent[path] if slot == "output[0]" else 1
@@ -129,12 +128,12 @@ class BatchAxis:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Declarations that no site has obeyed so far; empty as long as there was none."""
+        """Declarations that have matched no site so far; empty before the first site."""
         return tuple(self._unused) if self._asked else ()
 
 
 def _of_recurrent(modules: Mapping[str, nn.Module]) -> dict[str, int]:
-    """The batch axis of what torch's recurrent modules return, by path."""
+    """The batch axis of the outputs of torch's recurrent modules, by path."""
     from torch import nn
 
     return {path: 0 if module.batch_first else 1 for path, module in modules.items() if isinstance(module, nn.RNNBase)}

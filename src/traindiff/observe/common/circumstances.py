@@ -1,4 +1,4 @@
-"""What `run.json` says of the circumstances of a run whatever its framework is."""
+"""The circumstances and the end of a run, for `run.json` and `rank.json`; and closing at exit."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from traindiff.observe.common.progress import Progress
 
 
 class Closable(Protocol):
-    """What has an end."""
+    """A session, which `close` ends."""
 
     def close(self) -> None:
-        """End it."""
+        """End the session."""
 
 
 def close_at_exit(session: Closable, *, first: Callable[[], None] | None = None) -> Callable[[], None]:
     """Close the session when the interpreter exits, without keeping it alive until then.
 
     Args:
-        session: What has an end.
-        first: Called before that, if the session is still there; must not refer to it.
+        session: The session.
+        first: Called before that if the session still exists; must not refer to it.
     """
     reference = weakref.ref(session)
 
@@ -45,7 +45,7 @@ def close_at_exit(session: Closable, *, first: Callable[[], None] | None = None)
 
 
 MOST_CHARACTERS = 400
-"""Of the message of an error."""
+"""Longer messages of errors are cut."""
 
 _HOW_LOOPS_END = (StopIteration, StopAsyncIteration, GeneratorExit)
 
@@ -53,8 +53,8 @@ _HOW_LOOPS_END = (StopIteration, StopAsyncIteration, GeneratorExit)
 class Ending:
     """Notices the error that ends a training.
 
-    An error that is being handled while the training goes on is not what ends it: a whole training may run in an
-    `except` block. So the error that is being handled is looked at when the recording begins and after each step.
+    An error that is being handled while the training goes on does not end it: a whole training may run in an `except`
+    block. So errors that are being handled when the recording begins, or after a step, do not count.
 
     Args:
         progress: Where the training is.
@@ -68,17 +68,17 @@ class Ending:
         self._error: dict[str, Any] | None = None
 
     def step_ends(self) -> None:
-        """A step of the optimizer that counts is about to end."""
+        """Note that a step of the optimizer that counts is about to end."""
         self._handled = id(sys.exc_info()[1])
         self._micro_steps = self._progress.micro_step
 
     def by(self, error: BaseException | None) -> None:
-        """The training has ended: by this error, or by none."""
+        """Note that the training has ended: by this error, or by none."""
         self._known = True
         self._error = self._described(error)
 
     def at_exit(self) -> None:
-        """The program has ended, and nobody has said before that the training has."""
+        """Note that the program ends; it counts unless the training's end was noted before."""
         if self._known or _is_interactive():
             return
         self.by(getattr(sys, "last_value", None))
@@ -86,10 +86,10 @@ class Ending:
             self._error = {"type": "", "message": "", "step": self._progress.step}
 
     def to_json(self, optimizers: Iterable[str]) -> dict[str, Any]:
-        """What `rank.json` says of the end.
+        """The entries of `rank.json` about the end.
 
         Args:
-            optimizers: Those that are followed, by name.
+            optimizers: Names of the optimizers that are followed.
         """
         handled = sys.exc_info()[1]
         if not self._known and handled is not None and id(handled) != self._handled:
@@ -104,9 +104,9 @@ class Ending:
 
     @property
     def _is_within_step(self) -> bool:
-        """Whether a step has begun and lacks nothing but its optimizer, or has come less far than its forward pass.
+        """True inside a forward pass, and in a step that lacks nothing but its optimizer's step.
 
-        The micro-steps that remain at the end of the data are fewer than those of a step.
+        Fewer micro-steps than a step has may remain at the end of the data: that is no unfinished step.
         """
         progress = self._progress
         whole = self._micro_steps is not None and progress.micro_step >= self._micro_steps
@@ -114,7 +114,7 @@ class Ending:
 
 
 def _is_interactive() -> bool:
-    """Whether an error ends one input of a session, and not the program."""
+    """True if an error ends one input of an interactive session, not the program."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
@@ -130,8 +130,8 @@ def circumstances(*, packages: Collection[str], environment: Mapping[str, Any]) 
     """Circumstances that can change a run's numbers, as JSON values.
 
     Args:
-        packages: Of which versions matter, where they are installed.
-        environment: What the framework is set to.
+        packages: Packages whose versions matter, if they are installed.
+        environment: Settings of the framework.
     """
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -158,12 +158,12 @@ def _versions(packages: Collection[str]) -> dict[str, str]:
 
 
 def _text(argument: str) -> str:
-    """The argument as UTF-8 can hold it: Python passes on bytes that are none as lone surrogates."""
+    """An argument as valid UTF-8: Python keeps other bytes as lone surrogates."""
     return os.fsencode(argument).decode(errors="replace")
 
 
 def _source() -> dict[str, Any]:
-    """Revision of the git checkout that the run was started in; empty where there is none."""
+    """Revision of the git checkout in which the run was started; empty if there is none."""
     git = shutil.which("git")
     if git is None:
         return {}

@@ -1,34 +1,34 @@
-"""Find what there is of one type in lists, tuples, mappings and dataclasses; of any framework."""
+"""Find and exchange values in lists, tuples, mappings and dataclasses, however deep; for any framework."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
+Kind = TypeVar("Kind")
+
+_DEEPEST = 16
+"""Containers deeper than this are not looked into: they may hold themselves."""
+
 
 def is_of(one: object, package: str) -> bool:
-    """Whether its class, or one that this derives from, is defined in a package or in one below it."""
+    """True if the class of an object, or one of its bases, is defined in a package or in one below it."""
     return any(f"{kind.__module__}.".startswith(f"{package}.") for kind in type(one).__mro__)
 
 
-Kind = TypeVar("Kind")
-
-DEEPEST = 16
-"""How deep containers are looked into."""
-
-
-def slots_of(value: Any, slot: str, kind: type[Kind]) -> Iterator[tuple[str, Kind]]:
+def slots_of(value: Any, slot: str, kind: type[Kind] | tuple[type[Kind], ...]) -> Iterator[tuple[str, Kind]]:
     """Yield everything of one type in `value` with its slot.
 
-    Looks into lists, tuples, named tuples, mappings (with them the outputs of Hugging Face) and
-    dataclasses, to a depth of 16. What is found is yielded as often as it appears.
+    Looks into lists, tuples, named tuples, mappings (and with them the outputs of Hugging Face) and dataclasses, 16
+    containers deep. What appears twice is yielded twice.
 
     Args:
         value: Anything.
-        slot: Slot of `value` itself. What is all of `value` has `slot + "[0]"`, as if it
-            were the only entry of a tuple, so that wrapping it in one changes no name.
-        kind: Type of what is looked for.
+        slot: The slot of `value` itself. If `value` is of this type, its slot is `slot + "[0]"`, as if it were the
+            only entry of a tuple, so that wrapping it in one changes no name.
+        kind: The type to look for, or several.
     """
     if isinstance(value, kind):
         yield f"{slot}[0]", value
@@ -36,11 +36,11 @@ def slots_of(value: Any, slot: str, kind: type[Kind]) -> Iterator[tuple[str, Kin
         yield from _walk(value, slot, kind, 0)
 
 
-def _walk(value: Any, slot: str, kind: type[Kind], depth: int) -> Iterator[tuple[str, Kind]]:
+def _walk(value: Any, slot: str, kind: type[Kind] | tuple[type[Kind], ...], depth: int) -> Iterator[tuple[str, Kind]]:
     if isinstance(value, kind):
         yield slot, value
         return
-    if depth == DEEPEST:
+    if depth == _DEEPEST:
         return
     for name, entry in _entries(value):
         yield from _walk(entry, slot + name, kind, depth + 1)
@@ -59,3 +59,62 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _attribute(key: object) -> str:
     return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+
+
+def mapped(value: Any, kind: type[Kind], change: Callable[[Kind], Any], *, depth: int = 0) -> Any:
+    """`value` with `change(one)` in place of each `one` of a type that `slots_of` finds in it.
+
+    `value` itself if nothing changes. A container in which something changes is copied, not written to: whoever else
+    holds it keeps what was there.
+
+    Args:
+        value: Anything.
+        kind: The type to look for.
+        change: Returns its argument to leave it as it is.
+        depth: The number of containers around `value`.
+    """
+    if isinstance(value, kind):
+        return change(value)
+    if depth == _DEEPEST:
+        return value
+    if isinstance(value, Mapping):
+        return _with_items(value, {key: mapped(one, kind, change, depth=depth + 1) for key, one in value.items()})
+    if isinstance(value, (list, tuple)):
+        return _with_entries(value, [mapped(one, kind, change, depth=depth + 1) for one in value])
+    if is_dataclass(value) and not isinstance(value, type):
+        present = {one.name: getattr(value, one.name, None) for one in fields(value)}
+        new = {name: mapped(one, kind, change, depth=depth + 1) for name, one in present.items()}
+        return _with_fields(value, new)
+    return value
+
+
+def _with_items(mapping: Mapping[Any, Any], items: Mapping[Any, Any]) -> Any:
+    changed = {key: entry for key, entry in items.items() if entry is not mapping[key]}
+    if not changed or not isinstance(mapping, MutableMapping):
+        return mapping
+    result = copy(mapping)
+    for key, entry in changed.items():
+        result[key] = entry
+    return result
+
+
+def _with_entries(sequence: Any, entries: list[Any]) -> Any:
+    if all(new is old for new, old in zip(entries, sequence, strict=True)):
+        return sequence
+    if hasattr(sequence, "_make"):  # a named tuple
+        return sequence._make(entries)
+    if isinstance(sequence, list):
+        result = copy(sequence)
+        result[:] = entries
+        return result
+    return type(sequence)(entries)
+
+
+def _with_fields(value: Any, new: Mapping[str, Any]) -> Any:
+    changed = {name: entry for name, entry in new.items() if entry is not getattr(value, name, None)}
+    if not changed:
+        return value
+    result = copy(value)
+    for name, entry in changed.items():
+        object.__setattr__(result, name, entry)  # frozen ones too
+    return result

@@ -1,4 +1,4 @@
-"""What happens when a part of traindiff fails: it is disabled and reported once, and the training goes on."""
+"""Contain errors of traindiff: a part that fails is disabled and reported once, and the training goes on."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from traindiff.errors import LostFilesError, TraindiffWarning
 _logger = logging.getLogger("traindiff")
 
 TAP_FAILED = (
-    "A part of traindiff ({tap}) failed and observes nothing more: {says}. The training is not affected; the recording "
-    "says what it lacks. record(strict=True) raises the error where it happens."
+    "A part of traindiff ({tap}) failed and observes nothing more: {message}. The training is not affected; the "
+    "recording says what it lacks. record(strict=True) raises the error where it happens."
 )
 _WRITER_FAILED = (
-    "traindiff could not write the recording, and records nothing more: {says}. The training is not affected; what "
+    "traindiff could not write the recording, and records nothing more: {message}. The training is not affected; what "
     "was written before is kept. Make room, or give record(...) another path."
 )
 _FILES_LOST = (
-    "traindiff records nothing more: {says} The training is not affected. Record again, into a directory that nothing "
-    "else changes."
+    "traindiff records nothing more: {message} The training is not affected. Record again, into a directory that "
+    "nothing else changes."
 )
 
 
 class Faults:
-    """Runs what observes so that an error in it disables the tap it belongs to and goes no further.
+    """Runs hooks so that an error in one disables its tap and does not reach the training.
 
     Args:
         strict: Raise errors instead.
         report: Called once per disabled tap with its name and the error in one line.
-        passes: Whether an error is raised all the same, as what an observer is there to raise.
-        failed: What the user is told when a tap fails; takes `tap` and `message`.
+        passes: Returns True for errors that are raised all the same, because it is a hook's purpose to raise them.
+        failed: The warning when a tap fails; a template with `tap` and `message`.
 
     Attributes:
-        paused: Whether nothing is observed for now.
+        paused: Observe nothing for now.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Faults:
         self._running = threading.local()
 
     def run(self, tap: str, hook: Callable[[], Any], *, always: bool = False) -> Any:
-        """Call `hook`, unless its tap is disabled or observation is paused; gives what it returns, or None."""
+        """Call `hook` and return its result; None if its tap is disabled, observation is paused, or it fails."""
         if (self.paused or tap in self._disabled) and not always:
             return None
         outer = self.is_running()
@@ -73,15 +73,15 @@ class Faults:
             self._running.hook = outer
 
     def is_running(self) -> bool:
-        """Whether what runs on this thread just now is called by `run`."""
+        """True if `run` calls the code that is running on this thread."""
         return getattr(self._running, "hook", False)
 
     def is_disabled(self, tap: str) -> bool:
-        """Whether an error has disabled this tap."""
+        """True if an error has disabled this tap."""
         return tap in self._disabled
 
     def disable(self, tap: str, message: str, error: Exception | None = None) -> None:
-        """Disable a tap, report it, and warn, unless that is done already."""
+        """Disable a tap, report it, and warn, unless that was done already."""
         if tap in self._disabled:
             return
         self._disabled.add(tap)
@@ -97,5 +97,5 @@ class Faults:
             _logger.warning("%s", warning)
 
     def template(self, tap: str) -> str:
-        """What the user is told when a tap fails."""
+        """The warning when a tap fails."""
         return _WRITER_FAILED if tap == "writer" else self._failed

@@ -10,14 +10,13 @@ from typing import Any, Generic, TypeVar
 Listener = TypeVar("Listener")
 
 _INHERITED = object()
-"""Stands for what a class has from another one."""
+"""Stands for an attribute that a class inherits."""
 
 
 class Listeners(Generic[Listener]):
-    """Those who listen to some functions, and what these functions were.
+    """The listeners to some functions, and the original functions.
 
-    Where somebody else has put a function of theirs in the place of ours, and calls ours from there, all that stays as
-    it is, and ours calls nobody.
+    If other code has replaced our function, and calls it, all stays as it is, and our function calls no listener.
 
     Iterating gives the listeners that are attached when it begins.
 
@@ -65,7 +64,7 @@ class Listeners(Generic[Listener]):
 
 
 def _put_back(owner: Any, name: str, original: Any, function: Callable[..., Any]) -> bool:
-    """Undo a replacement, unless it was itself replaced; gives whether it is undone."""
+    """Undo a replacement, unless it was itself replaced; returns True if it is undone."""
     if getattr_static(owner, name, None) is not function:
         return False
     if original is _INHERITED:

@@ -1,4 +1,4 @@
-"""Where in the training the run is: step, micro-step, calls of modules, rows of the batch."""
+"""The place in the training: step, micro-step, calls of modules, rows of the batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Batch:
 
     Attributes:
         size: Samples in it: the length of the root input's batch axis.
-        lengths: Lengths of axis 0 that mean "one entry (or several) per sample": `size`, and its
-            products with the axes that follow it in the root's inputs, e.g. batch x sequence.
+        lengths: Lengths of axis 0 with one or several entries per sample: `size`, and its products with the lengths of
+            the axes that follow it in the root's inputs, e.g. batch x sequence.
     """
 
     size: int
@@ -29,11 +29,11 @@ class Chunk:
 
     Attributes:
         stage: Number of the stage.
-        num_stages: How many stages the pipeline has, over all ranks.
+        num_stages: Stages of the pipeline, over all ranks.
         number: The micro-batch's number in this call of the schedule.
-        count: How many micro-batches that has.
-        backward: Whether the stage works on its backward pass.
-        again: Whether that goes through nodes a second time, for the gradients of parameters alone.
+        count: Micro-batches of this call.
+        backward: The stage works on its backward pass.
+        again: That pass goes through nodes a second time, for the gradients of parameters alone.
     """
 
     stage: int
@@ -45,27 +45,27 @@ class Chunk:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage receives what the whole model receives."""
+        """True if the stage receives the inputs of the whole model."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage returns what the whole model returns."""
+        """True if the stage returns the outputs of the whole model."""
         return self.stage == self.num_stages - 1
 
     @property
     def place(self) -> int:
-        """Where this is in the dataflow of a step: forward passes stage by stage, then backward passes in reverse."""
+        """The position in the dataflow of a step: forward passes stage by stage, then backward passes in reverse."""
         return 2 * self.num_stages - self.stage if self.backward else 1 + self.stage
 
 
 @dataclass(slots=True, kw_only=True)
 class ChunkState:
-    """What is counted of one micro-batch on one stage, from its forward pass to its backward pass.
+    """The counters of one micro-batch on one stage, from its forward pass to its backward pass.
 
     Attributes:
         calls: Calls of modules so far.
-        batch: What the stage received; None before that.
+        batch: The batch that the stage received; None before that.
     """
 
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -77,26 +77,25 @@ class Progress:
     """Counters that all taps of one session share. Only the training's own thread writes them.
 
     Attributes:
-        optimizer: Name of the optimizer whose calls count the steps of everything that happens
-            between them (forward, loss, backward).
+        optimizer: Name of the optimizer whose calls delimit the steps of forward and backward passes.
         steps: Completed calls per optimizer.
         micro_step: Forward-backward rounds completed in the current step.
-        batch: What the root module is working on, while it does; None outside of it.
-        latest_batch: What it worked on last in this step, with gradients.
+        batch: The batch on which the root module is working; None outside of it.
+        latest_batch: The batch on which it worked last in this step, with gradients.
         evaluating: Inside a forward pass of the root without gradients.
         in_forward: Inside a forward pass of the root.
-        observing: Whether the current step is recorded.
+        observing: The current step is recorded.
         forward_done: A forward pass of the root that keeps gradients has ended in this step.
         backward_done: A backward pass has ended since then.
         order: Observations so far in this step; `late_order`, in the step before.
-        samples: Size of the latest batch; 1 where it is not known.
+        samples: Size of the latest batch; 1 if it is not known.
         data_rank: This rank's number among the `data_size` ranks that share the batch.
-        interleaved: Whether these have its samples in turn, not one block each.
-        chunk: What a stage of a pipeline works on, while it does: then micro-steps are its micro-batches.
-        num_stages: Stages of the pipeline; 1 where there is none.
+        interleaved: These ranks have its samples in turn, not one block each.
+        chunk: The micro-batch on which a pipeline stage is working; then micro-steps are its micro-batches.
+        num_stages: Stages of the pipeline; 1 without a pipeline.
         given: Slots of the latest inputs of the root that are part of the batch.
         hidden: Inside calls of modules that are no part of the training.
-        unseen: The step of the optimizer that ends was called without the hooks on it.
+        unseen: The step of the optimizer that is ending was called without hooks.
         loss_scaled: The loss of this step was multiplied by a loss scale.
     """
 
@@ -134,17 +133,13 @@ class Progress:
 
     @property
     def current_batch(self) -> Batch | None:
-        """The batch that what happens now comes from.
-
-        After a forward pass, in the loss or when activation checkpointing repeats a part of it, that
-        is still the batch of that pass.
-        """
+        """The batch that is being computed: after a forward pass, in the loss and in activation checkpointing, too."""
         return self.batch or (None if self.evaluating else self.latest_batch)
 
     def next_order(self, *, late: bool = False) -> int:
         """Position in execution order for the next observation of the step, or of the step before.
 
-        Stages of a pipeline work at the same time; theirs are brought into the order of the whole model.
+        Pipeline stages work at the same time; their observations are brought into the order of the whole model.
         """
         if late:
             self.late_order += 1
@@ -163,19 +158,19 @@ class Progress:
         return 2 * self.num_stages + 1 if self.num_stages > 1 else 0
 
     def next_call(self, path: str, stage: str) -> int:
-        """How often `path` was called before in this micro-step."""
+        """The number of earlier calls of `path` in this micro-step; counts this one."""
         call = self._calls.get((path, stage), 0)
         self._calls[path, stage] = call + 1
         return call
 
     def rows(self, site: tuple[str, ...], rows: int, *, samples: int) -> tuple[int, tuple[int, int] | None]:
-        """Where the next `rows` of `site`, which belong to so many samples, lie in the global batch; counts them.
+        """The place of the next `rows` of `site`, which belong to so many samples, in the global batch; counts them.
 
-        Each micro-batch of the global batch has as many samples of each rank. With a pipeline, what each call of its
-        schedule is given is one micro-batch.
+        Each micro-batch of the global batch has equally many samples of each rank. With a pipeline, each call of its
+        schedule is given one such micro-batch.
 
         Returns:
-            The first row, and how the rows are spaced; see `Shard`.
+            The first row, and the spacing of the rows; see `Shard`.
         """
         counted = self._rows.get(site, 0)
         self._rows[site] = counted + rows
@@ -192,9 +187,9 @@ class Progress:
         """Inside the root's forward pass. The first one after a backward begins the next micro-step.
 
         Args:
-            batch: What it works on.
-            evaluating: Whether it keeps no gradients.
-            continues: Whether the micro-step goes on all the same; see `Rounds`.
+            batch: The batch on which it works.
+            evaluating: It keeps no gradients.
+            continues: The micro-step goes on, although a backward pass has ended; see `Rounds`.
         """
         outer = self.batch, self.evaluating, self.in_forward
         if not evaluating and self.backward_done and self.chunk is None:
@@ -216,12 +211,12 @@ class Progress:
             self.forward_done = self.forward_done or not evaluating
 
     def end_backward(self) -> None:
-        """A backward pass has ended."""
+        """Note that a backward pass has ended."""
         if self.chunk is None:
             self.backward_done = self.forward_done
 
     def begin_schedule(self, *, num_stages: int, num_chunks: int) -> None:
-        """A pipeline's schedule was called: its micro-batches are further micro-steps of the step."""
+        """Note that a pipeline's schedule was called: its micro-batches are further micro-steps of the step."""
         self.num_stages = num_stages
         self._chunks = self._chunks[1], self._chunks[1] + num_chunks
 
@@ -239,7 +234,7 @@ class Progress:
 
     @contextmanager
     def before_all_chunks(self) -> Iterator[None]:
-        """For what belongs before everything that a stage works on."""
+        """Inside it, observations come before everything on which a stage works."""
         chunk, self.chunk = self.chunk, None
         try:
             yield
@@ -257,7 +252,7 @@ class Progress:
             self.hidden, self.observing = outer
 
     def end_step(self, optimizer: str, *, observing: bool) -> None:
-        """A call of `optimizer` has ended; `observing` says whether the next step is recorded."""
+        """Note that a call of `optimizer` has ended; `observing` tells whether the next step is recorded."""
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         self.unseen = False
         if optimizer == self.optimizer:
@@ -273,11 +268,11 @@ class Progress:
 
 
 class Rounds:
-    """What begins a micro-step: the module with which the step began, called again after a backward pass.
+    """Recognizes the begin of a micro-step: a call, after a backward pass, of the module with which the step began.
 
-    That is how gradients are accumulated: each micro-batch goes the same way, and what is seen of it merges with the
-    others. In a GAN another module may come next, or another optimizer may have stepped in between: then it is a
-    further part of the same micro-step, and its calls are further calls.
+    Gradients are accumulated like this: each micro-batch goes the same way, and its observations merge with those of
+    the others. In a GAN another module may come next, or another optimizer may have stepped in between: then the call
+    is a further part of the same micro-step.
 
     Args:
         progress: Where the training is.
@@ -289,11 +284,7 @@ class Rounds:
         self._first = ""
 
     def continues(self, path: str) -> bool:
-        """Whether the call of a module, which keeps gradients, begins no micro-step.
-
-        Args:
-            path: Canonical path of the module.
-        """
+        """True if a call of the module with this path, which keeps gradients, begins no micro-step."""
         turn = sum(self._progress.steps.values())
         if turn != self._turn:
             self._turn, self._first = turn, path

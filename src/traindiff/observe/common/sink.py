@@ -1,4 +1,4 @@
-"""What taps hand their tensors to."""
+"""The interface to which taps hand their tensors, and the observations that wait to be written."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 MOST_BYTES = 256 * 2**20
 """Memory that waiting observations may take; beyond it they are written early, as a part of their step.
 
-With the parts that the writer's queue holds (`background.DEPTH`, and one that is being written), a
-recording holds four times this at most, and the one tensor that exceeded it.
+With the parts in the writer's queue (`writing.DEPTH`, and one that is being written), a recording holds four times
+this at most, and the one tensor that exceeded it.
 """
 
 _NOTHING = empty()
-_ROW_BYTES = SUMMARY.itemsize + 600  # with what else an observation takes
+_ROW_BYTES = SUMMARY.itemsize + 600  # with the rest of an observation
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Pending:
 
     @property
     def full(self) -> bool:
-        """Whether more is held than `MOST_BYTES`."""
+        """True if more is held than `MOST_BYTES`."""
         return self._bytes > MOST_BYTES
 
     def append(self, seen: Observation, summary: Any, detail: Detail | None = None) -> None:
@@ -67,7 +67,7 @@ class Pending:
         self._bytes = 0
 
     def take(self, optimizer: str | None = None) -> Iterator[tuple[list[Observation], list[Any], dict[int, Detail]]]:
-        """Remove and yield what belongs to one optimizer, or to all of them: one item per step.
+        """Remove and yield the observations of one optimizer, or of all: one item per step.
 
         Summaries come as they were given; `traindiff.core.kernels.store.resolved` makes one array of them.
         """
@@ -79,7 +79,7 @@ class Pending:
 
 
 class Sink(Protocol):
-    """Receives what the taps see, on the thread that runs the training."""
+    """Receives tensors from the taps, on the thread that runs the training."""
 
     progress: Progress
 
@@ -100,10 +100,10 @@ class Sink(Protocol):
         region: Region | None = None,
         scaled: bool | None = None,
     ) -> None:
-        """Summarize `tensor` now; what is left out comes from `progress`, or means the whole tensor.
+        """Summarize `tensor` now. Defaults come from `progress`, and mean the whole tensor.
 
-        `region` says what of a larger tensor a plain one is that other ranks hold the rest of, and `shard` is then said
-        of that one. `scaled` says whether the loss scale is in it; left out, that follows from its phase and stage.
+        If other ranks hold the rest of a larger tensor, `region` is the part that this one holds, and `shard` is about
+        the larger one. `scaled` tells whether the loss scale is in it; by default that follows from phase and stage.
         """
 
     def unobserved(
@@ -112,10 +112,10 @@ class Sink(Protocol):
         """Record that there is nothing to summarize at a site, and why."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Inside it, `emit` may put tensors off to its end, and summarize them together."""
+        """Inside it, `emit` may postpone tensors to its end, and summarize them together."""
 
     def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
-        """`hook`, made harmless: an error in it disables the tap and never reaches the training."""
+        """A safe `hook`: an error in it disables the tap and never reaches the training."""
 
     def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for a hook that changes the training: what it returns is used, unless that is None."""
+        """The same for a hook that changes the training: its result is used, unless that is None."""

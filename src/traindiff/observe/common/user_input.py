@@ -1,4 +1,4 @@
-"""The numbers that a training hands to `log`, which takes whatever the training has at hand."""
+"""Check what a training hands over: optimizers of other models, and values to log."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def warn_of_other_models(
     is_frozen: bool,
     caller: str,
 ) -> None:
-    """Warn of each optimizer that holds parameters, and none of the model's.
+    """Warn of each optimizer that holds parameters, but none of the model's.
 
-    One that holds some of them is right: the others may be frozen. One that holds no parameter at all belongs to a
-    rank that has none to update. A model that is frozen has no optimizer: this one may train what is beside it.
+    An optimizer that holds some of the model's is right: the others may be frozen. An optimizer without parameters
+    belongs to a rank that has none to update. The optimizer of a frozen model may train another one beside it.
 
     Args:
         optimizers: Class and parameters of each, by its name.
         paths: Canonical paths of the model's parameters.
-        is_ours: Whether a parameter is, or holds, some of the model's.
-        is_frozen: Whether none of the model's parameters is trained.
+        is_ours: Returns True if a tensor is, or holds elements of, a parameter of the model.
+        is_frozen: None of the model's parameters is trained.
         caller: The function to which the user gave these.
     """
     for name, (kind, parameters) in optimizers.items():
@@ -51,20 +51,20 @@ def warn_of_other_models(
 _logger = logging.getLogger("traindiff")
 
 _MOST_NAMES = 20
-"""So many names are warned of; a training that makes up a new one in each step is not."""
+"""The most names to warn of: a training may make up a new one in each step."""
 
 _LONGEST_NAME = 200
 
 
 class NotLoggedError(Exception):
-    """A value cannot be recorded; the message is a clause that says what it is."""
+    """A value cannot be recorded; the message is a clause that tells why."""
 
 
 def number_of(value: object) -> float:
-    """A number of Python, NumPy or another library as a float; of an array, that of its only element.
+    """A number of Python, NumPy or another library, or the only element of an array, as a float.
 
     Raises:
-        NotLoggedError: It is no number, or no float is as large.
+        NotLoggedError: It is no number, or too large for a float.
     """
     if isinstance(value, (str, bytes)) or not isinstance(value, SupportsFloat):
         raise NotLoggedError(f"it is {type_of(value)}, not a number")
@@ -97,18 +97,18 @@ def weight_of(weight: object) -> float:
 
 
 def logged_name(name: object) -> str:
-    """The path of a logged value; a recording holds no other text than UTF-8 has."""
+    """The path of a logged value, as valid UTF-8, which is all that a recording holds."""
     return str(name).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class RefusedLogs:
-    """Says once of each name why a value of it was not recorded."""
+    """Warns once per name that a value was not recorded, and why."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
 
     def warn(self, name: str, why: str) -> None:
-        """Warn, unless that was done for this name; never raises."""
+        """Warn, unless that was done for this name. Never raises."""
         if name in self._names or len(self._names) == _MOST_NAMES:
             return
         self._names.add(name)
@@ -125,10 +125,10 @@ class RefusedLogs:
 
 
 def of_one_element(tensor: Any) -> Any:
-    """A tensor of torch, or an array, of one element: without axes.
+    """A tensor, or an array, with one element, reshaped to have no axes.
 
     Raises:
-        NotLoggedError: It has more elements, or none, or is laid out so that it has no view without axes.
+        NotLoggedError: It has not one element, or its layout has no view without axes.
     """
     try:
         shape = tuple(tensor.shape)

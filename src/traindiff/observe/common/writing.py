@@ -16,23 +16,23 @@ from traindiff.core.observation import Observation
 from traindiff.core.summary import Detail, Summaries
 from traindiff.storage import Gap, RecordingWriter
 from traindiff.storage.gap import reason_of
-from traindiff.storage.room import unusable
+from traindiff.storage.location import unusable
 from traindiff.storage.writer import NO_DETAILS
 
 DEPTH = 2
-"""Steps that may wait to be written. With one more in the writer's hands, this bounds the memory."""
+"""The most steps that wait to be written. With one more that is being written, this bounds the memory."""
 
 PATIENCE_SECONDS = 60.0
-"""How long a step of the training waits for a file system that takes nothing."""
+"""The longest that a step of the training waits for a file system that does not answer."""
 
 PROMPT_SECONDS = 0.25
-"""How long a step of the training waits until it is on disk itself, where its numbers are there already."""
+"""The longest that a step of the training waits until it is on disk, if its numbers are there already."""
 
 Task = tuple[Callable[[], None], threading.Event]
 
 
 class Follower(Protocol):
-    """Is given each step behind the recording, on the thread that writes."""
+    """Is given each step after it was written, on the thread that writes."""
 
     def write_step(
         self, observations: Sequence[Observation], summaries: Summaries, details: Mapping[int, Detail]
@@ -43,12 +43,12 @@ class Follower(Protocol):
 def opened_in_time(
     make: Callable[[], RecordingWriter], path: str, *, seconds: float = PATIENCE_SECONDS
 ) -> RecordingWriter:
-    """A writer that a thread makes, so that nobody waits for ever for a file system that does not answer.
+    """A writer that a thread makes, so that a file system that does not answer is not waited for forever.
 
     Args:
-        make: Makes it.
+        make: Makes the writer.
         path: Directory of the recording.
-        seconds: How long to wait.
+        seconds: The longest to wait.
 
     Raises:
         ConfigError: See `RecordingWriter`; or the file system does not answer.
@@ -82,12 +82,12 @@ def _close_late(made: Future[RecordingWriter]) -> None:
 class BackgroundWriter:
     """Hands steps to a `RecordingWriter` on a thread of its own, which alone touches the file system.
 
-    A step waits until it is written, so that a run that is killed keeps it, unless that takes longer than
-    `PROMPT_SECONDS` (a slow file system) or its summaries are still being made by a GPU. Then up to `DEPTH`
-    steps wait to be written, and would be lost; only beyond that does the training wait for the file system, for
-    `PATIENCE_SECONDS` at most. Nothing is ever dropped in silence: what cannot be written is an error of a later
-    call, nothing is written behind the gap, and the recording says why as soon as the file system takes that. In a
-    fork of the process every method does nothing.
+    The training waits until its step is written, so that a run that is killed keeps it, unless that takes longer than
+    `PROMPT_SECONDS` (a slow file system) or a GPU is still making its summaries. Then up to `DEPTH` steps wait to be
+    written, and would be lost; only beyond that does the training wait for the file system, for `PATIENCE_SECONDS` at
+    most. Nothing is dropped in silence: if a step cannot be written, a later call raises, nothing is written after the
+    gap, and the recording gives the reason as soon as the file system accepts it. In a fork of the process every method
+    does nothing.
 
     Args:
         writer: Owned from now on: closed by `close`.
@@ -124,7 +124,7 @@ class BackgroundWriter:
         self._write_json(partial(self._writer.write_run, run))
 
     def write_rank(self, content: Mapping[str, Any]) -> None:
-        """Have `rank.json` written or replaced. What goes wrong is an error of the next `write_step`, or of `close`."""
+        """Have `rank.json` written or replaced. Errors are raised by the next `write_step`, or by `close`."""
         self._write_json(partial(self._writer.write_rank, content))
 
     def write_step(
@@ -134,8 +134,8 @@ class BackgroundWriter:
 
         Raises:
             OSError: An earlier step could not be written.
-            LostFilesError: What was written is no longer there.
-            TimeoutError: The file system takes nothing. This step is lost.
+            LostFilesError: The files are no longer there.
+            TimeoutError: The file system does not answer. This step is lost.
         """
         if self._is_forked:
             return
@@ -154,12 +154,12 @@ class BackgroundWriter:
         """Wait until everything is written and the files are complete, for `PATIENCE_SECONDS` at most.
 
         Args:
-            content: Of `rank.json`, now that the training has ended; left out where nothing has changed.
+            content: The content of `rank.json` now that the training has ended; None if nothing has changed.
 
         Raises:
             OSError: A step could not be written, or the end.
-            LostFilesError: What was written is no longer there.
-            TimeoutError: The file system takes nothing. The thread goes on trying while the process runs.
+            LostFilesError: The files are no longer there.
+            TimeoutError: The file system does not answer. The thread goes on trying while the process runs.
         """
         if self._is_forked:
             return
@@ -180,7 +180,7 @@ class BackgroundWriter:
 
     @property
     def _is_forked(self) -> bool:
-        """Whether this is a fork of the process that records: the files, and the thread, are not its own."""
+        """True in a fork of the process that records: the files, and the thread, are not its own."""
         return os.getpid() != self._process
 
     def _write_json(self, write: Callable[[], None]) -> None:
@@ -253,7 +253,7 @@ class BackgroundWriter:
 
 
 class StepWriter(Protocol):
-    """Takes what one rank of a run has to say; see `BackgroundWriter`, which writes it to a disk."""
+    """Takes the recording of one rank; `BackgroundWriter` writes it to a disk."""
 
     def write_run(self, run: Mapping[str, Any]) -> None:
         """Take the content of `run.json`, if this is the lowest rank that is recorded."""
@@ -267,31 +267,24 @@ class StepWriter(Protocol):
         """Take a step of one optimizer, or a part of one. Some summaries may be `Deferred`."""
 
     def close(self, content: Mapping[str, Any] | None = None) -> None:
-        """There is no more to come; `content` is that of `rank.json`, now that the training has ended."""
+        """End the recording; `content` is that of `rank.json`, now that the training has ended."""
 
 
 OpenWriter = Callable[[Mapping[str, Any], int, int], StepWriter]
-"""Makes a writer of the content of `run.json`, this rank, and the number of ranks."""
+"""Makes a writer, given the content of `run.json`, this rank, and the number of ranks."""
 
 
 def on_disk(path: str, *, overwrite: bool, follower: Follower | None = None) -> OpenWriter:
-    """Has steps written to a recording.
+    """A function that opens a writer to a recording on disk.
 
     Args:
         path: Its directory.
         overwrite: Replace a recording that is already there.
         follower: Given each step that was written, if there is one.
     """
-    return partial(_open_on_disk, path, overwrite, follower)
 
+    def open_writer(run: Mapping[str, Any], rank: int, world_size: int) -> StepWriter:
+        files = partial(RecordingWriter, path, run=run, rank=rank, world_size=world_size, overwrite=overwrite)
+        return BackgroundWriter(opened_in_time(files, path), follower=follower)
 
-def _open_on_disk(
-    path: str,
-    overwrite: bool,  # noqa: FBT001
-    follower: Follower | None,
-    run: Mapping[str, Any],
-    rank: int,
-    world_size: int,
-) -> StepWriter:
-    files = partial(RecordingWriter, path, run=run, rank=rank, world_size=world_size, overwrite=overwrite)
-    return BackgroundWriter(opened_in_time(files, path), follower=follower)
+    return open_writer

@@ -1,9 +1,9 @@
 """Observe steps of an optimizer that MindSpore compiles into a larger graph: operators in the graph call back.
 
-The optimizer's `construct` is replaced by one that, when it is compiled, has an operator beside each tensor that is
-to be seen. Nothing depends on what these operators return, so that the graph computes what it would without them;
-they are declared to have side effects, without which they would be left out of graphs whose result is not theirs, and
-which keeps them in order: parameters before the assignments of a step, gradients, parameters after them.
+The optimizer's `construct` is replaced by one that has an operator beside each tensor to observe. Nothing depends on
+the results of these operators, so the graph computes what it would compute without them. They are declared to have
+side effects: otherwise the compiler would remove them. This also keeps their order: parameters before the step,
+gradients, parameters after the step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
 from traindiff.observe.common.faults import Faults
-from traindiff.observe.mindspore.sights import Followed, Sight
 from traindiff.observe.mindspore.step_tap import TAP, StepTap
+from traindiff.observe.mindspore.targets import Followed, Sight
 
 PATIENCE_SECONDS = 60.0
-"""How long a graph that runs is waited for."""
+"""How long to wait for a running graph."""
 
 _NOTHING = np.zeros(1, dtype=np.float32)
 
@@ -34,10 +34,10 @@ See = Callable[[str, int, Any], None]
 
 
 class _Callbacks:
-    """The operators that are compiled into graphs with one optimizer; graphs outlive the sessions that see with them.
+    """The operators that are compiled into graphs with one optimizer. The graphs outlive the sessions.
 
     Attributes:
-        see: Called with what is seen, of which kind and at which place; None while nobody looks.
+        see: Called with kind, place and value of each tensor; None while there is no session.
     """
 
     def __init__(self, followed: Followed) -> None:
@@ -63,14 +63,14 @@ class _Callbacks:
 
 
 _compiled_in: WeakKeyDictionary[nn.Cell, dict[tuple[int, ...], _Callbacks]] = WeakKeyDictionary()
-"""By optimizer and what is seen of it: operators that graphs may have been compiled with."""
+"""By optimizer and observed parameters: the operators that graphs may have been compiled with."""
 
 
 class CompiledSteps:
     """Follows the steps of one optimizer inside compiled code.
 
     Args:
-        tap: Files what is seen.
+        tap: Files the values.
         faults: Keeps errors out of the training.
     """
 
@@ -91,28 +91,28 @@ class CompiledSteps:
         optimizer = self._followed.optimizer
         with ExitStack() as undo:
             if len(signature(optimizer.construct).parameters) != 1:
-                return undo.pop_all()  # it is not given gradients alone; its direct calls can be seen
+                return undo.pop_all()  # it takes more than gradients; its direct calls can be seen
             self._construct = _observed(self._followed, self._callbacks)
             undo.callback(self._let_go)
             self._callbacks.see = self._see
             object.__setattr__(optimizer, "construct", self._construct)
             return undo.pop_all()
 
-    def pause(self, begun: bool) -> None:  # noqa: FBT001  called back
-        """While Python calls the optimizer itself, it is as it was."""
-        optimizer = self._followed.optimizer
-        if self._construct is None:
-            return
-        if begun:
-            optimizer.__dict__.pop("construct", None)
-        else:
-            object.__setattr__(optimizer, "construct", self._construct)
+    def pause(self) -> None:
+        """Put the optimizer's own `construct` back while Python calls the optimizer itself."""
+        if self._construct is not None:
+            self._followed.optimizer.__dict__.pop("construct", None)
+
+    def resume(self) -> None:
+        """Put the observed `construct` in place again."""
+        if self._construct is not None:
+            object.__setattr__(self._followed.optimizer, "construct", self._construct)
 
     def settle(self) -> None:
-        """Wait until the graph that has been started has ended, if one has.
+        """Wait until the running graph has ended, if there is one.
 
         Raises:
-            Exception: What has failed in it, where errors are raised: in the graph it would end the process.
+            Exception: An error of a callback, in strict mode. Raised inside the graph, it would end the process.
         """
         if self._construct is None or threading.get_ident() != self._thread:
             return
@@ -132,7 +132,7 @@ class CompiledSteps:
         self._construct = None
 
     def _see(self, kind: str, index: int, array: Any) -> None:
-        """Called in the thread that runs the graph, in the order of `_construct`."""
+        """Called on the thread that runs the graph, in the order of `_construct`."""
         if not self._waits_for:
             self._waits_for = len(self._followed.after)
             self._contained(self._begin)
@@ -149,7 +149,7 @@ class CompiledSteps:
     def _contained(self, hook: Callable[[], None], *, always: bool = False) -> None:
         try:
             self._faults.run(TAP, hook, always=always)
-        except Exception as error:  # noqa: BLE001  raised where the training can be told
+        except Exception as error:  # noqa: BLE001  raised by `settle`, on the thread of the training
             self._error = error
 
     def _begin(self) -> None:
@@ -168,7 +168,7 @@ class CompiledSteps:
 
 
 def _callbacks(followed: Followed) -> _Callbacks:
-    """The operators for an optimizer: the same as in an earlier session, which graphs have in them already."""
+    """The operators for an optimizer: those of an earlier session if there was one, as they are in its graphs."""
     sights = (*followed.before, *followed.rates, *followed.after)
     seen = tuple(id(sight.parameter) for sight in sights)
     there = _compiled_in.setdefault(followed.optimizer, {})
@@ -178,7 +178,7 @@ def _callbacks(followed: Followed) -> _Callbacks:
 
 
 def _observed(followed: Followed, callbacks: _Callbacks) -> MethodType:
-    """The optimizer's `construct`, with operators beside it; what they are given are attributes of the optimizer."""
+    """The optimizer's `construct` with the operators around it, which are kept as attributes of the optimizer."""
     optimizer = followed.optimizer
     attributes = {
         "before": callbacks.before,
@@ -196,7 +196,7 @@ def _observed(followed: Followed, callbacks: _Callbacks) -> MethodType:
     return MethodType(_construct if followed.schedule is None else _construct_with_schedule, optimizer)
 
 
-# MindSpore compiles these from their source: the receiver must be called `self`, and loops must be over known lengths.
+# MindSpore compiles these from source: the receiver must be named `self`, and the lengths of loops must be known.
 
 
 def _construct(self, gradients):  # type: ignore[no-untyped-def]
@@ -205,7 +205,7 @@ def _construct(self, gradients):  # type: ignore[no-untyped-def]
     for index in range(len(self._traindiff_rates)):
         self._traindiff_rates[index](self._traindiff_held_rates[index])
     for index in range(len(self._traindiff_gradients)):
-        if isinstance(gradients[index], Tensor):  # and no sparse one, which would end the training
+        if isinstance(gradients[index], Tensor):  # a sparse one would end the training
             self._traindiff_gradients[index](gradients[index])
     result = self._traindiff_construct(gradients)
     for index in range(len(self._traindiff_after)):
@@ -218,16 +218,16 @@ def _construct_with_schedule(self, gradients):  # type: ignore[no-untyped-def]
     return _construct(self, gradients)  # type: ignore[no-untyped-call]
 
 
-def _shape_of_nothing(shape: Any) -> tuple[int]:  # noqa: ARG001  asked with the shape of what is seen
+def _shape_of_nothing(shape: Any) -> tuple[int]:  # noqa: ARG001  called with the shape of the input
     return (1,)
 
 
-def _dtype_of_nothing(dtype: Any) -> Any:  # noqa: ARG001  asked with the dtype of what is seen
+def _dtype_of_nothing(dtype: Any) -> Any:  # noqa: ARG001  called with the dtype of the input
     return mindspore.float32
 
 
 def _array(found: Any, parameter: Any) -> NDArray[Any]:
-    """What an operator was given, as an array: MindSpore gives those without axes as Python's numbers."""
+    """The input of an operator as an array; MindSpore gives tensors without axes as Python numbers."""
     if isinstance(found, np.ndarray):
         return found
     name = str(parameter.dtype).lower()

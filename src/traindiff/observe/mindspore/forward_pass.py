@@ -1,8 +1,7 @@
-"""Observe what the root cell is given, and what each cell returns, where Python calls them.
+"""Observe the inputs of the root cell and the outputs of each cell that Python calls.
 
-MindSpore's own hooks on cells are compiled together with the cell, where a training is: one that Python cannot be
-compiled from ends the training. So `Cell.__call__`, which compiled code does not go through, is what is replaced here,
-while there is somebody who listens.
+MindSpore compiles its own hooks on cells together with the cell, and a hook that cannot be compiled ends the training.
+So `Cell.__call__`, which compiled code does not use, is replaced here while there is a listener.
 """
 
 from __future__ import annotations
@@ -15,63 +14,42 @@ from typing import Any
 
 import numpy as np
 from mindspore import Tensor, nn
-from mindspore.common.api import _pynative_executor
 
 from traindiff.core.observation import NOT_CALLED
 from traindiff.observe.common.batch_axis import BatchAxis
 from traindiff.observe.common.containers import slots_of
 from traindiff.observe.common.faults import Faults
+from traindiff.observe.common.listeners import Listeners
+from traindiff.observe.mindspore._mindspore_compat import records_gradients
 from traindiff.observe.mindspore.observations import Observations, read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listener:
-    """What is told of the calls of one cell. None of the functions may raise.
+    """Told of the calls of one cell. None of the functions may raise.
 
     Attributes:
         before: Called with the arguments, by position and by name.
-        after: Called with what the cell has returned.
-        failed: Called instead where it has raised.
+        after: Called with the result of the cell.
+        failed: Called instead if the cell raises.
     """
 
-    before: Callable[[tuple[Any, ...], dict[str, Any]], None]
-    after: Callable[[Any], None]
-    failed: Callable[[], None]
-
-
-_listeners: dict[int, list[Listener]] = {}
-_original: list[Callable[..., Any]] = []
-"""`Cell.__call__` as MindSpore has it, while it is replaced."""
+    before: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda _, __: None
+    after: Callable[[Any], None] = lambda _: None
+    failed: Callable[[], None] = lambda: None
 
 
 def listen(listeners: Mapping[nn.Cell, Listener]) -> ExitStack:
     """Follow the calls of these cells, which the caller keeps alive. Close the result to end it."""
-    with ExitStack() as undo:
-        for cell, listener in listeners.items():
-            undo.callback(_forget, id(cell), listener)
-            _listeners.setdefault(id(cell), []).append(listener)
-        if _listeners and not _original:
-            _replace()
-        return undo.pop_all()
-
-
-def _forget(cell: int, listener: Listener) -> None:
-    there = _listeners.get(cell, [])
-    if listener in there:
-        there.remove(listener)
-    if not there:
-        _listeners.pop(cell, None)
-    if not _listeners and _original:
-        nn.Cell.__call__ = _original.pop()
+    return _listeners.attach({id(cell): listener for cell, listener in listeners.items()})
 
 
 def _replace() -> None:
     original = nn.Cell.__call__
-    _original.append(original)
 
     @wraps(original)
     def call(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
-        listeners = tuple(_listeners.get(id(cell), ()))
+        listeners = [by_id[id(cell)] for by_id in _listeners if id(cell) in by_id]
         for listener in listeners:
             listener.before(args, kwargs)
         try:
@@ -84,12 +62,15 @@ def _replace() -> None:
             listener.after(output)
         return output
 
-    nn.Cell.__call__ = call
+    _listeners.replace(nn.Cell, "__call__", call)
 
+
+_listeners: Listeners[Mapping[int, Listener]] = Listeners(_replace)
+"""By id of the cell: who listens to its calls."""
 
 FORWARD = "module_outputs"
 ROOT = "root_forward"
-"""What faults of these are filed under."""
+"""Names of the taps that a fault here disables."""
 
 COMPILED = "it runs in a graph that MindSpore has compiled, where cells cannot be seen"
 SILENT = f"{NOT_CALLED}: the cell was called in compiled code, called by its construct method, or not called"
@@ -100,7 +81,7 @@ class ForwardPass:
 
     Args:
         cells: Selected cells by canonical path.
-        root: The cell that delimits forward passes.
+        root: The cell whose calls are the forward passes.
         observe: Phases that are observed.
         batch_axis: Recognizes batch axes.
         sink: Receives the observations.
@@ -135,12 +116,12 @@ class ForwardPass:
         listeners: dict[nn.Cell, Listener] = {}
         for path, cell in self._cells.items():
             if path:
-                listeners[cell] = Listener(before=_nothing, after=partial(self._returned, path), failed=_no_output)
+                listeners[cell] = Listener(after=partial(self._returned, path))
         listeners[self._root] = Listener(before=self._begin, after=self._end, failed=self._leave)
         return listen(listeners)
 
     def end_step(self) -> None:
-        """Say, in a step that is recorded, of which cells nothing was seen."""
+        """Record which cells were not seen in a recorded step."""
         if self._progress.observing:
             if not self._progress.forward_done:
                 self._unobserved(COMPILED, self._cells)
@@ -159,7 +140,7 @@ class ForwardPass:
         self._running.append(self._faults.run(ROOT, partial(self._enter, args, kwargs)))
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None] | None:
-        if not _is_differentiated():
+        if not records_gradients():
             return None
         self._before_forward()
         inputs = [*slots_of(args, "input", Tensor), *slots_of(kwargs, "input", Tensor)]
@@ -184,10 +165,10 @@ class ForwardPass:
         inside = self._running.pop() if self._running else None
         if inside is not None:
             inside.__exit__(None, None, None)
-            self._progress.end_backward()  # of which nothing is told: the next forward pass begins the next micro-step
+            self._progress.end_backward()  # not reported: the next forward pass begins the next micro-step
 
     def _returned(self, path: str, output: Any) -> None:
-        if self._progress.observing and any(self._running) and _is_differentiated():
+        if self._progress.observing and any(self._running) and records_gradients():
             self._heard.add(path)
             if "forward" in self._observe:
                 self._faults.run(FORWARD, partial(self._output, path, output))
@@ -203,7 +184,7 @@ class ForwardPass:
             tuple(tensor.shape), path=path, slot=slot, site=site, progress=self._progress
         )
         batch = self._progress.current_batch
-        # A number per micro-batch (a loss inside the model) is a term of a mean over them.
+        # One number per micro-batch, e.g. a loss inside the model, is a term of a mean over the micro-batches.
         a_mean = not tensor.shape and batch is not None and phase == "forward"
         self._sink.emit(
             np.moveaxis(read(tensor), axis, 0) if axis else read(tensor), phase=phase, path=path, slot=slot, call=call,
@@ -211,18 +192,5 @@ class ForwardPass:
         )  # fmt: skip
 
 
-def _is_differentiated() -> bool:
-    """Whether what is called now will be differentiated: MindSpore tells nobody but its own cells."""
-    return bool(_pynative_executor.requires_grad())
-
-
 def _has_construct(cell: nn.Cell) -> bool:
     return type(cell).construct is not nn.Cell.construct and not isinstance(cell, (nn.CellList, nn.CellDict))
-
-
-def _nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    pass
-
-
-def _no_output() -> None:
-    pass

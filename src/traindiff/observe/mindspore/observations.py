@@ -1,9 +1,9 @@
-"""From what MindSpore's taps hand over to what is written: each array becomes an observation with its summary."""
+"""The sink of MindSpore's taps: makes observations with summaries of NumPy arrays."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,22 +11,22 @@ from numpy.typing import NDArray
 
 from traindiff.core.kernels.element_details import Elements, detail_of_elements
 from traindiff.core.kernels.reference import summarize_array
-from traindiff.core.observation import Merge, Observation
+from traindiff.core.observation import Merge
 from traindiff.core.shards import Shard
 from traindiff.core.summary import Detail
 from traindiff.errors import UnsupportedTensorError
+from traindiff.observe.common.observed import ObservationBuffer, Step
 from traindiff.observe.common.progress import Progress
-from traindiff.observe.common.sink import Pending
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SMALLEST_NORMAL_OF_BFLOAT16 = 2.0**-126
 
 
 def read(tensor: Any) -> NDArray[Any]:
-    """The elements of a tensor where they are, after what computes them; the array must not be kept or written to.
+    """The elements of a tensor, without a copy, once they are computed. The array must not be kept or written to.
 
     Raises:
-        UnsupportedTensorError: It has no dense elements.
+        UnsupportedTensorError: The tensor has no dense elements.
     """
     if not hasattr(tensor, "asnumpy"):
         raise UnsupportedTensorError(f"a {type(tensor).__name__} has no dense elements")
@@ -43,13 +43,13 @@ def as_real(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def elements(array: NDArray[Any]) -> Elements:
-    """Values and bits of an array of real numbers. Copies only what is strided.
+    """Values and bits of an array of real numbers. Copies only strided arrays.
 
     Args:
-        array: Any shape; of a dtype that NumPy has, or bfloat16 as MindSpore registers it.
+        array: Any shape; a dtype of NumPy, or bfloat16 as MindSpore registers it.
 
     Raises:
-        UnsupportedTensorError: Its dtype is no number.
+        UnsupportedTensorError: The dtype is not numeric.
     """
     flat = np.ascontiguousarray(array).reshape(-1)
     name, width = flat.dtype.name, flat.dtype.itemsize
@@ -64,30 +64,27 @@ def elements(array: NDArray[Any]) -> Elements:
     return Elements(values=flat.view(np.uint8) if flat.dtype.kind == "b" else flat, bits=bits, tiny=0.0)
 
 
-class Observations:
+class Observations(ObservationBuffer):
     """Summarizes arrays and keeps the observations until they are written. Any thread may call it.
 
     Args:
         progress: Where the training is.
         detail: What is kept of a tensor beyond its summary.
-        bounds: Of the intervals in which the elements of gradients are counted.
+        bounds: Bounds of the intervals in which elements of gradients are counted.
         on_full: Called when more waits to be written than should.
 
     Attributes:
-        progress: Where the training is.
-        lock: Held while counters or what waits to be written change. Nobody who holds it may read a tensor: a graph
-            that computes it may be waiting for the lock.
+        lock: Held while counters or the waiting observations change. A thread that holds it must not read a tensor:
+            the graph that computes the tensor may be waiting for the lock.
     """
 
     def __init__(
         self, *, progress: Progress, detail: Collection[str], bounds: Sequence[float], on_full: Callable[[], None]
     ) -> None:
-        self.progress = progress
+        super().__init__(progress, on_full)
         self.lock = threading.RLock()
         self._detail = detail
         self._bounds = bounds
-        self._on_full = on_full
-        self._pending = Pending()
 
     def emit(
         self,
@@ -108,17 +105,17 @@ class Observations:
         """Summarize an array, which is neither kept nor changed, and keep the observation.
 
         Args:
-            array: With the batch axis in front, where there is one.
-            phase: See `Observation`; so are the others that it has.
+            array: With the batch axis in front, if it has one.
+            phase: See `Observation`.
             path: Canonical path.
             slot: Which tensor there.
             stage: Part of the phase.
             call: How often the cell had been called before in the micro-step.
-            optimizer: Whose step it belongs to; that of the one that counts where left out.
-            shard: Which elements these are; all of them where left out.
+            optimizer: The optimizer whose step this is. Default: the one that counts forward passes.
+            shard: Which elements these are. Default: all.
             merge: How it merges with others of its site in the step.
             weight: Weight in a mean.
-            factor: What the tensor was multiplied by.
+            factor: The factor that the tensor was multiplied by.
             late: File it under the step that has just ended.
         """
         array = np.asarray(array)
@@ -137,42 +134,24 @@ class Observations:
             )
         except UnsupportedTensorError as error:
             unobserved = str(error)
-        self._keep(
+        self._keep_now(
             summary, detail, phase=phase, path=path, slot=slot, stage=stage, call=call, optimizer=optimizer,
             shard=shard, merge=merge, weight=weight, factor=factor, late=late, dtype=dtype, unobserved=unobserved,
         )  # fmt: skip
 
-    def unobserved(
-        self, reason: str, *, phase: str, path: str, slot: str, stage: str = "", optimizer: str | None = None,
-        call: int = 0, late: bool = False,
-    ) -> None:  # fmt: skip
-        """Record that there is a tensor of which nothing is known. `late`: in the step that has just ended."""
-        self._keep(
-            None, None, phase=phase, path=path, slot=slot, stage=stage, call=call, optimizer=optimizer, late=late,
-            shard=Shard.whole(()), dtype="", unobserved=reason,
-        )  # fmt: skip
-
-    def take(self, optimizer: str | None = None) -> Iterator[tuple[list[Observation], list[Any], Mapping[int, Detail]]]:
-        """Remove and yield what belongs to one optimizer, or to all of them: one item per step."""
+    def take(self, optimizer: str | None = None) -> Iterator[Step]:
+        """Remove and yield the observations of one optimizer, or of all: one item per step."""
         with self.lock:
-            yield from list(self._pending.take(optimizer))
+            yield from list(super().take(optimizer))
 
     def clear(self) -> None:
         """Drop everything."""
         with self.lock:
-            self._pending.clear()
+            super().clear()
 
-    def _keep(
-        self, summary: Any, detail: Detail | None, *, optimizer: str | None, late: bool = False, **about: Any
-    ) -> None:
-        progress = self.progress
+    def _keep_now(self, summary: Any, detail: Detail | None, **about: Any) -> None:
         with self.lock:
-            name = optimizer or progress.optimizer
-            seen = Observation(
-                step=progress.steps.get(name, 0) - late, micro_step=progress.micro_step, optimizer=name,
-                order=progress.next_order(late=late), term=progress.data_rank, **about,
-            )  # fmt: skip
-            self._pending.append(seen, summary, detail)
+            super()._keep_now(summary, detail, term=self.progress.data_rank, **about)
             full = self._pending.full
         if full:
             self._on_full()

@@ -1,20 +1,24 @@
-"""`traindiff.observe.mindspore.record`: attach the taps to a MindSpore training and write what they see."""
+"""`traindiff.mindspore.record`: attach the taps to a MindSpore training and write what they see."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from inspect import Parameter, signature
-from typing import Any, Never
+from typing import Unpack
 
 from mindspore import nn
 
-from traindiff.core.settings import RecordSettings, check_names, record_settings, recording_path
+from traindiff.core.settings import (
+    CommonOptions,
+    RecordSettings,
+    check_names,
+    record_settings,
+    recording_path,
+    takes_settings,
+)
 from traindiff.core.tap_registry import OBSERVABLE
 from traindiff.errors import ConfigError, Problem
-from traindiff.observe.mindspore.environment import GRAPH, mode
-from traindiff.observe.mindspore.recorder import Recorder
+from traindiff.observe.mindspore.recorder import GRAPH, Recorder, mode
 from traindiff.observe.mindspore.targets import Optimizers, find_targets
 
 OBSERVABLE_HERE = ("batch", "forward", "grad", "optimizer", "update", "param")
@@ -22,31 +26,21 @@ OBSERVABLE_HERE = ("batch", "forward", "grad", "optimizer", "update", "param")
 
 OUTSIDE_GRAPHS = ("batch", "forward")
 """What of that cannot be seen in code that MindSpore has compiled."""
-NOT_SET_HERE: dict[str, Any] = {"sample_order": "blocks", "evaluation": False, "replica": None}
-"""Settings that MindSpore trainings cannot choose."""
 
 
+@takes_settings(CommonOptions)
 def record(
     path: str | os.PathLike[str],
     cell: nn.Cell | None,
     optimizer: Optimizers,
     *,
-    observe: str | Iterable[str] | None = None,
-    select: str | Iterable[str] = "*",
-    detail: str | Iterable[str] = "summary",
-    bounds: Iterable[float] = (),
-    steps: str | int | Iterable[int] | None = None,
-    ranks: int | Collection[int] | None = None,
-    every: int = 1,
     overwrite: bool = False,
-    batch_axis: int | Mapping[str, int | None] | None = None,
-    strict: bool = False,
-    **misspelt: Never,
+    **settings: Unpack[CommonOptions],
 ) -> Recorder:
     """Record a MindSpore training's numbers, without disturbing it.
 
     ```python
-    with traindiff.observe.mindspore.record("runs/mindspore", net, optimizer) as run:
+    with traindiff.mindspore.record("runs/mindspore", net, optimizer) as run:
         for inputs, labels in batches:
             loss, gradients = loss_and_gradients(inputs, labels)
             optimizer(gradients)
@@ -56,8 +50,8 @@ def record(
     The training computes the same bits with and without it. An error inside traindiff disables the part in which it
     happened, is written into the recording, warns once, and the training goes on.
 
-    Call it before the training is compiled: before the first call of what `mindspore.jit` has decorated, and of
-    `Model.train`. What was compiled without it cannot be seen, and then a warning and the recording say so.
+    Call it before the training is compiled: before the first call of a function that `mindspore.jit` has decorated,
+    and of `Model.train`. Code compiled earlier cannot be observed; then a warning and the recording say so.
 
     Args:
         path: Directory to write: a local path or any fsspec URL.
@@ -65,6 +59,7 @@ def record(
             observe optimizers alone, under the names that parameters have themselves.
         optimizer: Whose calls are the steps: one, several, or several by name. With several, each
             counts its own steps, and the first also those of forward passes.
+        overwrite: Replace a recording that is already at `path`.
         observe: Some of `batch`, `forward`, `grad`, `optimizer`, `update` and `param`. Default: all of them where
             MindSpore runs in PyNative mode; in graph mode all but `batch` and `forward`.
         select: Globs over canonical paths of cells and parameters, e.g. `"encoder.3.*"`.
@@ -75,38 +70,28 @@ def record(
         steps: Steps to record, e.g. `"0-9,20,30-"` or `range(10)`. Default: all.
         ranks: Ranks to record. Default: all.
         every: Record only every n-th step, counted from 0.
-        overwrite: Replace a recording that is already at `path`.
         batch_axis: Where the batch axis is, if it is not axis 0: one axis for all, or by glob over
             paths, None for tensors without one. See docs/batch-axis.md.
         strict: Raise errors of traindiff's own instead of going on without the part that failed.
-        misspelt: What is no setting is an error that names the nearest one.
 
     Returns:
         The running recording: a context manager with `log`, `close` and `step`.
 
     Raises:
-        ConfigError: A setting is wrong, `select` matches nothing, `path` is taken, or something is asked for that
-            cannot be seen. Nothing was attached and nothing was written.
+        ConfigError: A setting is wrong, `select` matches nothing, `path` is taken, or `observe` names something
+            that cannot be observed here. Nothing was attached and nothing was written.
     """
-    known = [name for name in signature(record).parameters if name not in ("path", "cell", "misspelt")]
-    check_names(misspelt, known=known)
+    check_names(settings, known=("optimizer", "overwrite", *CommonOptions.__optional_keys__))
     directory = recording_path(path)
-    settings = record_settings(
-        observe=_seen_by_default() if observe is None else observe,
-        select=select,
-        detail=detail,
-        bounds=bounds,
-        steps=steps,
-        ranks=ranks,
-        every=every,
-        batch_axis=batch_axis,
-        strict=strict,
-        **NOT_SET_HERE,
-    )
-    targets = find_targets(cell, optimizer, select=settings.select)
-    settings = _without_cells(settings) if cell is None and observe is None else settings
-    _refuse_unseen(settings, without_cell=cell is None)
-    return Recorder(directory, targets, settings, overwrite=overwrite)
+    by_default = settings.get("observe") is None
+    if by_default:
+        settings["observe"] = _seen_by_default()
+    checked = record_settings(**settings)
+    targets = find_targets(cell, optimizer, select=checked.select)
+    if cell is None and by_default:
+        checked = replace(checked, observe=checked.observe - set(OUTSIDE_GRAPHS))
+    _refuse_unseen(checked, without_cell=cell is None)
+    return Recorder(directory, targets, checked, overwrite=overwrite)
 
 
 def _seen_by_default() -> tuple[str, ...]:
@@ -114,16 +99,8 @@ def _seen_by_default() -> tuple[str, ...]:
     return tuple(name for name in OBSERVABLE_HERE if not (compiled and name in OUTSIDE_GRAPHS))
 
 
-def _without_cells(settings: RecordSettings) -> RecordSettings:
-    return replace(settings, observe=settings.observe - set(OUTSIDE_GRAPHS))
-
-
 def _refuse_unseen(settings: RecordSettings, *, without_cell: bool) -> None:
-    """Refuse what is asked for and cannot be seen.
-
-    Raises:
-        ConfigError: Something is.
-    """
+    """Raise ConfigError if `observe` names something that cannot be observed here."""
     problems = []
     for name in (name for name in OBSERVABLE if name in settings.observe):
         where = "record(observe=...)"
@@ -140,14 +117,3 @@ def _refuse_unseen(settings: RecordSettings, *, without_cell: bool) -> None:
         problems.append(Problem(where=where, what=what, fix=fix))
     if problems:
         raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
-
-
-STANDARD_SETTINGS: dict[str, Any] = {
-    **{
-        name: parameter.default
-        for name, parameter in signature(record).parameters.items()
-        if parameter.kind is Parameter.KEYWORD_ONLY and name != "overwrite"
-    },
-    **NOT_SET_HERE,
-}
-"""What is recorded where nothing else is asked for: the arguments of `record_settings`."""

@@ -1,4 +1,4 @@
-"""File what one optimizer's step reads and writes, however it comes to be seen."""
+"""File the values that a step of an optimizer reads and writes, and follow steps that Python calls."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from traindiff.core.observation import NO_GRADIENT
 from traindiff.observe.common.faults import Faults
 from traindiff.observe.mindspore.forward_pass import Listener, listen
 from traindiff.observe.mindspore.observations import Observations, read
-from traindiff.observe.mindspore.sights import COUNT, RATE, Followed, Sight
+from traindiff.observe.mindspore.targets import COUNT, RATE, Followed, Sight
 
 TAP = "optimizer_step"
-"""What faults of this are filed under."""
+"""Name of the tap that a fault here disables."""
 
 UNSEEN = "its gradient did not come into the optimizer as a dense tensor that can be seen there"
 
@@ -25,8 +25,8 @@ class StepTap:
     """Summarizes gradients, parameters, state and settings of one optimizer, step by step.
 
     Args:
-        followed: The optimizer, and what is read of it.
-        observe: Phases that are observed, with `param` where updates are.
+        followed: The optimizer, and the values to read.
+        observe: Phases that are observed, with `param` if updates are.
         selects: Whether the parameter with this path is observed.
         sink: Receives the observations.
         on_end: Called with the optimizer's name when a step has ended.
@@ -57,7 +57,7 @@ class StepTap:
         return self._sink.progress.observing
 
     def begin(self) -> bool:
-        """A step begins, or its forward pass; gives whether parameters are to be recorded as it finds them."""
+        """A step, or its forward pass, begins; gives whether to record the parameters before it."""
         step = self.steps
         if self._begun == step or not self.observing:
             return False
@@ -67,14 +67,14 @@ class StepTap:
         return "param" in self._observe and previous not in (step, step - 1)
 
     def settings(self) -> None:
-        """Record the settings that stay as they are."""
+        """Record the constant settings."""
         if self.observing and "optimizer" in self._observe:
             name = self.followed.name
             for (group, slot), value in self.followed.settings.items():
                 self._emit(np.float64(value), phase="optimizer", path=f"{name}.groups[{group}]", slot=slot)
 
     def sight(self, sight: Sight, array: NDArray[Any]) -> None:
-        """Record what one of MindSpore's parameters holds."""
+        """Record the value of one of MindSpore's parameters."""
         if self.observing and sight.phase in self._observe:
             if sight.slot in (RATE, COUNT):
                 array = array.reshape(()).astype(np.float32)
@@ -82,7 +82,7 @@ class StepTap:
                 self._emit(array, phase=sight.phase, path=path, slot=sight.slot, stage=sight.stage)
 
     def rate(self, rate: NDArray[Any]) -> None:
-        """Record a learning rate that was computed for this step."""
+        """Record the learning rate that was computed for this step."""
         if self.observing and "optimizer" in self._observe:
             path = f"{self.followed.name}.groups[0]"
             self._emit(np.asarray(rate).reshape(()), phase="optimizer", path=path, slot=RATE)
@@ -99,14 +99,14 @@ class StepTap:
             self._emit(array, phase="grad", path=self.followed.paths[index], slot="grad", factor=factor)
 
     def no_gradient(self, index: int, reason: str) -> None:
-        """Record that there is nothing to see of the gradient at this place."""
+        """Record that the gradient at this place cannot be seen."""
         self._gradients.add(index)
         if self.wants_gradient(index):
             path, name = self.followed.paths[index], self.followed.name
             self._sink.unobserved(reason, phase="grad", path=path, slot="grad", optimizer=name)
 
     def complete(self) -> None:
-        """Record of which parameters no gradient was seen in the step that ends."""
+        """Record which parameters' gradients were not seen in the step that ends."""
         for index in range(len(self.followed.paths)):
             if index not in self._gradients:
                 self.no_gradient(index, UNSEEN)
@@ -123,7 +123,7 @@ class StepTap:
 
 
 def reason_for(gradient: object) -> str:
-    """Why a gradient that is no dense tensor is not observed."""
+    """Why a gradient that is not a dense tensor is not observed."""
     if gradient is None:
         return f"{NO_GRADIENT}: the optimizer is given None"
     return f"a {type(gradient).__name__} has no dense elements"
@@ -134,33 +134,38 @@ class DirectSteps:
 
     Args:
         tap: Files what is seen.
-        before_step: Reads parameters as a step finds them, where that has not been done.
+        before_step: Records the parameters before a step, unless that is done.
         faults: Keeps errors out of the training.
-        pause: Called around a call with whether it has begun: then it is not to be observed from inside as well.
+        pause: Called when a call begins: the compiled code inside it is not observed.
+        resume: Called when the call ends.
     """
 
     def __init__(
-        self, tap: StepTap, *, before_step: Callable[[], None], faults: Faults, pause: Callable[[bool], None]
+        self,
+        tap: StepTap,
+        *,
+        before_step: Callable[[], None],
+        faults: Faults,
+        pause: Callable[[], None],
+        resume: Callable[[], None],
     ) -> None:
         self._tap = tap
         self._before_step = before_step
         self._faults = faults
         self._pause = pause
+        self._resume = resume
 
     def attach(self) -> ExitStack:
         """Follow them. Close the result to end it."""
-        listener = Listener(before=self._before, after=self._after, failed=self._failed)
+        listener = Listener(before=self._before, after=self._after, failed=self._resume)
         return listen({self._tap.followed.optimizer: listener})
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._pause(True)  # noqa: FBT003  it has begun
+        self._pause()
         self._faults.run(TAP, lambda: self._read_before(args, kwargs))
 
-    def _failed(self) -> None:
-        self._pause(False)  # noqa: FBT003  it has ended
-
-    def _after(self, output: Any) -> None:  # noqa: ARG002  whether the updates were made, which is seen
-        self._pause(False)  # noqa: FBT003  it has ended
+    def _after(self, output: Any) -> None:  # noqa: ARG002
+        self._resume()
         self._faults.run(TAP, self._read_after)
         self._tap.end()
 

@@ -1,9 +1,18 @@
-"""A verdict as comma-separated values: a row for each site of a comparison, or each finding of a check."""
+"""Results as comma-separated values, and the rows of every other table of such values.
+
+Every reader divides a file into the same rows, and no spreadsheet finds a formula in it. A spreadsheet computes a cell
+that begins with one of a few characters, e.g. `=HYPERLINK(...)` as the name of a module. So such a text gets a single
+quote in front, as OWASP's page on CSV injection says (https://owasp.org/www-community/attacks/CSV_Injection). A
+semicolon or a tab inside a text begins a cell where a spreadsheet divides rows there. Numbers are left as they are:
+they are no formulas.
+"""
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from traindiff.analyse.check import Verdict
@@ -11,7 +20,6 @@ from traindiff.analyse.compare import Comparison, SiteDifference, Verification
 from traindiff.analyse.compare.investigation import Matrix
 from traindiff.analyse.findings import Finding
 from traindiff.core.site import ROOT
-from traindiff.present.data.csv_rows import CsvRows
 
 COLUMNS = (
     "step", "micro_step", "rank", "phase", "stage", "site", "slot", "call", "kind", "difference", "floor", "ratio",
@@ -27,11 +35,12 @@ MATRIX_COLUMNS = ("name", "verdict", "message", "seconds", "output", "exit_code"
 def write(result: Comparison | Verification | Verdict | Matrix, file: IO[str]) -> None:
     """A header, then rows in the order of execution.
 
-    Of a comparison each site has a row with its largest difference in units of its floor, in `step`: `num_steps` in
-    which it was compared, `num_identical_steps` of them with the same bits, and `kind` and `message` of the first
+    Of a comparison each site has a row with its largest difference in units of its noise floor, in `step`: `num_steps`
+    in which it was compared, `num_identical_steps` of them with the same bits, and `kind` and `message` of the first
     finding there, if there is one. Further findings there, and those at sites that only one run has, follow.
-    Of a verification this is the comparison of the free runs. Of a check each finding has a row, then each warning, and `num_steps` are
-    those in which it was found. Of a matrix each combination has a row, with columns of its own.
+    Of a verification these are the rows of the comparison of the free runs. Of a check each finding has a row, then
+    each warning, and `num_steps` are those in which it was found. Of a matrix each combination has a row, with columns
+    of its own.
     """
     if isinstance(result, Matrix):
         table = CsvRows(file, MATRIX_COLUMNS)
@@ -79,3 +88,63 @@ def _of_finding(finding: Finding) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+_BEGINS = "[=+\\-@\uff1d\uff0b\uff0d\uff20]"
+_PLACE = re.compile(f"^(?='*(?:[\t\r\n]|\\s*{_BEGINS}))|(?<=[;\t])(?='*{_BEGINS})")
+_QUOTED_PLACE = re.compile(f"^'(?='*(?:[\t\r\n]|\\s*{_BEGINS}))|(?<=[;\t])'(?='*{_BEGINS})")
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+
+def defused(text: str) -> str:
+    """A text as it is written into a cell: with a single quote wherever a formula would begin.
+
+    Args:
+        text: Any text; one of a number stays as it is.
+    """
+    return text if _NUMBER.fullmatch(text) else _PLACE.sub("'", text)
+
+
+def restored(text: str) -> str:
+    """The text that `defused` was given, from what it gave back."""
+    return _QUOTED_PLACE.sub("", text)
+
+
+class CsvRows:
+    """A header, and then rows; each ends in a line feed.
+
+    Args:
+        file: Where they go.
+        columns: Names of the columns, in order.
+    """
+
+    def __init__(self, file: IO[str], columns: Sequence[str]) -> None:
+        self._writer = csv.writer(_Lines(file))
+        self._columns = columns
+        self._writer.writerow(columns)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Write a row; a column that it lacks is empty, and so is a cell that is None.
+
+        Args:
+            row: Cells by column; others are left out.
+        """
+        cells = (row.get(name) for name in self._columns)
+        self._writer.writerow([defused(cell) if isinstance(cell, str) else cell for cell in cells])
+
+
+class _Lines:
+    """A file for `csv.writer`, in which each row ends in a line feed.
+
+    `csv` quotes the carriage return in a cell only where rows end in one, and readers take it for the end of a row.
+
+    Args:
+        file: Where the rows go.
+    """
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, row: str) -> int:
+        """Write a row, which `csv` ends in a carriage return and a line feed."""
+        return self._file.write(row.removesuffix("\r\n") + "\n")

@@ -1,4 +1,4 @@
-"""A verdict as Markdown: a summary for a comment on a pull request."""
+"""A result as Markdown: a summary for a comment on a pull request."""
 
 from __future__ import annotations
 
@@ -9,64 +9,69 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import IO
 
 from traindiff.analyse.check import Verdict
-from traindiff.analyse.compare import Comparison, Verification, sentences
-from traindiff.analyse.compare.verification import cost, pinned_heading
-from traindiff.analyse.findings import Finding, Group, also_text, before_text, grouped, phase_text, size_text
+from traindiff.analyse.compare import Comparison, Verification
+from traindiff.analyse.compare.investigation import Matrix
+from traindiff.analyse.findings import Finding, Group, grouped, phase_text
+from traindiff.analyse.story import Story, Told, count_text, story_of
 
 MOST = 10
-"""Findings that are listed, and notes."""
+"""Findings that are listed at most, and notes."""
 
+_PASSED, _FAILED, _UNKNOWN = "✅", "❌", "⚠️"
 _MARKS = {
-    "identical": "✅", "equivalent": "✅", "healthy": "✅", "diverged": "❌", "unhealthy": "❌", "misaligned": "⚠️",
-    "incomplete": "⚠️",
+    "identical": _PASSED, "equivalent": _PASSED, "healthy": _PASSED, "diverged": _FAILED, "unhealthy": _FAILED,
 }  # fmt: skip
 
 
-def write(result: Comparison | Verification | Verdict, file: IO[str]) -> None:
+def write(result: Comparison | Verification | Verdict | Matrix, file: IO[str]) -> None:
     """The verdict, the first finding in full, further ones in a table, and what limits the verdict.
 
-    Names from a recording are text: they make no markup, no link and no mention.
+    Names from a recording are text: they make no markup, no link and no mention. Of a matrix, each combination is a
+    row.
     """
-    file.write("\n".join(_lines(result)) + "\n")
+    lines = _of_matrix(result) if isinstance(result, Matrix) else _of_story(story_of(result))
+    file.write("\n".join(lines) + "\n")
 
 
-def _lines(result: Comparison | Verification | Verdict) -> Iterator[str]:
-    comparison = result.comparison if isinstance(result, Verification) else result
-    if isinstance(comparison, Verdict):
-        sentence, notes, title = comparison.sentence(), comparison.notes, "First finding"
-        named = code(comparison.recording)
+def _of_story(story: Story) -> Iterator[str]:
+    yield f"### {_MARKS.get(story.word, _UNKNOWN)} traindiff: {escaped(story.sentence)}"
+    yield ""
+    if len(story.recordings) == 1:
+        yield code(story.recordings[0][1])
     else:
-        sentence, title = sentences.verdict(comparison), "First divergence"
-        notes = tuple(sentences.note_lines(comparison))
-        named = f"baseline {code(comparison.baseline)}, candidate {code(comparison.candidate)}"
-    word = result.verdict
-    other = f"{word}; the free runs are " if word != comparison.verdict else ""
-    yield f"### {_MARKS[word]} traindiff: {escaped(other + sentence)}"
-    yield ""
-    yield named
-    if isinstance(comparison, Comparison) and (own := sentences.own_noise(comparison)):
-        yield from ("", escaped(own))
-    if isinstance(result, Verification) and result.failed:
-        yield from ("", f"**The run {code(result.failed.run)} failed.** {escaped(result.failed.message)}")
-    groups = grouped(comparison.findings)
-    if groups:
-        yield from _first(groups[0], title)
-        yield from _further(groups[1:])
-    if isinstance(result, Verification):
-        yield from _pinned(result)
-    yield from _notes(notes)
+        yield ", ".join(f"{role} {code(path)}" for role, path in story.recordings)
+    yield from _paragraph(story.noise)
+    if story.failed:
+        yield from ("", f"**The run {code(story.failed.run)} failed.** {escaped(story.failed.message)}")
+    yield from _paragraph(story.compiler)
+    for chapter in story.chapters:
+        if chapter.noun == "finding":
+            yield from _first(chapter.first)
+            yield from _further(chapter.further)
+    yield from _paragraph(story.pin_note)
+    for pinned in story.pinned:
+        yield from _paragraph(pinned.heading)
+        if pinned.findings:
+            yield from ("", *_table(grouped(pinned.findings)[:MOST]))
+    yield from _paragraph(*story.operators)
+    yield from _paragraph(story.cost)
+    yield from _notes([*story.alone, *story.notes, *dict.fromkeys(note for one in story.pinned for note in one.limits)])
 
 
-def _first(group: Group, title: str) -> Iterator[str]:
-    first = group.first
+def _paragraph(*lines: str) -> Iterator[str]:
+    if any(lines):
+        yield from ("", "<br>".join(escaped(line.strip()) for line in lines))
+
+
+def _first(told: Told) -> Iterator[str]:
+    first = told.group.first
     micro = "" if first.micro_step is None else f", micro-step {first.micro_step}"
+    phase = escaped(phase_text(first.phase, first.stage))
     yield ""
-    yield f"**{title}:** step {first.step}{micro}, {escaped(phase_text(first.phase, first.stage))}, {code(first.site)}"
+    yield f"**{told.title}:** step {first.step}{micro}, {phase}, {code(first.site)}"
     yield ""
-    yield f"> {escaped(first.message)}"
-    for line in (size_text(first), before_text(first), also_text(group.paths)):
-        if line:
-            yield f"> <br>{escaped(line)}"
+    yield f"> {escaped(told.message)}"
+    yield from (f"> <br>{escaped(line)}" for line in told.further)
 
 
 def _further(groups: Sequence[Group]) -> Iterator[str]:
@@ -91,6 +96,18 @@ def _table(groups: Iterable[Group]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def _of_matrix(matrix: Matrix) -> Iterator[str]:
+    marks = {0: _PASSED, 1: _FAILED}
+    yield f"### {marks.get(matrix.exit_code, _UNKNOWN)} traindiff: {escaped(count_text(matrix))}"
+    yield ""
+    yield f"{code(matrix.recipe)}; a report of each combination is below {code(matrix.output)}"
+    yield ""
+    yield "| combination | verdict | first divergence, or why it was not run |"
+    yield "| --- | --- | --- |"
+    for row in matrix.rows:
+        yield f"| {_code_in_cell(row.name)} | {escaped(row.verdict)} | {escaped(row.message)} |"
+
+
 def _code_in_cell(text: str) -> str:
     """Text as code in a table, where no code span can hold a bar behind a backslash."""
     return f"<code>{escaped(text)}</code>" if "|" in text else code(text)
@@ -98,16 +115,6 @@ def _code_in_cell(text: str) -> str:
 
 def _ratio(finding: Finding) -> str:
     return f"{finding.ratio:.3g}" if math.isfinite(finding.ratio) and finding.ratio else ""
-
-
-def _pinned(verification: Verification) -> Iterator[str]:
-    if verification.pin_note:
-        yield from ("", escaped(verification.pin_note))
-    for pinned in verification.pinned:
-        yield from ("", escaped(pinned_heading(pinned)))
-        if pinned.comparison.findings:
-            yield from ("", *_table(grouped(pinned.comparison.findings)[:MOST]))
-    yield from ("", escaped(cost(verification)))
 
 
 def _notes(notes: Sequence[str]) -> Iterator[str]:

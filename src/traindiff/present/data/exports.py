@@ -1,4 +1,4 @@
-"""The tools to which scalars of a recording are exported."""
+"""Scalars of a recording, exported to the tools that plot them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from traindiff.analyse.merge.run_steps import run_steps
-from traindiff.analyse.merge.step_table import Entry, Key
+from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.core.observation import ALL_GRADIENTS, SAMPLE
-from traindiff.core.site import PHASES, ROOT, matches
+from traindiff.core.site import ROOT, matches
 from traindiff.core.steps import ALL_STEPS, StepSelection
 from traindiff.core.summary import UNIT_ROUNDOFF, largest, norm, number
 from traindiff.errors import ConfigError, Problem
@@ -23,7 +23,7 @@ from traindiff.storage import Recording
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which tensors are given beside the scalars that a run has by itself.
+    """The tensors that are exported beside the scalars that a run has by itself.
 
     Attributes:
         site: Glob over canonical paths, or over `path slot`; empty for none.
@@ -37,32 +37,17 @@ class Wanted:
 
 
 Scalars = dict[str, float]
-"""By name: a number. NaN and infinities are as they are."""
-
-
-def check_phases(phases: tuple[str, ...]) -> None:
-    """Raise `ConfigError` for what is not a phase.
-
-    Args:
-        phases: What was given.
-    """
-    problems = [
-        Problem.unknown_name(where=f"--phase {name}", kind="a phase", found=name, known=PHASES)
-        for name in phases
-        if name not in PHASES
-    ]
-    if problems:
-        raise ConfigError("export", problems, consequence="nothing was exported")
+"""Numbers by name. They may be NaN or infinite."""
 
 
 def scalars(recording: Recording, wanted: Wanted) -> Iterator[tuple[int, Scalars]]:
-    """The scalars of each finished step: losses, what was logged, settings of the optimizer, the gradient norm.
+    """The scalars of each finished step: losses, logged numbers, settings of the optimizer, the gradient norm.
 
-    Of the tensors that are wanted, the L2 norm and the largest |x| are given as well.
+    The L2 norm and the largest |x| of each wanted tensor are added.
 
     Args:
         recording: The run; its ranks are merged.
-        wanted: Which tensors are given.
+        wanted: The tensors that are added.
 
     Yields:
         The step, and its scalars by name.
@@ -83,7 +68,7 @@ def scalars(recording: Recording, wanted: Wanted) -> Iterator[tuple[int, Scalars
         step.release()
 
 
-def _of_entry(key: Key, entry: Entry, wanted: Wanted) -> Scalars:
+def _of_entry(key: SiteKey, entry: MergedSite, wanted: Wanted) -> Scalars:
     name = f"{key.phase}{f'.{key.stage}' if key.stage else ''}/{key.path or ROOT} {key.slot}"
     name += f" call {key.call}" if key.call else ""
     name += f" micro-step {key.micro_step}" if key.micro_step else ""
@@ -108,7 +93,7 @@ def to_tensorboard(recording: Recording, steps: Steps, output: Path) -> int:
         output: Directory of the event file.
 
     Returns:
-        How many scalars were written.
+        The number of scalars that were written.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -127,7 +112,7 @@ def to_tensorboard(recording: Recording, steps: Steps, output: Path) -> int:
 
 
 def to_wandb(recording: Recording, steps: Steps, output: Path) -> int:
-    """Write a run of Weights & Biases, to be sent with `wandb sync` if at all: nothing goes over the network.
+    """Write an offline run of Weights & Biases, which `wandb sync` can send. Nothing goes over the network.
 
     Args:
         recording: The run.
@@ -135,7 +120,7 @@ def to_wandb(recording: Recording, steps: Steps, output: Path) -> int:
         output: Directory in which wandb makes its own.
 
     Returns:
-        How many scalars were written.
+        The number of scalars that were written.
     """
     import wandb
 
@@ -156,15 +141,15 @@ EXPORTS: Mapping[str, tuple[str, Callable[[Recording, Steps, Path], int]]] = {
     "tensorboard": ("tensorboard", to_tensorboard),
     "wandb": ("wandb", to_wandb),
 }
-"""By the name that `traindiff export` takes: the package that it needs, and what writes it."""
+"""The package and the writer of each tool, by the name that `traindiff export` takes."""
 
 
 def exporter(name: str, *, beside: Sequence[str] = ()) -> Callable[[Recording, Steps, Path], int]:
-    """What writes to a tool of `EXPORTS`.
+    """The function that writes for a tool of `EXPORTS`.
 
     Args:
         name: Its name.
-        beside: Names of tools for which others write.
+        beside: Names of further tools, for the message.
 
     Raises:
         ConfigError: There is no such tool, or its package is not installed.
@@ -181,7 +166,7 @@ def exporter(name: str, *, beside: Sequence[str] = ()) -> Callable[[Recording, S
 
 
 def _begun(recording: Recording) -> float:
-    """When the run was begun, in seconds since 1970."""
+    """The start of the run, in seconds since 1970."""
     try:
         return datetime.fromisoformat(str(recording.run.get("created"))).timestamp()
     except ValueError:
@@ -189,7 +174,7 @@ def _begun(recording: Recording) -> float:
 
 
 def _float32(value: Any) -> float:
-    """The number as an event file holds it: what is beyond float32 is infinite there."""
+    """The number as an event file holds it. Numbers beyond float32 are infinite there."""
     import numpy as np
 
     with np.errstate(over="ignore"):

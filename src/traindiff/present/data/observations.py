@@ -16,7 +16,7 @@ from traindiff.core.site import PHASES, ROOT, matches
 from traindiff.core.steps import ALL_STEPS, StepSelection
 from traindiff.core.summary import finite_count, largest, mean, norm, std
 from traindiff.errors import ConfigError, Problem
-from traindiff.present.data.csv_rows import CsvRows
+from traindiff.present.data.as_csv import CsvRows
 from traindiff.storage import Recording
 
 SCHEMA_NAME = "traindiff-observations"
@@ -27,13 +27,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Which observations are wanted.
+    """A choice of observations.
 
     Attributes:
         site: Glob over canonical paths, or over `path slot`.
         phases: Phases; empty for all.
         steps: Steps.
-        samples: Whether the single samples of a batch are.
+        samples: Whether the single samples of a batch are included.
     """
 
     site: str = "*"
@@ -48,15 +48,21 @@ class Filter:
         return named and seen.step in self.steps and (not self.phases or seen.phase in self.phases)
 
 
-def check_phases(phases: tuple[str, ...]) -> None:
-    """Raise `ConfigError` for what is not a phase."""
+def check_phases(phases: tuple[str, ...], *, asked_by: str = "show", consequence: str = "nothing was done") -> None:
+    """Raise `ConfigError` for names that are no phases.
+
+    Args:
+        phases: The names.
+        asked_by: The command, for the message.
+        consequence: What was therefore not done, for the message.
+    """
     problems = [
         Problem.unknown_name(where=f"--phase {name}", kind="a phase", found=name, known=PHASES)
         for name in phases
         if name not in PHASES
     ]
     if problems:
-        raise ConfigError("show", problems)
+        raise ConfigError(asked_by, problems, consequence=consequence)
 
 
 def rows(recording: Recording, wanted: Filter) -> Iterator[Row]:
@@ -140,7 +146,7 @@ def _row(rank: int, seen: Observation, summary: Any) -> Row:
 
 
 def _json_value(value: Any) -> Any:
-    """A value, or None for a number that JSON lacks: the norm of numbers whose squares overflow float64."""
+    """A value, or None for a number that JSON lacks, e.g. the norm of numbers whose squares overflow float64."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

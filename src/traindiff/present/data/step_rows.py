@@ -9,20 +9,20 @@ from typing import IO, Literal
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from traindiff.analyse.compare import Comparison
-from traindiff.analyse.compare.verdict import NOT_JUDGED, DifferenceHistory
 from traindiff.analyse.findings import phase_text
-from traindiff.analyse.merge.step_table import Key
+from traindiff.analyse.merge.history import NOT_JUDGED, DifferenceHistory
+from traindiff.analyse.merge.site import SiteKey
 from traindiff.core.site import ROOT, label
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
-from traindiff.present.data.csv_rows import CsvRows
+from traindiff.present.data.as_csv import CsvRows
+from traindiff.present.text.results import columns
 
 FIRST = "first"
-"""The step of the first divergence; without one, the first that was compared."""
+"""Stands for the step of the first divergence, or for the first compared step where nothing diverges."""
 
 COLUMNS = (
     "step", "phase", "stage", "site", "slot", "call", "micro_step", "baseline", "candidate", "difference", "floor",
@@ -35,21 +35,21 @@ RowWord = Literal["identical", "equivalent", "diverged", "not judged"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """A site in a step.
+    """One site in one step, in both runs.
 
     Attributes:
         step: The step.
         key: The site.
-        baseline: Its size in the baseline: the L2 norm, or of a single element its value.
-        candidate: The same in the candidate.
+        baseline: Its size in the baseline: the L2 norm, or the value of a single element.
+        candidate: Its size in the candidate.
         difference: Relative L2 difference; inf where it has no size.
-        floor: The largest difference that is none; inf where it is not judged.
-        ratio: Difference over floor.
-        first: Whether the first divergence of the comparison is here.
+        floor: The noise floor; inf where the difference is not judged.
+        ratio: Difference over noise floor.
+        first: Whether this is the first divergence of the comparison.
     """
 
     step: int
-    key: Key
+    key: SiteKey
     baseline: float
     candidate: float
     difference: float
@@ -59,7 +59,7 @@ class StepRow:
 
     @property
     def verdict(self) -> RowWord:
-        """What the difference means."""
+        """The meaning of the difference, in a word."""
         if self.difference == 0:
             return "identical"
         if self.ratio == np.float32(NOT_JUDGED):
@@ -68,10 +68,10 @@ class StepRow:
 
 
 def parse_table(text: str) -> StepSelection | None:
-    """Which steps `--table` asks for; None for that of the first divergence.
+    """The steps that `--table` asks for; None for the step of the first divergence.
 
     Raises:
-        ConfigError: It is neither steps nor `first`.
+        ConfigError: The text is neither steps nor `first`.
     """
     if text == FIRST:
         return None
@@ -83,15 +83,15 @@ def parse_table(text: str) -> StepSelection | None:
 
 
 def step_rows(comparison: Comparison, history: DifferenceHistory, steps: StepSelection | None) -> list[StepRow]:
-    """The rows of some steps, in execution order.
+    """The rows of the chosen steps, in execution order.
 
     Args:
         comparison: The result.
         history: Every site's difference in every step.
-        steps: Which; None for the step of the first divergence.
+        steps: The chosen steps; None for the step of the first divergence.
 
     Raises:
-        ConfigError: None of them was compared, or there were too many steps to keep each by itself.
+        ConfigError: None of these steps was compared, or there were too many steps to keep each by itself.
     """
     first = comparison.first_divergence
     compared = comparison.steps
@@ -110,7 +110,7 @@ def step_rows(comparison: Comparison, history: DifferenceHistory, steps: StepSel
 
 
 def _of_step(
-    comparison: Comparison, history: DifferenceHistory, sites: Sequence[tuple[Key, int]], step: int
+    comparison: Comparison, history: DifferenceHistory, sites: Sequence[tuple[SiteKey, int]], step: int
 ) -> Iterator[StepRow]:
     first = comparison.first_divergence
     column = history.whole.column_of(step)
@@ -131,11 +131,7 @@ def print_rows(console: Console, rows: Sequence[StepRow]) -> None:
         apart = sum(row.verdict == "diverged" for row in shown)
         title = f"\nStep {step}: {len(shown)} sites in execution order, {apart} above their floors"
         console.print(Text(title, style="bold"), Text("(sizes are L2 norms, of single elements their values)"))
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in ("phase", "site"):
-            table.add_column(name, overflow="fold")
-        for name in ("baseline", "candidate", "difference", "floor", "x floor"):
-            table.add_column(name, justify="right", no_wrap=True)
+        table = columns(left=("phase", "site"), right=("baseline", "candidate", "difference", "floor", "x floor"))
         table.add_column("verdict", no_wrap=True)
         for row in shown:
             table.add_row(*map(Text, _cells(row)), style="red" if row.verdict == "diverged" else None)

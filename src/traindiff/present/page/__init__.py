@@ -1,6 +1,6 @@
 """A result as one HTML file that needs nothing else: no network, no server."""
 
-from traindiff.present.page.content import Page
-from traindiff.present.page.writing import page_of, write
+from traindiff.present.page.content import Page, page_of
+from traindiff.present.page.writing import write
 
 __all__ = ["Page", "page_of", "write"]

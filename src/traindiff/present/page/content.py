@@ -1,93 +1,46 @@
-"""What a page says, before it is written as HTML."""
+"""What a page shows of a comparison, or of a check, before it is written as HTML."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from traindiff.analyse.findings import Group
-from traindiff.errors import RecordingError
-from traindiff.present.page.dataflow import Node
+from traindiff.analyse.check import Verdict
+from traindiff.analyse.compare import Comparison
+from traindiff.analyse.findings import Finding, Group, grouped, phase_text
+from traindiff.analyse.merge.history import DifferenceHistory, RunHistory
+from traindiff.analyse.story import Story, Told, story_of, told
+from traindiff.core.site import label
+from traindiff.errors import ConfigError, Problem, RecordingError
+from traindiff.present.page.dataflow import Node, dataflow
+from traindiff.present.page.sites import (
+    Place,
+    ShownSites,
+    SiteRow,
+    curve_rows,
+    data_of,
+    in_execution_order,
+    log_codes,
+    numbers,
+    packed,
+    place_of,
+    title_of,
+)
 from traindiff.storage import open_recording
 
-SECTIONS = ("created", "command", "world_size", "mesh", "recipe", "forced_by", "settings", "versions", "environment",
-            "source")  # fmt: skip
-"""Parts of `run.json` that a page shows, in order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One line of the table.
-
-    Attributes:
-        name: Where it stands in `run.json`, with dots.
-        values: Of each run, as text; empty where a run says nothing of it.
-        differs: Whether the runs say different things.
-    """
-
-    name: str
-    values: tuple[str, ...]
-    differs: bool
-
-
-def run_settings(paths: Sequence[str]) -> list[Setting]:
-    """What `run.json` of each recording says; nothing where one cannot be read.
-
-    Args:
-        paths: Of one recording, or of two.
-    """
-    try:
-        runs = [dict(_flat(_shown(open_recording(path).run))) for path in paths]
-    except (RecordingError, OSError):
-        return []
-    names = dict.fromkeys(name for run in runs for name in run)
-    found = []
-    for name in names:
-        values = tuple(run.get(name, "") for run in runs)
-        found.append(Setting(name=name, values=values, differs=len(set(values)) > 1 and name != "created"))
-    return found
-
-
-def _shown(run: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: run[name] for name in SECTIONS if name in run}
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{name}.")
-        elif isinstance(value, list) and all(isinstance(one, str) for one in value):
-            yield f"{before}{name}", " ".join(value) if name == "command" else ", ".join(value) or "none"
-        else:
-            yield f"{before}{name}", value if isinstance(value, str) else json.dumps(value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Headline:
-    """The first finding in words.
-
-    Attributes:
-        label: What it is the first of.
-        where: Step, phase and site.
-        message: What was found.
-        further: Sentences on its size and surroundings.
-        row: Its row; None where its site has none.
-        step: Its step.
-    """
-
-    label: str
-    where: str
-    message: str
-    further: tuple[str, ...]
-    row: int | None
-    step: int
+_DRAWN = {
+    "check": ("size", "largest", "zero", "nonfinite"),
+    "comparison": ("difference", "floor", "baseline", "candidate"),
+}
+"""Numbers of a history that a page draws, by what the page is about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Findings that say the same of several sites, as a line of a table.
+    """Findings that say the same of several sites.
 
     Attributes:
         group: The findings.
@@ -99,6 +52,24 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """The finding at the top of a page.
+
+    Attributes:
+        told: The finding in full.
+        row: Its row; None where its site has none.
+    """
+
+    told: Told
+    row: int | None
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.told.group.first.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
     """A site that only one run has.
 
@@ -106,7 +77,7 @@ class Alone:
         run: Which one.
         phase: Phase of the site.
         site: As people read it.
-        steps: In which steps it is alone, in words.
+        steps: The steps in which it is alone, in words.
         why: Why it could not be compared; empty where the other run has none.
     """
 
@@ -118,42 +89,243 @@ class Alone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One line of the table of settings.
+
+    Attributes:
+        name: Its place in `run.json`, with dots.
+        values: The value in each run, as text; empty where a run does not have it.
+        differs: Whether the values differ.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """All that a page shows.
 
     Attributes:
         about: `comparison` or `check`.
-        recordings: What each recording is to the page, and its path.
-        word: The verdict in a word.
-        rest: What follows it in its sentence.
-        own: How noisy the baseline is by itself; empty where it was not measured.
+        story: What the report says.
         headline: The first finding, if there is one.
         facts: Numbers of what was compared or checked, with what they count.
         flow: The dataflow around the first finding: columns of sites.
         findings: All of them.
-        representation: What differs only in how it is represented.
+        representation: Differences in how things are represented.
         alone: Sites that only one run has.
-        notes: What limits the verdict, one sentence each.
         settings: What the runs say of themselves.
+        order: By row, which site of the history it is.
         data: For the script: rows, columns, numbers, curves.
     """
 
-    about: str
-    recordings: tuple[tuple[str, str], ...]
-    word: str
-    rest: str
-    own: str
+    about: Literal["comparison", "check"]
+    story: Story
     headline: Headline | None
     facts: tuple[tuple[int, str], ...]
-    flow: Sequence[Sequence[Node]]
+    flow: Sequence[Sequence[Node]] = ()
     findings: tuple[Found, ...]
-    representation: tuple[Found, ...]
-    alone: tuple[Alone, ...]
-    notes: tuple[str, ...]
+    representation: tuple[Found, ...] = ()
+    alone: tuple[Alone, ...] = ()
     settings: Sequence[Setting]
+    order: Sequence[int]
     data: Mapping[str, Any]
 
     @property
     def title(self) -> str:
-        """What stands in the browser's tab."""
-        return f"{self.word}: {' and '.join(path for _, path in self.recordings)}"
+        """The title of the browser's tab."""
+        return f"{self.story.word}: {' and '.join(path for _, path in self.story.recordings)}"
+
+    @property
+    def rest(self) -> str:
+        """What follows the word of the verdict in its sentence."""
+        return self.story.sentence.removeprefix(self.story.word).removeprefix(" ")
+
+
+def page_of(result: Comparison | Verdict) -> Page:
+    """The page of a result.
+
+    Args:
+        result: Of `compare(..., history=True)` or `check(..., history=True)`.
+
+    Raises:
+        ConfigError: The result has no history.
+    """
+    if isinstance(result, Comparison) and result.history is not None:
+        return _of_comparison(result, result.history)
+    if isinstance(result, Verdict) and result.history is not None:
+        return _of_check(result, result.history)
+    name = "compare" if isinstance(result, Comparison) else "check"
+    problem = Problem(
+        where=f"the result of {name}(...)",
+        what="does not hold the numbers of every step, which a page shows.",
+        fix=f"Call {name}(..., history=True).",
+    )
+    raise ConfigError("report", [problem], consequence="nothing was written")
+
+
+def _of_check(verdict: Verdict, history: RunHistory) -> Page:
+    sites = in_execution_order(
+        SiteRow(
+            place=key[:5], micro_step=key.micro_step, order=one.order, step=one.step, dtypes=(one.dtype,),
+            shapes=(one.shape,), summaries=(one.summary,),
+        )
+        for key in history.whole.sites
+        for one in [history.extremes[key]]
+    )  # fmt: skip
+    story, recordings, findings = story_of(verdict), (verdict.recording,), _found(verdict.findings, sites.places)
+    first = story.first if findings else None
+    return Page(
+        about="check",
+        story=story,
+        headline=Headline(told=first, row=findings[0].row) if first else None,
+        facts=(
+            _counted(len(verdict.steps), "step", " checked"),
+            _counted(len(verdict.ranks), "rank"),
+            (len(sites.rows), "sites"),
+            (sum(math.isinf(one.size) for one in history.extremes.values()), "with NaN or infinity"),
+        ),
+        findings=findings,
+        settings=run_settings(recordings),
+        order=sites.order,
+        data={
+            "kind": "check",
+            **data_of(
+                sites, history.whole, drawn=_DRAWN["check"], recordings=recordings, findings=verdict.findings
+            ),
+            "by_rank": None,
+            "sides": ["run"],
+            "curves": _curves(sites, {"size": history.whole.of("size")}),
+        },
+    )  # fmt: skip
+
+
+def _of_comparison(comparison: Comparison, history: DifferenceHistory) -> Page:
+    sites = in_execution_order(
+        SiteRow(
+            place=key[:5], micro_step=key.micro_step, order=far.order, step=far.step, dtypes=far.dtypes,
+            shapes=far.shapes, summaries=far.summaries,
+        )
+        for key in history.whole.sites
+        for far in [history.farthest[key]]
+    )  # fmt: skip
+    story, recordings = story_of(comparison), (comparison.baseline, comparison.candidate)
+    findings = _found(comparison.findings, sites.places)
+    representation = _found(comparison.representation, sites.places)
+    first = story.first
+    if first is None and representation:
+        first = told(representation[0].group, "The representation differs first at")
+    whole, differences = history.whole, comparison.differences
+    return Page(
+        about="comparison",
+        story=story,
+        headline=Headline(told=first, row=(findings or representation)[0].row) if first else None,
+        facts=(
+            _counted(len(comparison.steps), "step", " compared"),
+            (len(differences), "sites"),
+            (sum(row.num_identical_steps == row.num_steps for row in differences), "with the same bits throughout"),
+            (sum(row.ratio > 1 for row in differences), "above their floors"),
+        ),
+        flow=_flow(first.group.first, sites, history) if first else (),
+        findings=findings,
+        representation=representation,
+        alone=tuple(_alone(comparison)),
+        settings=run_settings(recordings),
+        order=sites.order,
+        data={
+            "kind": "comparison",
+            **data_of(
+                sites, whole, drawn=_DRAWN["comparison"], recordings=recordings,
+                findings=(*comparison.findings, *comparison.representation),
+            ),
+            "by_rank": _by_rank(history, sites.order),
+            "sides": ["baseline", "candidate"],
+            "curves": _curves(sites, {name: whole.of(name) for name in _DRAWN["comparison"]}),
+        },
+    )  # fmt: skip
+
+
+def _counted(count: int, noun: str, rest: str = "") -> tuple[int, str]:
+    return count, f"{noun}{'' if count == 1 else 's'}{rest}"
+
+
+def _found(findings: Iterable[Finding], places: Mapping[Place, int]) -> tuple[Found, ...]:
+    return tuple(Found(group=group, row=places.get(place_of(group.first))) for group in grouped(findings))
+
+
+def _curves(sites: ShownSites, drawn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"row": row, "title": title_of(sites.rows[row])}
+        | {name: numbers(values[sites.order[row]]) for name, values in drawn.items()}
+        for row in curve_rows(sites.rows)
+    ]
+
+
+def _alone(comparison: Comparison) -> Iterator[Alone]:
+    for run, missing in zip(("baseline", "candidate"), comparison.unaligned, strict=True):
+        for one in missing:
+            more = f", in {one.num_steps} steps" if one.num_steps > 1 else ""
+            yield Alone(
+                run=run, phase=phase_text(one.phase, ""), site=label(one.path, one.slot),
+                steps=f"from step {one.first_step}{more}", why=one.why,
+            )  # fmt: skip
+
+
+def _flow(first: Finding, sites: ShownSites, history: DifferenceHistory) -> list[list[Node]]:
+    if not history.whole.columns:
+        return []
+    column, order = history.whole.column_of(first.step), sites.order
+    differences, floors = history.whole.of("difference")[:, column], history.whole.of("floor")[:, column]
+    return dataflow(first, sites.rows, lambda row: (float(differences[order[row]]), float(floors[order[row]])))
+
+
+def _by_rank(history: DifferenceHistory, order: Sequence[int]) -> dict[str, Any] | None:
+    """Ratios by rank, with the row and the rank of each line; None where there are none."""
+    sites = history.by_rank.sites
+    if not sites:
+        return None
+    keys = list(history.whole.sites)
+    row_of = {keys[at]: row for row, at in enumerate(order)}
+    held = [(row_of[key], rank, line) for (key, rank), line in sites.items()]
+    return {
+        "columns": history.by_rank.columns,
+        "rows": [row for row, _, _ in held],
+        "ranks": [rank for _, rank, _ in held],
+        "ratio": packed(log_codes(history.by_rank.of("ratio")[[line for _, _, line in held]])),
+    }
+
+
+_PARTS = (
+    "created", "command", "world_size", "mesh", "recipe", "forced_by", "settings", "versions", "environment", "source",
+)  # fmt: skip
+"""Parts of `run.json` that a page shows, in order."""
+
+
+def run_settings(paths: Sequence[str]) -> list[Setting]:
+    """What `run.json` of each recording says; nothing where one cannot be read.
+
+    Args:
+        paths: Of one recording, or of two.
+    """
+    try:
+        contents = [open_recording(path).run for path in paths]
+    except (RecordingError, OSError):
+        return []
+    runs = [dict(_flat({name: run[name] for name in _PARTS if name in run})) for run in contents]
+    found = []
+    for name in dict.fromkeys(name for run in runs for name in run):
+        values = tuple(run.get(name, "") for run in runs)
+        found.append(Setting(name=name, values=values, differs=len(set(values)) > 1 and name != "created"))
+    return found
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        elif isinstance(value, list) and all(isinstance(one, str) for one in value):
+            yield f"{before}{name}", " ".join(value) if name == "command" else ", ".join(value) or "none"
+        else:
+            yield f"{before}{name}", value if isinstance(value, str) else json.dumps(value)

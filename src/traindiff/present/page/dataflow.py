@@ -1,4 +1,4 @@
-"""The dataflow around a finding: what comes in, where it is, and what follows."""
+"""The dataflow around a finding: the sites before it, its own site, and the sites after it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 from traindiff.analyse.findings import Finding, phase_text
 from traindiff.core.site import label
-from traindiff.present.page.site_rows import SiteRow, place_of
+from traindiff.present.page.sites import SiteRow, place_of
 
 FLOW = ("batch", "forward", "loss", "backward")
 """Phases in which data flows from one site to the next in the order of execution."""
 
 BEFORE, AFTER = 3, 2
-"""Sites that are shown before and behind a finding in the order of execution."""
+"""Numbers of sites that are shown before and after a finding, in the order of execution."""
 
 MOST = 4
-"""Sites that are shown above each other."""
+"""Most sites that are shown above each other."""
 
 Measure = Callable[[int], tuple[float, float]]
-"""By row: its difference and its floor in the finding's step; NaN where it was not compared."""
+"""Gives the difference and the noise floor of a row in the finding's step; NaN where it was not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +30,11 @@ class Node:
     Attributes:
         row: Its row on the page.
         phase: Phase and stage.
-        site: As people read it.
-        shape: Of the baseline's tensor.
+        site: The site as people read it.
+        shape: Shape of the baseline's tensor.
         status: `identical`, `agrees` (within the floor), `differs`, or `unknown` (not compared, or not judged).
         size: Difference and floor in words.
-        first: Whether it is the finding's.
+        first: Whether it is the finding's own site.
     """
 
     row: int
@@ -47,15 +47,15 @@ class Node:
 
 
 def dataflow(finding: Finding, rows: Sequence[SiteRow], measure: Measure) -> list[list[Node]]:
-    """The sites around a finding, from what comes in to what follows.
+    """The sites around a finding, from its inputs to its consequences.
 
     Activations and their gradients stand in the order of execution. The gradient of a parameter follows from what its
     module received and from the gradient of what it returned; optimizer state and update follow from it.
 
     Args:
-        finding: The first one.
-        rows: Of the page, in execution order.
-        measure: What the finding's step has of a row.
+        finding: The first finding.
+        rows: Rows of the page, in execution order.
+        measure: Difference and noise floor of a row, in the finding's step.
 
     Returns:
         Columns of nodes; empty where the finding's site has no row.
@@ -127,7 +127,7 @@ def _node(at: int, row: SiteRow, measured: tuple[float, float], *, first: bool) 
 
 
 def status_of(difference: float, floor: float) -> str:
-    """Whether a difference is one, in a word."""
+    """The meaning of a difference, in a word."""
     if math.isnan(difference):
         return "unknown"
     if difference == 0.0:
@@ -151,5 +151,5 @@ def _size(difference: float, floor: float) -> str:
 
 
 def message(column: Iterable[Node]) -> str:
-    """A column of the picture in words, for those who do not see it."""
+    """A column of the picture in words, for screen readers."""
     return "; ".join(f"{node.phase} {node.site}: {node.status}, {node.size}" for node in column)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from traindiff._version import __version__
-from traindiff.analyse.check import Verdict
-from traindiff.analyse.compare import Comparison
-from traindiff.errors import ConfigError, Problem
 from traindiff.present.page.content import Page
-from traindiff.present.page.pages import page_of_check, page_of_comparison
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -25,40 +23,17 @@ SCRIPTS = (
     "script/state.js", "script/curves.js", "script/heat_map.js", "script/pointing.js", "script/details.js",
     "script/tables.js", "script/main.js",
 )  # fmt: skip
-"""What a page holds, in the order in which it runs."""
-
-
-def page_of(result: Comparison | Verdict) -> Page:
-    """What the page of a result says.
-
-    Args:
-        result: Of `compare(..., history=True)` or `check(..., history=True)`.
-
-    Raises:
-        ConfigError: The result has no history.
-    """
-    if isinstance(result, Comparison) and result.history is not None:
-        return page_of_comparison(result, result.history)
-    if isinstance(result, Verdict) and result.history is not None:
-        return page_of_check(result, result.history)
-    name = "compare" if isinstance(result, Comparison) else "check"
-    problem = Problem(
-        where=f"the result of {name}(...)",
-        what="does not hold the numbers of every step, which a page shows.",
-        fix=f"Call {name}(..., history=True).",
-    )
-    raise ConfigError("report", [problem], consequence="nothing was written")
+"""The scripts of a page, in the order in which they run."""
 
 
 def write(page: Page, file: IO[str], *, home: str = "", refresh: str = "") -> None:
     """Write a page.
 
     Args:
-        page: What it says.
+        page: Its content.
         file: Where to write it.
         home: Address of the list of recordings on the same server; empty for a file.
-        refresh: Path of the same server at which the page asks whether there is something new; empty for a file, which
-            asks for nothing.
+        refresh: Path on the same server at which the page asks for changes; empty for a file, which asks for nothing.
     """
     script = _script()
     template = environment("traindiff.present.page").get_template("page.html")
@@ -76,11 +51,11 @@ def write(page: Page, file: IO[str], *, home: str = "", refresh: str = "") -> No
 
 
 def policy(script: str, *, asks: bool = False, sends_forms: bool = False) -> str:
-    """What a browser lets a page do: run this script and no other, and load nothing.
+    """The content security policy of a page: it runs this script and no other, and loads nothing.
 
     Args:
         script: The page's script; empty for none.
-        asks: Whether it may ask the server that it comes from.
+        asks: Whether the page may send requests to its own server.
         sends_forms: Whether it may send a form to it.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
@@ -96,16 +71,46 @@ def policy(script: str, *, asks: bool = False, sends_forms: bool = False) -> str
     return "; ".join(f"{name} {value}" for name, value in parts.items())
 
 
+@cache
+def look() -> Mapping[str, Any]:
+    """Colors, scales and words of the pictures, from `look.json`: for the script of a page, and for its PNG files.
+
+    `least_span` is the least that an axis of values spans, as a share of the values: what is smaller is for the plot
+    of differences.
+    """
+    found: Mapping[str, Any] = json.loads(_read("look.json"))
+    return found
+
+
+@cache
 def styles() -> str:
     """The style sheet of every page."""
-    return "\n".join(map(_read, STYLES))
+    light, dark = (
+        f"color-scheme: {scheme}; " + " ".join(f"--{name}: {value};" for name, value in look()[scheme].items())
+        for scheme in ("light", "dark")
+    )
+    chosen = (
+        f":root {{ {light} }}",
+        f':root[data-theme="dark"] {{ {dark} }}',
+        f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark} }} }}',
+    )
+    return "\n".join((_read(STYLES[0]), *chosen, *map(_read, STYLES[1:])))
 
 
 @cache
 def _script() -> str:
-    return "\n".join(
-        ("/*", _read(LICENSE), "*/", _read(LIBRARY), '(() => {\n"use strict";', *map(_read, SCRIPTS), "})();")
+    constants = f"const LOOK = {json.dumps(look())};"
+    parts = (
+        "/*",
+        _read(LICENSE),
+        "*/",
+        _read(LIBRARY),
+        '(() => {\n"use strict";',
+        constants,
+        *map(_read, SCRIPTS),
+        "})();",
     )
+    return "\n".join(parts)
 
 
 @cache
@@ -115,7 +120,7 @@ def _read(name: str) -> str:
 
 @cache
 def environment(package: str) -> Environment:
-    """Templates of a package; what they are filled with is text, and escaped.
+    """The templates of a package. All values in them are text, and escaped.
 
     Args:
         package: Its dotted name.

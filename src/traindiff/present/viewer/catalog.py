@@ -20,7 +20,7 @@ MOST = 500
 """Recordings that are listed."""
 
 SECONDS = 10.0
-"""How long they are looked into; those that are left are listed by their names."""
+"""Time for looking into recordings. The remaining ones are listed by name only."""
 
 UNREAD = "not looked into: there are too many"
 
@@ -31,12 +31,12 @@ class Listed:
 
     Attributes:
         name: Its path below the directory.
-        created: When it was begun, as `run.json` has it.
-        ranks: How many ranks it has.
-        size_bytes: Of its files.
+        created: Its start, as in `run.json`.
+        ranks: Number of its ranks.
+        size_bytes: Size of its files.
         ending: `closed`, `aborted` (ended by an error), `unclosed` (still recording, or killed), `unreadable`, or
             `unread` (there was no time).
-        message: More of that in a sentence; may be empty.
+        message: The ending in a sentence; may be empty.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Listed:
 
 
 class Catalog:
-    """What lies under a directory. Nothing outside it is ever read: no recording reads what lies outside of its own.
+    """The recordings under a directory. Nothing outside the directory is ever read.
 
     Args:
         root: The directory.
@@ -58,7 +58,7 @@ class Catalog:
         self.root = root.resolve()
 
     def recordings(self) -> list[Listed]:
-        """The recordings, those begun last first."""
+        """The recordings, the latest first."""
         until = time.monotonic() + SECONDS
         found = [
             _listed(path, name) if time.monotonic() < until else _without_details(name, ending="unread", message=UNREAD)
@@ -67,7 +67,7 @@ class Catalog:
         return sorted(found, key=lambda one: (one.created, one.name), reverse=True)
 
     def find(self, name: str) -> Path | None:
-        """The directory of a recording that is named in an address; None if there is none under the root.
+        """The directory of a recording, by the name in an address; None if it is not under the root.
 
         Args:
             name: Its path below the root; `.` for the root itself.
@@ -81,10 +81,10 @@ class Catalog:
         return path if path.is_relative_to(self.root) and os.path.lexists(path / "run.json") else None
 
     def state(self, name: str) -> str:
-        """What changes when a recording grows: sizes of its files.
+        """The sizes of a recording's files, as a text that changes when the recording grows.
 
         Args:
-            name: As of `find`.
+            name: As for `find`.
         """
         path = self.find(name)
         if path is None:
@@ -122,7 +122,7 @@ def _without_details(name: str, *, ending: str, message: str) -> Listed:
 
 
 def _ending(of_ranks: set[str]) -> str:
-    """How a recording ends: as the rank that ends worst."""
+    """The worst ending of all ranks."""
     if not of_ranks or of_ranks & {"unclosed", "truncated"}:
         return "unclosed"
     return "aborted" if "aborted" in of_ranks else "closed"
@@ -167,11 +167,11 @@ def write_listing(catalog: Catalog) -> str:
 
 
 def message_page(text: str, *, again: int = 0) -> str:
-    """A page that says one thing.
+    """A page with one message.
 
     Args:
-        text: What it says.
-        again: After so many seconds a browser asks for it again; 0 for never.
+        text: The message.
+        again: Seconds after which a browser asks for the page again; 0 for never.
     """
     template = environment("traindiff.present.viewer").get_template("message.html")
     return template.render(text=text, again=again, policy=policy(""), styles=styles())

@@ -1,6 +1,6 @@
-"""The pages of a directory's recordings, each written by a process of its own and kept for a while.
+"""The pages of a directory's recordings. Each is written by a process of its own, and kept for a while.
 
-In a process of its own, so that a recording that takes forever, or crashes what reads it, costs this page only.
+A recording that takes forever, or that crashes its reader, then costs its own page only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from traindiff.present.viewer.catalog import Catalog
 from traindiff.storage import open_recording
 
 NO_PAGE = 3
-"""Exit code where standard output has, as JSON, the status of the answer and what it says."""
+"""Exit code of a process that wrote no page: its standard output has the HTTP status and a message, as JSON."""
 
 NO_SUCH_RECORDING = "There is no such recording under the directory."
 
@@ -39,7 +39,7 @@ def written(catalog: Catalog, names: Sequence[str]) -> str:
 
     Args:
         catalog: The directory.
-        names: Of recordings, as they stand in an address.
+        names: Names of recordings, as in an address.
 
     Raises:
         FileNotFoundError: There is no such recording.
@@ -61,7 +61,7 @@ def main(root: str, names: Sequence[str]) -> int:
 
     Args:
         root: The directory.
-        names: Of recordings, as they stand in an address.
+        names: Names of recordings, as in an address.
 
     Returns:
         The exit code.
@@ -87,47 +87,47 @@ def _no_page(status: HTTPStatus, message: str) -> str:
 
 
 def _end_with_parent() -> None:
-    """End this process when the server does, which has the other end of standard input."""
+    """End this process when the server ends, which holds the other end of standard input."""
     while os.read(0, 1):  # a buffered file could not be let go of at exit
         pass
     os._exit(1)
 
 
 KEPT = 8
-"""Pages that are kept, so that looking again computes nothing."""
+"""Pages that are kept, so that opening one again computes nothing."""
 
 AT_ONCE = 2
-"""Pages that are written at the same time: each reads whole recordings."""
+"""Pages that are written at the same time at most: each reads whole recordings."""
 
 WAIT_SECONDS = 10.0
-"""How long a request waits for its page; one that comes later finds how far it is by then."""
+"""Time that a request waits for its page. A later request finds what is ready by then."""
 
 LIMIT_SECONDS = 900.0
-"""How long writing a page may take."""
+"""Time that writing a page may take."""
 
 FORGOTTEN_SECONDS = 60.0
-"""How long a page is written on after it was last asked for."""
+"""Time after the last request for a page until its process is ended."""
 
 MOST_BYTES = 1 << 26
-"""Size of a page at most: those that are kept are in memory."""
+"""Largest size of a page: pages are kept in memory."""
 
 START = (
     "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
     "from traindiff.present.viewer.pages import main; sys.exit(main(sys.argv[1], sys.argv[2:]))"
 )
-"""What the process that writes a page runs. It imports from where this one does, not from where it is started."""
+"""The program that writes a page. It imports from the same places as this process, not from its directory."""
 
 _Key = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a request for a page is answered with.
+    """The answer to a request for a page.
 
     Attributes:
-        status: Of HTTP.
-        content: The page; empty without one.
-        message: What to say where there is no page.
+        status: The HTTP status.
+        content: The page; empty if there is none.
+        message: The message in place of a page.
     """
 
     status: HTTPStatus
@@ -145,7 +145,7 @@ class _Job:
 
 
 class Pages:
-    """Pages of one recording, or of two; each is written once for each state of them.
+    """Pages of one recording, or of two. Each is written once for each state of the recordings.
 
     Args:
         catalog: The directory.
@@ -159,10 +159,10 @@ class Pages:
         self._closed = False
 
     def page(self, names: tuple[str, ...]) -> Answer:
-        """The page of some recordings. Waits for it, but not forever: it may have to be asked for again.
+        """The page of some recordings. Waits for it for a while; after that it has to be asked for again.
 
         Args:
-            names: As they stand in an address.
+            names: Names of recordings, as in an address.
         """
         states = tuple(map(self._catalog.state, names))
         if "gone" in states:
@@ -184,7 +184,7 @@ class Pages:
                 self._changed.wait(min(until - now, 0.5))  # who waits has not forgotten
 
     def close(self) -> None:
-        """Write nothing any more."""
+        """End all processes, and start no others."""
         with self._changed:
             self._closed = True
             for job in self._jobs.values():
@@ -192,7 +192,7 @@ class Pages:
                     job.process.kill()
 
     def _given(self, key: _Key) -> Answer:
-        """An answer that is there. What went wrong is tried again the next time."""
+        """A finished answer. A failure is given once, and tried again the next time."""
         answer = self._done[key]
         if answer.status is HTTPStatus.OK:
             self._done.move_to_end(key)
@@ -216,7 +216,7 @@ class Pages:
             self._changed.notify_all()
 
     def _written(self, job: _Job, names: tuple[str, ...]) -> Answer | None:
-        """What the process gives; None where nobody wants it any more."""
+        """The answer of the process; None where nobody wants it any more."""
         path = os.pathsep.join(filter(None, sys.path))
         command = [sys.executable, "-P", "-c", START, path, str(self._catalog.root), *names]
         until = time.monotonic() + LIMIT_SECONDS

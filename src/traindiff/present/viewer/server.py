@@ -20,17 +20,17 @@ from traindiff.present.viewer.catalog import Catalog, message_page, write_listin
 from traindiff.present.viewer.pages import Answer, Pages
 
 PATIENCE_SECONDS = 1.0
-"""How long a new connection waits for the thread of one that gave way to end."""
+"""Time that a new connection waits until the thread of a closed one has ended."""
 
 
 class Connections:
-    """The connections that are answered, each by a thread of its own.
+    """The connections that are being answered, each by a thread of its own.
 
-    A client that connects and sends nothing must not keep others out. So where there are too many connections, the
-    one that has been sending its request for the longest time is closed.
+    A client that connects and sends nothing must not keep others out. If there are too many connections, the one that
+    has been sending its request for the longest time is therefore closed.
 
     Args:
-        most: How many there may be.
+        most: Largest number of connections.
     """
 
     def __init__(self, most: int) -> None:
@@ -43,7 +43,7 @@ class Connections:
         """Count a new connection, which is about to send its request.
 
         Returns:
-            False where there is no room: all others wait for their answers.
+            False if there is no room, because all others wait for their answers.
         """
         with self._changed:
             if self._count >= self._most and self._sending:
@@ -58,12 +58,12 @@ class Connections:
             return True
 
     def has_sent(self, connection: socket.socket) -> None:
-        """The request of a connection is there: from now on it waits for us."""
+        """Note that the request of a connection is complete: from now on the client waits for the answer."""
         with self._changed:
             self._sending.pop(connection, None)
 
     def leave(self, connection: socket.socket) -> None:
-        """A connection has ended."""
+        """Note that a connection has ended."""
         with self._changed:
             self._sending.pop(connection, None)
             self._count -= 1
@@ -73,19 +73,19 @@ class Connections:
 ADDRESS = "127.0.0.1"
 
 MOST_CONNECTIONS = 32
-"""Connections, each with a thread, at the same time."""
+"""Most connections at the same time, each with a thread."""
 
 REQUEST_SECONDS = 5.0
-"""How long a client may take to send its request."""
+"""Time that a client may take to send its request."""
 
 REQUEST_BYTES = 16_384
-"""Size of a request, with all its headers."""
+"""Largest size of a request, with all its headers."""
 
 SEND_SECONDS = 60.0
-"""How long a client may take to receive its answer."""
+"""Time that a client may take to receive its answer."""
 
 RETRY_SECONDS = 2
-"""After so long a browser asks again for what is being prepared."""
+"""Time after which a browser asks again for a page that is being prepared."""
 
 HEADERS: Mapping[str, str] = {
     "Cache-Control": "no-store",
@@ -100,17 +100,17 @@ HEADERS: Mapping[str, str] = {
 class Viewer:
     """Serves reports of the recordings under a directory, until it is closed.
 
-    It listens on 127.0.0.1, answers requests that were made for that host and no other (a name of another site may
-    lead to this address), writes nothing, and reads nothing outside the directory. No client and no recording keeps
-    it from answering others: connections, the time that each may take, and the size of a request are bounded, and
-    pages are written by processes of their own.
+    It listens on 127.0.0.1, writes nothing, and reads nothing outside the directory. It only answers requests for that
+    host, as the name of another site may lead to this address. No client and no recording keeps it from answering
+    others: the number of connections, their time, and the size of a request are bounded, and pages are written by
+    processes of their own.
 
     Args:
         root: The directory.
-        port: Where to listen; 0 for any that is free.
+        port: The port; 0 for any that is free.
 
     Attributes:
-        catalog: What lies under the directory.
+        catalog: The recordings under the directory.
 
     Raises:
         OSError: The port is in use.
@@ -127,12 +127,12 @@ class Viewer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which it listens."""
         return int(self._server.server_address[1])
 
     @property
     def address(self) -> str:
-        """What to open in a browser."""
+        """The address to open in a browser."""
         return f"http://{ADDRESS}:{self.port}/"
 
     def serve(self) -> None:
@@ -140,14 +140,14 @@ class Viewer:
         self._server.serve_forever(poll_interval=0.2)
 
     def close(self) -> None:
-        """Stop answering, and let go of the port. Nobody is waited for."""
+        """Stop answering, and release the port. Pages that are being written are not waited for."""
         self._server.shutdown()
         self._server.server_close()
         self._server.pages.close()
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread for each connection, of which there are not too many."""
+    """A server with a thread for each connection, and a bound on their number."""
 
     daemon_threads = True  # the program ends without them
     request_queue_size = 128
@@ -181,7 +181,7 @@ class _Server(ThreadingHTTPServer):
             self.connections.leave(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that has gone is no error of ours."""
+        """Print nothing: a client that has gone is not our error."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -235,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(found.status, content, content_type=content_type, again=again)
 
     def _content(self) -> Answer | str | None:
-        """What is at the address: a page, a plain text, or nothing."""
+        """The content at the address: a page, a plain text, or nothing."""
         parts = urlsplit(self.path)
         asked = parse_qs(parts.query, errors="surrogateescape")
         if parts.path == "/":
@@ -253,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815  the name that the base class calls
 
     def _is_for_us(self) -> bool:
-        """Whether the request names this host: a page elsewhere whose name leads here must learn nothing."""
+        """Whether the request names this host. A page elsewhere whose name leads here must learn nothing."""
         return self.headers.get("Host", "").lower() in self.server.hosts
 
     def _answer(
@@ -272,4 +272,4 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the name that it overrides
-        """Say nothing: what goes wrong is on the page."""
+        """Print nothing: the page says what went wrong."""

@@ -1,1 +1,1 @@
-"""Setups: the engine, dtype, optimizer and compiler under which a training is run."""
+"""Setups: the engine, dtype, optimizer and compiler under which a training runs, and how each engine is built."""

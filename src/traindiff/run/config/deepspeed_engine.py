@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, with ZeRO in stages 0 to 3."""
+"""Trainings under DeepSpeed's engine, with ZeRO stages 0 to 3."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from traindiff.run.config.setup import Setup
 from traindiff.run.config.training import Training
 
 _DYNAMIC = 0
-"""What DeepSpeed's `loss_scale` is for a dynamic one."""
+"""DeepSpeed's `loss_scale` for a dynamic scale."""
 
 
 def build(request: Request) -> Training:
     """The training under DeepSpeed's engine, which does everything from the backward pass on.
 
     Raises:
-        ConfigError: DeepSpeed has no implementation of the recipe's optimizer, and it is asked for one.
+        ConfigError: DeepSpeed has no implementation of the recipe's optimizer, and the setup asks for one.
     """
     setup, optimizer = request.setup, request.optimizer
     round_inputs(request.model, setup)
@@ -36,7 +36,7 @@ def build(request: Request) -> Training:
         import deepspeed
         from deepspeed import ops
 
-        ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled when first used, which takes minutes
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it on first use would take minutes
         engine, *_ = deepspeed.initialize(
             model=request.model,
             model_parameters=optimizer.param_groups if setup.optimizer == "engine" else None,
@@ -62,11 +62,13 @@ def build(request: Request) -> Training:
 
 
 def configuration(setup: Setup) -> dict[str, Any]:
-    """DeepSpeed's configuration for a setup, with everything said that it would choose otherwise.
+    """DeepSpeed's configuration for a setup, with explicit values where DeepSpeed's defaults would change the numbers.
 
-    Gradients are clipped only if the setup says so (DeepSpeed does by itself since 0.19.3), the recipe's own optimizer
-    is taken as it is, and stage 3 divides small parameters, too, and leaves `torch.nn.functional.linear` as it is: the
-    one that it puts there for the whole process rounds otherwise.
+    - Gradients are clipped only if the setup says so. DeepSpeed clips by default since 0.19.3.
+    - The recipe's own optimizer is used unchanged.
+    - Stage 3 shards small parameters too.
+    - Stage 3 keeps `torch.nn.functional.linear`: the one that DeepSpeed installs for the whole process rounds
+      differently.
     """
     zero: dict[str, Any] = {"stage": setup.zero_stage}
     if setup.zero_stage == 3:
@@ -77,7 +79,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
     if setup.offload_device == "nvme":
         zero["offload_optimizer"]["nvme_path"] = str(Path(tempfile.gettempdir()) / "traindiff-nvme")
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # is for DeepSpeed's own reports only
+        "train_micro_batch_size_per_gpu": 1,  # only for DeepSpeed's own reports
         "gradient_accumulation_steps": setup.gradient_accumulation_steps,
         "gradient_clipping": setup.gradient_clipping,
         "steps_per_print": None,
@@ -95,7 +97,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
 
 
 def _own_optimizer(request: Request) -> dict[str, Any]:
-    """DeepSpeed's implementation of the recipe's optimizer, with its settings."""
+    """The configuration of DeepSpeed's implementation of the recipe's optimizer, with its settings."""
     kinds = {torch.optim.Adam: False, torch.optim.AdamW: True}
     made = type(request.optimizer)
     if made not in kinds:

@@ -1,4 +1,4 @@
-"""What keeps a setup from running on this machine, found before anything is started."""
+"""Obstacles that keep a setup from running on this machine, found before anything starts."""
 
 from __future__ import annotations
 
@@ -18,27 +18,22 @@ from traindiff.errors import Problem
 from traindiff.run.config.setup import DTYPES, ENGINES, OFFLOAD_DEVICES, OPTIMIZERS, PRECISIONS, Setup
 
 _COMPILERS = ("ninja", "cc1plus", "c++", "g++", "clang", "clang++", "nvcc", "cicc")
-"""Processes of which one runs as long as an extension is built."""
+"""Names of processes of which one runs while an extension is built."""
 
 _STARTING_SECONDS = 30.0
-"""How long a build may hold its lock before its compiler is seen, or after it has gone."""
+"""How long a build may hold its lock before its compiler starts, or after it has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleLock:
-    """A lock that nobody will give back.
-
-    Attributes:
-        path: Of the file.
-        age_seconds: Since it was taken.
-    """
+    """A lock file that no running build holds."""
 
     path: Path
     age_seconds: float
 
     @property
     def age(self) -> str:
-        """As messages say it: `3 hours`."""
+        """The age as messages say it: `3 hours`."""
         for unit, seconds in (("day", 86400), ("hour", 3600), ("minute", 60)):
             if (count := int(self.age_seconds // seconds)) >= 1:
                 return f"{count} {unit}{'s' if count > 1 else ''}"
@@ -46,7 +41,7 @@ class StaleLock:
 
 
 def extensions_directory() -> Path:
-    """Where torch builds extensions: a folder for each, with a file `lock` while it is built."""
+    """The directory in which torch builds extensions: one folder for each, with a file `lock` while it is built."""
     if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -58,12 +53,12 @@ def extensions_directory() -> Path:
 
 
 def is_built(extension: str) -> bool:
-    """Whether there is a library of it, so that it is probably not compiled again."""
+    """True if the extension's library exists, so that it is probably not compiled again."""
     return any((extensions_directory() / extension).glob("*.so"))
 
 
 def stale_lock(extension: str) -> StaleLock | None:
-    """The lock of an extension that is not being built: older than a build takes to start, and no compiler runs."""
+    """The extension's lock if nothing builds it: it is older than a build takes to start, and no compiler runs."""
     path = extensions_directory() / extension / "lock"
     try:
         age = time.time() - path.stat().st_mtime
@@ -75,30 +70,30 @@ def stale_lock(extension: str) -> StaleLock | None:
 
 
 def compiler_runs(processes: Path = Path("/proc")) -> bool:
-    """Whether a compiler is at work on this machine; False where that cannot be seen."""
+    """True if a compiler runs on this machine; False if that cannot be seen."""
     for name in processes.glob("[0-9]*/comm"):
         try:
             command = name.read_text().strip()
         except OSError:
-            continue  # it has just ended
+            continue  # the process has just ended
         if re.sub(r"-[\d.]+$", "", command) in _COMPILERS:
             return True
     return False
 
 
 def missing_tools() -> list[str]:
-    """Of what compiles an extension: what is not found."""
+    """Tools that compile an extension and are not installed."""
     compiler = os.environ.get("CXX", "c++")
     return [tool for tool in (compiler, "ninja") if shutil.which(tool) is None]
 
 
 def has_header(name: str) -> bool:
-    """Whether a compiler would find a header."""
+    """True if a compiler would find the header."""
     return any((directory / name).is_file() for directory in _include_directories())
 
 
 def has_cuda_header() -> bool:
-    """Whether `cuda.h` is where torch would look for CUDA."""
+    """True if `cuda.h` is where torch would look for CUDA."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc")
     homes = [home, str(Path(nvcc).resolve().parents[1]) if nvcc else None, "/usr/local/cuda"]
@@ -106,7 +101,7 @@ def has_cuda_header() -> bool:
 
 
 def _include_directories() -> list[Path]:
-    """Of the environment, of the compiler's usual places, and of this Python's installation (conda)."""
+    """Include directories of the environment, of the compiler's defaults, and of this Python's installation (conda)."""
     names = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
     given = [one for name in names for one in os.environ.get(name, "").split(os.pathsep) if one]
     flagged = re.findall(r"-I\s*(\S+)", os.environ.get("CFLAGS", "") + " " + os.environ.get("CXXFLAGS", ""))
@@ -123,12 +118,12 @@ _CHOICES = {
 
 
 def obstacles(setup: Setup) -> list[Problem]:
-    """Everything that keeps `setup` from running here: what cannot be, and what this machine lacks.
+    """Everything that keeps `setup` from running here: impossible combinations, and what this machine lacks.
 
     Nothing is built and DeepSpeed is not imported.
 
     Returns:
-        Where in the setup, why it cannot be run, and what to install or write; empty if it can be run.
+        Which setting, why it cannot be run, and what to install or write; empty if the setup can be run.
     """
     problems = list(_unusable_values(setup))
     return problems or [*_combinations(setup), *_limits_of_deepspeed(setup), *_lacking(setup)]
@@ -153,7 +148,7 @@ def _unusable_values(setup: Setup) -> Iterator[Problem]:
 
 
 def _combinations(setup: Setup) -> Iterator[Problem]:
-    """What makes no sense on any machine."""
+    """Combinations that make no sense on any machine."""
     engine, nproc = f"engine={setup.engine}", f"nproc={setup.nproc}"
     if setup.engine == "plain" and setup.nproc > 1:
         fix = "Write engine=ddp, or another engine that divides the training, or nproc=1."
@@ -195,7 +190,7 @@ def _combinations(setup: Setup) -> Iterator[Problem]:
 
 
 def _limits_of_deepspeed(setup: Setup) -> Iterator[Problem]:
-    """What DeepSpeed refuses, or accepts and does not do."""
+    """Settings that DeepSpeed refuses, or accepts and ignores."""
     if setup.engine != "deepspeed":
         return
     where = f"zero_stage={setup.zero_stage}, offload_device={setup.offload_device}"
@@ -220,7 +215,7 @@ def _limits_of_deepspeed(setup: Setup) -> Iterator[Problem]:
 
 
 def _lacking(setup: Setup) -> Iterator[Problem]:
-    """What is not installed, or left over from a build that was killed."""
+    """Packages that are not installed, and locks left over from a killed build."""
     if setup.engine != "deepspeed":
         return
     if find_spec("deepspeed") is None:
@@ -239,7 +234,7 @@ def _lacking(setup: Setup) -> Iterator[Problem]:
 
 
 def built_extensions(setup: Setup) -> tuple[str, ...]:
-    """Extensions that DeepSpeed compiles for the setup when they are first used, by the name of their folder."""
+    """Extensions that DeepSpeed compiles on first use for the setup, by the name of their folder."""
     found: list[str] = []
     if setup.optimizer == "engine":
         found.append("fused_adam" if setup.offload_device == "none" else "cpu_adam")

@@ -1,4 +1,4 @@
-"""`torch.distributed.pipelining`: each rank has one stage of the model, and sees every micro-batch."""
+"""Trainings under `torch.distributed.pipelining`: each rank has one stage of the model and sees every micro-batch."""
 
 from __future__ import annotations
 
@@ -13,29 +13,106 @@ from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint, pipeline
 
 from traindiff.core.site import canonical_path
-from traindiff.run.config.model_calls import (
-    Names,
-    captured_call,
-    follow,
-    joined,
-    loss_of_output,
-    names_of,
-    repeated_modules,
-)
 from traindiff.run.config.precision import autocast, dtype_of
 from traindiff.run.config.request import Request
+from traindiff.run.config.sharded import ParameterNames, follow, names_of, repeated_modules
 from traindiff.run.config.stepping import with_optimizer
 from traindiff.run.config.training import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """The arguments of a call of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Called(BaseException):  # not an Exception, so that a loss does not catch it
+    """Ends a loss as soon as the loss calls the model."""
+
+    def __init__(self, call: ModelCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+class _Asking(nn.Module):
+    """Stands in for the model to learn its arguments."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Never returns."""
+        raise _Called(ModelCall(args=args, kwargs=kwargs))
+
+
+class _Answering(nn.Module):
+    """Stands in for the model, and gives once an output that was computed elsewhere."""
+
+    def __init__(self, request: Request, output: Any) -> None:
+        super().__init__()
+        self.request = request
+        self.outputs = [output]
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """The output.
+
+        Raises:
+            ConfigError: The loss asks for it a second time.
+        """
+        if not self.outputs:
+            raise self.request.lacks(
+                "loss",
+                message="calls the model twice for one batch, which a pipeline cannot compute.",
+                fix="Call the first argument of loss once for all samples.",
+            )
+        return self.outputs.pop()
+
+
+def captured_call(request: Request, batch: Any) -> ModelCall:
+    """The arguments with which the recipe's loss calls the model for a batch.
+
+    Raises:
+        ConfigError: The loss does not call the model.
+    """
+    try:
+        request.loss(_Asking(), batch)
+    except _Called as called:
+        return called.call
+    raise request.lacks(
+        "loss",
+        message="does not call the model that it is given, so that a pipeline cannot compute it.",
+        fix="Call the first argument of loss once, as a function: model(inputs).",
+    )
+
+
+def loss_of_output(request: Request, output: Any, batch: Any) -> Tensor:
+    """The recipe's loss of a batch, given the model's output for it.
+
+    Raises:
+        ConfigError: The loss calls the model more than once.
+    """
+    return request.loss(_Answering(request, output), batch)
+
+
+def joined(calls: Sequence[ModelCall]) -> ModelCall:
+    """One call for several parts of a batch: tensors are concatenated, the rest is taken from the first part."""
+    args = tuple(_joined([call.args[place] for call in calls]) for place in range(len(calls[0].args)))
+    kwargs = {name: _joined([call.kwargs[name] for call in calls]) for name in calls[0].kwargs}
+    return ModelCall(args=args, kwargs=kwargs)
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    first = values[0]
+    return torch.cat(list(values)) if isinstance(first, Tensor) and first.ndim else first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """One parameter that several ranks hold.
+    """A parameter that several ranks hold.
 
     Attributes:
-        parameter: This rank's.
-        group: The ranks that hold it.
-        is_counted_here: Whether this rank is the one of them that counts its gradient in a norm.
+        parameter: This rank's copy.
+        group: Process group of the ranks that hold it.
+        is_counted_here: True on the one rank that counts its gradient in a norm.
     """
 
     parameter: nn.Parameter
@@ -43,12 +120,12 @@ class Shared:
     is_counted_here: bool
 
 
-def shared_parameters(part: nn.Module, names: Names) -> list[Shared]:
-    """Of the parameters of this rank's part, those that others hold, too. A collective.
+def shared_parameters(part: nn.Module, names: ParameterNames) -> list[Shared]:
+    """The parameters of this rank's stage that other ranks hold too. A collective.
 
     Args:
-        part: This rank's part of the model.
-        names: Of the whole model's parameters.
+        part: This rank's stage of the model.
+        names: Names of the whole model's parameters.
     """
     mine = {
         names.first[name]: parameter
@@ -61,7 +138,7 @@ def shared_parameters(part: nn.Module, names: Names) -> list[Shared]:
     for name in sorted({name for held in everyones for name in held}):
         ranks = [rank for rank, held in enumerate(everyones) if name in held]
         if len(ranks) > 1:
-            group = distributed.new_group(ranks)  # by all ranks, also those that are not in it
+            group = distributed.new_group(ranks)  # all ranks must call this, also those outside the group
             if name in mine:
                 is_first = distributed.get_rank() == ranks[0]
                 found.append(Shared(parameter=mine[name], group=group, is_counted_here=is_first))
@@ -69,7 +146,7 @@ def shared_parameters(part: nn.Module, names: Names) -> list[Shared]:
 
 
 def add_up_gradients(shared: Sequence[Shared]) -> None:
-    """Give every rank the sum of all gradients of what they share."""
+    """Give every rank the sum of the gradients of each shared parameter. A collective."""
     for one in shared:
         if one.parameter.grad is None:
             one.parameter.grad = torch.zeros_like(one.parameter)
@@ -77,7 +154,7 @@ def add_up_gradients(shared: Sequence[Shared]) -> None:
 
 
 def clip_over_stages(part: nn.Module, largest_norm: float, shared: Sequence[Shared]) -> None:
-    """Scale the gradients of all stages down to a norm of all of them together. A collective."""
+    """Scale the gradients of all stages down to one norm over all stages. A collective."""
     elsewhere = {id(one.parameter) for one in shared if not one.is_counted_here}
     parameters = [parameter for parameter in part.parameters() if parameter.grad is not None]
     counted = [one.grad for one in parameters if id(one) not in elsewhere and one.grad is not None]
@@ -90,8 +167,8 @@ def stage_of(request: Request) -> tuple[Any, Any]:
     """This rank's stage, and the training's batches.
 
     Raises:
-        ConfigError: The recipe does not say how the model is divided, in fewer stages than there are ranks, or in a way
-            that a short dtype does not allow.
+        ConfigError: The recipe does not say how the model is divided, names fewer stages than there are ranks, or
+            divides it in a way that a short dtype does not allow.
     """
     cut = request.training.pipeline
     if cut is None:
@@ -113,12 +190,12 @@ def stage_of(request: Request) -> tuple[Any, Any]:
     _compute_in_dtype(request, stage.submod)
     if request.setup.compile:
         for layer in repeated_modules(stage.submod) or [stage.submod]:
-            layer.compile()  # by themselves: what the schedule calls cannot be observed if it is compiled
+            layer.compile()  # separately: a compiled stage could not be observed
     return stage, batches
 
 
 def _traced(request: Request, paths: Sequence[str], batch: Any) -> Any:
-    """A stage of the model as torch's tracing frontend cuts it, with an example of what it is called with."""
+    """A stage of the model, cut by torch's tracing frontend with `batch` as its example."""
     num_stages, dtype = request.world_size, request.setup.dtype
     if dtype != "float32":
         raise request.lacks(
@@ -136,7 +213,7 @@ def _traced(request: Request, paths: Sequence[str], batch: Any) -> Any:
     cuts = [paths[stage * (len(paths) + 1) // num_stages - 1] for stage in range(1, num_stages)]
     example = captured_call(request, request.equal_parts(batch, num_stages)[0])
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning)  # torch.export's own
+        warnings.filterwarnings("ignore", category=FutureWarning)  # torch.export raises them
         whole = pipeline(
             request.model, example.args, example.kwargs, split_spec=dict.fromkeys(cuts, SplitPoint.BEGINNING)
         )
@@ -144,15 +221,15 @@ def _traced(request: Request, paths: Sequence[str], batch: Any) -> Any:
 
 
 def _compute_in_dtype(request: Request, part: Any) -> None:
-    """Enter the dtype for the part's forward pass only: the schedule runs backward passes in between."""
+    """Enter autocast for the stage's forward pass only, because the schedule runs backward passes in between."""
     if request.setup.dtype != "float32":
         part.forward = torch.autocast(request.device.type, dtype_of(request.setup))(part.forward)
 
 
 def build(request: Request) -> Training:
-    """The training as a pipeline with one stage per rank, in as many micro-batches as ranks, by the schedule 1F1B.
+    """The training as a pipeline with one stage and one micro-batch per rank, by the schedule 1F1B.
 
-    Of what the recipe ties and several stages hold, gradients are added up.
+    Gradients of tied parameters that several stages hold are added up.
 
     Raises:
         ConfigError: The recipe does not say how the model is divided.

@@ -1,4 +1,4 @@
-"""How a training computes in a short dtype."""
+"""Computing in a short dtype: autocast, rounded parameters, loss scaling."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from traindiff.core.torch_compat.training import parameters_of
 from traindiff.run.config.setup import Setup
 
 _INITIAL_SCALE = 2.0**16
-"""torch's own."""
+"""torch's own default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScaler:
-    """Backward pass and optimizer step with a scale, or with none.
+    """Backward pass and optimizer step with a loss scale; without one if `scaler` is None.
 
-    Attributes:
-        optimizer: That steps.
-        scaler: torch's; None where nothing is scaled.
-        stays_at: The scale that never changes; None for a dynamic one.
+    `stays_at` is a constant scale, None for a dynamic one.
     """
 
     optimizer: Optimizer
@@ -37,12 +35,12 @@ class LossScaler:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def unscale(self) -> None:
-        """Divide the scale out of the gradients."""
+        """Divide the gradients by the scale."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
 
     def step(self) -> None:
-        """Step the optimizer, unless gradients are not finite; then set the next scale."""
+        """Step the optimizer unless gradients are not finite; then set the next scale."""
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -53,14 +51,10 @@ class LossScaler:
 def loss_scaler(
     setup: Setup, optimizer: Optimizer, *, device: torch.device, made: type[GradScaler] = GradScaler
 ) -> LossScaler:
-    """What `setup.loss_scale` asks for.
+    """The loss scaler that `setup.loss_scale` asks for; `made` is its class, of which FSDP1 has its own.
 
-    Args:
-        setup: None is dynamic in float16 and none elsewhere; 0 is dynamic; any other number stays, but a step whose
-            gradients are not finite is left out with it too.
-        optimizer: That steps.
-        device: Where the loss is.
-        made: The class of scaler, of which FSDP1 has its own.
+    None means dynamic in float16 and no scale otherwise; 0 means dynamic; any other number is a constant scale, with
+    which a step whose gradients are not finite is skipped too.
     """
     chosen = setup.loss_scale
     if chosen is None and setup.dtype != "float16":
@@ -76,18 +70,18 @@ def dtype_of(setup: Setup) -> torch.dtype:
 
 
 def autocast(setup: Setup, device: torch.device) -> AbstractContextManager[Any]:
-    """What the loss is computed in: `torch.autocast` in a short dtype, nothing in float32."""
+    """`torch.autocast` in a short dtype, an empty context in float32."""
     if setup.dtype == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype_of(setup))
 
 
 def computing_in(model: nn.Module, setup: Setup) -> None:
-    """Have every call of the model compute in the setup's dtype, on parameters that stay in float32.
+    """Make every call of the model compute in the setup's dtype, while the parameters stay in float32.
 
     During a call each module holds rounded parameters in place of its own, and floating-point inputs are rounded.
-    Gradients flow through the rounding, so those of the parameters are the short ones, in float32. This is what FSDP
-    does in mixed precision, and DeepSpeed with its master weights.
+    Gradients flow through the rounding, so the parameters' gradients are the short ones, stored in float32. FSDP does
+    the same in mixed precision, and DeepSpeed with its master weights.
 
     Args:
         model: Gets hooks, which stay. Its outputs are in the short dtype.
@@ -101,9 +95,9 @@ def computing_in(model: nn.Module, setup: Setup) -> None:
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         rounded: dict[int, Tensor] = {}
         for module in model.modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in parameters_of(module).items():
                 if parameter is not None and parameter.is_floating_point():
-                    own.append((module._parameters, name, parameter))
+                    own.append((parameters_of(module), name, parameter))
                     rounded.setdefault(id(parameter), parameter.to(dtype))
         for holder, name, parameter in own:
             holder[name] = rounded[id(parameter)]
@@ -119,7 +113,7 @@ def computing_in(model: nn.Module, setup: Setup) -> None:
 
 
 def round_inputs(model: nn.Module, setup: Setup) -> None:
-    """Have floating-point inputs of the model rounded to the setup's dtype; nothing if that is float32."""
+    """Round the model's floating-point inputs to the setup's dtype; do nothing if that is float32."""
     dtype = dtype_of(setup)
     if dtype == torch.float32:
         return

@@ -1,4 +1,4 @@
-"""What an engine is asked for: a training to run, and how."""
+"""The request to an engine: a training to run, and how to run it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,7 @@ from traindiff.run.config.training import Training, split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A training to run, and how.
-
-    Attributes:
-        model: As the recipe made it.
-        optimizer: Of its parameters.
-        training: What the recipe returned; has `loss`.
-        setup: How to run it.
-        where: The recipe, for messages.
-        asked_by: The call, for messages.
-    """
+    """A training to run, and how to run it; `where` and `asked_by` are for messages."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -38,17 +29,17 @@ class Request:
 
     @property
     def rank(self) -> int:
-        """Of this process in the process group; 0 without one."""
+        """This process's rank; 0 without a process group."""
         return distributed.get_rank() if distributed.is_initialized() else 0
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks; 1 without a process group."""
         return distributed.get_world_size() if distributed.is_initialized() else 1
 
     @property
     def device(self) -> torch.device:
-        """Where the recipe has put the model."""
+        """The device of the model's parameters."""
         return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -59,54 +50,49 @@ class Request:
     def micro_batches(self, batch: Any, *, part: int = 0, parts: int = 1) -> Sequence[Any]:
         """This rank's part of each micro-batch of a global batch.
 
-        The global batch is first divided into micro-batches and each of them among the ranks, so that every
-        micro-batch is one of the global batch, as it is in a run on one process.
-
-        Args:
-            batch: One of the training's.
-            part: Which part of each micro-batch this rank works on.
-            parts: Among how many.
+        The global batch is divided into micro-batches first, and each micro-batch among the ranks. So every micro-batch
+        holds the same samples as in a run on one process.
         """
         return self.equal_parts(batch, self.setup.gradient_accumulation_steps * parts)[part::parts]
 
     def equal_parts(self, batch: Any, parts: int) -> Sequence[Any]:
-        """Equal parts of a batch, in order, as the recipe or `split` divides it."""
+        """Equal parts of a batch, in order, made by the recipe's own `split` or by `split` of traindiff."""
         return split(batch, parts, where=self.where, asked_by=self.asked_by, by=self.training.split)
 
     def lacks(self, what: str, *, message: str, fix: str) -> ConfigError:
-        """The error of a training that does not give what the setup needs."""
+        """The error for a training that does not give what the setup needs."""
         return ConfigError(self.asked_by, [Problem(where=f"{self.where}, {what}", what=message, fix=fix)])
 
 
-_MODULES: dict[str, str] = {
-    "plain": "plain",
-    "ddp": "ddp",
-    "fsdp1": "fsdp1",
-    "fsdp2": "fsdp2",
-    "tp": "tensor_parallel",
-    "pp": "pipeline_parallel",
-    "deepspeed": "deepspeed_engine",
+_BUILDERS = {
+    "plain": ("stepping", "plain"),
+    "ddp": ("stepping", "ddp"),
+    "fsdp1": ("sharded", "fsdp1"),
+    "fsdp2": ("sharded", "fsdp2"),
+    "tp": ("sharded", "tensor_parallel"),
+    "pp": ("pipeline_parallel", "build"),
+    "deepspeed": ("deepspeed_engine", "build"),
 }
-"""By engine: the module here whose `build` makes a training of a request. It is imported when it is asked for."""
+"""By engine: the module and the function that make a training of a request. The module is imported when needed."""
 
 
 def built(training: Training, setup: Setup, *, where: str, asked_by: str) -> Training:
     """The training with a step that trains on one global batch as the setup says.
 
-    Where the setup has several ranks, this is called on each, with the same training, in a process group of them.
+    With several ranks, call this on each rank, with the same training, inside their process group.
 
     Args:
-        training: With `loss`. Its model and optimizer become those of the result: they are wrapped, divided, moved.
+        training: Has `loss`. Its model and optimizer are wrapped, divided or moved, and become those of the result.
         setup: How to run it.
         where: The recipe, for messages.
         asked_by: The call, for messages.
 
     Returns:
-        A training with `step`, which takes this rank's part of a batch and returns what to log: its mean loss. `model`
-        and `optimizer` are what is to be recorded.
+        A training whose `step` takes a global batch, trains on this rank's part of it and returns this rank's mean
+        loss. Its `model` and `optimizer` are the ones to record.
 
     Raises:
-        ConfigError: The training lacks what the setup needs.
+        ConfigError: The training lacks something that the setup needs.
     """
     assert training.loss is not None
     optimizer = training.optimizer
@@ -120,5 +106,6 @@ def built(training: Training, setup: Setup, *, where: str, asked_by: str) -> Tra
     request = Request(
         model=training.model, optimizer=optimizer, training=training, setup=setup, where=where, asked_by=asked_by
     )
-    made: Training = import_module(f"traindiff.run.config.{_MODULES[setup.engine]}").build(request)
+    module, name = _BUILDERS[setup.engine]
+    made: Training = getattr(import_module(f"traindiff.run.config.{module}"), name)(request)
     return made

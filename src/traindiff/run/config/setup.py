@@ -1,4 +1,4 @@
-"""What a setup is: under which engine, in which dtype, with which optimizer and compiler a training runs."""
+"""The setup of a run: engine, dtype, optimizer and compiler."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Setup:
 
     @property
     def message(self) -> str:
-        """What is not as by default, in one line: `deepspeed, zero_stage=2, nproc=2`."""
+        """The engine and all settings that are not the default, in one line: `deepspeed, zero_stage=2, nproc=2`."""
         settings = [
             f"{one.name}={getattr(self, one.name)}"
             for one in fields(self)
@@ -72,20 +72,20 @@ class Setup:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """What `to_json` made."""
+        """The inverse of `to_json`."""
         return cls(**content)
 
 
 def baseline_setup(setup: Setup) -> Setup:
-    """The trusted way to compute what a setup computes: PyTorch on one process, with the same mathematics.
+    """The trusted way to compute the same as `setup`: PyTorch on one process, with the same mathematics.
 
-    Dtype, clipping and loss scale are those of `setup`: they change what is computed. Engine, ranks, micro-batches,
-    compiler, offloading and the implementation of the optimizer are not to change anything, and are left out.
+    Dtype, clipping and loss scale are those of `setup`, because they change what is computed. Engine, ranks,
+    micro-batches, compiler, offloading and implementation of the optimizer should change nothing, and are left out.
 
-    FSDP and DeepSpeed compute in a short dtype on parameters rounded from float32 ones, and so does the baseline then.
-    It has a micro-batch for each part of the batch that a rank computes: kernels that add up gradients over samples in
-    the short dtype (LayerNorm's on a CPU, in bfloat16, is off by 2.5% over 512 rows) round more, the more samples there
-    are.
+    FSDP and DeepSpeed compute in a short dtype on parameters rounded from float32 ones; the baseline then does the
+    same. It also has one micro-batch for each part of the batch that a rank computes. Some kernels add up gradients
+    over samples in the short dtype, and round more the more samples there are: LayerNorm's on a CPU, in bfloat16, is
+    off by 2.5% over 512 rows.
     """
     masters = setup.engine in ("fsdp1", "fsdp2", "deepspeed") and setup.dtype != "float32"
     return Setup(

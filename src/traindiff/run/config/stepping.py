@@ -1,4 +1,4 @@
-"""A step of a training with torch's own means: micro-batches, loss scale, clipping, optimizer."""
+"""Trainings whose step uses torch's own optimizer loop: on one process, under DDP, and for the sharding engines."""
 
 from __future__ import annotations
 
@@ -11,16 +11,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from traindiff.run.config.precision import LossScaler, loss_scaler
+from traindiff.run.config.precision import LossScaler, autocast, computing_in, loss_scaler
 from traindiff.run.config.request import Request
 from traindiff.run.config.setup import Setup
 from traindiff.run.config.training import Training
 
 
+def plain(request: Request) -> Training:
+    """The training on one process, in the setup's dtype."""
+    setup = request.setup
+    optimizer = with_optimizer(request)
+    around: ContextMaker = nullcontext
+    if setup.precision == "master":
+        computing_in(request.model, setup)
+    else:
+        around = partial(autocast, setup, request.device)
+    return stepped(request, Parts(model=compiled(request.model, setup), optimizer=optimizer, around=around))
+
+
+def ddp(request: Request) -> Training:
+    """The training under DDP, which exchanges gradients after the last micro-batch of a step."""
+    optimizer = with_optimizer(request)
+    wrapped = DistributedDataParallel(request.model)
+    parts = Parts(
+        model=compiled(wrapped, request.setup), optimizer=optimizer, part=request.rank, parts=request.world_size,
+        around=partial(autocast, request.setup, request.device), unfinished=wrapped.no_sync,
+    )  # fmt: skip
+    return stepped(request, parts)
+
+
 def compiled(model: nn.Module, setup: Setup) -> nn.Module:
-    """The model as `torch.compile` gives it, where the setup says so."""
+    """The model, compiled with `torch.compile` if the setup says so."""
     if not setup.compile:
         return model
     made: nn.Module = torch.compile(model)  # type: ignore[assignment]  # an OptimizedModule, which is a module
@@ -28,10 +52,10 @@ def compiled(model: nn.Module, setup: Setup) -> nn.Module:
 
 
 def with_optimizer(request: Request) -> Optimizer:
-    """The recipe's optimizer; with `optimizer="engine"`, one of the same class that steps in torch's fused kernels.
+    """The recipe's optimizer; with `optimizer="engine"`, a new one of the same class that uses torch's fused kernels.
 
     Raises:
-        ConfigError: Its class has no fused kernels.
+        ConfigError: The class has no fused kernels.
     """
     optimizer = request.optimizer
     if request.setup.optimizer == "torch":
@@ -51,21 +75,23 @@ def with_optimizer(request: Request) -> Optimizer:
 Clip = Callable[[float], object]
 """Scales all gradients down to a norm."""
 
+ContextMaker = Callable[[], AbstractContextManager[Any]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a step is made of under one engine.
+    """The pieces from which `stepped` makes a training step; each engine fills in its own.
 
     Attributes:
-        model: What the recipe's loss calls.
-        optimizer: Steps its parameters.
-        part: Which part of each micro-batch this rank works on.
-        parts: Among how many.
-        clip: The engine's own way to clip, where it has one.
-        around: Entered for a loss: the dtype in which it is computed.
-        unfinished: Entered for micro-batches but the last.
-        updating: Entered when gradients are unscaled and the optimizer steps.
-        scaler: Of a loss that is scaled.
+        model: The model that the recipe's loss calls.
+        optimizer: Steps the parameters of the model.
+        part: Index of the part of each micro-batch on which this rank works.
+        parts: Number of such parts.
+        clip: The engine's own gradient clipping; None for torch's.
+        around: Context of each forward pass, e.g. autocast.
+        unfinished: Context of every micro-batch except the last.
+        updating: Context of unscaling gradients and of the optimizer's step.
+        scaler: Loss scaler; None for the one of the setup.
     """
 
     model: nn.Module
@@ -73,20 +99,19 @@ class Parts:
     part: int = 0
     parts: int = 1
     clip: Clip | None = None
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    unfinished: Callable[[], AbstractContextManager[Any]] = nullcontext
-    updating: Callable[[], AbstractContextManager[Any]] = nullcontext
+    around: ContextMaker = nullcontext
+    unfinished: ContextMaker = nullcontext
+    updating: ContextMaker = nullcontext
     scaler: LossScaler | None = None
 
 
 def stepped(request: Request, parts: Parts) -> Training:
-    """The training whose step does with `parts` what the setup says.
+    """The training with a step made of `parts`, which returns this rank's mean loss.
 
-    It returns this rank's mean loss. The norm of gradients that are clipped is in the recording anyway.
+    The step does not return the norm of clipped gradients, because the recording has it anyway.
     """
     setup = request.setup
     scaler = parts.scaler or loss_scaler(setup, parts.optimizer, device=request.device)
-    clip = parts.clip or partial(_clip, parts.model)
 
     def step(batch: Any) -> Tensor:
         shares = request.micro_batches(batch, part=parts.part, parts=parts.parts)
@@ -101,14 +126,13 @@ def stepped(request: Request, parts: Parts) -> Training:
         if setup.gradient_clipping:
             with parts.updating():
                 scaler.unscale()
-            clip(setup.gradient_clipping)
+            if parts.clip is None:
+                nn.utils.clip_grad_norm_(parts.model.parameters(), setup.gradient_clipping)
+            else:
+                parts.clip(setup.gradient_clipping)
         with parts.updating():
             scaler.step()
         parts.optimizer.zero_grad()
         return total
 
     return replace(request.training, model=parts.model, optimizer=parts.optimizer, step=step)
-
-
-def _clip(model: nn.Module, largest_norm: float) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), largest_norm)

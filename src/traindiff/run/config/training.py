@@ -1,4 +1,4 @@
-"""What a recipe prepares: a training, ready to start."""
+"""The training that a recipe prepares, and how its batches are divided."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ import numpy as np
 from torch import Tensor, nn
 
 from traindiff.errors import ConfigError, Problem, type_of
+from traindiff.observe.common.containers import slots_of
 from traindiff.observe.torch.session.targets import Optimizers
 
 Split = Callable[[Any, int], Sequence[Any]]
-"""Equal parts of a batch, in order: of the batch, and how many."""
+"""Divides a batch into equal parts, in order: `split(batch, parts)`."""
+
+
+_ARRAYS: tuple[type[Any], ...] = (Tensor, np.ndarray)
 
 
 def split(batch: Any, parts: int, *, where: str, asked_by: str, by: Split | None = None) -> Sequence[Any]:
     """Equal parts of a batch, in order.
 
-    Tensors and arrays with at least one axis, however deep in tuples, lists, mappings and dataclasses, are divided
-    along the first one; everything else is the same in each part.
+    Tensors and arrays with at least one axis are divided along the first one, however deep they are nested in tuples,
+    lists, mappings and dataclasses. Everything else is the same in each part.
 
     Args:
         batch: Anything. Not changed; the parts are views of its tensors.
-        parts: How many.
-        where: What the batch belongs to, for messages.
+        parts: Number of parts.
+        where: Owner of the batch, for messages.
         asked_by: The call, for messages.
         by: The recipe's own way.
 
     Returns:
-        So many batches; `[batch]`, as it is, of one part.
+        The parts; for one part `[batch]`, unchanged.
 
     Raises:
         ConfigError: The batch has no tensors, their first axes differ or cannot be divided, or `by` gave another number
@@ -44,7 +48,7 @@ def split(batch: Any, parts: int, *, where: str, asked_by: str, by: Split | None
             message = f"returned {len(given)} of a batch's parts when asked for {parts}."
             raise _cannot(f"{where}, split", message, "Return as many as asked for, equally large.", asked_by)
         return given
-    lengths = sorted({tensor.shape[0] for tensor in _tensors(batch)})
+    lengths = sorted({one.shape[0] for _, one in slots_of(batch, "", _ARRAYS) if one.ndim})
     if not lengths:
         message = f"is {type_of(batch)} without tensors, so that its samples cannot be told apart."
         fix = "Give traindiff.Training(split=...), a function of batch and number of parts that returns the parts."
@@ -66,24 +70,11 @@ def _cannot(where: str, what: str, fix: str, asked_by: str) -> ConfigError:
 
 
 def _is_rows(value: Any) -> bool:
-    return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
-
-
-def _tensors(value: Any) -> list[Any]:
-    """What has samples along its first axis, in the order in which it is found."""
-    if _is_rows(value):
-        return [value]
-    if isinstance(value, Mapping):
-        return [tensor for one in value.values() for tensor in _tensors(one)]
-    if isinstance(value, (tuple, list)):
-        return [tensor for one in value for tensor in _tensors(one)]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [tensor for one in fields(value) for tensor in _tensors(getattr(value, one.name))]
-    return []
+    return isinstance(value, _ARRAYS) and value.ndim > 0
 
 
 def _rows(value: Any, rows: slice) -> Any:
-    """The same, with these rows of every tensor in it."""
+    """The same value with these rows of every tensor in it."""
     if _is_rows(value):
         return value[rows]
     if isinstance(value, Mapping):
@@ -106,7 +97,7 @@ def _like(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
 
 
 TensorParallel = Mapping[str, Any] | Callable[[nn.Module, Any], object]
-"""Styles by path, or a function of model and mesh."""
+"""Parallel styles by path, or a function of model and mesh."""
 
 Pipeline = Sequence[str] | Callable[[nn.Module, int, int], nn.Module]
 """Paths to cut before, or a function of model, stage and number of stages."""
@@ -114,24 +105,24 @@ Pipeline = Sequence[str] | Callable[[nn.Module, int, int], nn.Module]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """One training, ready to start: what a recipe returns.
+    """One training, ready to start; a recipe returns it.
 
     Attributes:
         model: The root module that `step` calls.
-        optimizer: Whose calls are the steps; see `traindiff.record`.
-        batches: What `step` is called with, one after the other. The same in every run.
-        step: Trains on one batch: forward, backward, `optimizer.step()`, `zero_grad()`. What it returns is
-            logged: a loss, or numbers by name. Left out where `loss` is given.
-        loss: The mean loss over the samples of a batch, `loss(model, batch)`, from which traindiff makes the
-            step: then it can also run the training under an engine, in another dtype, in micro-batches.
-        split: Equal parts of a batch, `split(batch, parts)`, in order; for batches of which traindiff does not see
-            what the samples are. By default all tensors in a batch are divided along their first axis.
-        tensor_parallel: How tensor parallelism divides the model: by path or glob of paths what
-            `torch.distributed.tensor.parallel.parallelize_module` takes, or a function of model and mesh that divides
-            it in place. Every rank works on the whole batch.
+        optimizer: Its calls are the steps; see `traindiff.record`.
+        batches: The arguments of `step`, one after the other. They must be the same in every run.
+        step: Trains on one batch: forward, backward, `optimizer.step()`, `zero_grad()`. Its result is logged: a loss,
+            or numbers by name. Leave it out if you give `loss`.
+        loss: The mean loss over the samples of a batch, `loss(model, batch)`. traindiff makes the step from it, and can
+            then also run the training under an engine, in another dtype, or in micro-batches.
+        split: Divides a batch into equal parts, `split(batch, parts)`, in order; needed if traindiff cannot tell the
+            samples of a batch apart. By default all tensors in a batch are divided along their first axis.
+        tensor_parallel: How tensor parallelism divides the model: the plan of
+            `torch.distributed.tensor.parallel.parallelize_module`, by path or glob of paths, or a function of model and
+            mesh that divides the model in place. Every rank works on the whole batch.
         pipeline: How a pipeline divides the model: a function of model, stage and number of stages that returns the
-            module of that stage, in which everything keeps its path; or the paths of modules before which the model
-            may be cut, in order, for torch's tracing frontend. `loss` then calls the model once per batch.
+            module of that stage, in which everything keeps its path; or the paths of modules before which torch's
+            tracing frontend may cut the model, in order. `loss` must then call the model once per batch.
         record: Further settings of `traindiff.record`, e.g. `{"batch_axis": {"lstm": 1}}`.
     """
 
@@ -146,10 +137,7 @@ class Training:
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def train_on(self, batch: Any) -> Any:
-        """Call `step`, which each training has once it was prepared.
-
-        Args:
-            batch: One of `batches`.
+        """Call `step`, which every prepared training has.
 
         Returns:
             What is to be logged: a loss, or numbers by name.

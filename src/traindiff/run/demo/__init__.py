@@ -1,1 +1,1 @@
-"""A small real training, healthy or with a known fault, to see traindiff at work on."""
+"""A small real training, healthy or with a known fault, for demonstrations and tests."""

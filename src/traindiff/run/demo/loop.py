@@ -1,4 +1,4 @@
-"""The training loop of the demo, cut where real training loops go wrong."""
+"""The training loop of the demo, with one method for each place where real training loops go wrong."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from traindiff.run.demo.model import Batch, ModelSize, build_model, make_batch, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
-    """What is trained, and how.
+    """The settings of the demo training.
 
     Attributes:
         size: Shape of the model.
         batch_size: Samples in the global batch.
-        learning_rate: Reached at the end of the warm-up.
-        warmup_steps: The learning rate grows linearly over so many steps.
-        weight_decay: Of matrices; biases and LayerNorms have none.
-        betas: Of AdamW.
-        largest_norm: Gradients with a larger norm are scaled down to it. The default is reached
-            when a training goes wrong, not in a healthy one: a clipped gradient hides by which
-            factor it was wrong, and which layer's it was.
+        learning_rate: Learning rate at the end of the warm-up.
+        warmup_steps: Steps over which the learning rate grows linearly.
+        weight_decay: Weight decay of matrices; biases and LayerNorms have none.
+        betas: AdamW's betas.
+        largest_norm: Gradients with a larger norm are scaled down to it. A healthy training never reaches the default,
+            because clipping would hide by which factor a gradient was wrong, and in which layer.
     """
 
     size: ModelSize = field(default_factory=ModelSize)
@@ -37,7 +36,7 @@ class DemoSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNumbers:
-    """What a training reports of a step: its mean loss, and the gradient norm before clipping."""
+    """The numbers that a training reports of a step: its mean loss, and the gradient norm before clipping."""
 
     step: int
     loss: float
@@ -48,9 +47,9 @@ class TrainingLoop:
     """A model, its optimizer and its data, with one method for each thing a loop has to get right.
 
     Args:
-        settings: What is trained.
+        settings: The settings.
         micro_batches: Equal parts in which each batch is computed; divides the batch size.
-        seed: Of weights, dropout masks and order of the text.
+        seed: Seed of weights, dropout masks and order of the text.
     """
 
     def __init__(self, settings: DemoSettings, *, micro_batches: int, seed: int) -> None:
@@ -87,7 +86,7 @@ class TrainingLoop:
             group["lr"] = self.learning_rate(step)
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then constant."""
+        """The learning rate of a step: linear warm-up, then constant."""
         return self.settings.learning_rate * min(1.0, (step + 1) / self.settings.warmup_steps)
 
     def zero_grad(self) -> None:
@@ -106,6 +105,6 @@ class TrainingLoop:
         loss.backward()
 
     def clip(self) -> float:
-        """Limit the norm of all gradients together; returns what it was before."""
+        """Limit the norm of all gradients together; return the norm before that."""
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.largest_norm)
         return float(norm)

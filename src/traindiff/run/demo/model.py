@@ -10,6 +10,8 @@ Shape suffixes (`x_BTD` has the axes B, T, D):
 * V: vocabulary, the 256 bytes
 """
 
+# ruff: noqa: N803, N806  names carry their shape as a suffix
+
 from __future__ import annotations
 
 import sysconfig
@@ -25,7 +27,7 @@ from torch.nn import functional
 from traindiff.errors import ConfigError, Problem
 
 VOCABULARY = 256
-"""A token is a byte."""
+"""Number of tokens; a token is a byte."""
 
 _MODULES = ("argparse", "ast", "bdb", "calendar", "configparser", "dataclasses", "difflib", "doctest")
 _MOST_BYTES = 1 << 19
@@ -34,7 +36,7 @@ _STRIDE = 7919  # a prime: consecutive samples come from places far apart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Samples of one step, or of one micro-batch of it.
+    """Samples of one step, or of one micro-batch.
 
     Attributes:
         inputs: Bytes, int64 [B, T].
@@ -57,13 +59,13 @@ class Batch:
 
 
 def read_text(directory: Path | None = None) -> Tensor:
-    """Bytes of a few modules of the standard library, one after the other, in a fixed order.
+    """The bytes of a few modules of the standard library, one after the other, in a fixed order.
 
-    The same Python version gives the same text on every machine. Where none of the chosen modules
-    is there as source, whatever Python sources the directory holds are taken, in order of their paths.
+    One Python version gives the same text on every machine. If none of the chosen modules exists as source, all Python
+    sources of the directory are taken, in order of their paths.
 
     Args:
-        directory: Where the standard library is; by default that of the running interpreter.
+        directory: The standard library; by default that of the running interpreter.
 
     Returns:
         uint8, one axis, at most 512 KiB.
@@ -92,7 +94,7 @@ def make_batch(text: Tensor, step: int, *, batch_size: int, context: int, seed: 
         step: Counted from 0.
         batch_size: B, samples in the batch.
         context: T, bytes in a sample.
-        seed: Another seed starts elsewhere in the text.
+        seed: Selects where in the text the samples start.
     """
     sample_ids = torch.arange(step * batch_size, (step + 1) * batch_size)
     starts = (sample_ids + seed * _STRIDE) * _STRIDE % (len(text) - context)
@@ -100,13 +102,10 @@ def make_batch(text: Tensor, step: int, *, batch_size: int, context: int, seed: 
     return Batch(inputs=windows[:, :-1], targets=windows[:, 1:], sample_ids=sample_ids)
 
 
-# ruff: noqa: N803, N806  names carry their shape as a suffix, see model.py
-
-
 _Word = TypeVar("_Word", int, Tensor)
 
 _LOW_32 = 0xFFFFFFFF
-_START = 0x9E3779B9  # not 0, which is mixed to 0
+_START = 0x9E3779B9  # not 0, because `mix` maps 0 to 0
 
 
 def mix(word: _Word) -> _Word:
@@ -126,28 +125,18 @@ def mix(word: _Word) -> _Word:
 
 
 def sample_keys(sample_ids: Tensor, *, step: int, seed: int) -> Tensor:
-    """What the masks of each sample depend on, besides the layer.
-
-    Args:
-        sample_ids: int64 [B].
-        step: Another step has other masks.
-        seed: Another seed has other masks.
-
-    Returns:
-        int64 [B], in [0, 2^32).
-    """
+    """Keys of the samples' dropout masks: int64 [B], in [0, 2^32); each step and each seed has other keys."""
     return mix(mix(mix(seed + _START & _LOW_32) ^ step) ^ sample_ids & _LOW_32)
 
 
 class Dropout(nn.Module):
     """Zero some entries and scale the others so that the mean stays.
 
-    The mask is a hash of (sample, step, seed, this layer, position, channel). It is therefore the
-    same in one batch and in micro-batches, and nothing is drawn from torch's random number
-    generators.
+    The mask is a hash of (sample, step, seed, this layer, position, channel). So it is the same in one batch and in
+    micro-batches, and draws nothing from torch's random number generators.
 
     Args:
-        probability: Of an entry to become zero, in [0, 1).
+        probability: Probability of an entry to become zero, in [0, 1).
         layer: Number that no other dropout layer of the model has.
     """
 
@@ -157,7 +146,7 @@ class Dropout(nn.Module):
         self.layer = layer
 
     def forward(self, x_BTD: Tensor, key_B: Tensor) -> Tensor:
-        """`x_BTD` with entries dropped; as it is in evaluation."""
+        """`x_BTD` with entries dropped; unchanged in evaluation."""
         if not self.training or not self.probability:
             return x_BTD
         return x_BTD * self.mask(key_B, x_BTD.shape[1], x_BTD.shape[2]).to(x_BTD.dtype)
@@ -171,11 +160,8 @@ class Dropout(nn.Module):
         return kept_BTD.to(torch.float32) / (1 - self.probability)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
+        """The fields that `print(model)` shows."""
         return f"probability={self.probability}, layer={self.layer}"
-
-
-# ruff: noqa: N803, N806  names carry their shape as a suffix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +186,7 @@ class Attention(nn.Module):
         self.drop = Dropout(size.dropout, layer=2 * layer + 1)
 
     def visible(self, length: int, device: torch.device) -> Tensor:
-        """Which position (second axis) each position (first axis) may attend to: bool [T, T]."""
+        """True where a position (first axis) may attend to a position (second axis): bool [T, T]."""
         return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
     def heads(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
@@ -209,7 +195,7 @@ class Attention(nn.Module):
         return tuple(part_BTD.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part_BTD in parts_BTD)
 
     def forward(self, x_BTD: Tensor, key_B: Tensor) -> Tensor:
-        """What the heads found, projected back to the residual stream: [B, T, D]."""
+        """The heads' outputs, projected back to the residual stream: [B, T, D]."""
         q_BHTK, k_BHTK, v_BHTK = self.heads(x_BTD)
         score_BHTT = q_BHTK @ k_BHTK.transpose(-2, -1) / sqrt(self.head_width)
         hidden_TT = ~self.visible(x_BTD.shape[1], x_BTD.device)
@@ -279,7 +265,7 @@ class LanguageModel(nn.Module):
 
     Args:
         size: Its shape.
-        seed: Of the dropout masks.
+        seed: Seed of the dropout masks.
     """
 
     def __init__(self, size: ModelSize, *, seed: int) -> None:
@@ -303,7 +289,7 @@ class LanguageModel(nn.Module):
 
 
 def build_model(size: ModelSize, *, seed: int) -> LanguageModel:
-    """A model with freshly drawn weights; torch's random number generators are left as they were."""
+    """A model with freshly drawn weights; torch's random number generators are left unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LanguageModel(size, seed=seed)
@@ -314,8 +300,8 @@ def build_model(size: ModelSize, *, seed: int) -> LanguageModel:
 def draw_weights(model: nn.Module, *, num_layers: int) -> None:
     """Draw the weights of a GPT from torch's random number generator.
 
-    Matrices are drawn from N(0, 0.02^2), those that write to the residual stream with a standard
-    deviation smaller by sqrt(2 * layers), as in GPT-2; biases are 0.
+    Matrices are drawn from N(0, 0.02^2). Those that write to the residual stream have a standard deviation smaller by
+    sqrt(2 * layers), as in GPT-2. Biases are 0.
     """
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:

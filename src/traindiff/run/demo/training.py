@@ -26,27 +26,25 @@ def train(
 ) -> list[StepNumbers]:
     """Train a small GPT on source code and record every phase, with the gradient of each micro-batch.
 
-    Runs with the same seed compute the same mathematics whatever `micro_batches` is: the same
-    samples, the same dropout masks, the mean loss over all bytes of the batch. They differ by the
-    rounding of their sums only.
+    Runs with the same seed compute the same mathematics for every value of `micro_batches`: the same samples, the same
+    dropout masks, the mean loss over all bytes of the batch. They differ only by the rounding of their sums.
 
     Args:
         path: Recording to write; None trains without recording.
-        fault: Name of what goes wrong, one of `traindiff.run.demo.faults.FAULTS`; None for nothing.
+        fault: Name of the fault, one of `traindiff.run.demo.faults.FAULTS`; None for a healthy training.
         micro_batches: Equal parts in which each batch is computed.
-        steps: How many times the optimizer steps.
-        seed: Of weights, dropout masks and order of the text. torch's own random number
-            generators are neither seeded nor drawn from.
-        settings: What is trained; by default 1.3 million parameters on 8 x 64 bytes a step.
-        on_step: Called with the number of each step when it has ended.
+        steps: Number of optimizer steps.
+        seed: Seed of weights, dropout masks and order of the text. torch's own generators are not touched.
+        settings: The settings; by default 1.3 million parameters on 8 x 64 bytes a step.
+        on_step: Called with the number of each step after the step.
         overwrite: Replace a recording that is already at `path`.
 
     Returns:
         Loss and gradient norm of each step, as they were logged.
 
     Raises:
-        ConfigError: The fault is not known or cannot happen with so few micro-batches, the batch
-            cannot be divided into them, the standard library has no sources, or `path` is taken.
+        ConfigError: The fault is unknown or cannot happen with so few micro-batches, the batch cannot be divided into
+            them, the standard library has no sources, or `path` is taken.
     """
     settings = settings or DemoSettings()
     _check(settings, micro_batches)
@@ -57,14 +55,14 @@ def train(
     reported: list[StepNumbers] = []
     with ExitStack() as undo:
         if chosen:
-            # Before the recording is attached: traindiff sees what the faulty training does.
+            # Before the recording is attached, so that traindiff sees the faulty training.
             undo.enter_context(chosen.inject(loop))
         run = None
         if path is not None:
             run = undo.enter_context(
                 traindiff.record(
                     path, loop.model, loop.optimizer, observe=(*OBSERVED_BY_DEFAULT, "grad.micro"), overwrite=overwrite,
-                    # One vector per position: with one sample, as many as there are bytes in the batch.
+                    # One vector per position; with one sample their number equals that of the bytes in the batch.
                     batch_axis={"transformer.wpe": None},
                 )
             )  # fmt: skip

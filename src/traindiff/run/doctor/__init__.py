@@ -1,1 +1,1 @@
-"""The self-test: is a training the same with and without a recording, here, on this machine?"""
+"""`traindiff doctor`: check that recording works on this machine."""

@@ -23,15 +23,7 @@ from traindiff.storage import open_recording
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """Times of a candidate over those of a baseline, round by round.
-
-    Attributes:
-        median: Of the ratios.
-        low: Their first quartile.
-        high: Their third quartile.
-        rounds: How many there were.
-        baseline_seconds: Median time of the baseline.
-    """
+    """Times of a candidate over those of a baseline: median, first and third quartile of the ratios over all rounds."""
 
     median: float
     low: float
@@ -47,13 +39,13 @@ def interleaved(
     rounds: int,
     clock: Callable[[], float] = process_time,
 ) -> Ratio:
-    """Time both in turns, the order swapped each round, so that what else the machine does hits both.
+    """The CPU time of a candidate over that of a baseline, from pairs of calls in alternating order.
 
     Args:
-        baseline: What the other is held against. Called once per round.
+        baseline: Called once per round.
         candidate: Called once per round.
-        rounds: At least 2.
-        clock: CPU time of the process (of all its threads) where left out.
+        rounds: Number of pairs, at least 2.
+        clock: By default CPU time of the process, of all its threads.
     """
     ratios: list[float] = []
     plain: list[float] = []
@@ -77,14 +69,7 @@ Slot = tuple[str, str, str, str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """What one check found.
-
-    Attributes:
-        name: What was checked.
-        result: `skip` where it could not be, or was not asked for.
-        message: A sentence.
-        evidence: Numbers, for programs.
-    """
+    """The result of one check; `skip` if it was not possible, or not asked for."""
 
     name: str
     result: Result
@@ -94,13 +79,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to check, and how long.
+    """The checks to run, and their duration.
 
     Attributes:
         recipe: Prepares the training.
         steps: Steps of each training whose bits are compared.
         rounds: Pairs of steps that are timed; 0 times nothing.
-        backend: Of `torch.compile`; None checks nothing that is compiled.
+        backend: Backend of `torch.compile`; None skips the compiled checks.
     """
 
     recipe: Recipe
@@ -110,7 +95,7 @@ class Plan:
 
 
 def run_checks(plan: Plan) -> Iterator[Check]:
-    """Run all checks, one by one. Leaves nothing behind but torch's random state, which it seeds."""
+    """Run all checks one by one. Leaves nothing behind except torch's random state, which it seeds."""
     yield _kernel()
     with tempfile.TemporaryDirectory(prefix="traindiff-doctor-") as directory:
         where = Path(directory)
@@ -180,7 +165,7 @@ def _compiled_slots(eager: Path, compiled: Path) -> Check:
 
 
 def _is_recorded(path: Path) -> bool:
-    """Whether a training of the checks before came as far as to begin a recording."""
+    """True if an earlier check started a recording."""
     return (path / "run.json").exists()
 
 
@@ -203,7 +188,7 @@ def _presence(name: str, found: dict[Slot, str], missing: list[str]) -> Check:
 
 
 def _written(path: Path) -> dict[Slot, str]:
-    """Why each slot of the second recorded step, or of the only one, was not observed; empty if it was.
+    """For each slot of the last recorded step, why it was not observed; empty if it was.
 
     Raises:
         FileNotFoundError: Nothing was recorded.
@@ -220,7 +205,7 @@ def _overhead(plan: Plan, path: Path) -> Check:
         return Check(name="overhead", result="skip", message="not asked for (--rounds)")
     plain, watched = (prepare(plan.recipe, backend=None) for _ in range(2))
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads that wait for each other use CPU time, too
+    torch.set_num_threads(1)  # waiting threads would use CPU time too
     try:
         step_plain, step_watched = _stepping(plain), _stepping(watched)
         with recorded(watched, path):
@@ -242,7 +227,7 @@ def _overhead(plan: Plan, path: Path) -> Check:
 
 
 def _stepping(training: Training) -> Callable[[], None]:
-    """What trains on the next batch, and after the last one on the first again."""
+    """A function that trains on the next batch, and after the last one on the first again."""
     batches = cycle(training.batches)
 
     def step() -> None:

@@ -24,11 +24,11 @@ from traindiff.run.verify.recipe import Recipe, failures_explained, name_of, pre
 SEED = 20_110
 
 _SKIPPED_STEPS = 16
-"""Steps that a loss scaler may skip at the beginning: it begins at 2^16 and halves each time."""
+"""Steps that a loss scaler may skip at the beginning: it starts at 2^16 and halves each time."""
 
 
 def built_in() -> Training:
-    """A small network with what is easily disturbed: dropout, batch statistics, writing in place."""
+    """A small network that is easily disturbed: dropout, batch statistics, in-place operations."""
     width, samples = 256, 2048
     block = (nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(inplace=True), nn.Dropout(0.1))
     model = nn.Sequential(nn.Linear(width, width), *block, nn.LayerNorm(width), nn.Linear(width, 16))
@@ -46,7 +46,7 @@ def built_in() -> Training:
 
 
 def try_out(recipe: Recipe) -> None:
-    """Train without a recording, so that what is wrong with the training is not blamed on one.
+    """Train without a recording, so that errors of the training are not blamed on one.
 
     Raises:
         ConfigError: The recipe cannot be used, a step fails, no optimizer is called, or trainings share their model.
@@ -72,11 +72,7 @@ def try_out(recipe: Recipe) -> None:
 
 
 def check_backend(name: str) -> None:
-    """Raise unless `torch.compile` knows a backend of this name.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Raise `ConfigError` unless `torch.compile` knows a backend of this name."""
     known = torch.compiler.list_backends(exclude_tags=())
     if name not in known:
         problem = Problem.unknown_name(where="--backend", kind="a backend of torch.compile", found=name, known=known)
@@ -92,7 +88,7 @@ Outcome = dict[str, Tensor]
 
 
 def prepare(recipe: Recipe, *, backend: str | None) -> Training:
-    """A fresh training: random numbers from the start, compiled with `backend` unless that is None."""
+    """A fresh, seeded training; compiled with `backend` unless that is None."""
     training = prepared(recipe, seed=SEED, asked_by="doctor")
     if backend is not None:
         training.model.compile(backend=backend)
@@ -122,7 +118,7 @@ def train(recipe: Recipe, *, steps: int, backend: str | None, path: Path | None)
 
 
 def recorded(training: Training, path: Path) -> Recorder:
-    """A recording of the training, which raises whatever goes wrong in it."""
+    """A recording of the training that raises any error in it."""
     return record(path, training.model, training.optimizer, **{**training.record, "strict": True})
 
 
@@ -139,7 +135,7 @@ def _state(training: Training) -> Iterator[tuple[str, Tensor]]:
 
 
 def returning_modules(recipe: Recipe) -> set[str]:
-    """Names of the modules that return tensors in one step, found out with hooks of its own."""
+    """Names of the modules that return tensors in one step, found with separate hooks."""
     training = prepare(recipe, backend=None)
     found: set[str] = set()
     with ExitStack() as stack:
@@ -155,7 +151,7 @@ def returning_modules(recipe: Recipe) -> set[str]:
 
 
 def first_difference(actual: Outcome, expected: Outcome) -> str | None:
-    """Name of the first number that differs in any bit; None where there is none."""
+    """Name of the first number that differs in any bit, or None."""
     if list(actual) != list(expected):
         other = [name for name in (*expected, *actual) if (name in actual) != (name in expected)]
         return other[0] if other else "the order of things"

@@ -1,4 +1,4 @@
-"""Two runs compared while they are trained, on rank 0."""
+"""The comparison of two runs while they train, on rank 0, and the exchange among ranks that feeds it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from traindiff.analyse.compare.verdict import Comparison, Word
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import StepMerger
-from traindiff.analyse.noise.calibrating import Calibrating, following
-from traindiff.analyse.noise.replicas import NoiseRun, StepNoise
+from traindiff.analyse.noise.hold_out import Calibrating, following
+from traindiff.analyse.noise.measured import NoiseRun, StepNoise
 from traindiff.analyse.noise.tolerance import TolerancesByPhase
 from traindiff.core.steps import ALL_STEPS
 from traindiff.errors import LockstepError, TraindiffError
@@ -27,12 +27,12 @@ _StepKey = tuple[str, int]
 
 
 class LiveComparison:
-    """Compares a baseline and a candidate, step by step, beside replicas of the baseline.
+    """Compares a baseline and a candidate, step by step, and measures noise with replicas of the baseline.
 
     Args:
-        names: What the runs are called: baseline, candidate, and replicas.
+        names: Names of the runs: baseline, candidate, and replicas.
         world_size: Number of ranks.
-        tolerances: What the user set in place of floors.
+        tolerances: The user's tolerances in place of noise floors.
         rename: Turns the candidate's paths into the baseline's.
         noise: Recordings of further correct runs of the baseline's training.
     """
@@ -57,7 +57,7 @@ class LiveComparison:
         self._before: list[Comparison] = []
 
     def hear(self, messages: Sequence[Sequence[RunMessage]]) -> list[ComparedStep]:
-        """Compare the steps that all ranks have ended, by what each says of each run.
+        """Compare the steps that all ranks have ended.
 
         Args:
             messages: By rank, then by run.
@@ -85,7 +85,7 @@ class LiveComparison:
         return [one for one in compared if one is not None]
 
     def begin_again(self) -> None:
-        """The candidate was set back to the baseline's state: what comes is compared anew."""
+        """Start a new comparison, after the candidate was reset to the baseline's state."""
         if self._comparison is not None:
             self._before.append(self._comparison.result())
         self._comparison = None
@@ -107,7 +107,7 @@ class LiveComparison:
 
     @property
     def latest(self) -> Comparison:
-        """The comparison since the candidate was last set back."""
+        """The comparison since the candidate was last reset."""
         return self._begun().result()
 
     def _begun(self) -> RunningComparison:
@@ -138,7 +138,7 @@ class LiveComparison:
 
 
 class _LiveNoise(Noise):
-    """The noise that replicas show, as they follow the baseline; what they say in general grows with each step."""
+    """The noise of replicas that train beside the baseline; its calibration grows with each step."""
 
     def __init__(self, calibrating: Calibrating) -> None:
         self._calibrating = calibrating
@@ -155,7 +155,7 @@ class _LiveNoise(Noise):
 
 
 def joined(comparisons: Sequence[Comparison]) -> Comparison:
-    """One comparison of steps that were compared apart, one after the other."""
+    """One comparison of all steps, made of consecutive ones."""
     *_, last = comparisons
     if len(comparisons) == 1:
         return last
@@ -178,17 +178,17 @@ def joined(comparisons: Sequence[Comparison]) -> Comparison:
 
 
 _WORST_LAST = ("identical", "equivalent", "incomplete", "misaligned", "diverged")
-"""Words of a verdict, the worst last."""
+"""Verdicts, the worst last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a batch.
+    """The outcome of a batch.
 
     Attributes:
-        diverged: Whether anything was found.
-        compared: The steps that were compared; on rank 0 alone.
-        losses: The mean losses of baseline and candidate over ranks; None where nobody asked.
+        diverged: True if there is a finding.
+        compared: The compared steps; on rank 0 only.
+        losses: Mean losses of baseline and candidate over ranks; None if nobody asked.
     """
 
     diverged: bool = False
@@ -197,25 +197,16 @@ class Outcome:
 
 
 class Exchange:
-    """Brings together what the ranks have seen.
-
-    Args:
-        ranks: The ranks.
-        sides: Baseline, candidate, and copies of the baseline.
-        comparison: Compares, on rank 0.
-    """
+    """Sends the ranks' observations to rank 0 and the outcome back."""
 
     def __init__(self, ranks: Ranks, sides: Sequence[LiveSide], comparison: LiveComparison) -> None:
         self._ranks = ranks
         self._sides = sides
         self._comparison = comparison
-        self._compare(self._sent([side.message() for side in sides]))  # what each rank holds, before any step
+        self._compare(self._sent([side.message() for side in sides]))  # the ranks' contents, before any step
 
     def after_batch(self, *, wants_losses: bool) -> Outcome:
-        """Compare the steps that the batch has ended, if it has ended any.
-
-        Args:
-            wants_losses: Whether the losses are asked for; then they are read from their device.
+        """Compare the steps that the batch has ended. With `wants_losses`, or after a step, the losses are read too.
 
         Raises:
             LockstepError: Ranks, or sides, have ended different steps.
@@ -238,12 +229,12 @@ class Exchange:
         return Outcome(diverged=diverged, compared=compared, losses=means)
 
     def losses(self) -> tuple[float, float]:
-        """The mean losses of the latest batch over ranks, baseline's first."""
+        """Mean losses of the latest batch over ranks, the baseline's first."""
         baseline, candidate = zip(*self._ranks.meet([side.loss_number for side in self._sides[:2]]), strict=True)
         return _mean(baseline), _mean(candidate)
 
     def begin_again(self) -> None:
-        """The candidate was set back to the baseline's state."""
+        """Start a new comparison, after the candidate was reset to the baseline's state."""
         self._comparison.begin_again()
 
     def result(self) -> Comparison:
@@ -256,9 +247,7 @@ class Exchange:
         """The messages of all ranks on rank 0, None on the others."""
         if self._ranks.size == 1:
             return [message]
-        content = encoded(message)
-        sizes = [int(size) for (size,) in self._ranks.meet([len(content)])]
-        found = self._ranks.gather(content, sizes)
+        found = self._ranks.gather(encoded(message))
         return None if found is None else [decoded(one, rank) for rank, one in enumerate(found)]
 
     def _compare(self, messages: list[list[RunMessage]] | None) -> tuple[bool, tuple[ComparedStep, ...]]:

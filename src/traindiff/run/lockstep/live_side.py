@@ -1,39 +1,99 @@
-"""A side of a lockstep, or a copy of one: stepped, observed only while it is, its steps taken from memory."""
+"""The sides of a lockstep, trained on each batch one after the other, each as if it were alone."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from traindiff.core.settings import record_settings
+from traindiff.errors import LockstepError
 from traindiff.observe.common.writing import StepWriter, on_disk
-from traindiff.observe.torch.perturb.making import make_replica
-from traindiff.observe.torch.session.record import STANDARD_SETTINGS
+from traindiff.observe.torch.hooks.nested import replaced, tensors
+from traindiff.observe.torch.hooks.optimizer_step import IMPLEMENTATION_CHOICES
+from traindiff.observe.torch.perturb import make_replica
 from traindiff.observe.torch.session.recorder import Recorder
-from traindiff.observe.torch.session.targets import find_targets
+from traindiff.observe.torch.session.targets import Targets, find_targets
+from traindiff.observe.torch.sharding.deepspeed_optimizer import (
+    EngineOptimizer,
+    decouples_weight_decay,
+    engine_settings,
+)
 from traindiff.run.lockstep.live_steps import LiveWriter, RunMessage
-from traindiff.run.lockstep.settings import LockstepSettings, Settings, effective_settings
-from traindiff.run.lockstep.state_parts import StatePart, state_parts
-from traindiff.run.lockstep.stepped import Stepped
+from traindiff.run.lockstep.settings import LockstepSettings
+from traindiff.run.lockstep.stepped import Stepped, follow_settings
+
+Settings = dict[str, dict[str, Any]]
+"""Value of each setting by parameter, or by the empty path where it is one of the whole training."""
+
+UNKNOWN = "unknown"
+
+_NO_SETTINGS = frozenset({*IMPLEMENTATION_CHOICES, "initial_lr", "lr_scale", "name", "param_names", "differentiable"})
+"""Entries of a parameter group that say how, or for whom, and not what is computed."""
+
+_OF_ENGINE = ("gradient_clipping", "gradient_accumulation_steps", "loss_scale")
+_MADE_HERE = {"gradient_clipping": 0.0, "gradient_accumulation_steps": 1, "loss_scale": 1.0}
+
+
+def _effective_settings(side: Stepped, targets: Targets) -> Settings:
+    """The settings of a side now. Reads nothing from a device except numbers that a schedule keeps there."""
+    found: Settings = {}
+    engine = engine_settings(side.model)
+    whole = engine or (_MADE_HERE if side.loss is not None else {})
+    for name in _OF_ENGINE:
+        found[name] = {"": whole.get(name, UNKNOWN)}
+    found["dtype"] = {path: str(one.dtype).removeprefix("torch.") for path, one in targets.parameters.items()}
+    for optimizer in targets.optimizers.values():
+        opened = isinstance(optimizer, EngineOptimizer)
+        inner: Optimizer = optimizer.inner[0] if isinstance(optimizer, EngineOptimizer) else optimizer
+        paths = _paths_of_groups(optimizer, targets)
+        for number, group in enumerate(inner.param_groups):
+            settings = {name: _plain(value) for name, value in group.items() if name not in _NO_SETTINGS}
+            if opened and (decoupled := decouples_weight_decay(inner)) is not None:
+                settings["decoupled_weight_decay"] = decoupled
+            settings["optimizer"] = _optimizer_kind(inner)
+            for path in paths[number] if number < len(paths) else ():
+                for name, value in settings.items():
+                    found.setdefault(name, {})[path] = value
+    return found
+
+
+def _optimizer_kind(optimizer: Optimizer) -> str:
+    """Class of an optimizer. AdamW counts as an Adam: decoupling weight decay is a setting of its own."""
+    name = type(optimizer).__name__
+    return {"AdamW": "Adam", "FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam"}.get(name, name)
+
+
+def _paths_of_groups(optimizer: Optimizer | EngineOptimizer, targets: Targets) -> list[list[str]]:
+    if isinstance(optimizer, EngineOptimizer):
+        return [list(group) for group in optimizer.groups]
+    return [
+        [piece.path for parameter in group["params"] for piece in targets.pieces_of(parameter) or ()]
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else tuple(value.tolist())
+    return tuple(value) if isinstance(value, list) else value
 
 
 class LiveSide:
-    """A side that is trained and observed.
-
-    Args:
-        stepped: What is stepped.
-        settings: What is observed.
-        record: Further settings of `traindiff.record`.
-        replica: How it is perturbed; empty where it is not.
+    """A side that is trained, and observed only while it is trained; a copy of the baseline if `replica` is not empty.
 
     Attributes:
-        stepped: What is stepped.
-        targets: What is observed.
-        loss: What the latest step gave.
+        stepped: The trained model and its step.
+        targets: The observed objects.
+        loss: The latest result of the step.
     """
 
     def __init__(
@@ -48,7 +108,7 @@ class LiveSide:
             **stepped.record, **record, "observe": settings.observe, "select": settings.select,
             "every": settings.test_every, "replica": replica or None,
         }  # fmt: skip
-        checked = record_settings(**{**STANDARD_SETTINGS, **chosen})
+        checked = record_settings(**chosen)
         self.targets = find_targets(
             stepped.model, stepped.optimizer, select=checked.select, shards=checked.shards,
             operators=checked.operators,
@@ -56,32 +116,24 @@ class LiveSide:
         self._writer: LiveWriter | None = None
         self._said: tuple[Any, Any] = (None, None)
         self.recorder = Recorder(
-            stepped.name,
-            self.targets,
-            checked,
-            overwrite=False,
+            stepped.name, self.targets, checked, overwrite=False,
             replica=make_replica(checked.replica, self.targets.root, self.targets.names) if checked.replica else None,
-            open_writer=self._open_writer,
-            before_every_step=settings.resync,
-        )
+            open_writer=self._open_writer, before_every_step=settings.resync,
+        )  # fmt: skip
         with self.recorder.stepping():
-            pass  # from here on only what happens in such a block
+            pass  # from here on, only such blocks are observed
 
     def step(self, batch: Any) -> None:
-        """Train on a batch, and observe that and nothing else."""
+        """Train on a batch, and observe nothing else."""
         with self.recorder.stepping():
             self.loss = self.stepped.step(batch)
 
     def settings(self) -> Settings:
-        """What it is set to do now."""
-        return effective_settings(self.stepped, self.targets)
-
-    def state(self) -> list[StatePart]:
-        """What it carries from one step to the next, as this rank holds it."""
-        return state_parts(self.targets, self.recorder.followed)
+        """The side's settings now."""
+        return _effective_settings(self.stepped, self.targets)
 
     def message(self) -> RunMessage:
-        """What has come since the last message."""
+        """Everything since the last message."""
         assert self._writer is not None
         now = (self._writer.run, self._writer.content)
         new = [None if one is said else one for one, said in zip(now, self._said, strict=True)]
@@ -90,13 +142,13 @@ class LiveSide:
 
     @property
     def num_waiting(self) -> int:
-        """How many steps have ended since the last message and were observed."""
+        """Number of observed steps since the last message."""
         assert self._writer is not None
         return self._writer.num_waiting
 
     @property
     def loss_number(self) -> float:
-        """The loss that the latest step gave; NaN where it gave none. Waits for the device that has it."""
+        """The loss of the latest step; NaN if it gave none. Waits for the loss's device."""
         return next(_numbers(self.loss), float("nan"))
 
     def _open_writer(self, run: Mapping[str, Any], rank: int, world_size: int) -> StepWriter:
@@ -116,9 +168,121 @@ def _numbers(loss: Any) -> Iterator[float]:
 
 @contextmanager
 def noted(note: str) -> Iterator[None]:
-    """Have whatever is raised inside say where that was."""
+    """Add a note to any exception raised inside."""
     try:
         yield
     except Exception as error:
         error.add_note(note)
         raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomState:
+    """The state of the global generators of torch, Python and, if it is loaded, NumPy."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+    python: tuple[Any, ...]
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """The current state; draws nothing and waits for no device."""
+        numpy = sys.modules.get("numpy")
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return cls(
+            cpu=torch.get_rng_state(),
+            cuda=torch.cuda.get_rng_state() if cuda else None,
+            python=random.getstate(),
+            numpy=numpy.random.get_state() if numpy is not None else None,
+        )
+
+    def restore(self) -> None:
+        """Make the generators continue from this state."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+class BatchGuard:
+    """Gives every side the batch as it came.
+
+    Only the first batch is copied beforehand. If a side changes its tensors, each side gets a copy of every batch from
+    then on. A side that changes a later batch first raises an error.
+    """
+
+    def __init__(self) -> None:
+        self._number = -1
+        self._copies = False
+        self._batch: Any = None
+        self._backup: Any = None
+        self._versions: list[tuple[Tensor, int]] = []
+
+    def begin(self, batch: Any) -> None:
+        """Remember a new batch."""
+        self._number += 1
+        self._batch = batch
+        self._versions = [(tensor, _version(tensor)) for _, tensor in tensors(batch, "batch")]
+        self._backup = _copied(batch) if self._copies or self._number == 0 else None
+
+    def given(self) -> Any:
+        """The batch for the next side: the batch itself, or a copy."""
+        return _copied(self._backup) if self._copies else self._batch
+
+    def end(self, side: str) -> None:
+        """Check the batch after a side has trained on it.
+
+        Raises:
+            LockstepError: The side has changed the batch in place, and there is no copy.
+        """
+        if self._copies or all(_version(tensor) == version for tensor, version in self._versions):
+            return
+        if self._backup is None:
+            raise LockstepError(
+                f"The step of the {side} changed a tensor of batch {self._number} in place, which it has not done to "
+                "the first one: the next side would be given something else. Have the step work on a copy."
+            )
+        self._copies = True
+
+    def release(self) -> None:
+        """Forget the batch."""
+        self._batch = self._backup = None
+        self._versions = []
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _copied(batch: Any) -> Any:
+    copies = {
+        id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for _, tensor in tensors(batch, "")
+    }
+    return replaced(batch, copies)
+
+
+def train_all(sides: Sequence[LiveSide], batch: Any, guard: BatchGuard, *, where: str) -> None:
+    """Train the baseline first and the candidate last, each from the same random state and on the same batch.
+
+    Afterwards the generators continue from the baseline's state. `where` names batch and rank in errors.
+
+    Raises:
+        LockstepError: A side has changed the batch in place.
+    """
+    baseline, candidate, *copies = sides
+    follow_settings(baseline.stepped, [one.stepped for one in copies])
+    guard.begin(batch)
+    before = after = RandomState.now()
+    for side in (baseline, *copies, candidate):
+        if side is not baseline:
+            before.restore()
+        with noted(f"traindiff.Lockstep: raised in the step of the {side.stepped.name}, in {where}."):
+            side.step(guard.given())
+        guard.end(side.stepped.name)
+        if side is baseline:
+            after = RandomState.now()
+    after.restore()
+    guard.release()

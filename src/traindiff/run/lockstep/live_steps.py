@@ -1,4 +1,4 @@
-"""What a rank tells rank 0 after a batch: the steps of each run, as bytes."""
+"""Messages of ranks to rank 0 after a batch: the steps of each run, as bytes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,7 @@ from traindiff.storage.schema import SCHEMA, from_batch, to_batch
 
 
 class LiveRun:
-    """What is known of a run that is being trained; one of `traindiff.storage.Run`.
-
-    Args:
-        path: What it is called.
-        world_size: Number of ranks.
-
-    Attributes:
-        path: What it is called.
-        run: Content of `run.json`, as rank 0 has said it.
-        world_size: Number of ranks.
-    """
+    """A run that is being trained, as a `traindiff.storage.Run`; `run` is the content of `run.json`."""
 
     def __init__(self, path: str, world_size: int) -> None:
         self.path = path
@@ -40,7 +30,7 @@ class LiveRun:
         self._contents: dict[int, Mapping[str, Any]] = {}
 
     def hear(self, rank: int, *, run: Mapping[str, Any] | None, content: Mapping[str, Any] | None) -> None:
-        """A rank has said what it holds."""
+        """Store the content of a rank."""
         if run is not None and rank == 0:
             self.run = run
         if content is not None:
@@ -48,35 +38,35 @@ class LiveRun:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that have said what they hold."""
+        """Ranks whose content is known."""
         return tuple(sorted(self._contents))
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        """None: all ranks of a lockstep are there."""
+        """Empty: a lockstep has all ranks."""
         return ()
 
     def rank_content(self, rank: int) -> Mapping[str, Any]:
-        """See `traindiff.storage.Run`."""
+        """The content of a rank."""
         return self._contents[rank]
 
     def status(self, rank: int) -> RankStatus:
-        """It goes on."""
+        """Always `closed`: nothing is missing from a lockstep."""
         return RankStatus(rank=rank, ending="closed", message="")
 
 
 class LiveSteps:
-    """The steps of a replica that is stepped along, as they come."""
+    """The steps of a replica that trains beside the baseline, as they come."""
 
     def __init__(self) -> None:
         self._steps: dict[tuple[str, int], RunStep] = {}
 
     def add(self, step: RunStep) -> None:
-        """A step has come."""
+        """Add a step."""
         self._steps[step.optimizer, step.step] = step
 
     def until(self, optimizer: str, step: int) -> Iterator[RunStep]:
-        """The steps up to and with this one that were not given yet."""
+        """The steps up to and including this one that were not given yet."""
         for key in sorted(key for key in self._steps if key[0] == optimizer and key[1] <= step):
             yield self._steps.pop(key)
 
@@ -85,18 +75,9 @@ _SETTING = re.compile(r".*\.groups\[\d+\]")
 
 
 class LiveWriter:
-    """Takes the steps of one rank of a run, for a comparison that follows at once.
+    """A `StepWriter` that keeps one rank's steps for the comparison at once; `further` writes them elsewhere.
 
-    Settings of optimizers are left out: they are compared by themselves, and are no difference in what was computed.
-
-    Args:
-        run: Content of `run.json`.
-        rank: This rank.
-        further: Takes the same, e.g. to keep it on a disk.
-
-    Attributes:
-        run: Content of `run.json`.
-        content: Content of `rank.json`.
+    Settings of optimizers are left out: they are compared separately, and are no difference in the computation.
     """
 
     def __init__(self, run: Mapping[str, Any], rank: int, further: StepWriter | None = None) -> None:
@@ -107,13 +88,13 @@ class LiveWriter:
         self._steps: dict[tuple[str, int], tuple[list[Observation], list[Any]]] = {}
 
     def write_run(self, run: Mapping[str, Any]) -> None:
-        """See `StepWriter`."""
+        """Keep the content of `run.json`."""
         self.run = run
         if self._further is not None:
             self._further.write_run(run)
 
     def write_rank(self, content: Mapping[str, Any]) -> None:
-        """See `StepWriter`."""
+        """Keep the content of `rank.json`."""
         self.content = content
         if self._further is not None:
             self._further.write_rank(content)
@@ -121,7 +102,7 @@ class LiveWriter:
     def write_step(
         self, observations: Sequence[Observation], summaries: Sequence[Any], details: Mapping[int, Detail]
     ) -> None:
-        """See `StepWriter`."""
+        """Keep the observations of a step."""
         if observations:
             held = self._steps.setdefault((observations[0].optimizer, observations[0].step), ([], []))
             for seen, summary in zip(observations, summaries, strict=True):
@@ -132,18 +113,18 @@ class LiveWriter:
             self._further.write_step(observations, summaries, details)
 
     def close(self, content: Mapping[str, Any] | None = None) -> None:
-        """See `StepWriter`."""
+        """Forget the steps."""
         self._steps.clear()
         if self._further is not None:
             self._further.close(content)
 
     @property
     def num_waiting(self) -> int:
-        """How many steps wait to be taken."""
+        """Number of steps that were not taken yet."""
         return len(self._steps)
 
     def take(self) -> list[StepObservations]:
-        """Remove and give what has come; waits for summaries that a device is still making."""
+        """Remove and return the steps; waits for summaries that a device still computes."""
         steps, self._steps = self._steps, {}
         return [
             StepObservations(
@@ -158,12 +139,12 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMessage:
-    """What a rank says of one run.
+    """A rank's message about one run.
 
     Attributes:
-        run: Content of `run.json`; None where that has been said.
-        content: Content of `rank.json`; None where that has been said.
-        steps: The steps that it has ended since the last message.
+        run: Content of `run.json`; None if it was sent before.
+        content: Content of `rank.json`; None if it was sent before.
+        steps: The steps that the rank has ended since the last message.
     """
 
     run: Mapping[str, Any] | None
@@ -193,7 +174,7 @@ def encoded(runs: Sequence[RunMessage]) -> bytes:
 
 
 def decoded(message: bytes, rank: int) -> list[RunMessage]:
-    """What `encoded` was given, by the rank that sent it."""
+    """The inverse of `encoded`, for the rank that sent it."""
     length = int.from_bytes(message[:_LENGTH_BYTES], "little")
     head = json.loads(message[_LENGTH_BYTES : _LENGTH_BYTES + length])
     found = []

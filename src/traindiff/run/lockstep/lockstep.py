@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from traindiff.analyse.compare.verdict import Comparison
 from traindiff.errors import ConfigError, LockstepError, Problem
 from traindiff.run.lockstep.live_comparison import Exchange, LiveComparison
-from traindiff.run.lockstep.live_side import LiveSide, noted
+from traindiff.run.lockstep.live_side import BatchGuard, LiveSide, noted, train_all
 from traindiff.run.lockstep.printer import Printer
 from traindiff.run.lockstep.ranks import LOOK_SECONDS, Ranks
-from traindiff.run.lockstep.setting_back import set_back
+from traindiff.run.lockstep.set_back import set_back
 from traindiff.run.lockstep.settings import Paths, lockstep_settings
 from traindiff.run.lockstep.stepped import REPLICAS, Stepped, copied, refuse_one_for_both, stepped, uncopyable
-from traindiff.run.lockstep.training import BatchGuard, train_all
 
 _NO_MORE = object()
 
@@ -33,43 +32,47 @@ class Lockstep:
     assert stepper.passed, comparison
     ```
 
-    Each side is `(model, optimizer)`, of which the step is made from the loss; `(model, optimizer, step)`, where
-    `step(batch)` does everything from the forward pass to `zero_grad`; an engine of DeepSpeed's, which scales,
-    accumulates, clips and steps by itself; or a `traindiff.Training`. Models may be wrapped or divided among ranks, in
-    another way on each side. Both train as they would alone, to the bit, and nothing is gathered: each rank summarizes
-    what it holds. See docs/lockstep.md.
+    Each side is one of these:
+
+    - `(model, optimizer)`, whose step is made from the loss;
+    - `(model, optimizer, step)`, where `step(batch)` does everything from the forward pass to `zero_grad`;
+    - a DeepSpeed engine, which scales, accumulates, clips and steps itself;
+    - a `traindiff.Training`.
+
+    Models may be wrapped or divided among ranks, differently on each side. Both train as they would alone, to the bit.
+    Nothing is gathered: each rank summarizes its own part. See docs/lockstep.md.
 
     Args:
-        baseline: The side that is trusted.
+        baseline: The trusted side.
         candidate: The side in question.
-        data: What to train on: the batches of this rank, the same for both sides. May be left out where the baseline
-            is a `Training`, and where `step` is called instead of `go`.
-        loss: `loss(model, batch)`, the loss that is minimized. Left out, the model computes it.
-        batches: Stop after so many. Default: all that there are.
-        test_every: Compare in every so manieth step of the optimizers, from the first on.
-        status_every: Print the losses of every so manieth batch, and of the last.
+        data: The batches of this rank, the same for both sides. Optional if the baseline is a `Training`, or if you
+            call `step` instead of `go`.
+        loss: `loss(model, batch)`, the loss that is minimized. By default the model computes it.
+        batches: Stop after this many batches. Default: all.
+        test_every: Compare every N optimizer steps, starting with the first.
+        status_every: Print the losses of every N-th batch, and of the last.
         track_params: Compare parameters.
-        param_tol: Largest relative L2 difference of a parameter that passes, in place of floors, which decide where
-            it is left out. The same for the other three.
+        param_tol: Largest relative L2 difference of a parameter that passes. By default noise floors decide. The other
+            three tolerances work the same way.
         track_loss: Compare losses.
         loss_tol: See `param_tol`.
         track_grads: Compare gradients, as the optimizers see them and in the stages before.
         grad_tol: See `param_tol`.
-        track_activations: Compare what modules return, and the gradients of it.
+        track_activations: Compare outputs of modules, and their gradients.
         activation_tol: See `param_tol`.
-        resync: Go on after a divergence, with the candidate set back to the baseline's state.
-        noise: Recordings of further correct runs of the baseline's training, e.g. those of `traindiff.calibrate`.
-            Left out, a baseline given as `(model, optimizer)` is copied twice, and the copies are perturbed within
-            rounding and stepped along, unless nothing is judged by floors.
+        resync: Continue after a divergence, with the candidate reset to the baseline's state.
+        noise: Recordings of further correct runs of the baseline's training, e.g. those of `traindiff.calibrate`. By
+            default a baseline given as `(model, optimizer)` is copied twice, and the copies are perturbed within
+            rounding and trained along, unless nothing is judged by noise floors.
         rename: Regular expressions and replacements that turn the candidate's paths into the baseline's.
-        select: Globs over canonical paths: what is observed.
+        select: Globs over canonical paths that are observed.
         record: Further settings of `traindiff.record` for both sides, e.g. `{"batch_axis": 1}`.
         output: Directory in which to keep both recordings.
-        file: What is printed goes there; left out, to standard output.
+        file: File for the printed lines; by default standard output.
         timeout_seconds: How long a rank waits for the others.
 
     Attributes:
-        comparison: What came of it; None until all batches are done.
+        comparison: The result; None until all batches are done.
 
     Raises:
         ConfigError: A setting, or a side, cannot be used. Nothing was trained.
@@ -155,15 +158,15 @@ class Lockstep:
 
     @property
     def passed(self) -> bool:
-        """Whether all that was compared agrees; False as long as that is not known."""
+        """True if everything that was compared agrees; False as long as that is unknown."""
         return self.comparison is not None and self.comparison.exit_code == 0
 
     def go(self) -> Comparison:
         """Train on all batches, or up to the first one in which the sides diverge.
 
         Returns:
-            The comparison, on every rank: `verdict` and `first_divergence` say how it ended. `passed` says it in a
-            word; what is returned is always true.
+            The comparison, on every rank: `verdict` and `first_divergence` describe the result. Use `passed` as a
+            condition: the returned object is always true.
 
         Raises:
             ConfigError: There is nothing to train on.
@@ -181,13 +184,10 @@ class Lockstep:
         return self._finish()
 
     def step(self, batch: Any) -> bool:
-        """Train both sides on one batch, in a loop of one's own; `finish` ends it.
-
-        Args:
-            batch: This rank's.
+        """Train both sides on one batch of this rank, in a loop of your own; `finish` ends it.
 
         Returns:
-            Whether the sides agree, as far as this batch was compared; the same on every rank.
+            True if the sides agree in what was compared of this batch; the same on every rank.
 
         Raises:
             LockstepError: See `go`.
@@ -197,32 +197,32 @@ class Lockstep:
             return self._train(batch)
 
     def finish(self) -> Comparison:
-        """End a loop of one's own: print the outcome, and give the comparison. Both sides are let go of."""
+        """End a loop of your own: print the outcome, release both sides, and return the comparison."""
         with self._told_to_others():
             self._all_have_one(has_one=False)
         return self._finish()
 
     def close(self) -> None:
-        """Let go of both sides. Later calls do nothing."""
+        """Release both sides. Later calls do nothing."""
         sides, self._sides = self._sides, []
         for side in reversed(sides):
             side.recorder.close()
 
     @property
     def _total(self) -> int | None:
-        """How many batches there are, if that is known."""
+        """Number of batches; None if it is unknown."""
         length = len(self._data) if isinstance(self._data, Sized) else None
         known = [one for one in (length, self._settings.batches) if one is not None]
         return min(known, default=None)
 
     def _copies(self, baseline: Stepped) -> tuple[list[Stepped], str]:
-        """Copies of the baseline that measure its noise, and what decides where the user has not."""
+        """Copies of the baseline that measure its noise, and the source of the tolerances that the user left out."""
         if not self._settings.measures or self._settings.noise:
             return [], "measured"
         why = uncopyable(baseline)
         copies: list[Stepped] = []
         if not why:
-            with suppress(Exception):  # whatever a model has that cannot be copied, floors then follow from rounding
+            with suppress(Exception):  # if a model cannot be copied, noise floors follow from rounding
                 copies = copied(baseline)
         can = all(flag for (flag,) in self._ranks.meet([bool(copies)]))
         return (copies, "measured") if can else ([], "uncalibrated")
@@ -240,7 +240,7 @@ class Lockstep:
             yield batch
 
     def _all_have_one(self, *, has_one: bool) -> bool:
-        """Whether there is another batch, on which all ranks must agree."""
+        """True if there is another batch; all ranks must agree."""
         have = [bool(flag) for (flag,) in self._ranks.meet([has_one])]
         if len(set(have)) > 1:
             without = [str(rank) for rank, one in enumerate(have) if not one]
@@ -252,7 +252,7 @@ class Lockstep:
         return has_one
 
     def _train(self, batch: Any) -> bool:
-        """Train all sides on a batch, and compare them; whether they agree."""
+        """Train all sides on a batch, compare them, and return True if they agree."""
         number, self._number = self._number, self._number + 1
         train_all(self._sides, batch, self._guard, where=f"batch {number}, on rank {self._ranks.rank}")
         outcome = self._exchange.after_batch(wants_losses=self._printer.wants_losses(number))
@@ -277,7 +277,7 @@ class Lockstep:
 
     @contextmanager
     def _told_to_others(self) -> Iterator[None]:
-        """Have the other ranks know where this one cannot go on; where another could not, say what it told."""
+        """Tell the other ranks if this one fails; if another rank failed first, raise its reason."""
         try:
             yield
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""The ranks of a lockstep, on a process group of its own: they agree, and none waits for ever."""
+"""The ranks of a lockstep, in their own process group: they exchange data, and none waits forever."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from traindiff.core._torch_compat import default_store
+from traindiff.core.torch_compat.training import default_store
 from traindiff.errors import LockstepError
 
 LOOK_SECONDS = 0.5
-"""How often a rank that waits looks whether another has failed."""
+"""How often a waiting rank checks if another has failed."""
 
 GRACE_SECONDS = 5.0
-"""How long a rank that has failed waits until the others know, and how long they look for its reason."""
+"""How long a failed rank waits until the others know, and how long they look for its reason."""
 
 _FAILED = "failed"
 
@@ -26,8 +26,9 @@ _FAILED = "failed"
 class Ranks:
     """Exchanges numbers and bytes among ranks, on the CPU.
 
-    A rank that fails says so through the store of the default process group, and those that wait in a collective of
-    this group look there: all end with its reason. What hangs inside an engine's own collective is out of reach.
+    A rank that fails writes its reason into the store of the default process group, and ranks that wait in a collective
+    of this group look there, so all end with the same reason. A rank that hangs in an engine's own collective is out of
+    reach.
 
     Args:
         timeout_seconds: How long a rank waits for the others.
@@ -42,7 +43,7 @@ class Ranks:
         self._group: Any = None
         self._store: Any = None
         if several:
-            # Longer than what is waited for here, so that it is told who did not come.
+            # Longer than `_wait` waits, so that the error names the missing rank.
             group_timeout = timedelta(seconds=2.0 * timeout_seconds + 60.0)
             self._group = distributed.new_group(backend="gloo", timeout=group_timeout)
             self._store = distributed.distributed_c10d.PrefixStore(
@@ -50,7 +51,7 @@ class Ranks:
             )
 
     def meet(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers that each rank brings, by rank; all bring as many."""
+        """The numbers of each rank, by rank; all ranks bring the same number of them."""
         if self._group is None:
             return [list(numbers)]
         self._meetings += 1
@@ -60,26 +61,30 @@ class Ranks:
         self._wait(distributed.all_gather(found, mine, group=self._group, async_op=True))
         return [one.tolist() for one in found]
 
-    def gather(self, message: bytes, sizes: Sequence[int]) -> list[bytes] | None:
-        """The messages of all ranks on rank 0; None on the others.
+    def everyone(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, on all of them."""
+        found = self.gather(message, on_all=True)
+        assert found is not None
+        return found
 
-        Args:
-            message: Of this rank.
-            sizes: Of all messages, in bytes, by rank.
-        """
+    def gather(self, message: bytes, *, on_all: bool = False) -> list[bytes] | None:
+        """The messages of all ranks on rank 0, and `on_all` ranks if wanted; None elsewhere."""
         if self._group is None:
             return [message]
-        longest = max(sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
+        sizes = [int(size) for (size,) in self.meet([len(message)])]
+        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         mine[: len(message)] = _as_tensor(message)
-        found = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else None
-        self._wait(distributed.gather(mine, found, dst=0, group=self._group, async_op=True))
+        found = [torch.empty_like(mine) for _ in sizes] if on_all or self.rank == 0 else None
+        if on_all:
+            self._wait(distributed.all_gather(found, mine, group=self._group, async_op=True))
+        else:
+            self._wait(distributed.gather(mine, found, dst=0, group=self._group, async_op=True))
         if found is None:
             return None
         return [one[:size].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
     def share(self, message: bytes | None) -> bytes:
-        """What rank 0 brings, on all ranks."""
+        """The message of rank 0, on all ranks."""
         if self._group is None:
             assert message is not None
             return message
@@ -92,22 +97,11 @@ class Ranks:
             self._wait(distributed.broadcast(content, src=0, group=self._group, async_op=True))
         return content.numpy().tobytes()
 
-    def everyone(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, on all of them."""
-        if self._group is None:
-            return [message]
-        sizes = [int(size) for (size,) in self.meet([len(message)])]
-        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-        mine[: len(message)] = _as_tensor(message)
-        found = [torch.empty_like(mine) for _ in sizes]
-        self._wait(distributed.all_gather(found, mine, group=self._group, async_op=True))
-        return [one[:size].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
-
     def fail(self, message: str) -> None:
-        """Tell the other ranks that this one cannot go on, and wait a little until they know."""
+        """Tell the other ranks that this one cannot continue, and wait a little until they know."""
         if self._store is None:
             return
-        self._store.set(f"seen-{self.rank}", "1")  # it waits for nobody any more
+        self._store.set(f"seen-{self.rank}", "1")  # this rank no longer waits
         if self._failure() is not None:
             return
         self._store.set(_FAILED, json.dumps({"rank": self.rank, "message": message}))
@@ -117,13 +111,13 @@ class Ranks:
             time.sleep(0.02)
 
     def raise_failure(self, *, patience_seconds: float = 0.0) -> None:
-        """Raise what another rank has told, if one has.
+        """Raise the reason of a rank that failed, if there is one.
 
         Args:
             patience_seconds: How long to look for it: a connection may be lost before the reason is there.
 
         Raises:
-            LockstepError: Another rank cannot go on.
+            LockstepError: Another rank cannot continue.
         """
         deadline = time.monotonic() + patience_seconds
         while self._store is not None:

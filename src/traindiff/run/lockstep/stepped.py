@@ -1,11 +1,11 @@
-"""What is stepped: a model, its optimizer, and how a batch trains them."""
+"""A model, its optimizer, and the step that trains them on a batch."""
 
 from __future__ import annotations
 
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from traindiff.observe.torch.sharding.distributed_tensor import is_distributed
 from traindiff.run.config.training import Training
 
 Loss = Callable[[nn.Module, Any], Tensor]
-"""The loss of a batch."""
+"""The loss of a batch: `loss(model, batch)`."""
 
 _FORMS = (
     "Give (model, optimizer), (model, optimizer, step) where step(batch) does everything from the forward pass to "
@@ -31,16 +31,16 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
-    """A model, its optimizer, and how a batch trains them.
+    """A model, its optimizer, and the step that trains them on a batch.
 
     Attributes:
-        name: What it is called: `baseline`, `candidate`, or how a copy was made.
+        name: `baseline`, `candidate`, or how a copy was made.
         model: The root module that `step` calls.
-        optimizer: Whose calls are the steps; see `traindiff.record`.
-        step: Trains on a batch: forward and backward pass, the optimizer's step, `zero_grad`. Gives the loss.
-        loss: Of what the step was made here, and then does nothing else; None where it was not.
+        optimizer: Its calls are the steps; see `traindiff.record`.
+        step: Trains on a batch, from the forward pass to `zero_grad`. Returns the loss.
+        loss: The loss from which traindiff made the step; None if the step is the user's or an engine's.
         record: Further settings of `traindiff.record`.
-        batches: What it came with to train on; None where nothing did.
+        batches: Batches that the side came with, or None.
     """
 
     name: str
@@ -53,19 +53,12 @@ class Stepped:
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
-        """Its optimizers one by one; none where an engine has its own."""
+        """Its optimizers one by one; none if an engine has its own."""
         return tuple(_listed(self.optimizer))
 
 
 def stepped(given: Any, *, name: str, loss: Loss | None, problems: list[Problem]) -> Stepped | None:
-    """What the user gave for one side, or None, and the reason among `problems`.
-
-    Args:
-        given: See `traindiff.Lockstep`.
-        name: `baseline` or `candidate`.
-        loss: The loss of a batch, where a side does not bring its own.
-        problems: Extended by what is wrong.
-    """
+    """The side that the user gave, or None and the reason in `problems`; `loss` is for a side without its own."""
     if isinstance(given, Training):
         return _of_training(given, name=name)
     if isinstance(given, nn.Module) and find_engine(given) is given:
@@ -87,7 +80,7 @@ def stepped(given: Any, *, name: str, loss: Loss | None, problems: list[Problem]
 
 
 def refuse_one_for_both(given: Sequence[Stepped | None], problems: list[Problem]) -> None:
-    """Extend `problems` where both sides are the same model, which would be stepped twice."""
+    """Extend `problems` if both sides are the same model, which would be stepped twice."""
     baseline, candidate = given
     if baseline is not None and candidate is not None and baseline.model is candidate.model:
         what = "are the same model: it would be stepped twice for each batch."
@@ -99,26 +92,18 @@ def refuse_one_for_both(given: Sequence[Stepped | None], problems: list[Problem]
 def made(
     model: nn.Module, optimizer: Optimizers, *, name: str, loss: Loss, record: Mapping[str, Any] | None = None
 ) -> Stepped:
-    """A side of which the step is made here.
-
-    Args:
-        model: The model.
-        optimizer: Its optimizer, or several.
-        name: What it is called.
-        loss: The loss of a batch.
-        record: Further settings of `traindiff.record`.
-    """
+    """A side whose step traindiff makes from `loss`."""
     step = partial(_step_plain, model, tuple(_listed(optimizer)), loss)
     return Stepped(name=name, model=model, optimizer=optimizer, step=step, loss=loss, record=record or {})
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of a batch where the model computes it: `model(*batch)`, `model(**batch)` or `model(batch)`.
+    """The loss that the model computes: `model(*batch)`, `model(**batch)` or `model(batch)`.
 
-    What that gives is the loss itself, has it as `loss` (an attribute, or an item), or is a tuple that begins with it.
+    The model returns the loss itself, an object or mapping with a `loss`, or a tuple that starts with the loss.
 
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: It returns none of these.
     """
     if isinstance(batch, Mapping):
         output = model(**batch)
@@ -144,16 +129,10 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def _of_training(training: Training, *, name: str) -> Stepped:
     if training.step is None and training.loss is not None:
-        side = made(training.model, training.optimizer, name=name, loss=training.loss, record=training.record)
+        side = made(training.model, training.optimizer, name=name, loss=training.loss)
     else:
-        side = Stepped(
-            name=name, model=training.model, optimizer=training.optimizer, step=training.train_on,
-            record=training.record,
-        )  # fmt: skip
-    return Stepped(
-        name=name, model=side.model, optimizer=side.optimizer, step=side.step, loss=side.loss,
-        record=side.record, batches=training.batches,
-    )  # fmt: skip
+        side = Stepped(name=name, model=training.model, optimizer=training.optimizer, step=training.train_on)
+    return replace(side, record=training.record, batches=training.batches)
 
 
 def _step_plain(model: nn.Module, optimizers: tuple[Any, ...], loss: Loss, batch: Any) -> Tensor:
@@ -167,7 +146,7 @@ def _step_plain(model: nn.Module, optimizers: tuple[Any, ...], loss: Loss, batch
 
 
 def _step_engine(engine: Any, loss: Loss, batch: Any) -> Tensor:
-    """The engine scales, accumulates, clips and zeroes by itself."""
+    """The engine itself scales, accumulates, clips and zeroes."""
     found = loss(engine, batch)
     engine.backward(found)
     engine.step()
@@ -190,11 +169,11 @@ def _shown(given: Any) -> str:
 
 
 REPLICAS = ("ulp:1", "ulp:2")
-"""How the copies are perturbed; two, so that each can be held against the other."""
+"""Perturbations of the copies; two, so that each can be compared with the other."""
 
 
 def uncopyable(baseline: Stepped) -> str:
-    """Why a side cannot be copied, in a few words that follow "the baseline"; empty where it can be."""
+    """Why a side cannot be copied, as the end of a sentence about the baseline; empty if it can."""
     model = baseline.model
     if baseline.loss is None:
         return "has a step of its own"
@@ -210,20 +189,20 @@ def uncopyable(baseline: Stepped) -> str:
 
 
 def copied(baseline: Stepped) -> list[Stepped]:
-    """Two copies of a side that `uncopyable` has nothing against: model and optimizer as they are now."""
+    """Two copies of model and optimizer as they are now, of a side that can be copied."""
     assert baseline.loss is not None
     found = []
     for replica in REPLICAS:
         model, optimizer = copy.deepcopy((baseline.model, baseline.optimizer))
         one = made(model, optimizer, name=f"baseline, {replica}", loss=baseline.loss, record=baseline.record)
         for own in one.optimizers:
-            vars(own).pop("step", None)  # as a schedule leaves it behind: it steps the optimizer that was copied
+            vars(own).pop("step", None)  # a schedule's replacement, which would step the original optimizer
         found.append(one)
     return found
 
 
 def follow_settings(baseline: Stepped, copies: list[Stepped]) -> None:
-    """Give the copies' optimizers the settings that the baseline's have now: a schedule may have changed them."""
+    """Give the copies' optimizers the current settings of the baseline's, which a schedule may have changed."""
     for one in copies:
         for source, target in zip(baseline.optimizers, one.optimizers, strict=True):
             for given, group in zip(source.param_groups, target.param_groups, strict=True):

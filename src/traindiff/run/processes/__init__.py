@@ -1,1 +1,1 @@
-"""Launching: a function on fresh processes, one per rank, watched until they end, whichever way."""
+"""Run a function on fresh processes, one per rank, and watch them until they end."""

@@ -1,19 +1,31 @@
-"""Launch a function on fresh processes of this machine, one per rank."""
+"""Launch a function on fresh processes of this machine, one per rank, and report how each rank ended."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
+import signal
 import socket
+import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from traindiff.run.processes.processes import OnStep, RankProcesses
-from traindiff.run.processes.rank_end import Patience, RankEnd, RanksError
-from traindiff.run.processes.rank_process import Launched, Place
+from traindiff.run.processes.rank_end import WAITS, How, Patience, RankEnd, RanksError
+from traindiff.run.processes.rank_process import Launched, Place, place_of, rank_main, read_last_seen
+
+OnStep = Callable[[int, int], None]
+"""Called with a rank and the number of a step that the rank has ended."""
 
 
 def launch(
@@ -29,17 +41,17 @@ def launch(
     """Call `function(here, *args)` in `world_size` fresh processes; no process is left when this returns or raises.
 
     Args:
-        function: Can be imported by name; gives JSON values. What it is given first is a `Here`.
+        function: Importable by name; takes a `Here` first and returns JSON values.
         *args: For every rank; must be picklable.
         world_size: Number of ranks.
-        grouped: Have an initialized process group, and the environment that torchrun sets.
-        outputs: Directory for what ranks print, `rank-0.txt` and so on.
-        patience: How long they may take.
-        threads: For computing, in each process. Default: those of this process, divided among ranks.
+        grouped: Give the ranks an initialized process group, and the environment that torchrun sets.
+        outputs: Directory for the ranks' output, `rank-0.txt` and so on.
+        patience: How long a rank may go without ending a step.
+        threads: Threads for computing, in each process. Default: those of this process, divided among ranks.
         on_step: Called with rank and number of each step.
 
     Returns:
-        How each rank ended, in order. All of them returned.
+        The end of each rank, in order. All of them returned.
 
     Raises:
         RanksError: A rank raised, died, or did not end a step in time. The others were ended too.
@@ -60,61 +72,284 @@ def launch(
 
 
 def all_returned(ends: Sequence[RankEnd]) -> list[RankEnd]:
-    """The same, in the order of ranks.
+    """The same ends, in the order of ranks.
 
     Raises:
-        RanksError: Not all of them returned.
+        RanksError: A rank did not return.
     """
     if any(end.how != "returned" for end in ends):
         raise RanksError(ends)
     return sorted(ends, key=lambda end: end.rank)
 
 
-def place_of(
-    rank: int,
-    world_size: int,
-    *,
-    local_rank: int,
-    store: str | None,
-    master: tuple[str, int] | None,
-    outputs: Path,
-    scratch: Path,
-    threads: int,
-) -> Place:
-    """The place of a rank, with the environment that torchrun sets where there is a process group.
-
-    Args:
-        rank: Among all.
-        world_size: Number of ranks.
-        local_rank: Among those of this machine.
-        store: See `Place`.
-        master: Address and port for the environment.
-        outputs: Directory for what ranks print.
-        scratch: Directory for what only the launcher reads.
-        threads: See `Place`.
-    """
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
-    if master is not None:
-        environment |= {
-            "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": master[0], "MASTER_PORT": str(master[1]),
-        }  # fmt: skip
-    return Place(
-        rank=rank, local_rank=local_rank, world_size=world_size, store=store, environment=environment,
-        directory=str(Path.cwd()),
-        threads=threads, output=outputs / f"rank-{rank}.txt", stack=scratch / f"stack-{rank}.txt",
-        last_seen=scratch / f"last-seen-{rank}",
-    )  # fmt: skip
-
-
-_OF_A_RANK = frozenset(
-    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE",
-     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
-)  # fmt: skip
-"""Environment variables by which a process knows that it is a rank."""
-
-
 def _free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
+
+
+_OUR_OWN = ("_end_with_the_launcher", "traindiff/observe/common/writing.py")
+"""Threads with these in their stack only wait, for the launcher or for something to write."""
+
+_INTERRUPTED = "Current thread"
+
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+
+
+def _stacks_in(text: str) -> str:
+    """The stacks of a rank's threads without our own threads, the training's thread first."""
+    stacks = [one for one in text.strip().split("\n\n") if not any(ours in one for ours in _OUR_OWN)]
+    return "\n\n".join(sorted(stacks, key=lambda one: not one.startswith(_INTERRUPTED)))
+
+
+def _is_in_a_collective(stacks: str) -> bool:
+    """True if the interrupted thread, which trains, waits for other ranks."""
+    if not stacks.startswith(_INTERRUPTED):
+        return False
+    innermost = stacks.splitlines()[1:2]
+    return any(file in call for call in innermost for file in _COLLECTIVES)
+
+
+_MAIN = "__main__"
+
+
+@contextmanager
+def _main_hidden_from(needed: Any) -> Iterator[None]:
+    """Keep a process that is started inside from importing the main script, unless unpickling `needed` requires it.
+
+    multiprocessing makes each process import the script first. A script without `if __name__ == "__main__":` would then
+    run again, and start processes in turn.
+    """
+    script = sys.modules[_MAIN]
+    sys.modules[_MAIN] = ModuleType(_MAIN)
+    try:
+        try:
+            pickle.dumps(needed)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            sys.modules[_MAIN] = script
+        yield
+    finally:
+        sys.modules[_MAIN] = script
+
+
+_GRACE_SECONDS = 5.0
+"""How long a rank may take to end after its last message, or after it was asked to end."""
+
+_STACK_SECONDS = 1.0
+"""How long a rank may take to write its stacks."""
+
+_OUTPUT_LINES = 12
+"""Number of lines of a rank's output that are shown."""
+
+_IMPORTED = ("torch", "torch.distributed", "torch._dynamo")
+"""Modules that the server of the ranks imports. Making an optimizer imports the last one, which takes a second."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rank:
+    place: Place
+    process: BaseProcess
+    connection: Connection
+    began: float
+    num_steps: int = 0
+    step_began: float = 0.0
+    slowest: float | None = None
+    said: dict[str, Any] = field(default_factory=dict)
+    said_at: float = 0.0
+    end: RankEnd | None = None
+
+
+class RankProcesses:
+    """Ranks of this machine, each in its own process. A context manager: no process outlives it.
+
+    Processes are forked by a server that has imported torch, so a rank starts at once and inherits nothing else.
+
+    torch.distributed.elastic does not replace this class. It reports the first failure only and ends the other ranks at
+    once, so their own errors and stacks are lost; it hears of no steps, and its workers import torch again.
+
+    Args:
+        places: The ranks.
+        function: Importable by name; called as `function(here, *args)` in each process.
+        args: Must be picklable.
+        patience: How long a rank may go without ending a step.
+        on_step: Called after each step.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        function: Launched,
+        args: Sequence[Any],
+        *,
+        patience: Patience,
+        on_step: OnStep | None = None,
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*_IMPORTED, rank_main.__module__, function.__module__])
+        self._patience = patience
+        self._on_step = on_step
+        self._ranks: list[_Rank] = []
+        for place in places:
+            place.output.parent.mkdir(parents=True, exist_ok=True)
+            for file in (place.output, place.stack, place.last_seen):
+                file.unlink(missing_ok=True)
+        try:
+            for place in places:
+                here, there = context.Pipe()
+                process = context.Process(target=rank_main, args=(place, function, args, there), daemon=True)
+                with _main_hidden_from((function, args)):
+                    process.start()
+                there.close()
+                now = time.monotonic()
+                self._ranks.append(_Rank(place=place, process=process, connection=here, began=now, step_began=now))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ends(self, failed_elsewhere: Callable[[], bool] = lambda: False) -> list[RankEnd]:
+        """Wait until all ranks have ended, or until one has failed and the others were stopped.
+
+        Args:
+            failed_elsewhere: Called now and then; returns True if a rank on another machine has failed.
+        """
+        failed_at: float | None = None
+        while any(rank.end is None for rank in self._ranks):
+            self._listen()
+            now = time.monotonic()
+            if self._hangs(now):
+                self._stop("hung")
+            elif failed_at is None:
+                failed = any(rank.end is not None and rank.end.how != "returned" for rank in self._ranks)
+                failed_at = now if failed or failed_elsewhere() else None
+            elif now > failed_at + _GRACE_SECONDS:
+                self._stop("stopped")
+        return [rank.end for rank in self._ranks if rank.end is not None]
+
+    def close(self) -> None:
+        """End all ranks that still run."""
+        for rank in self._ranks:
+            _end_process(rank.process)
+            rank.connection.close()
+
+    def _listen(self) -> None:
+        """Wait a moment for messages of ranks, and note the end of each process that is over."""
+        running = [rank for rank in self._ranks if rank.end is None]
+        wait([*(rank.connection for rank in running), *(rank.process.sentinel for rank in running)], timeout=0.1)
+        for rank in running:
+            over = not rank.process.is_alive()  # asked first, so that all its messages have arrived
+            while _can_read(rank.connection) and self._hear(rank):
+                pass
+            if over or (rank.said and time.monotonic() > rank.said_at + _GRACE_SECONDS):
+                _end_process(rank.process)
+                rank.end = self._end_of(rank)
+
+    def _hear(self, rank: _Rank) -> bool:
+        try:
+            message = rank.connection.recv()
+        except (EOFError, OSError):
+            time.sleep(0.01)  # the process is about to end
+            return False
+        now = time.monotonic()
+        if "step" in message:
+            rank.num_steps = message["step"] + 1
+            if rank.num_steps > 1:
+                rank.slowest = max(rank.slowest or 0.0, now - rank.step_began)
+            elif rank.slowest is None:
+                rank.slowest = 0.0
+            rank.step_began = now
+            if self._on_step is not None:
+                self._on_step(rank.place.rank, message["step"])
+        else:
+            rank.said, rank.said_at = message, now
+        return True
+
+    def _hangs(self, now: float) -> bool:
+        """True if a rank has not ended a step within its patience."""
+        return any(
+            rank.end is None and not rank.said and now > rank.step_began + self._patience.limit(rank.slowest)
+            for rank in self._ranks
+        )
+
+    def _stop(self, how: How) -> None:
+        """Make the ranks that still run write their stacks, and end them."""
+        running = [rank for rank in self._ranks if rank.end is None and not rank.said]
+        for rank in running:
+            if rank.process.pid is not None and rank.process.is_alive() and hasattr(signal, "SIGUSR1"):
+                os.kill(rank.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < deadline and any(not _read(rank.place.stack) for rank in running):
+            time.sleep(0.02)
+        for rank in self._ranks:
+            if rank.end is None:
+                _end_process(rank.process)
+                rank.end = self._end_of(rank, how)
+
+    def _end_of(self, rank: _Rank, how: How | None = None) -> RankEnd:
+        said, message, stack, problems = rank.said, "", _stacks_in(_read(rank.place.stack)), ()
+        if "raised" in said:
+            raised = said["raised"]
+            how, message, stack, problems = "raised", f"raised {raised['message']}", raised["stack"], raised["problems"]
+        elif "result" in said:
+            how, message = "returned", "returned."
+        elif how == "hung":
+            waited = self._patience.limit(rank.slowest)
+            waits = f", {WAITS}" if _is_in_a_collective(stack) else ""
+            message = f"did not end step {rank.num_steps} in {waited:g} seconds{waits}."
+        elif how == "stopped":
+            message = "was stopped, because another rank had failed."
+        else:
+            how, message = "died", _death(rank.process.exitcode)
+        count, last = read_last_seen(rank.place.last_seen)
+        return RankEnd(
+            rank=rank.place.rank, how=how, message=message,
+            after_seconds=(rank.said_at or time.monotonic()) - rank.began,
+            num_steps=rank.num_steps, num_observations=count, last_observation=last,
+            stack="" if how == "returned" else stack, output=_last_lines(rank.place.output, said.get("printed_bytes")),
+            output_file=os.fspath(rank.place.output), result=said.get("result"), problems=tuple(problems),
+            explained=said.get("raised", {}).get("explained", False),
+        )  # fmt: skip
+
+
+def _death(exit_code: int | None) -> str:
+    """The end of a process that sent no last message."""
+    if exit_code is None or exit_code >= 0:
+        return f"ended with exit code {exit_code}, without an exception."
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = "no name"
+    hint = " (was there enough memory?)" if name == "SIGKILL" else ""
+    return f"was ended by signal {-exit_code}, {name}{hint}."
+
+
+def _end_process(process: BaseProcess) -> None:
+    process.join(0 if process.is_alive() else None)
+    if process.is_alive():
+        process.terminate()
+        process.join(_GRACE_SECONDS / 5)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _can_read(connection: Connection) -> bool:
+    try:
+        return connection.poll(0)
+    except (EOFError, OSError):
+        return False
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _last_lines(path: Path, num_bytes: int | None) -> str:
+    """The last lines of the first `num_bytes` of a file; the traceback follows them."""
+    printed = path.read_bytes()[:num_bytes].decode(errors="replace") if path.exists() else ""
+    return "\n".join(printed.splitlines()[-_OUTPUT_LINES:])

@@ -1,4 +1,4 @@
-"""Ranks that are there already: processes that torchrun, or another launcher, has started, one for each rank."""
+"""Ranks that exist already: torchrun or another launcher has started one process for each."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ import torch
 from torch import distributed
 
 from traindiff.errors import ConfigError, Problem, TraindiffError
-from traindiff.run.processes.launch import all_returned, launch, place_of
-from traindiff.run.processes.processes import OnStep, RankProcesses
+from traindiff.run.processes.launch import OnStep, RankProcesses, all_returned, launch
 from traindiff.run.processes.rank_end import Patience, RankEnd
-from traindiff.run.processes.rank_process import Launched
+from traindiff.run.processes.rank_process import Launched, place_of
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _POLL_SECONDS = 0.1
 _LEAVE_SECONDS = 10.0
-"""How long rank 0, which may hold the store, waits for the others to have read the result."""
+"""How long rank 0, which may hold the store, waits until the others have read the result."""
 
 Result = TypeVar("Result")
 
@@ -33,9 +32,9 @@ Result = TypeVar("Result")
 class PresentRanks:
     """This process, as one of several ranks that a launcher has started.
 
-    Rank 0 leads: it decides what is run. What runs on several ranks is announced in the ranks' store, and each rank's
-    process runs its part in a fresh process of its own, watches it, and says in the store how it ended. So a rank that
-    crashes takes none of these processes along, and nothing of one run is left for the next.
+    Rank 0 leads: it decides what runs. It announces a run on several ranks in the ranks' store. Each rank's process
+    then runs its part in a fresh process, watches it, and writes into the store how it ended. So a crash of a rank ends
+    none of the launcher's processes, and one run leaves nothing behind for the next.
 
     Attributes:
         rank: This rank.
@@ -55,31 +54,31 @@ class PresentRanks:
 
     @classmethod
     def found(cls) -> Self | None:
-        """Those of this process, or None where it is not one of several ranks."""
+        """The ranks of this process; None if it is not one of several ranks."""
         if any(name not in os.environ for name in _NEEDED) or int(os.environ["WORLD_SIZE"]) < 2:
             return None
         return cls()
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that decides."""
+        """True on the rank that decides."""
         return self.rank == 0
 
     def together(self, decide: Callable[[], Result]) -> Result:
-        """Have rank 0 call `decide`, while the others run what it launches.
+        """Call `decide` on rank 0, while the other ranks run what it launches.
 
         Args:
-            decide: Calls `launch` of this object for what is to run on ranks. Only rank 0 calls it.
+            decide: Calls `launch` of this object for each run on several ranks. Only rank 0 calls it.
 
         Returns:
-            What it returned, on every rank.
+            The result of `decide`, on every rank.
 
         Raises:
-            ConfigError: It raised that; on every rank.
-            TraindiffError: On the other ranks, where it raised anything else.
+            ConfigError: `decide` raised it; on every rank.
+            TraindiffError: On the other ranks, if `decide` raised anything else.
         """
         if not self.leads:
-            return self._follow()  # type: ignore[no-any-return]  # what rank 0's function returned
+            return self._follow()  # type: ignore[no-any-return]  # the result of rank 0
         try:
             result = decide()
         except BaseException as error:
@@ -99,7 +98,7 @@ class PresentRanks:
         threads: int | None = None,
         on_step: OnStep | None = None,
     ) -> list[RankEnd]:
-        """As `traindiff.run.processes.launch.launch`; on several ranks, each where its process is. Rank 0 calls it."""
+        """Like `launch` of `processes.launch`; several ranks run where their processes are. Rank 0 calls it."""
         if world_size == 1:
             return launch(
                 function, *args, world_size=1, grouped=grouped, outputs=outputs, patience=patience, threads=threads,
@@ -114,7 +113,7 @@ class PresentRanks:
         return all_returned([mine, *self._ends_of_others(self._number, patience)])
 
     def refuse_other_sizes(self, nproc: int, asked_by: str) -> None:
-        """Raise `ConfigError` where a setup has neither one rank nor as many as there are."""
+        """Raise `ConfigError` if a setup has neither one rank nor as many as exist."""
         if nproc not in (1, self.world_size):
             problem = Problem(
                 where=f"nproc={nproc}",
@@ -124,7 +123,7 @@ class PresentRanks:
             raise ConfigError(asked_by, [problem])
 
     def _run(self, number: int, job: Any, on_step: OnStep | None = None) -> RankEnd:
-        """Run this rank's part, and say in the store how it ended."""
+        """Run this rank's part, and write into the store how it ended."""
         function, args, outputs, patience, threads = job
         host, port = self._address
         failed = f"job-{number}-failed"
@@ -142,7 +141,7 @@ class PresentRanks:
         return end
 
     def _ends_of_others(self, number: int, patience: Patience) -> list[RankEnd]:
-        """How the other ranks ended. Each is watched where it is; one whose watcher is silent is taken for dead."""
+        """The ends of the other ranks, as their watchers report them; a rank whose watcher is silent counts as dead."""
         deadline = time.monotonic() + patience.limit(None) + _LEAVE_SECONDS
         ends: dict[int, RankEnd] = {}
         while len(ends) < self.world_size - 1:
@@ -157,7 +156,7 @@ class PresentRanks:
         return list(ends.values())
 
     def _follow(self) -> Any:
-        """Run what rank 0 announces, until it has finished."""
+        """Run what rank 0 announces, until rank 0 has finished."""
         with suppress(KeyboardInterrupt):
             while True:
                 try:
@@ -176,7 +175,7 @@ class PresentRanks:
         raise TraindiffError("interrupted")
 
     def _finish(self, outcome: dict[str, Any]) -> None:
-        """Tell the others that there is nothing more to run, and wait until they know."""
+        """Tell the other ranks that nothing more will run, and wait until they know."""
         self._store.set("finished", pickle.dumps(outcome))
         deadline = time.monotonic() + _LEAVE_SECONDS
         waiting = {f"left-{rank}" for rank in range(1, self.world_size)}

@@ -1,85 +1,19 @@
-"""How ranks ended: what each returned, or why it did not."""
+"""The end of a rank: its result, or the reason why there is none."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol, Self
-
-from traindiff.core.site import label
-
-BYTES = 512
-"""Size of the file. What does not fit is cut off."""
-
-
-class Seen(Protocol):
-    """What is kept of an observation."""
-
-    @property
-    def step(self) -> int:
-        """See `traindiff.core.observation.Observation`."""
-
-    @property
-    def micro_step(self) -> int:
-        """See `traindiff.core.observation.Observation`."""
-
-    @property
-    def phase(self) -> str:
-        """See `traindiff.core.observation.Observation`."""
-
-    @property
-    def path(self) -> str:
-        """See `traindiff.core.observation.Observation`."""
-
-    @property
-    def slot(self) -> str:
-        """See `traindiff.core.observation.Observation`."""
-
-
-class LastSeen:
-    """Keeps what was observed last in a file that is mapped into memory.
-
-    The system has the bytes as soon as they are assigned, so they are there however the process ends. One
-    observation costs about a microsecond.
-
-    Args:
-        path: The file; replaced.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.write_bytes(b" " * BYTES)
-        self._count = 0
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), BYTES)
-
-    def __call__(self, seen: Seen) -> None:
-        """Keep this one."""
-        self._count += 1
-        self._memory[:] = f"{self._count} {seen_text(seen)}".encode()[:BYTES].ljust(BYTES)
-
-
-def seen_text(seen: Seen) -> str:
-    """An observation in a few words."""
-    return f"step {seen.step}, micro-step {seen.micro_step}, {seen.phase}, {label(seen.path, seen.slot)}"
-
-
-def read_last_seen(path: Path) -> tuple[int, str]:
-    """How many observations there were, and the last of them in a few words; 0 and nothing where there was none."""
-    text = path.read_bytes().decode(errors="replace").strip() if path.exists() else ""
-    count, _, last = text.partition(" ")
-    return (int(count), last) if last else (0, "")
-
+from typing import Any, Literal, Self
 
 FIRST_STEP_SECONDS = 600.0
-"""Until the first step has ended: imports, building the model, compiling."""
+"""Patience until the end of the first step: imports, building the model, compiling."""
 
 LEAST_SECONDS = 60.0
-"""For each step after that, at least."""
+"""Least patience for each later step."""
 
 FACTOR = 10.0
-"""A step may take so many times the slowest one before it."""
+"""A step may take this many times as long as the slowest step before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,18 +21,14 @@ class Patience:
     """How long a rank may go without ending a step.
 
     Attributes:
-        seconds: Always so long; None for what is usual: `FIRST_STEP_SECONDS` for the first step, then `FACTOR` times
-            the slowest step, but at least `LEAST_SECONDS`.
+        seconds: The limit for every step. None for the default: `FIRST_STEP_SECONDS` for the first step, then `FACTOR`
+            times the slowest step, but at least `LEAST_SECONDS`.
     """
 
     seconds: float | None = None
 
     def limit(self, slowest_seconds: float | None) -> float:
-        """Seconds until a rank is taken to hang.
-
-        Args:
-            slowest_seconds: What the slowest step took; None before the first has ended.
-        """
+        """Seconds after which a rank counts as hanging, given its slowest step (None before its end)."""
         if self.seconds is not None:
             return self.seconds
         return FIRST_STEP_SECONDS if slowest_seconds is None else max(LEAST_SECONDS, FACTOR * slowest_seconds)
@@ -107,10 +37,10 @@ class Patience:
 How = Literal["returned", "raised", "died", "hung", "stopped"]
 
 WAITS = "waiting for other ranks"
-"""In the sentence of a rank that hangs in a collective."""
+"""Part of the message of a rank that hangs in a collective."""
 
 _FIRST: tuple[How, ...] = ("died", "raised", "hung", "stopped", "returned")
-"""Which end explains the others: what waits for a rank that died raises, or hangs."""
+"""Ends in the order in which they explain others: ranks that wait for a dead rank raise, or hang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,19 +49,19 @@ class RankEnd:
 
     Attributes:
         rank: The rank.
-        how: `returned`, `raised` an exception, `died` (a signal, or an exit without a word), `hung`, or was `stopped`
+        how: `returned`, `raised` an exception, `died` (a signal, or an exit without a message), `hung`, or `stopped`
             because another rank had failed.
-        message: What happened, a sentence that the rank begins: `raised ValueError: no data.`
-        after_seconds: When, counted from the start.
-        num_steps: Steps that it had ended.
-        num_observations: What it had observed: of ranks that hang, the one that waits for none has the fewest.
-        last_observation: What it observed last, e.g. `step 3, micro-step 0, forward, layers.2 output[0]`.
-        stack: Where it was: the traceback of what it raised, or the stacks of all its threads.
-        output: The last lines of what it printed.
-        output_file: The file that has all of it.
-        result: What it returned, as JSON values.
-        problems: Of a `ConfigError` that it raised: `where`, `what` and `fix` of each.
-        explained: Whether that only explains another exception, one of the function's own.
+        message: The rest of a sentence that begins with the rank: `raised ValueError: no data.`
+        after_seconds: Time since the start.
+        num_steps: Steps that the rank had ended.
+        num_observations: Observations so far. Among hanging ranks, the one that waits for no other has the fewest.
+        last_observation: The last observation, e.g. `step 3, micro-step 0, forward, layers.2 output[0]`.
+        stack: The traceback of its exception, or the stacks of all its threads.
+        output: The last lines of its output.
+        output_file: File with all of its output.
+        result: Its return value, as JSON values.
+        problems: `where`, `what` and `fix` of each problem, if it raised a `ConfigError`.
+        explained: True if that `ConfigError` only explains another exception, raised by the function itself.
     """
 
     rank: int
@@ -150,53 +80,44 @@ class RankEnd:
 
     @property
     def sentence(self) -> str:
-        """What happened, a sentence: `Rank 1 raised ValueError: no data.`."""
+        """The end as a sentence: `Rank 1 raised ValueError: no data.`."""
         return f"Rank {self.rank} {self.message}"
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON values."""
+        """All fields, as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """What `to_json` made."""
+        """The inverse of `to_json`."""
         return cls(**{**content, "problems": tuple(content["problems"])})
 
 
 class RanksError(RuntimeError):
     """A rank failed, died or hung.
 
-    Args:
-        ends: How each rank ended.
-
     Attributes:
-        ends: How each rank ended, in the order of ranks.
+        ends: The end of each rank, in the order of ranks.
     """
 
     def __init__(self, ends: Sequence[RankEnd]) -> None:
         self.ends = tuple(sorted(ends, key=lambda end: end.rank))
-        super().__init__("\n".join(_lines(self.ends)))
+        super().__init__("\n".join(_lines(self.ends, self.first)))
 
     @property
     def first(self) -> RankEnd:
-        """The end that explains the others."""
-        return first_failure(self.ends)
-
-
-def first_failure(ends: Sequence[RankEnd]) -> RankEnd:
-    """The end that explains the others: of a rank that died, else the first that raised, else one that hung."""
-    return min(ends, key=lambda end: _precedence(end))
+        """The end that explains the others: a rank that died, else the first that raised, else one that hung."""
+        return min(self.ends, key=_precedence)
 
 
 def _precedence(end: RankEnd) -> tuple[float, ...]:
-    """Ends sort by this: the one that explains the others comes first."""
+    """Sort key that puts the end that explains the others first."""
     if end.how == "hung":
         return (_FIRST.index(end.how), WAITS in end.message, end.num_steps, end.num_observations)
     return (_FIRST.index(end.how), end.after_seconds)
 
 
-def _lines(ends: Sequence[RankEnd]) -> list[str]:
-    first = first_failure(ends)
+def _lines(ends: Sequence[RankEnd], first: RankEnd) -> list[str]:
     lines = [f"A function on {len(ends)} {'rank' if len(ends) == 1 else 'ranks'} failed. {first.sentence}"]
     for end in ends:
         lines += ["", end.sentence]

@@ -1,8 +1,9 @@
-"""What a launched process does: become a rank, call the function, tell the process that launched it how it went."""
+"""The code that a launched process runs: it becomes a rank, calls the function, and sends the launcher the outcome."""
 
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import os
 import signal
 import sys
@@ -18,20 +19,54 @@ from typing import Any
 import torch
 from torch import distributed
 
+from traindiff.core.observation import Observation
+from traindiff.core.site import label
 from traindiff.errors import ConfigError
-from traindiff.run.processes.rank_end import LastSeen
+
+BYTES = 512
+"""Size of the file. Longer text is cut off."""
+
+
+class LastSeen:
+    """Keeps the last observation in a file that is mapped into memory.
+
+    The system has the bytes as soon as they are assigned, so they survive any end of the process. One observation costs
+    about a microsecond.
+
+    Args:
+        path: The file; replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(b" " * BYTES)
+        self._count = 0
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), BYTES)
+
+    def __call__(self, seen: Observation) -> None:
+        """Keep this observation."""
+        self._count += 1
+        self._memory[:] = f"{self._count} {seen_text(seen)}".encode()[:BYTES].ljust(BYTES)
+
+
+def seen_text(seen: Observation) -> str:
+    """An observation in a few words."""
+    return f"step {seen.step}, micro-step {seen.micro_step}, {seen.phase}, {label(seen.path, seen.slot)}"
+
+
+def read_last_seen(path: Path) -> tuple[int, str]:
+    """The number of observations, and the last one in a few words; 0 and an empty text if there was none."""
+    text = path.read_bytes().decode(errors="replace").strip() if path.exists() else ""
+    count, _, last = text.partition(" ")
+    return (int(count), last) if last else (0, "")
+
 
 FOR_EVER = timedelta(days=1)
-"""Ranks wait for each other so long: whoever launched them is less patient, and knows better what hangs."""
+"""How long ranks wait for each other. The launcher is less patient, and knows better which rank hangs."""
 
 
 def connected(store: str, world_size: int) -> Any:
-    """A store of torch's.
-
-    Args:
-        store: `file:///PATH`, or `tcp://HOST:PORT/PREFIX` for a part of the store that listens there.
-        world_size: Number of ranks.
-    """
+    """A connection to torch's store at `file:///PATH`, or at `tcp://HOST:PORT/PREFIX` for a part of the store there."""
     stores: Any = distributed  # its exports are not typed
     kind, _, where = store.partition("://")
     if kind == "file":
@@ -43,19 +78,19 @@ def connected(store: str, world_size: int) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which rank a process becomes.
+    """The rank that a process becomes.
 
     Attributes:
-        rank: Among all.
-        local_rank: Among those of this machine.
+        rank: Among all ranks.
+        local_rank: Among the ranks of this machine.
         world_size: Number of ranks.
         store: Where ranks find each other, `file:///PATH` or `tcp://HOST:PORT/PREFIX`; None without a process group.
-        environment: Environment variables, all of them.
+        environment: All environment variables.
         directory: Working directory.
         threads: Threads for computing.
-        output: File for what the process prints.
+        output: File for the process's output.
         stack: File for its stacks.
-        last_seen: File for what it observed last.
+        last_seen: File for its last observation.
     """
 
     rank: int
@@ -70,12 +105,44 @@ class Place:
     last_seen: Path
 
 
-class Here:
-    """What a launched function is given first.
+def place_of(
+    rank: int,
+    world_size: int,
+    *,
+    local_rank: int,
+    store: str | None,
+    master: tuple[str, int] | None,
+    outputs: Path,
+    scratch: Path,
+    threads: int,
+) -> Place:
+    """The place of a rank, with the environment that torchrun sets if the ranks have a process group.
 
-    Args:
-        place: Which rank this is.
-        connection: To the process that launched it.
+    `master` is address and port for that environment. Only the launcher reads the files in `scratch`.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+    if master is not None:
+        environment |= {
+            "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": master[0], "MASTER_PORT": str(master[1]),
+        }  # fmt: skip
+    return Place(
+        rank=rank, local_rank=local_rank, world_size=world_size, store=store, environment=environment,
+        directory=str(Path.cwd()),
+        threads=threads, output=outputs / f"rank-{rank}.txt", stack=scratch / f"stack-{rank}.txt",
+        last_seen=scratch / f"last-seen-{rank}",
+    )  # fmt: skip
+
+
+_OF_A_RANK = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE",
+     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
+)  # fmt: skip
+"""Environment variables that tell a process that it is a rank."""
+
+
+class Here:
+    """The first argument of a launched function.
 
     Attributes:
         rank: This rank.
@@ -88,17 +155,17 @@ class Here:
         self._connection = connection
 
     def step_done(self, number: int) -> None:
-        """Say that a step has ended."""
+        """Tell the launcher that a step has ended."""
         self._connection.send({"step": number})
 
 
 Launched = Callable[..., Any]
-"""Called as `function(here, *args)` on each rank; gives JSON values."""
+"""Called as `function(here, *args)` on each rank; returns JSON values."""
 
 
 def rank_main(place: Place, function: Launched, args: Sequence[Any], connection: Connection) -> None:
     """Become the rank, and call the function."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who launched this is interrupted too, and ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher is interrupted too, and ends this process
     threading.Thread(target=_end_with_the_launcher, args=(connection,), daemon=True).start()
     _print_into(place.output)
     os.chdir(place.directory)
@@ -127,7 +194,7 @@ def rank_main(place: Place, function: Launched, args: Sequence[Any], connection:
 
 
 def _join(place: Place) -> None:
-    """Make the process group of all ranks."""
+    """Initialize the process group of all ranks."""
     assert place.store is not None
     backend = "gloo"
     if torch.cuda.is_available():
@@ -140,7 +207,7 @@ def _join(place: Place) -> None:
 
 
 def _told(error: BaseException) -> dict[str, Any]:
-    """An exception, as the process that launched this one is told of it."""
+    """An exception, as the launcher is told of it."""
     problems: list[dict[str, str]] = []
     cause = error
     if isinstance(error, ConfigError):
@@ -155,7 +222,7 @@ def _told(error: BaseException) -> dict[str, Any]:
 
 
 def _end_with_the_launcher(connection: Connection) -> None:
-    """Nothing is ever sent here: what can be read is the end of the process at the other end."""
+    """End this process when the launcher ends: nothing is ever sent here, so data means the end of the connection."""
     try:
         connection.poll(None)
     except OSError:
@@ -167,7 +234,7 @@ def _end_with_the_launcher(connection: Connection) -> None:
 
 
 def _print_into(path: Path) -> None:
-    """Have all that this process prints in a file, also what libraries print past Python."""
+    """Redirect all output of this process into a file, also that of libraries which bypass Python."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(file, number)

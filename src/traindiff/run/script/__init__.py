@@ -1,1 +1,1 @@
-"""`traindiff run`: record a training script as it is."""
+"""`traindiff run`: run a training script unchanged, and record it."""

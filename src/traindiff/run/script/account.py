@@ -1,31 +1,23 @@
-"""What a run of a script has seen, and what it could not: said at the end of it."""
+"""The account of a script's run: what was recorded, and what could not be; printed at its end."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any
-
-from torch import nn
-
-from traindiff.observe.torch.session.live_modules import unwrapped
-from traindiff.observe.torch.session.model_names import can_be_name
 
 MOST = 5
-"""Models that no optimizer trains, and optimizers that are not followed, which are named one by one."""
+"""Most untrained models, and most optimizers that are not followed, that are named one by one."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SeenOptimizer:
-    """An optimizer that the script has made.
+    """An optimizer of the script.
 
     Attributes:
         kind: Its class.
-        num_parameters: How many tensors it was given.
-        num_steps: How often it was called.
-        followed_as: Its name in the recording; empty where it was not followed.
+        num_parameters: Number of its tensors.
+        num_steps: Number of its steps.
+        followed_as: Its name in the recording; empty if it was not followed.
     """
 
     kind: str
@@ -39,10 +31,10 @@ class SeenModel:
     """A module that is part of no other.
 
     Attributes:
-        name: In the recording; empty where there is one model only.
+        name: In the recording; empty if there is only one model.
         kind: Its class.
-        num_tensors: How many parameters it has.
-        num_scripted: How many modules in it are TorchScript's, which takes no hooks.
+        num_tensors: Number of its parameters.
+        num_scripted: Number of TorchScript modules in it, which take no hooks.
     """
 
     name: str
@@ -57,20 +49,20 @@ class SeenModel:
 
 @dataclass(slots=True, kw_only=True)
 class Account:
-    """What was seen so far.
+    """Everything that was seen so far.
 
     Attributes:
-        recording: The directory that was asked for.
-        models: What is recorded.
-        untrained: Models that no optimizer holds a parameter of.
-        optimizers: All that were made.
-        attached_late: Whether nothing was attached before the first step had ended.
-        num_processes: Processes that the script has started, but for those of data loaders.
-        torch_imported: Whether the script has imported torch.
-        own_recording: Where the script itself records; empty where it does not.
-        failure: Why nothing is recorded, where that is an error of traindiff's.
-        refused: Whether what was asked for cannot be done, which has been said.
-        left_out: Whether this rank is none of those that are to be recorded.
+        recording: The directory that the user asked for.
+        models: The recorded models.
+        untrained: Models whose parameters no optimizer holds.
+        optimizers: All optimizers that were made.
+        attached_late: True if the first step ended before anything was attached.
+        num_processes: Processes that the script has started, without those of data loaders.
+        torch_imported: True if the script has imported torch.
+        own_recording: Path of the script's own recording; empty if there is none.
+        failure: An error of traindiff's that prevents the recording.
+        refused: True if the request cannot be fulfilled, which was reported already.
+        left_out: True if this rank is not to be recorded.
     """
 
     recording: str
@@ -86,7 +78,7 @@ class Account:
     left_out: bool = False
 
     def lines(self) -> Iterator[str]:
-        """What to tell the user, one line each."""
+        """Lines for the user."""
         if self.refused:
             return
         if self.left_out:
@@ -99,7 +91,7 @@ class Account:
         yield from self._unseen()
 
     def _steps(self) -> str:
-        """Steps of optimizers that were followed; those that one after another had the same name are one."""
+        """Steps of followed optimizers; consecutive optimizers of the same name count as one."""
         steps: dict[tuple[str, str], int] = {}
         for one in self.optimizers:
             if one.followed_as:
@@ -162,48 +154,3 @@ class Account:
 def _count(number: int, noun: str) -> str:
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
-
-
-def names_of_kinds(kinds: Sequence[str]) -> list[str]:
-    """A name for each model from its class, those after the first of a class numbered."""
-    return [kind if kinds.index(kind) == at else f"{kind}_{kinds[:at].count(kind)}" for at, kind in enumerate(kinds)]
-
-
-def named_models(models: Sequence[nn.Module], frame: FrameType | None) -> dict[str, nn.Module]:
-    """Names for several models, each used once.
-
-    Args:
-        models: As the training calls them, wrapped or not.
-        frame: Where it does so. The variables of `__main__` are looked at first, then those of the outermost function,
-            with the attributes of what `self` is there, and so on: functions inside may call any model `model`.
-    """
-    scopes: list[Mapping[str, Any]] = []
-    while frame is not None:
-        scopes[:0] = [frame.f_locals, *_attributes(frame.f_locals)]
-        frame = frame.f_back
-    scopes.insert(0, vars(sys.modules["__main__"]))
-    kinds = names_of_kinds([type(unwrapped(model)).__name__ for model in models])
-    found: dict[str, nn.Module] = {}
-    for model, kind in zip(models, kinds, strict=True):
-        names = (name for scope in scopes for name in _names_in(scope, model))
-        found[next((name for name in names if name not in found), kind)] = model
-    return found
-
-
-def _names_in(scope: Mapping[str, Any], model: nn.Module) -> list[str]:
-    """Names in a scope of a model, those of the model itself before those of a wrapper around it."""
-    inner = unwrapped(model)
-    held = [(name, one) for name, one in list(scope.items()) if one is model or one is inner]
-    usable = [(name, one) for name, one in held if _is_usable(name)]
-    return [name for name, one in sorted(usable, key=lambda pair: pair[1] is not inner)]
-
-
-def _is_usable(name: str) -> bool:
-    return name.isidentifier() and not name.startswith("_") and name != "self" and can_be_name(name)
-
-
-def _attributes(variables: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The attributes of an object that holds models, e.g. the trainer whose method runs."""
-    owner = variables.get("self")
-    own = getattr(owner, "__dict__", None)
-    return [own] if isinstance(own, dict) and not isinstance(owner, nn.Module) else []

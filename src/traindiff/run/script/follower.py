@@ -1,18 +1,16 @@
-"""Find what a script trains, and attach the taps of a recording to it before the first forward pass."""
+"""Find what a script trains, and attach a recording to it before the first forward pass."""
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import wraps
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -20,57 +18,39 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from traindiff.core._torch_compat import is_nested_step
 from traindiff.core.settings import RecordSettings
+from traindiff.core.torch_compat.training import is_loader_worker, is_nested_step
 from traindiff.errors import ConfigError, TraindiffWarning
-from traindiff.observe.common.listeners import Listeners
-from traindiff.observe.torch.hooks.optimizer_step import has_closure
-from traindiff.observe.torch.hooks.optimizers import inner_optimizer
+from traindiff.observe.torch.hooks.optimizer_step import has_closure, inner_optimizer
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
+from traindiff.observe.torch.session.models import (
+    called_of,
+    can_be_name,
+    distinct,
+    live_modules,
+    outermost,
+    takes_hooks,
+    trained_parts,
+    unwrapped,
+)
+from traindiff.observe.torch.session.record import recorder_of
 from traindiff.observe.torch.session.recorder import Recorder
+from traindiff.observe.torch.session.targets import find_targets
 from traindiff.run.script.account import Account, SeenModel, SeenOptimizer
 from traindiff.run.script.script import is_script_itself
-from traindiff.run.script.signals import on_module_called, on_optimizer_made, on_process_started, on_program_started
-
-if TYPE_CHECKING:
-    from traindiff.observe.torch.session.recorder import Recorder
-
-
-def is_recorded_by_script() -> str:
-    """Path of a recording that is being written in this process; empty if there is none."""
-    open_ones = (one for one in gc.get_objects() if issubclass(type(one), Recorder) and one.is_recording)
-    return next((one.path for one in open_ones), "")
-
-
-def on_recorder_made(listener: Callable[[str], None]) -> ExitStack:
-    """Have `listener` called before a further recording begins, with its path. Close the result to end it."""
-    return _made.attach(listener)
-
-
-def _replace_init() -> None:
-    original = Recorder.__init__
-
-    @wraps(original)
-    def init(self: Recorder, path: str, *args: Any, **kwargs: Any) -> None:
-        for listener in _made:
-            listener(path)
-        original(self, path, *args, **kwargs)
-
-    _made.replace(Recorder, "__init__", init)
-
-
-_made: Listeners[Callable[[str], None]] = Listeners(_replace_init)
+from traindiff.run.script.signals import (
+    is_recorded_by_script,
+    on_module_called,
+    on_optimizer_made,
+    on_process_started,
+    on_program_started,
+    on_recorder_made,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What is to be recorded of a script.
-
-    Attributes:
-        path: Directory to write.
-        settings: What, and how.
-        overwrite: Replace a recording that is already there.
-    """
+class RecordRequest:
+    """The recording that the user asked for."""
 
     path: str
     settings: RecordSettings
@@ -78,20 +58,20 @@ class Wanted:
 
 
 class Follower:
-    """Waits for the first call, where gradients are enabled, of a module that holds parameters of an optimizer.
+    """Waits for the first call, with gradients enabled, of a module that holds parameters of an optimizer.
 
-    By then a training has made what it trains: models, what wraps them, optimizers. All modules that hold parameters
-    of optimizers and are part of no other are recorded, as `traindiff.record` does it, from this very call on.
-    Processes that are forked off are left alone.
+    By then a training has made its models, their wrappers and its optimizers. From this call on, all modules that hold
+    parameters of optimizers and are part of no other are recorded, as `traindiff.record` does it. Forked processes are
+    left alone.
 
     Args:
-        wanted: What is to be recorded.
-        account: Is kept up to date with what is seen.
-        refuse: Called with what is wrong with `wanted` for this training; ends it.
+        request: The recording that the user asked for.
+        account: Is kept up to date.
+        refuse: Called with the reason if it does not suit this training; ends the training.
     """
 
-    def __init__(self, wanted: Wanted, account: Account, *, refuse: Callable[[ConfigError], None]) -> None:
-        self._wanted = wanted
+    def __init__(self, request: RecordRequest, account: Account, *, refuse: Callable[[ConfigError], None]) -> None:
+        self._request = request
         self._account = account
         self._refuse = refuse
         self._process = os.getpid()
@@ -104,7 +84,7 @@ class Follower:
         self._until_attached = ExitStack()
 
     def start(self) -> None:
-        """Begin to look out for a training. Torch has been imported by now."""
+        """Start to look for a training. Torch has been imported by now."""
         self._account.torch_imported = True
         self._undo.enter_context(on_optimizer_made(self._guarded(self._made)))
         self._undo.enter_context(on_process_started(self._guarded(self._started)))
@@ -114,7 +94,7 @@ class Follower:
         self._undo.callback(register_optimizer_step_pre_hook(self._guarded(self._stepping)).remove)
 
     def ended_by(self, error: BaseException) -> None:
-        """The script has raised this, which ends it."""
+        """Note the exception that ends the script."""
         if self._recorder is not None and not self._is_elsewhere():
             self._recorder.ended_by(error)
 
@@ -126,14 +106,14 @@ class Follower:
             self._complete()
 
     def _guarded(self, listener: Callable[..., None]) -> Callable[..., None]:
-        """`listener`, made harmless: whatever goes wrong in it, the training goes on."""
+        """`listener`, made harmless: the training continues whatever goes wrong in it."""
 
         def call(*args: Any) -> None:
             try:
                 with out_of_sight():
                     listener(*args)
-            except Exception as error:  # the training is none of its business
-                if self._wanted.settings.strict:
+            except Exception as error:  # an error here must not end the training
+                if self._request.settings.strict:
                     raise
                 self._account.failure = f"traindiff failed: {type(error).__name__}: {error}."
                 self._until_attached.close()
@@ -145,7 +125,7 @@ class Follower:
             self._recorder.close()
             names = [one.followed_as for one in self._account.optimizers]
             for seen in self._account.optimizers:
-                if names.count(seen.followed_as) == 1:  # with steps that a loss scaler has left out
+                if names.count(seen.followed_as) == 1:  # includes steps that a loss scaler skipped
                     seen.num_steps = self._recorder.steps.get(seen.followed_as, seen.num_steps)
 
     def _is_elsewhere(self) -> bool:
@@ -158,7 +138,7 @@ class Follower:
         return not (account.models or ended)
 
     def _made(self, optimizer: Optimizer) -> None:
-        """Note what an optimizer was given: DeepSpeed later puts tensors of its own in the place of that."""
+        """Note the parameters of a new optimizer: DeepSpeed replaces them later by its own tensors."""
         if self._is_elsewhere():
             return
         given = frozenset(id(one) for group in optimizer.param_groups for one in group["params"])
@@ -169,16 +149,15 @@ class Follower:
             self._account.optimizers.append(self._seen[optimizer])
 
     def _started(self, process: BaseProcess) -> None:
-        of_loader = getattr(getattr(process, "_target", None), "__module__", "") == "torch.utils.data._utils.worker"
-        self._account.num_processes += not of_loader and not self._is_elsewhere()
+        self._account.num_processes += not is_loader_worker(process) and not self._is_elsewhere()
 
     def _launched(self, command: object) -> None:
-        """A program was started. Trainers start the script again for further ranks."""
+        """Count a program that runs the script again: trainers do this for further ranks."""
         is_script = isinstance(command, (list, tuple)) and any(is_script_itself(str(one)) for one in command[1:])
         self._account.num_processes += is_script and not self._is_elsewhere()
 
     def _stepping(self, optimizer: Optimizer, *call: Any) -> None:
-        """An optimizer is about to be called. The closure that it is given may be what computes everything."""
+        """Handle an optimizer that is about to be called; its closure may compute everything."""
         if self._is_elsewhere():
             return
         if self._recorder is not None and self._were_given:
@@ -189,12 +168,10 @@ class Follower:
             self._attach(None, stepping=optimizer)
 
     def _trains_a_module(self, optimizer: Optimizer) -> bool:
-        from traindiff.observe.torch.session.live_modules import live_modules, outermost
-
         return bool(outermost(live_modules(), self._given.get(optimizer, frozenset())))
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer has been called: by now a recording follows it, unless it holds nothing of the models."""
+        """Handle an optimizer that was called: the recording follows it, unless it holds nothing of the models."""
         seen = self._seen.get(optimizer)
         if seen is None or self._is_elsewhere() or is_nested_step(optimizer):
             return
@@ -210,7 +187,7 @@ class Follower:
             if tap.optimizer is optimizer:
                 seen.followed_as = name
             elif inner_optimizer(tap.optimizer) is optimizer and seen in self._account.optimizers:
-                self._account.optimizers.remove(seen)  # the one around it is followed
+                self._account.optimizers.remove(seen)  # its wrapper is followed
 
     def _called(self, module: nn.Module) -> None:
         if not self._given or module in self._others or not torch.is_grad_enabled() or self._is_elsewhere():
@@ -223,15 +200,15 @@ class Follower:
                 self._others.add(module)
 
     def _attach(self, called: nn.Module | None, *, stepping: Optimizer | None = None) -> None:
-        """Attach the taps. Ends the training where what was asked for is wrong.
+        """Attach the recording. Ends the training if the request is wrong.
 
         Args:
-            called: The module that is about to be called, where that is known.
-            stepping: The optimizer that is about to be called, where it is one that calls for the forward pass itself.
+            called: The module that is about to be called, if known.
+            stepping: The optimizer that is about to be called, if it calls the forward pass itself.
         """
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("default", TraindiffWarning)  # whatever the script makes of warnings
+                warnings.simplefilter("default", TraindiffWarning)  # regardless of the script's filters
                 self._record(called, stepping, sys._getframe(3))
         except ConfigError as error:
             self._account.refused = True
@@ -241,24 +218,12 @@ class Follower:
                 self._until_attached.close()
 
     def _record(self, called: nn.Module | None, stepping: Optimizer | None, frame: FrameType) -> None:
-        # Only now: importing all this is not for scripts that train nothing.
-        from traindiff.observe.torch.session.live_modules import (
-            called_of,
-            distinct,
-            live_modules,
-            outermost,
-            trained_parts,
-        )
-        from traindiff.observe.torch.session.record import recorder_of
-        from traindiff.observe.torch.session.targets import find_targets, takes_hooks
-        from traindiff.run.script.account import named_models
-
         if path := is_recorded_by_script():
             self._account.own_recording = path
             return
         live = live_modules()
         models = self._in_order(distinct(outermost(live, frozenset().union(*self._given.values())), called))
-        if not models and called is not None:  # it is part of itself
+        if not models and called is not None:  # the module contains itself
             models = [called]
         if unseen := next((one for one in models if not takes_hooks(one)), None):
             self._account.failure = _SCRIPTED.format(type(unseen).__name__)
@@ -270,15 +235,13 @@ class Follower:
             roots = [root for one in models for root in called_of(one, called if one is around else None)]
         else:
             roots = [root for one in models for root in (one, *trained_parts(one))]
-        wanted = self._wanted
+        request = self._request
         targets = find_targets(
             models[0] if len(models) == 1 else names,
             None if stepping is None else self._named_optimizers(stepping, models),
-            select=wanted.settings.select,
-            called=roots,
-            operators=wanted.settings.operators,
-        )
-        recorder = recorder_of(wanted.path, targets, wanted.settings, overwrite=wanted.overwrite)
+            select=request.settings.select, called=roots, operators=request.settings.operators,
+        )  # fmt: skip
+        recorder = recorder_of(request.path, targets, request.settings, overwrite=request.overwrite)
         if not recorder.is_recording:
             self._account.left_out = True
             return
@@ -291,7 +254,7 @@ class Follower:
         self._account.untrained += [_seen("", one) for one in outermost(others, every)]
 
     def _named_optimizers(self, first: Optimizer, models: list[nn.Module]) -> dict[str, Optimizer]:
-        """The optimizers of some models, with the names that they would have if they were found when they step."""
+        """The optimizers of some models, with the names that they would get if they were found at their first step."""
         own = {id(one) for model in models for one in model.parameters()}
         inner = {id(inner_optimizer(one)) for one in self._given if inner_optimizer(one) is not one}
         others = [
@@ -302,7 +265,7 @@ class Follower:
         return {"optimizer": first, **{f"optimizer[{number}]": one for number, one in enumerate(others, start=1)}}
 
     def _in_order(self, models: list[nn.Module]) -> list[nn.Module]:
-        """Models in the order of the optimizers that hold parameters of them."""
+        """Models in the order of the optimizers that hold their parameters."""
         given = list(self._given.values())
 
         def place(model: nn.Module) -> int:
@@ -312,7 +275,7 @@ class Follower:
         return sorted(models, key=place)
 
     def _give_way(self, path: str) -> None:
-        """The script records itself from now on."""
+        """End this recording, because the script now records itself."""
         self._account.own_recording = path
         self._complete()
 
@@ -324,8 +287,6 @@ _SCRIPTED = (
 
 
 def _seen(name: str, model: nn.Module) -> SeenModel:
-    from traindiff.observe.torch.session.live_modules import unwrapped
-
     modules = list(model.modules())
     inner = unwrapped(model)
     kind = type(inner).__name__ if inner is model else f"{type(inner).__name__} ({type(model).__name__})"
@@ -335,3 +296,48 @@ def _seen(name: str, model: nn.Module) -> SeenModel:
         num_tensors=len(list(model.parameters())),
         num_scripted=sum(isinstance(one, torch.jit.ScriptModule) for one in modules),
     )
+
+
+def names_of_kinds(kinds: Sequence[str]) -> list[str]:
+    """A name for each model from its class, numbered from the second model of a class on."""
+    return [kind if kinds.index(kind) == at else f"{kind}_{kinds[:at].count(kind)}" for at, kind in enumerate(kinds)]
+
+
+def named_models(models: Sequence[nn.Module], frame: FrameType | None) -> dict[str, nn.Module]:
+    """Unique names for several models.
+
+    Args:
+        models: As the training calls them, wrapped or not.
+        frame: Where it calls them. Variables of `__main__` come first, then those of the outermost function with the
+            attributes of its `self`, and so on: functions further inside may call any model `model`.
+    """
+    scopes: list[Mapping[str, Any]] = []
+    while frame is not None:
+        scopes[:0] = [frame.f_locals, *_attributes(frame.f_locals)]
+        frame = frame.f_back
+    scopes.insert(0, vars(sys.modules["__main__"]))
+    kinds = names_of_kinds([type(unwrapped(model)).__name__ for model in models])
+    found: dict[str, nn.Module] = {}
+    for model, kind in zip(models, kinds, strict=True):
+        names = (name for scope in scopes for name in _names_in(scope, model))
+        found[next((name for name in names if name not in found), kind)] = model
+    return found
+
+
+def _names_in(scope: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """The model's names in a scope, those of the model itself before those of its wrapper."""
+    inner = unwrapped(model)
+    held = [(name, one) for name, one in list(scope.items()) if one is model or one is inner]
+    usable = [(name, one) for name, one in held if _is_usable(name)]
+    return [name for name, one in sorted(usable, key=lambda pair: pair[1] is not inner)]
+
+
+def _is_usable(name: str) -> bool:
+    return name.isidentifier() and not name.startswith("_") and name != "self" and can_be_name(name)
+
+
+def _attributes(variables: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The attributes of an object that holds models, e.g. the trainer whose method runs."""
+    owner = variables.get("self")
+    own = getattr(owner, "__dict__", None)
+    return [own] if isinstance(own, dict) and not isinstance(owner, nn.Module) else []

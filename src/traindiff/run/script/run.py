@@ -1,6 +1,7 @@
-"""`traindiff run`: a script, run as `python` runs it, with a recording of what it trains.
+"""`traindiff run`: run a script as `python` runs it, and record what it trains.
 
-Torch reads the number of its threads from the environment when it is imported; a script may set it just before that.
+Torch is imported only when the script imports it: torch then reads the number of threads from the environment, which
+the script may have set just before.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from traindiff.run.script.script import Script
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:
-    """Call `then` as soon as the module has been imported; now, if it has."""
+    """Call `then` as soon as the module has been imported; at once if it already has."""
     if name in sys.modules:
         then()
     else:
@@ -31,7 +32,7 @@ def when_imported(name: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Has the module found as ever, and notices when it has been executed."""
+    """Finds one module as usual, and notices when it has been executed."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
@@ -44,7 +45,7 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None,  # noqa: ARG002  as it is called
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """See the base class."""
+        """The module's spec, with a loader that calls back."""
         if fullname != self._name or self._is_looking:
             return None
         self._is_looking = True
@@ -57,7 +58,7 @@ class _Finder(MetaPathFinder):
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                del loader.exec_module  # an attribute of this loader alone, which hid the method of its class
+                del loader.exec_module  # this loader's own attribute, which hid its class's method
                 execute(module)
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
@@ -71,16 +72,16 @@ UNUSABLE = 2
 
 
 def of_this_start(path: str) -> str:
-    """The directory of a recording; beside it where torchrun has started the ranks again, which keeps what there is."""
+    """The directory of a recording; one beside it after torchrun has restarted the ranks, so that both are kept."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return path if restarts == "0" else f"{path.rstrip('/')}-restart-{restarts}"
 
 
 def check_room(path: str, *, overwrite: bool) -> None:
-    """See that nothing is in the way of the recording, before anything runs. What is remote is seen when it begins.
+    """Check that nothing is in the way of the recording, before anything runs. Remote paths are checked when it begins.
 
     Raises:
-        ConfigError: There is something.
+        ConfigError: Something is in the way.
     """
     if "://" in path or int(os.environ.get("RANK", "0")) != 0:
         return
@@ -96,28 +97,22 @@ def check_room(path: str, *, overwrite: bool) -> None:
 
 
 def run_recorded(script: Script, *, path: str, settings: RecordSettings, overwrite: bool) -> None:
-    """Run a script to its end. The recording is completed, and what was seen is said, when this process ends.
-
-    Args:
-        script: What to run.
-        path: Directory of the recording.
-        settings: What is recorded.
-        overwrite: Replace a recording that is already there.
-    """
+    """Run a script to its end. When this process ends, the recording is completed and the account is printed."""
     account = Account(recording=path)
     place = path if "://" in path else str(Path(path).absolute())  # the script may change to another directory
     following: list[Any] = []
 
     def start() -> None:
-        from traindiff.run.script.follower import Follower, Wanted
+        from traindiff.run.script.follower import Follower, RecordRequest
 
-        follower = Follower(
-            Wanted(path=place, settings=settings, overwrite=overwrite), account, refuse=_refuse
-        )  # fmt: skip
+        request = RecordRequest(path=place, settings=settings, overwrite=overwrite)
+        follower = Follower(request, account, refuse=_refuse)
         follower.start()
         following.append(follower)
 
-    atexit.register(_end, account, following, os.getpid())  # before the script's own, so that it runs behind them
+    atexit.register(
+        _end, account, following, os.getpid()
+    )  # before the script's own handlers, so that it runs after them
     when_imported("torch", start)
     try:
         prepared = script.prepared()

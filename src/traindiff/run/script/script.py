@@ -1,4 +1,4 @@
-"""Run a script as `python` does, in the process that is already running."""
+"""Run a script as `python` does, in this process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MAIN = "__main__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A script that this process is ready to run.
+    """A script that is ready to run.
 
     Attributes:
-        spec: Where its code is.
+        spec: Location of its code.
         main: The module in which it runs.
     """
 
@@ -32,39 +32,33 @@ class Prepared:
     main: ModuleType
 
     def run(self) -> None:
-        """Run it to its end. What it raises comes out of here, and is printed as without us if it ends the process."""
+        """Run it to its end. Its exceptions are raised here, and printed as usual if they end the process."""
         exec(_code(self.spec), vars(self.main))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What `python` would be given.
-
-    Attributes:
-        name: A path, or the name of a module.
-        is_module: Which of them.
-        arguments: Those that follow it.
-    """
+    """The arguments that `python` would get: a path or the name of a module, and the script's own arguments."""
 
     name: str
     is_module: bool = False
     arguments: Sequence[str] = ()
 
     def check(self) -> None:
-        """See that it is there.
+        """Check that the script exists.
 
         Raises:
-            ConfigError: It is not.
+            ConfigError: It does not.
         """
         if not self.is_module and not Path(self.name).is_file():
             found = "is a directory" if Path(self.name).is_dir() else "does not exist"
             raise _unusable(self.name, f"{found}.", "Give the path of a Python file, or -m and the name of a module.")
 
     def prepared(self) -> Prepared:
-        """Make it `__main__`, which it stays until this process ends, with its arguments and its place on the path.
+        """Make it `__main__` until this process ends, with its arguments and its place on the path.
 
         Raises:
-            ConfigError: There is no such module.
+            ConfigError: The module does not exist.
         """
         main = ModuleType(_MAIN)
         if self.is_module:
@@ -84,7 +78,7 @@ class Script:
         return Prepared(spec=spec, main=main)
 
     def _spec(self) -> ModuleSpec:
-        """Of the module, or of the `__main__` of a package."""
+        """The spec of the module, or of a package's `__main__`."""
         fix = "Give the name of a module as it is imported, as in traindiff run -o DIR -m package.train."
         try:
             spec = importlib.util.find_spec(self.name)
@@ -98,7 +92,7 @@ class Script:
 
 
 def is_script_itself(argument: str) -> bool:
-    """Whether an argument of a command is what this process runs: the path of a script, or the name of a module."""
+    """True if an argument of a command names the running script: its path, or the name of its module."""
     main = sys.modules[_MAIN]
     spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None:
@@ -107,7 +101,7 @@ def is_script_itself(argument: str) -> bool:
 
 
 def _first_on_path(directory: Path) -> None:
-    """Put a directory where `python` puts that of a script, unless it is told not to."""
+    """Put a directory where `python` puts that of a script, unless `python` was told not to."""
     if not sys.flags.safe_path:
         sys.path[0:1] = [str(directory)]
 
@@ -127,7 +121,7 @@ def _print_error(
     error: BaseException,
     where: TracebackType | None,
 ) -> None:
-    """Print what the script raised as `python` does: without the frames that called it."""
+    """Print the script's exception as `python` does: without the frames of its callers."""
     while where is not None and where.tb_frame.f_globals is not main:
         where = where.tb_next
     otherwise(kind, error.with_traceback(where), where)

@@ -1,11 +1,12 @@
-"""What the script does that a recording begins with: it makes optimizers, calls modules, starts processes.
+"""Signals of a script that trains: it makes optimizers, calls modules, starts processes.
 
-There are no hooks for these, or none that come early enough: hooks on a module that are added while its forward pass
-begins miss it. So methods are replaced, and put back when they are no longer of interest.
+torch has no hooks for these, or none that come early enough: a forward hook that is added while the forward pass begins
+misses that pass. So methods are replaced, and restored when they are no longer needed.
 """
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,28 +18,40 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import run_as_it_is
+from traindiff.core.torch_compat.execution import exclude_from_compilation
 from traindiff.observe.common.listeners import Listeners
+from traindiff.observe.torch.session.recorder import Recorder
 
 
 def on_optimizer_made(listener: Callable[[Optimizer], None]) -> ExitStack:
-    """Have `listener` called with each optimizer when it has been given its parameters. Close the result to end it."""
+    """Call `listener` with each optimizer after it got its parameters. Close the result to stop."""
     return _made.attach(listener)
 
 
 def on_module_called(listener: Callable[[nn.Module], None]) -> ExitStack:
-    """Have `listener` called before each call of a module that is not compiled, before its hooks are looked at."""
+    """Call `listener` before each call of a module that is not compiled, before torch looks at its hooks."""
     return _called.attach(listener)
 
 
 def on_process_started(listener: Callable[[BaseProcess], None]) -> ExitStack:
-    """Have `listener` called with each process that Python's multiprocessing starts."""
+    """Call `listener` with each process that Python's multiprocessing starts."""
     return _started.attach(listener)
 
 
 def on_program_started(listener: Callable[[object], None]) -> ExitStack:
-    """Have `listener` called with the command of each program that is started. Close the result to end it."""
+    """Call `listener` with the command of each program that is started."""
     return _launched.attach(listener)
+
+
+def on_recorder_made(listener: Callable[[str], None]) -> ExitStack:
+    """Call `listener` with the path before a further recording begins."""
+    return _recording.attach(listener)
+
+
+def is_recorded_by_script() -> str:
+    """Path of a recording that this process is writing; empty if there is none."""
+    open_ones = (one for one in gc.get_objects() if issubclass(type(one), Recorder) and one.is_recording)
+    return next((one.path for one in open_ones), "")
 
 
 def _replace_init() -> None:
@@ -63,35 +76,30 @@ def _replace_call() -> None:
                 listener(self)
         return original(self, *args, **kwargs)
 
-    run_as_it_is(call, callees=False)
+    exclude_from_compilation(call, callees=False)
     _called.replace(nn.Module, "__call__", call)
 
 
-def _replace_start() -> None:
-    original = BaseProcess.start
+def _told_before(owner: type, name: str, about: Callable[..., object]) -> Listeners[Callable[[Any], None]]:
+    """Listeners that are called before a method; `about` picks their argument from the method's."""
 
-    @wraps(original)
-    def start(self: BaseProcess) -> None:
-        for listener in _started:
-            listener(self)
-        original(self)
+    def replace() -> None:
+        original = getattr(owner, name)
 
-    _started.replace(BaseProcess, "start", start)
+        @wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            for listener in listeners:
+                listener(about(*args, **kwargs))
+            return original(*args, **kwargs)
 
+        listeners.replace(owner, name, method)
 
-def _replace_popen() -> None:
-    original = subprocess.Popen.__init__
-
-    @wraps(original)
-    def init(self: subprocess.Popen[Any], args: Any, *more: Any, **settings: Any) -> None:
-        for listener in _launched:
-            listener(args)
-        original(self, args, *more, **settings)
-
-    _launched.replace(subprocess.Popen, "__init__", init)
+    listeners: Listeners[Callable[[Any], None]] = Listeners(replace)
+    return listeners
 
 
 _made: Listeners[Callable[[Optimizer], None]] = Listeners(_replace_init)
 _called: Listeners[Callable[[nn.Module], None]] = Listeners(_replace_call)
-_started: Listeners[Callable[[BaseProcess], None]] = Listeners(_replace_start)
-_launched: Listeners[Callable[[object], None]] = Listeners(_replace_popen)
+_started = _told_before(BaseProcess, "start", lambda process: process)
+_launched = _told_before(subprocess.Popen, "__init__", lambda _, args, *__, **___: args)
+_recording = _told_before(Recorder, "__init__", lambda _, path, *__, **___: path)

@@ -1,1 +1,1 @@
-"""traindiff in tests. Users import it as `traindiff.testing`."""
+"""`traindiff.testing`: assertions and golden recordings for tests of trainings."""

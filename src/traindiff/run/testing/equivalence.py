@@ -1,4 +1,4 @@
-"""`assert_equivalent`: two trainings compute the same, or the test says where they part."""
+"""`assert_equivalent`: two trainings compute the same, or the test names their first divergence."""
 
 from __future__ import annotations
 
@@ -44,29 +44,26 @@ def assert_equivalent(
     ```
 
     Recordings are compared as by `traindiff.compare`. Recipes are run, measured and pinned down as by
-    `traindiff.verify`. A verdict of `incomplete` or `misaligned` fails too: what was not compared is not known to be
-    equal.
+    `traindiff.verify`. A verdict of `incomplete` or `misaligned` fails too: nothing shows that the rest is equal.
 
     Args:
-        baseline: The training that is trusted: a recording (its path, or what `traindiff.record` returned), or a
-            recipe.
+        baseline: The trusted training: a recording (its path, or the result of `traindiff.record`), or a recipe.
         candidate: The training in question, given in the same way.
-        noise: Of two recordings: further recordings from which floors are measured; see `traindiff.compare`.
+        noise: For two recordings: further recordings that measure noise floors; see `traindiff.compare`.
         rename: Turns the candidate's paths into the baseline's; see `traindiff.compare`.
-        steps: Of two recordings: steps to compare, e.g. `"0-9"`; all where left out. Of two recipes: the number of
-            batches to train on, 4 where left out.
-        rtol: Relative tolerance in place of floors; see `traindiff.compare`.
+        steps: For two recordings: steps to compare, e.g. `"0-9"`; by default all. For two recipes: the number of
+            batches to train on, by default 4.
+        rtol: Relative tolerance in place of noise floors; see `traindiff.compare`.
         atol: Absolute tolerance per element, in the same formula.
         identical: Demand the same bits.
-        output: Of two recipes: directory for the recordings. Where left out they go into a temporary one, which is
-            kept if they part.
-        running: Of two recipes: `seed`, `replicas` and `repeat`; see `traindiff.verify`.
+        output: For two recipes: directory for the recordings. By default a temporary one, kept if the two differ.
+        running: For two recipes: `seed`, `replicas` and `repeat`; see `traindiff.verify`.
 
     Returns:
-        What was found: a `Comparison` of recordings, a `Verification` of recipes.
+        A `Comparison` of recordings, a `Verification` of recipes.
 
     Raises:
-        AssertionError: They part, or not all of them could be compared. `str()` of it is the report.
+        AssertionError: They diverge, or not all of them could be compared. Its text is the report.
         ConfigError: A setting is wrong, or a recording and a recipe were given.
         RecordingError: A recording cannot be used.
     """
@@ -131,7 +128,7 @@ def _verified(
 
 
 def _path(side: Any) -> str | None:
-    """The path of a recording; None of what is none."""
+    """The path of a recording; None for anything else."""
     if isinstance(side, (str, os.PathLike)):
         return os.fspath(side)
     path = getattr(side, "path", None)

@@ -1,4 +1,4 @@
-"""Golden recordings: what a training computed when it was known to be right, kept beside its test."""
+"""Golden recordings: kept results of a training that was known to be right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from traindiff.run.verify.recipe import Recipe
 
 UPDATE = "--traindiff-update"
-"""The option of pytest that keeps what trainings compute now."""
+"""The pytest option that keeps the current results of trainings."""
 
 _MEANT = f"\nIf the change is meant, keep what the training computes now: pytest {UPDATE}"
 _BASELINE = "baseline"
@@ -42,11 +42,11 @@ class Golden:
     ```
 
     Attributes:
-        directory: Holds what is kept, one directory per name.
-        scratch: Where the trainings of this run of the test are recorded.
-        update: Whether to keep what they compute now, instead of comparing.
+        directory: Holds the golden recordings, one directory per name.
+        scratch: Holds the recordings of this run of the test.
+        update: Keep the current results instead of comparing.
         written: Directories that were written or replaced.
-        kept: Directories whose content an update found to have the same bits.
+        kept: Directories that an update left alone, because the bits are the same.
     """
 
     directory: Path
@@ -68,22 +68,22 @@ class Golden:
         identical: bool = False,
         **settings: Any,
     ) -> Iterator[Recorder]:
-        """Record a training, and at the end compare it with the golden one. A training that raises is not compared.
+        """Record a training, and at the end compare it with the golden one, unless the training raises.
 
         Args:
             model: See `traindiff.record`.
             optimizer: See `traindiff.record`.
-            name: Of the training, where a test has several.
-            rtol: Relative tolerance in place of floors; see `traindiff.compare`.
+            name: Name of the training, if a test has several.
+            rtol: Relative tolerance in place of noise floors; see `traindiff.compare`.
             atol: Absolute tolerance per element, in the same formula.
             identical: Demand the same bits.
-            settings: Of `traindiff.record`.
+            settings: Settings of `traindiff.record`.
 
         Yields:
             The running recording.
 
         Raises:
-            AssertionError: It parts from the golden one, or there is none.
+            AssertionError: It diverges from the golden one, or there is none.
             ConfigError: A setting is wrong.
         """
         __tracebackhide__ = True
@@ -107,24 +107,24 @@ class Golden:
         identical: bool = False,
         rename: Mapping[str, str] | Sequence[str] | None = None,
     ) -> Comparison | None:
-        """Run a recipe and compare it with the golden run, against floors that were measured when that was made.
+        """Run a recipe and compare it with the golden run, against noise floors that were measured with that run.
 
         Args:
             recipe: Prepares the training.
-            name: Of the training, where a test has several.
+            name: Name of the training, if a test has several.
             steps: Batches to train on.
-            seed: Of torch's, NumPy's and Python's generators.
-            replicas: How the golden training is perturbed to measure its noise; see `traindiff.calibrate`.
-            rtol: Relative tolerance in place of floors; see `traindiff.compare`.
+            seed: Seed of torch's, NumPy's and Python's generators.
+            replicas: Perturbations that measure the golden training's noise; see `traindiff.calibrate`.
+            rtol: Relative tolerance in place of noise floors; see `traindiff.compare`.
             atol: Absolute tolerance per element, in the same formula.
             identical: Demand the same bits.
             rename: See `traindiff.compare`.
 
         Returns:
-            The comparison; None where the golden recording was made.
+            The comparison; None if the golden recording was made.
 
         Raises:
-            AssertionError: It parts from the golden one, or there is none.
+            AssertionError: It diverges from the golden one, or there is none.
             ConfigError: The recipe cannot be used, or a setting is wrong.
         """
         __tracebackhide__ = True
@@ -152,19 +152,13 @@ class Golden:
     ) -> Comparison | None:
         """Compare a recording with the golden one, e.g. one that several ranks have written.
 
-        Args:
-            recording: Its path.
-            name: Of the training, where a test has several.
-            rename: See `traindiff.compare`.
-            rtol: Relative tolerance in place of floors; see `traindiff.compare`.
-            atol: Absolute tolerance per element, in the same formula.
-            identical: Demand the same bits.
+        The settings are those of `recipe`.
 
         Returns:
-            The comparison; None where the recording has become the golden one.
+            The comparison; None if the recording has become the golden one.
 
         Raises:
-            AssertionError: It parts from the golden one, or there is none.
+            AssertionError: It diverges from the golden one, or there is none.
             ConfigError: A setting is wrong.
             RecordingError: A recording cannot be used.
         """
@@ -180,7 +174,7 @@ class Golden:
     def _checked(
         self, recording: Path, name: str, make: Callable[[Path], object], *, identical: bool, **settings: Any
     ) -> Comparison | None:
-        """Compare with what is kept; with `update`, have `make` fill a directory in its place unless it is the same."""
+        """Compare with the golden recording; with `update`, let `make` write a new one unless the bits are equal."""
         __tracebackhide__ = True
         if name in self._names:
             problem = Problem(
@@ -205,11 +199,11 @@ class Golden:
         return comparison
 
     def _candidate(self, name: str) -> Path:
-        """Where a training of this run of the test is recorded."""
+        """Path for the recording of a training of this test run."""
         return self.scratch / file_name(name) / f"candidate-{len(self._names)}"
 
     def _replace(self, kept: Path, make: Callable[[Path], object]) -> None:
-        """Have a directory written, and put it in the place of what was kept once it is whole."""
+        """Write a directory, and put it in the place of the golden one when it is complete."""
         fresh = self.scratch / "golden" / kept.name
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.parent.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ def traindiff_golden(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which golden recordings were written, and how many had not changed."""
+    """Print which golden recordings were written, and how many had not changed."""
     found: dict[str, set[str]] = {_WRITTEN: set(), _KEPT: set()}
     for reports in terminalreporter.stats.values():
         for report in reports:

@@ -1,1 +1,1 @@
-"""Trainings that traindiff can run itself: run, measured, verified."""
+"""Trainings that traindiff runs itself, records, measures and verifies."""

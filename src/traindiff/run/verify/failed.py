@@ -1,4 +1,4 @@
-"""What is known of a run of a recipe that failed."""
+"""Reports of a run of a recipe that failed, and of what torch's compiler logged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import traceback
 from pathlib import Path
 
-from traindiff.analyse.compare.failed_run import CompilerLog, FailedRank, FailedRun
+from traindiff.analyse.compare.verification import CompilerLog, FailedRank, FailedRun
 from traindiff.errors import ConfigError, Problem
 from traindiff.run.processes.rank_end import RanksError
 
@@ -19,11 +19,7 @@ _FAILED_GUARD = re.compile(r"^ +- \d+/\d+: (.*)$")
 
 
 def compiler_log(outputs: Path) -> CompilerLog:
-    """Gather what the compiler said, of all ranks, into `compiler.txt` beside what they printed.
-
-    Args:
-        outputs: Directory of what ranks printed.
-    """
+    """The compiler's log of all ranks, read from their output in `outputs` and gathered there in `compiler.txt`."""
     breaks: list[str] = []
     again: list[str] = []
     num_guards = 0
@@ -48,7 +44,7 @@ def compiler_log(outputs: Path) -> CompilerLog:
 
 
 def _told(entries: list[str], said: str, *, begins: str, reason: str) -> None:
-    """An entry begins with where it was; its reason comes in a line of its own."""
+    """Start an entry with its place, or append the reason, which is logged on a line of its own."""
     if said.startswith(begins):
         entries.append(said.removeprefix(begins))
     elif reason and entries:
@@ -59,15 +55,11 @@ _FIX = "Make this run end by itself, without traindiff, first."
 
 
 class RunFailedError(Exception):
-    """A run of a recipe did not come to its end. Raised here, and told to the user by whoever knows what the run was.
-
-    Args:
-        run: What happened.
-        error: What says so of a run in this process.
+    """A run of a recipe failed. Whoever knows the purpose of the run turns it into an error for the user.
 
     Attributes:
-        run: What happened.
-        error: What says so of a run in this process; its traceback comes along.
+        run: How it failed.
+        error: The error of a run in this process, with its traceback.
     """
 
     def __init__(self, run: FailedRun, error: ConfigError | None = None) -> None:
@@ -77,7 +69,7 @@ class RunFailedError(Exception):
 
 
 def of_ranks(name: str, error: RanksError) -> FailedRun:
-    """What happened on ranks that were launched."""
+    """The failure of ranks that were launched."""
     ranks = tuple(
         FailedRank(
             rank=end.rank, how=end.how, message=end.sentence, num_steps=end.num_steps, stack=end.stack,
@@ -89,7 +81,7 @@ def of_ranks(name: str, error: RanksError) -> FailedRun:
 
 
 def of_this_process(name: str, error: ConfigError, *, num_steps: int, last_observation: str) -> FailedRun:
-    """What happened in this process: `error` tells of an exception of the user's code."""
+    """The failure of a run in this process; `error` explains an exception of the user's code."""
     cause = error.__cause__ or error
     rank = FailedRank(
         rank=0, how="raised", message=f"Rank 0 raised {type(cause).__name__}: {cause}", num_steps=num_steps,
@@ -99,7 +91,7 @@ def of_this_process(name: str, error: ConfigError, *, num_steps: int, last_obser
 
 
 def refused(failed: RunFailedError, asked_by: str) -> ConfigError:
-    """The error for a run without which nothing can be said."""
+    """The error for a failed run without which nothing can be concluded."""
     if failed.error is not None:
         return failed.error
     run = failed.run

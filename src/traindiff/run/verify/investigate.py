@@ -1,4 +1,4 @@
-"""`traindiff.investigate`: everything that one would ask of two trainings that should be the same, in one go."""
+"""`traindiff.investigate`: every question about two trainings that should be the same, in one call."""
 
 from __future__ import annotations
 
@@ -9,57 +9,42 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from traindiff.analyse.compare import Verification, compare
-from traindiff.analyse.compare.failed_run import FailedRun
 from traindiff.analyse.compare.investigation import Investigation, Stage
 from traindiff.analyse.compare.verdict import Word
-from traindiff.analyse.compare.verification import Sides
+from traindiff.analyse.compare.verification import FailedRun
 from traindiff.analyse.merge.run_steps import run_steps
 from traindiff.core.summary import number
 from traindiff.errors import ConfigError, Problem, RecordingError
-from traindiff.present.data import as_json
 from traindiff.present.page import page_of
 from traindiff.present.page import write as write_page
-from traindiff.present.text.verification import print_investigation
+from traindiff.present.text.results import print_investigation
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.config.setup import baseline_setup as trusted_way
 from traindiff.run.processes.present_ranks import PresentRanks
 from traindiff.run.verify import investigation_stages as stages
-from traindiff.run.verify.aids import AIDS
-from traindiff.run.verify.asked import Asked
+from traindiff.run.verify.determinism import CONTROLS
 from traindiff.run.verify.failed import RunFailedError
-from traindiff.run.verify.pinning import ForcedSteps
-from traindiff.run.verify.run_recipe import Named
+from traindiff.run.verify.recipe import Named
+from traindiff.run.verify.request import VerifyRequest
 from traindiff.run.verify.runs import REPLICAS, Progress, Runs
-from traindiff.run.verify.trusted import (
-    Question,
-    Trusted,
-    names_of_runs,
-    needed,
-    record_repeated,
-    sides_of,
-    verify_against,
-    with_replicas,
-)
-from traindiff.run.verify.verify import INVESTIGATION, REPORT, check_asked, refuse_others_files, write_whole
+from traindiff.run.verify.trusted import names_of_runs, needed, record_repeated, verify_against, with_replicas
+from traindiff.run.verify.verify import INVESTIGATION, REPORT, refuse_others_files, write_text_and_json, write_whole
 from traindiff.run.verify.verify import JSON as VERIFICATION
 from traindiff.storage import open_recording
 
 OUTPUT = "traindiff-investigate"
-"""Directory of an investigation where none is given."""
+"""Default directory of an investigation."""
 
 SEEDS = 2
-"""Further seeds that the baseline is run with."""
+"""Default number of further seeds of the baseline."""
 
 JSON, HTML = INVESTIGATION, "report.html"
 
-_WIDTH, _ROWS = 200, 50
 _STEADY = "steady"
 
 OnStage = Callable[[Stage], None]
-"""Called with each stage when it is there."""
+"""Called with each stage when it is complete."""
 
 
 def investigate(
@@ -79,7 +64,7 @@ def investigate(
     progress: Progress | None = None,
     on_stage: OnStage | None = None,
 ) -> Investigation:
-    """Ask everything of a training in question, one stage after the other, and stop where a conclusion is final.
+    """Ask everything about a training in question, one stage after the other, and stop when a conclusion is final.
 
     Does the baseline repeat itself? How much does the seed matter? Does the candidate differ by more than noise? Does
     that remain without dropout, with deterministic algorithms, on one thread? Which step is the first that differs,
@@ -87,19 +72,19 @@ def investigate(
 
     Args:
         recipe: Prepares the trusted training; see `traindiff.verify`.
-        candidate: Prepares the training in question; `recipe` where left out.
+        candidate: Prepares the training in question; by default `recipe`.
         output: Directory for the recordings and the report; those of an earlier call are replaced.
-        setup: Under which engine, in which dtype, ... the candidate is run.
-        baseline_setup: The same of the trusted training; where left out, what computes the same in plain PyTorch.
+        setup: Engine, dtype, ... of the candidate.
+        baseline_setup: The same for the trusted training; by default plain PyTorch with the same mathematics.
         steps: Batches to train on in each run.
-        seed: Of torch's, NumPy's and Python's generators.
-        seeds: Further seeds with which the baseline is run, to see how much its loss depends on them.
-        replicas: How to perturb the baseline to measure its noise; see `traindiff.record(replica=...)`.
+        seed: Seed of torch's, NumPy's and Python's generators.
+        seeds: Number of further seeds for the baseline, which show how much its loss depends on the seed.
+        replicas: Perturbations of the baseline that measure its noise; see `traindiff.record(replica=...)`.
         rename: See `traindiff.compare`.
-        record: Settings of `traindiff.record` for all runs, over those of the recipes.
-        timeout: Seconds that a run in processes of its own may go without ending a step; see `traindiff.verify`.
+        record: Settings of `traindiff.record` for all runs; they override those of the recipes.
+        timeout: Seconds that a run in its own processes may go without ending a step; see `traindiff.verify`.
         progress: Called as the runs proceed.
-        on_stage: Called with each stage when it is there.
+        on_stage: Called with each stage when it is complete.
 
     Returns:
         The stages with their conclusions, and the verifications behind them.
@@ -107,32 +92,29 @@ def investigate(
     Raises:
         ConfigError: A recipe, setup or setting cannot be used, or the baseline fails.
     """
-    question = Question(
-        candidate=recipe if candidate is None else candidate, setup=setup, steps=steps, replicas=replicas,
-        rename=rename, zoom=True,
-    )  # fmt: skip
-    asked = Asked(
-        recipe=recipe, baseline_setup=trusted_way(setup) if baseline_setup is None else baseline_setup,
-        question=question, output=Path(output), seed=seed, record=record or {}, timeout=timeout, progress=progress,
-        asked_by="investigate(...)",
+    request = VerifyRequest(
+        recipe=recipe, candidate=recipe if candidate is None else candidate, output=Path(output),
+        baseline_setup=trusted_way(setup) if baseline_setup is None else baseline_setup, setup=setup, steps=steps,
+        seed=seed, replicas=replicas, zoom=True, rename=rename, record=record or {}, timeout=timeout,
+        progress=progress, asked_by="investigate(...)",
     )  # fmt: skip
     ranks = PresentRanks.found()
-    work = Investigating(asked=asked, seeds=seeds, on_stage=on_stage, ranks=ranks)
-    return ranks.together(work.answered) if ranks else work.answered()
+    work = Investigating(request=request, seeds=seeds, on_stage=on_stage, ranks=ranks)
+    return ranks.together(work.run) if ranks else work.run()
 
 
 @dataclass(slots=True, kw_only=True)
 class Investigating:
-    """An investigation that is under way.
+    """An investigation under way.
 
     Attributes:
-        asked: What is asked, as of a verification.
-        seeds: Further seeds of the baseline.
-        on_stage: Called with each stage when it is there.
-        ranks: Those that are there already, of which this process leads.
+        request: The verification to investigate.
+        seeds: Number of further seeds of the baseline.
+        on_stage: Called after each stage.
+        ranks: Ranks that exist already; this process leads them.
     """
 
-    asked: Asked
+    request: VerifyRequest
     seeds: int = SEEDS
     on_stage: OnStage | None = None
     ranks: PresentRanks | None = None
@@ -140,58 +122,53 @@ class Investigating:
     _free: Verification | None = None
     _steady: Verification | None = None
 
-    @property
-    def sides(self) -> Sides:
-        """What is run."""
-        return sides_of(self.asked.recipe, self.asked.baseline_setup, self.asked.question)
-
-    def answered(self) -> Investigation:
-        """Investigate, and leave the report with the recordings.
+    def run(self) -> Investigation:
+        """Investigate, and leave the report beside the recordings.
 
         Raises:
             ConfigError: See `investigate`.
         """
-        asked = self.asked
-        check_asked(asked, self.ranks)
-        _check_seeds(self.seeds, asked.asked_by)
-        runs = asked.runs(asked.output, self.ranks)
-        refuse_others_files(asked.output, (REPORT, HTML), jsons=(JSON, VERIFICATION), asked_by=asked.asked_by)
-        runs.check(_names(asked, self.seeds))
-        runs.refuse_unusable(asked.question.candidate, asked.question.setup)
+        request = self.request
+        request.check(self.ranks)
+        if self.seeds < 0:
+            what, fix = "must be a whole number, at least 0.", "Write seeds=2."
+            raise ConfigError(request.asked_by, [Problem(where=f"seeds={self.seeds}", what=what, fix=fix)])
+        runs = request.runs(request.output, self.ranks)
+        refuse_others_files(request.output, (REPORT, HTML), jsons=(JSON, VERIFICATION), asked_by=request.asked_by)
+        runs.check(_names(request, self.seeds))
+        runs.refuse_unusable(request.candidate, request.setup)
         word = self._ask(runs)
         found = Investigation(
-            sides=self.sides, stages=tuple(self._stages), free=self._free, steady=self._steady, verdict=word,
-            output=str(asked.output), costs=tuple(runs.costs), peak_bytes=runs.peak_bytes,
+            sides=request.sides, stages=tuple(self._stages), free=self._free, steady=self._steady, verdict=word,
+            output=str(request.output), costs=tuple(runs.costs), peak_bytes=runs.peak_bytes,
         )  # fmt: skip
-        write_files(found, asked)
+        write_files(found, request)
         return found
 
     def _ask(self, runs: Runs) -> Word:
-        """One stage after the other; gives the verdict."""
-        asked, question = self.asked, self.asked.question
+        """Run the stages one after the other; return the verdict."""
+        request = self.request
         with needed(runs):
-            recorded = record_repeated(runs, asked.recipe, asked.baseline_setup, steps=question.steps, repeat=True)
+            recorded = record_repeated(runs, request, repeat=True)
         if self._add(stages.repeats(compare(*recorded, rtol=0.0, atol=0.0), compare(*recorded))):
             return "misaligned"
-        losses = {asked.seed: losses_of(recorded[0])}
+        losses = {request.seed: losses_of(recorded[0])}
         of_seeds = self._seeded(runs, losses)
         self._add(of_seeds)
         with needed(runs):
-            trusted = with_replicas(
-                runs, asked.recipe, asked.baseline_setup, recorded, steps=question.steps, replicas=question.replicas
-            )
-        free = self._free = _verified(runs, trusted, replace(question, pin="never"))
-        both = losses[asked.seed], losses_of(free.comparison.candidate)
+            trusted = with_replicas(runs, request, recorded)
+        free = self._free = verify_against(trusted, replace(request, pin="never"), runs)
+        both = losses[request.seed], losses_of(free.comparison.candidate)
         if self._add(stages.differs(free, both, of_seeds.numbers["spread"])):
             return free.verdict
         try:
-            steady = self._steady = self._aided(runs, tuple(AIDS), pin=True)
+            steady = self._steady = self._controlled(runs, tuple(CONTROLS), pin=True)
         except RunFailedError as failed:
             self._add(stages.unknown("baseline", failed.run))
             return free.verdict
         alone: dict[str, str] = {}
         if steady.failed is None and steady.verdict != "diverged":
-            alone = {aid: self._alone(runs, aid) for aid in AIDS}
+            alone = {control: self._alone(runs, control) for control in CONTROLS}
         if self._add(stages.remains(steady, alone)):
             return free.verdict
         for stage in (stages.first_step, stages.first_site, stages.pinned, stages.operators):
@@ -200,79 +177,64 @@ class Investigating:
         return free.verdict
 
     def _add(self, stage: Stage) -> bool:
-        """Take note of a stage; gives whether it is the last."""
+        """Append a stage; return True if it is the last."""
         self._stages.append(stage)
         if self.on_stage:
             self.on_stage(stage)
         return stage.final
 
     def _seeded(self, runs: Runs, losses: dict[int, dict[int, float]]) -> Stage:
-        """Run the baseline with further seeds, and add its losses to those of the first."""
-        asked = self.asked
+        """Run the baseline with further seeds, and add its losses to `losses`, which is by seed."""
+        request = self.request
         failed: dict[int, FailedRun] = {}
-        for seed in range(asked.seed + 1, asked.seed + 1 + self.seeds):
+        for seed in range(request.seed + 1, request.seed + 1 + self.seeds):
             other = replace(_in(runs, f"seed-{seed}"), seed=seed)
             try:
-                path = other.run(asked.recipe, "baseline", num_steps=asked.question.steps, setup=asked.baseline_setup)
-                losses[seed] = losses_of(path)
+                losses[seed] = losses_of(*record_repeated(other, request, repeat=False))
             except RunFailedError as error:
                 failed[seed] = error.run
             runs.peak_bytes = max(runs.peak_bytes, other.peak_bytes)
         return stages.seeds(losses, failed)
 
-    def _alone(self, runs: Runs, aid: str) -> Word:
-        """The verdict with one aid alone."""
+    def _alone(self, runs: Runs, control: str) -> Word:
+        """The verdict with one determinism control alone."""
         try:
-            return self._aided(runs, (aid,), pin=False).verdict
+            return self._controlled(runs, (control,), pin=False).verdict
         except RunFailedError:
             return "incomplete"
 
-    def _aided(self, runs: Runs, aids: tuple[str, ...], *, pin: bool) -> Verification:
-        """Both trainings without what the aids take out.
+    def _controlled(self, runs: Runs, controls: tuple[str, ...], *, pin: bool) -> Verification:
+        """Verify both trainings under determinism controls.
 
         Raises:
-            RunFailedError: The baseline fails so.
+            RunFailedError: The baseline fails under them.
         """
-        asked, question = self.asked, self.asked.question
-        aided = replace(_in(runs, _STEADY if len(aids) > 1 else f"{_STEADY}-{aids[0]}"), aids=aids)
-        recorded = record_repeated(aided, asked.recipe, asked.baseline_setup, steps=question.steps, repeat=False)
-        trusted = with_replicas(
-            aided, asked.recipe, asked.baseline_setup, recorded, steps=question.steps, replicas=question.replicas
-        )
-        found = _verified(aided, trusted, replace(question, pin="divergence" if pin else "never"))
-        runs.peak_bytes = max(runs.peak_bytes, aided.peak_bytes)
+        request = replace(self.request, pin="divergence" if pin else "never")
+        name = _STEADY if len(controls) > 1 else f"{_STEADY}-{controls[0]}"
+        controlled = replace(_in(runs, name), controls=controls)
+        trusted = with_replicas(controlled, request, record_repeated(controlled, request, repeat=False))
+        found = verify_against(trusted, request, controlled)
+        runs.peak_bytes = max(runs.peak_bytes, controlled.peak_bytes)
         return found
 
 
-def _verified(runs: Runs, trusted: Trusted, question: Question) -> Verification:
-    forced = ForcedSteps(runs, trusted.recipe, setup=trusted.setup, replicas=question.replicas)
-    return verify_against(trusted, question, runs, forced)
-
-
-def _names(asked: Asked, seeds: int) -> list[str]:
-    """What the runs are called that are known to come, or may."""
-    replicas = asked.question.replicas
-    aided = [*names_of_runs(replicas, repeat=False), "candidate"]
+def _names(request: VerifyRequest, seeds: int) -> list[str]:
+    """The names of all runs that will or may come."""
+    controlled = [*names_of_runs(request.replicas, repeat=False), "candidate"]
     return [
-        *names_of_runs(replicas, repeat=True), "candidate",
-        *(f"seed-{seed}/baseline" for seed in range(asked.seed + 1, asked.seed + 1 + seeds)),
-        *(f"{name}/{run}" for name in (_STEADY, *(f"{_STEADY}-{aid}" for aid in AIDS)) for run in aided),
+        *names_of_runs(request.replicas, repeat=True), "candidate",
+        *(f"seed-{seed}/baseline" for seed in range(request.seed + 1, request.seed + 1 + seeds)),
+        *(f"{name}/{run}" for name in (_STEADY, *(f"{_STEADY}-{one}" for one in CONTROLS)) for run in controlled),
     ]  # fmt: skip
 
 
 def _in(runs: Runs, name: str) -> Runs:
-    """The same in a directory below, with the same account of what each run took."""
+    """The same runs in a directory below, with the same list of costs."""
     return replace(runs, directory=runs.directory / name, label=f"{name}/")
 
 
-def _check_seeds(seeds: int, asked_by: str) -> None:
-    if seeds < 0:
-        problem = Problem(where=f"seeds={seeds}", what="must be a whole number, at least 0.", fix="Write seeds=2.")
-        raise ConfigError(asked_by, [problem])
-
-
 def losses_of(recording: str) -> dict[int, float]:
-    """The loss of each step of a recording, as `backward` was called on it; what of it cannot be read is left out."""
+    """The loss of each step of a recording, as `backward` was called on it; empty if the recording cannot be read."""
     found: dict[int, float] = {}
     try:
         for step in run_steps(open_recording(recording)):
@@ -285,25 +247,14 @@ def losses_of(recording: str) -> dict[int, float]:
     return found
 
 
-def write_files(found: Investigation, asked: Asked) -> None:
-    """Write the story as text, everything as JSON, and the comparison as a page.
-
-    Args:
-        found: What was found.
-        asked: What was asked.
-    """
-    text, values = io.StringIO(), io.StringIO()
-    print_investigation(Console(file=text, width=_WIDTH, highlight=False, emoji=False), found, top=_ROWS)
-    as_json.write(found, values)
-    write_whole(asked.output / REPORT, text.getvalue())
-    write_whole(asked.output / JSON, values.getvalue())
-    (asked.output / HTML).unlink(missing_ok=True)  # of an earlier investigation
+def write_files(found: Investigation, request: VerifyRequest) -> None:
+    """Write the stages as text, everything as JSON, and the comparison as a page."""
+    write_text_and_json(found, request.output, JSON, print_investigation)
+    (request.output / HTML).unlink(missing_ok=True)  # of an earlier investigation
     comparison = found.comparison
     if comparison is not None and comparison.steps:
         noise = [one["path"] for one in (comparison.noise or {}).get("recordings", ())]
-        shown = compare(
-            comparison.baseline, comparison.candidate, noise=noise, rename=asked.question.rename, history=True
-        )
+        shown = compare(comparison.baseline, comparison.candidate, noise=noise, rename=request.rename, history=True)
         page = io.StringIO()
         write_page(page_of(shown), page)
-        write_whole(asked.output / HTML, page.getvalue())
+        write_whole(request.output / HTML, page.getvalue())

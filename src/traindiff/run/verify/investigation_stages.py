@@ -1,4 +1,4 @@
-"""The stages of an investigation: from what was run to a question and its conclusion."""
+"""The stages of an investigation: each turns results of runs into a question and its conclusion."""
 
 from __future__ import annotations
 
@@ -6,25 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 
 from traindiff.analyse.compare import Comparison, Verification
-from traindiff.analyse.compare.failed_run import FailedRun
 from traindiff.analyse.compare.investigation import Stage
-from traindiff.analyse.compare.sentences import MEANINGS
+from traindiff.analyse.compare.verification import FailedRun
 from traindiff.analyse.findings import before_text, size_text, where_text
-from traindiff.run.verify.aids import AIDS
+from traindiff.analyse.story import MEANINGS
+from traindiff.run.verify.determinism import CONTROLS
 
 Losses = Mapping[int, float]
-"""The loss of a run, by step."""
+"""The losses of a run, by step."""
 
-_REMAINS = f"Does it remain with {', '.join(AIDS.values())}?"
+_REMAINS = f"Does it remain with {', '.join(CONTROLS.values())}?"
 
 
 def repeats(bits: Comparison, tolerant: Comparison) -> Stage:
-    """Whether the baseline repeats itself.
-
-    Args:
-        bits: Baseline against itself, every difference a finding.
-        tolerant: The same against floors.
-    """
+    """Does the baseline repeat itself? `bits` reports every difference, `tolerant` is judged by noise floors."""
     asks = "Does the baseline repeat itself?"
     first = bits.first_divergence
     if tolerant.verdict == "misaligned" and tolerant.first_divergence is not None:
@@ -46,12 +41,7 @@ def repeats(bits: Comparison, tolerant: Comparison) -> Stage:
 
 
 def seeds(losses: Mapping[int, Losses], failed: Mapping[int, FailedRun] | None = None) -> Stage:
-    """How much the loss depends on the seed.
-
-    Args:
-        losses: Of the baseline, by seed.
-        failed: Seeds with which it fails.
-    """
+    """How much does the loss depend on the seed? Losses of the baseline, and runs that failed, are by seed."""
     asks = "How much does the seed matter?"
     fails = "".join(f" With seed {seed} the baseline fails. {run.message}" for seed, run in (failed or {}).items())
     last = _last_step(list(losses.values()))
@@ -75,13 +65,7 @@ def seeds(losses: Mapping[int, Losses], failed: Mapping[int, FailedRun] | None =
 
 
 def differs(free: Verification, losses: tuple[Losses, Losses], spread: float | None) -> Stage:
-    """Whether the candidate differs by more than noise.
-
-    Args:
-        free: Baseline against candidate.
-        losses: Of both.
-        spread: How far the baseline's loss is apart over seeds; None where that is not known.
-    """
+    """Does the candidate differ by more than noise? `spread` is that of the baseline's loss over seeds."""
     asks = "Does the candidate differ by more than noise?"
     comparison, word = free.comparison, free.verdict
     last = _last_step(losses)
@@ -106,19 +90,14 @@ def differs(free: Verification, losses: tuple[Losses, Losses], spread: float | N
 
 
 def remains(steady: Verification, alone: Mapping[str, str]) -> Stage:
-    """Whether the difference remains when nothing varies any more.
-
-    Args:
-        steady: Baseline against candidate, with all aids.
-        alone: The verdict with each aid alone, where it does not remain.
-    """
+    """Does the difference remain when nothing varies any more? `alone` has the verdict under each control alone."""
     numbers = {"verdict": steady.verdict, "alone": dict(alone)}
     if steady.failed is not None and steady.verdict != "diverged":
         return unknown("candidate", steady.failed)
     if steady.verdict == "diverged":
         message = "Yes: it has nothing to do with randomness. What follows is measured so."
         return Stage(name="remains", asks=_REMAINS, message=message, numbers=numbers)
-    enough = [AIDS[name] for name, word in alone.items() if word in ("identical", "equivalent")]
+    enough = [CONTROLS[name] for name, word in alone.items() if word in ("identical", "equivalent")]
     cause = f" {' or '.join(enough)} alone makes it vanish." if enough else " None of them alone makes it vanish."
     message = (
         f"No: so run, the two are {steady.verdict}.{cause} Look at what draws random numbers, or is not "
@@ -128,14 +107,14 @@ def remains(steady: Verification, alone: Mapping[str, str]) -> Stage:
 
 
 def unknown(who: str, failed: FailedRun) -> Stage:
-    """It is not known whether the difference remains: one of the two fails so."""
+    """The stage for a run that fails under the determinism controls."""
     message = f"That is not known: run so, the {who} fails. {failed.message}"
     numbers = {"verdict": "incomplete", "alone": {}}
     return Stage(name="remains", asks=_REMAINS, message=message, numbers=numbers, final=True)
 
 
 def first_step(steady: Verification) -> Stage:
-    """Which step is the first that differs."""
+    """Which step is the first that differs?"""
     comparison, first = steady.comparison, steady.first_divergence
     assert first is not None
     before = [step for step in comparison.steps if step < first.step]
@@ -149,7 +128,7 @@ def first_step(steady: Verification) -> Stage:
 
 
 def first_site(steady: Verification) -> Stage:
-    """Where in that step."""
+    """Which site in that step is the first that differs?"""
     first = steady.first_divergence
     assert first is not None
     further = ". ".join(filter(None, (size_text(first), before_text(first))))
@@ -161,7 +140,7 @@ def first_site(steady: Verification) -> Stage:
 
 
 def pinned(steady: Verification) -> Stage:
-    """Which operations are wrong by themselves."""
+    """Which operations are wrong alone?"""
     asks = "Which modules are wrong alone, given the baseline's tensors?"
     if not steady.pinned:
         message = steady.pin_note or "Nothing was run again."
@@ -177,7 +156,7 @@ def pinned(steady: Verification) -> Stage:
 
 
 def operators(steady: Verification) -> Stage:
-    """Which operator is the first that differs."""
+    """Which operator is the first that differs?"""
     asks = "Which operator in there is the first that differs?"
     zooms = steady.zoomed.comparison.zooms if steady.zoomed else ()
     if not zooms:
@@ -186,12 +165,9 @@ def operators(steady: Verification) -> Stage:
     first = min(zooms, key=lambda zoom: ("operator", "other-operators", "other-inputs", "none").index(zoom.cause))
     message = f"On the way to the {first.phase} of {first.site}: {first.message}"
     return Stage(
-        name="operators",
-        asks=asks,
-        message=message,
-        numbers={"operators": [zoom.to_json() for zoom in zooms]},
+        name="operators", asks=asks, message=message, numbers={"operators": [zoom.to_json() for zoom in zooms]},
         final=True,
-    )
+    )  # fmt: skip
 
 
 def _finite(value: float) -> float | None:

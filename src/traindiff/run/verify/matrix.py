@@ -1,4 +1,4 @@
-"""`traindiff verify --matrix`: verify every combination of a grid, each once."""
+"""`traindiff verify --matrix`: verify every combination of a grid once."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from traindiff._version import __version__
 from traindiff.analyse.compare.investigation import IMPOSSIBLE, REFUSED, Matrix, MatrixRow
 from traindiff.analyse.compare.verification import Verification
 from traindiff.analyse.findings import where_text
-from traindiff.core.untrusted import ANYTHING, MOST_JSON_BYTES, TEXT, Folder, demanded, parse, shaped
+from traindiff.core.untrusted.demands import ANYTHING, MOST_JSON_BYTES, TEXT, demanded, parse, shaped
+from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import ConfigError, CorruptRecordingError, Problem, type_of
 from traindiff.run.config.obstacles import obstacles
-from traindiff.run.config.setup import Setup
+from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.processes.present_ranks import PresentRanks
-from traindiff.run.verify.asked import Asked, AskedSetup, candidate_setup, trusted_setup
 from traindiff.run.verify.pinning import ForcedSteps
-from traindiff.run.verify.trusted import Trusted, names_of_runs, recipe_name, record_trusted, verify_against
-from traindiff.run.verify.verify import JSON, check_asked, write_files, write_whole
+from traindiff.run.verify.recipe import recipe_name
+from traindiff.run.verify.request import SetupOptions, VerifyRequest, candidate_setup, trusted_setup
+from traindiff.run.verify.trusted import Trusted, forced_steps, names_of_runs, record_trusted, verify_against
+from traindiff.run.verify.verify import JSON, write_files, write_whole
 
 _TABLES = ("grid", "settings", "exclude")
 _OWN = ("engine", "baseline_engine", "nproc", "zero_stage", "offload_device")
@@ -37,12 +39,12 @@ class Combination:
     """One combination of a grid.
 
     Attributes:
-        varied: What the grid says of it, by setting.
-        asked: The setup, what neither grid nor settings say as on the command line.
+        varied: The values that the grid gives it, by setting.
+        options: The setup; the command line decides what neither grid nor settings mention.
     """
 
     varied: Mapping[str, Any]
-    asked: AskedSetup
+    options: SetupOptions
 
     @property
     def name(self) -> str:
@@ -50,17 +52,17 @@ class Combination:
         return ", ".join(f"{name}={value}" for name, value in self.varied.items())
 
 
-def read_grid(path: Path, base: AskedSetup) -> list[Combination]:
-    """The combinations of a grid: every value with every other, without those that are excluded.
+def read_grid(path: Path, base: SetupOptions) -> list[Combination]:
+    """The combinations of a grid: all products of its values, without the excluded ones.
 
     Args:
-        path: TOML, or JSON with the same tables: `grid` (a list of values by setting), and if wanted `settings` (a
-            value by setting, for all combinations) and `exclude` (a list of tables; a combination that has all values
-            of one is left out).
-        base: What holds where the file says nothing.
+        path: TOML, or JSON with the same tables: `grid` (a list of values by setting), optionally `settings` (a value
+            by setting, for all combinations) and `exclude` (a list of tables; a combination with all values of one of
+            them is left out).
+        base: Options for everything that the file does not mention.
 
     Raises:
-        ConfigError: The file is not there, cannot be read, or says something else; lists all problems.
+        ConfigError: The file does not exist, cannot be read, or has wrong content; lists all problems.
     """
     content = _content(path)
     problems = [
@@ -97,7 +99,7 @@ def read_grid(path: Path, base: AskedSetup) -> list[Combination]:
         raise ConfigError(str(path), problems)
     combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     return [
-        Combination(varied=varied, asked=_asked(base, {**settings, **varied}))
+        Combination(varied=varied, options=_options(base, {**settings, **varied}))
         for varied in combinations
         if not any(_has_all(one, varied) for one in exclude)
     ]
@@ -121,7 +123,7 @@ def _has_all(excluded: Mapping[str, Any], varied: Mapping[str, Any]) -> bool:
     return all(varied.get(name) == value for name, value in excluded.items())
 
 
-def _asked(base: AskedSetup, said: Mapping[str, Any]) -> AskedSetup:
+def _options(base: SetupOptions, said: Mapping[str, Any]) -> SetupOptions:
     said = {name: _without_prefix(value) for name, value in said.items()}
     own = {name: value for name, value in said.items() if name in _OWN}
     return replace(base, **own, further={**base.further, **{k: v for k, v in said.items() if k not in _OWN}})
@@ -136,163 +138,149 @@ _TRUSTED = "trusted.json"
 _BASELINES = "baselines"
 
 OnRow = Callable[[MatrixRow], None]
-"""Called with each row when it is there."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Measured:
-    trusted: Trusted
-    forced: ForcedSteps
+"""Called with each row when it is complete."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    asked: Asked
+    request: VerifyRequest
     ranks: PresentRanks | None
     fresh: bool
-    measured: dict[str, _Measured] = field(default_factory=dict)
+    measured: dict[str, tuple[Trusted, ForcedSteps]] = field(default_factory=dict)
 
 
 def verify_matrix(
-    asked: Asked,
+    request: VerifyRequest,
     combinations: Sequence[Combination],
     *,
     fresh: bool = False,
     ranks: PresentRanks | None = None,
     on_row: OnRow | None = None,
 ) -> Matrix:
-    """Verify every combination. Those with the same baseline share it, and its noise.
+    """Verify every combination. Combinations with the same baseline share it and its noise.
 
-    A combination that an earlier call has finished in the same directory is not run again, unless a setting, the
-    recipe's file or traindiff's version has changed since.
+    A combination that an earlier call finished in the same directory is not run again, unless a setting, the recipe's
+    file or traindiff's version has changed since.
 
     Args:
-        asked: What is asked of each; its setups are left aside.
-        combinations: What is verified.
+        request: The request for each combination; its setups are ignored.
+        combinations: The combinations.
         fresh: Run all of them again.
-        ranks: Those that are there already, of which this process leads.
-        on_row: Called with each row when it is there.
+        ranks: Ranks that exist already; this process leads them.
+        on_row: Called with each row when it is complete.
 
     Returns:
-        A row for each, in order. What cannot be run here is a row with the reason.
+        A row for each combination, in order. A combination that cannot run here is a row with the reason.
 
     Raises:
-        ConfigError: A setting that all share cannot be used.
+        ConfigError: A setting that all combinations share cannot be used.
     """
-    check_asked(replace(asked, baseline_setup=Setup(), question=replace(asked.question, setup=Setup())), None)
-    work = _Work(asked=asked, ranks=ranks, fresh=fresh)
+    replace(request, baseline_setup=PLAIN, setup=PLAIN).check(None)
+    work = _Work(request=request, ranks=ranks, fresh=fresh)
     rows = []
     for one in combinations:
         rows.append(_row(work, one))
         if on_row is not None:
             on_row(rows[-1])
-    return Matrix(recipe=recipe_name(asked.recipe), output=str(asked.output), rows=tuple(rows))
+    return Matrix(recipe=recipe_name(request.recipe), output=str(request.output), rows=tuple(rows))
 
 
 def _row(work: _Work, one: Combination) -> MatrixRow:
     world_size = work.ranks.world_size if work.ranks else None
-    setup = candidate_setup(one.asked, world_size=world_size)
-    baseline = trusted_setup(one.asked, setup)
-    output = work.asked.output / _directory(one.name)
+    setup = candidate_setup(one.options, world_size=world_size)
+    baseline = trusted_setup(one.options, setup)
+    output = work.request.output / _directory(one.name)
     row = MatrixRow(
         name=one.name, varied=one.varied, verdict=IMPOSSIBLE, message="", seconds=0.0, output=str(output), exit_code=0
     )
     if problems := [*obstacles(setup), *(found for found in obstacles(baseline) if found not in obstacles(setup))]:
         return replace(row, message=" ".join(f"{problem.where} {problem.what}" for problem in problems))
-    asked = replace(
-        work.asked, output=output, baseline_setup=baseline, question=replace(work.asked.question, setup=setup)
-    )
-    key = _fingerprint(asked)
+    request = replace(work.request, output=output, baseline_setup=baseline, setup=setup)
+    key = _fingerprint(request)
     if not work.fresh and (kept := _read(output / _ROW, key)) is not None and (output / JSON).exists():
         return replace(MatrixRow.from_json(kept), kept=True)
     began = time.perf_counter()
     try:
-        verification = _verified(work, asked)
+        verification = _verified(work, request)
     except ConfigError as error:
         message = " ".join(f"{problem.where} {problem.what}" for problem in error.problems)
         return replace(row, verdict=REFUSED, message=message, exit_code=2, seconds=time.perf_counter() - began)
     row = replace(
-        row, verdict=verification.verdict, message=_says(verification), exit_code=verification.exit_code,
+        row, verdict=verification.verdict, message=_message(verification), exit_code=verification.exit_code,
         seconds=time.perf_counter() - began,
     )  # fmt: skip
     _write(output / _ROW, key, row.to_json())
     return row
 
 
-def _verified(work: _Work, asked: Asked) -> Verification:
-    check_asked(asked, work.ranks)
-    runs = asked.runs(asked.output, work.ranks)
+def _verified(work: _Work, request: VerifyRequest) -> Verification:
+    request.check(work.ranks)
+    runs = request.runs(request.output, work.ranks)
     runs.check(["candidate"])
-    runs.refuse_unusable(asked.question.candidate, asked.question.setup)
-    measured = _measured(work, asked)
-    verification = verify_against(measured.trusted, asked.question, runs, measured.forced)
-    write_files(verification, asked.output)
+    runs.refuse_unusable(request.candidate, request.setup)
+    trusted, forced = _measured(work, request)
+    verification = verify_against(trusted, request, runs, forced)
+    write_files(verification, request.output)
     return verification
 
 
-def _measured(work: _Work, asked: Asked) -> _Measured:
+def _measured(work: _Work, request: VerifyRequest) -> tuple[Trusted, ForcedSteps]:
     """The baseline of a combination and its noise: shared, kept from an earlier call, or recorded now."""
-    message = asked.baseline_setup.message
+    message = request.baseline_setup.message
     if message in work.measured:
         return work.measured[message]
-    directory = work.asked.output / _BASELINES / _directory(message)
-    runs = asked.runs(directory, work.ranks)
-    question = asked.question
-    key = _fingerprint(asked, of_the_baseline=True)
+    directory = work.request.output / _BASELINES / _directory(message)
+    runs = request.runs(directory, work.ranks)
+    key = _fingerprint(request, of_the_baseline=True)
     kept = None if work.fresh else _read(directory / _TRUSTED, key)
     if kept is not None and all((directory / name / "run.json").exists() for name in kept["recordings"]):
         baseline, *noise = (str(directory / name) for name in kept["recordings"])
-        trusted = Trusted(recipe=asked.recipe, setup=asked.baseline_setup, baseline=baseline, noise=tuple(noise))
+        trusted = Trusted(baseline=baseline, noise=tuple(noise))
     else:
-        names = names_of_runs(question.replicas, repeat=asked.repeat)
+        names = names_of_runs(request.replicas, repeat=request.repeat)
         runs.check(names)
-        trusted = record_trusted(
-            runs, asked.recipe, asked.baseline_setup, steps=question.steps, replicas=question.replicas,
-            repeat=asked.repeat,
-        )  # fmt: skip
+        trusted = record_trusted(runs, request)
         _write(directory / _TRUSTED, key, {"recordings": names})
-    forced = ForcedSteps(runs, trusted.recipe, setup=trusted.setup, replicas=question.replicas)
-    work.measured[message] = _Measured(trusted=trusted, forced=forced)
+    work.measured[message] = trusted, forced_steps(runs, request)
     return work.measured[message]
 
 
-def _says(verification: Verification) -> str:
+def _message(verification: Verification) -> str:
     if verification.failed is not None:
         return verification.failed.message.splitlines()[0]
     first = verification.first_divergence
     return f"{where_text(first)}: {first.message}" if first is not None else ""
 
 
-def _fingerprint(asked: Asked, *, of_the_baseline: bool = False) -> str:
-    """Changes with all that a result depends on, as far as that is known."""
-    question = asked.question
+def _fingerprint(request: VerifyRequest, *, of_the_baseline: bool = False) -> str:
+    """A hash of everything that is known to change a result."""
     known: list[Any] = [
-        __version__, _source(asked.recipe), asked.baseline_setup.to_json(), question.steps, list(question.replicas),
-        asked.seed, asked.repeat, repr(sorted(asked.record.items())),
+        __version__, _source(request.recipe), request.baseline_setup.to_json(), request.steps, list(request.replicas),
+        request.seed, request.repeat, repr(sorted(request.record.items())),
     ]  # fmt: skip
     if not of_the_baseline:
         known += [
-            _source(question.candidate), question.setup.to_json(), question.pin, repr(question.rename),
-            question.rtol, question.atol, question.compiler_logs, question.zoom,
+            _source(request.candidate), request.setup.to_json(), request.pin, repr(request.rename),
+            request.rtol, request.atol, request.compiler_logs, request.zoom,
         ]  # fmt: skip
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 def _source(recipe: Any) -> list[str]:
-    """A recipe's name, and what its file holds."""
+    """The recipe's name, and the content of its file."""
     name = recipe_name(recipe)
     file = Path(name.rpartition(":")[0])
     return [name, file.read_text(encoding="utf-8") if file.suffix == ".py" and file.is_file() else ""]
 
 
 def _directory(name: str) -> str:
-    """A name for a directory: what is varied, legibly, and different for different names."""
+    """A directory name that is legible, and different for different names."""
     legible = re.sub(r"[^\w.=-]+", "_", name)
     return legible if len(legible) < 100 else f"{legible[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def _read(path: Path, key: str) -> Any:
-    """What was written with this key; None where nothing was."""
+    """The content that was written with this key, or None."""
     try:
         data = Folder.of(path.parent).read(path.name, limit=MOST_JSON_BYTES)
         content = demanded(parse(data, where=str(path)), shaped({"key": TEXT, "content": ANYTHING}), where=str(path))

@@ -1,10 +1,10 @@
-"""Pin a fault down: run one step again with every tensor forced to the baseline's, so that each operation is alone."""
+"""Pin a fault down: run one step again with tensors forced to the baseline's, so that each operation is isolated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,25 +14,22 @@ from traindiff.analyse.merge.renames import parse_renames
 from traindiff.errors import ConfigError
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.verify.failed import RunFailedError
-from traindiff.run.verify.run_recipe import Named
+from traindiff.run.verify.recipe import Named
+from traindiff.run.verify.request import VerifyRequest
 from traindiff.run.verify.runs import REPLICAS, Runs
 from traindiff.storage import open_recording
-
-if TYPE_CHECKING:
-    from traindiff.run.verify.trusted import Question
-
 
 _SHORTER = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForcedStep:
-    """One step of the trusted training: its tensors, and what its operations make of rounding in them.
+    """One step of the trusted training: its tensors, and how rounding in them changes the results of its operations.
 
     Attributes:
         step: The step.
         precision: Dtype in which everything is computed; None for the training's own.
-        baseline: Recording with all tensors, of this step and the one before.
+        baseline: Recording with all tensors of this step and the one before.
         noise: Recordings of replicas that were forced to these tensors.
         operators: Modules whose operators are recorded.
     """
@@ -45,24 +42,24 @@ class ForcedStep:
 
     @property
     def directory(self) -> str:
-        """Where its recordings are."""
+        """The directory of its recordings."""
         return f"{'zoomed' if self.operators else 'pinned'}-step-{self.step}-{self.name}"
 
     @property
     def name(self) -> str:
-        """How it is computed, e.g. `native` or `float32`."""
+        """Name of the precision, e.g. `native` or `float32`."""
         return "native" if self.precision is None else str(self.precision).removeprefix("torch.")
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Of each run. The step before comes along: it ends with the state that this one begins with."""
+        """Settings of each run; the step before is recorded too, because it ends with the state before this step."""
         steps = f"{max(0, self.step - 1)}-{self.step}"
         zoomed = {"operators": self.operators} if self.operators else {}
         return {"num_steps": self.step + 1, "precision": self.precision, "steps": steps, **zoomed}
 
 
 def why_not_forced(setup: Setup) -> str:
-    """Why tensors of a training that is run so cannot be put in place of its own; empty where they can."""
+    """Why this setup does not support teacher forcing; empty if it does."""
     if setup.compile or setup.deepcompile:
         return "what compiled code computes cannot be replaced on the way. Verify the same without compile."
     if setup.engine == "deepspeed":
@@ -73,7 +70,7 @@ def why_not_forced(setup: Setup) -> str:
 
 
 def precisions(baseline: str) -> Iterator[torch.dtype | None]:
-    """How a step is to be computed again: natively, and in float32 where the training computes in something shorter."""
+    """The precisions in which to repeat a step: native, and float32 if the training computes in something shorter."""
     yield None
     recording = open_recording(baseline)
     step = next(recording.steps(recording.ranks[0]), None)
@@ -82,37 +79,30 @@ def precisions(baseline: str) -> Iterator[torch.dtype | None]:
 
 
 def precision_named(name: str) -> torch.dtype | None:
-    """What `ForcedStep.name` says: None for the training's own dtypes."""
+    """The inverse of `ForcedStep.name`: None for the training's own dtypes."""
     found: torch.dtype | None = None if name == "native" else getattr(torch, name)
     return found
 
 
 class ForcedSteps:
-    """Steps of a trusted training that candidates can be forced to, each recorded when it is first asked for.
+    """Steps of a trusted training to which candidates can be forced, each recorded when it is first needed.
 
-    Args:
-        runs: Where, and how.
-        recipe: Prepares the trusted training.
-        setup: How it is run.
-        replicas: How to perturb it; in another dtype those that round are used.
-
-    Attributes:
-        setup: How the trusted training is run.
+    In another dtype than the training's own, only those of its `replicas` that round are used.
     """
 
     def __init__(self, runs: Runs, recipe: Named, *, setup: Setup = PLAIN, replicas: Sequence[str] = REPLICAS) -> None:
         self._runs = runs
         self._recipe = recipe
-        self.setup = setup
+        self._setup = setup
         self._replicas = replicas
         self._recorded: dict[tuple[int, torch.dtype | None, str], ForcedStep] = {}
 
     def step(self, step: int, precision: torch.dtype | None, *, operators: str = "") -> ForcedStep:
-        """What candidates are forced to in a step.
+        """The step to which candidates are forced, computed in `precision` (None for the training's own dtypes).
 
         Args:
             step: The step.
-            precision: Compute everything in this dtype; None for the training's own.
+            precision: Compute everything in this dtype.
             operators: Glob over modules whose operators are recorded; empty for none.
 
         Raises:
@@ -127,7 +117,7 @@ class ForcedSteps:
 
     def _record(self, plain: ForcedStep) -> ForcedStep:
         directory = plain.directory
-        settings = {**plain.settings, "setup": self.setup}
+        settings = {**plain.settings, "setup": self._setup}
         baseline = self._runs.run(self._recipe, f"{directory}/baseline", detail="tensors", **settings)
         used = [one for one in self._replicas if plain.precision is None or one.startswith("ulp")]
         noise = [
@@ -148,17 +138,10 @@ def pin_down(
     rename: Mapping[str, str] | Sequence[str] | None = None,
     operators: str = "",
 ) -> Pinned:
-    """Run the step of the candidate, with each tensor overwritten by the baseline's after it was observed.
+    """Run the step of the candidate, and overwrite each tensor with the baseline's after it was observed.
 
-    Errors then neither accumulate nor cancel: what is found is wrong by itself.
-
-    Args:
-        runs: Where, and how.
-        given: What it is forced to.
-        candidate: Prepares the training in question.
-        setup: How it is run.
-        rename: See `traindiff.compare`.
-        operators: What the candidate calls the modules whose operators are recorded.
+    Errors then neither accumulate nor cancel, so every finding is wrong by itself. `operators` is the candidate's name
+    of the modules whose operators are recorded.
 
     Raises:
         ConfigError: The recipe cannot be used.
@@ -173,34 +156,30 @@ def pin_down(
 EVERYWHERE = "*"
 
 
-def zoom_in(pinned: Sequence[Pinned], question: Question, runs: Runs, forced: ForcedSteps) -> tuple[Pinned | None, str]:
-    """The first of the steps that were pinned down in which something is wrong, with its operators.
-
-    Args:
-        pinned: The step in each precision.
-        question: What is asked of the candidate.
-        runs: Where, and how.
-        forced: Steps that the candidate can be forced to.
+def zoom_in(
+    pinned: Sequence[Pinned], request: VerifyRequest, runs: Runs, forced: ForcedSteps
+) -> tuple[Pinned | None, str]:
+    """Record the operators of the first pinned step in which something is wrong.
 
     Returns:
-        The step; where it cannot be had, None and the reason.
+        The step with its operators, or None and the reason.
     """
     wrong = next((one for one in pinned if _zoomable(one)), None)
     if wrong is None:
         return None, "No operators were recorded: given the baseline's tensors, no module is wrong alone."
-    if forced.setup.nproc != question.setup.nproc:
+    if request.baseline_setup.nproc != request.setup.nproc:
         return None, (
-            f"No operators were recorded: the baseline has {forced.setup.nproc} and the candidate "
-            f"{question.setup.nproc} ranks, and operators are compared rank by rank."
+            f"No operators were recorded: the baseline has {request.baseline_setup.nproc} and the candidate "
+            f"{request.setup.nproc} ranks, and operators are compared rank by rank."
         )
-    if why := why_not_forced(question.setup):
+    if why := why_not_forced(request.setup):
         return None, f"No operators were recorded: {why}"
     found: Pinned | None = None
-    for patterns in _modules(_zoomable(wrong)[0], wrong, question.rename):
+    for patterns in _modules(_zoomable(wrong)[0], wrong, request.rename):
         try:
             given = forced.step(wrong.step, precision_named(wrong.precision), operators=patterns[0])
             found = pin_down(
-                runs, given, question.candidate, setup=question.setup, rename=question.rename, operators=patterns[1]
+                runs, given, request.candidate, setup=request.setup, rename=request.rename, operators=patterns[1]
             )
         except ConfigError as error:
             problem = error.problems[0]
@@ -220,10 +199,10 @@ def _zoomable(pinned: Pinned) -> list[Finding]:
 def _modules(
     finding: Finding, pinned: Pinned, rename: Mapping[str, str] | Sequence[str] | None
 ) -> list[tuple[str, str]]:
-    """What baseline and candidate call the modules that may have made the difference, as patterns; likelier ones first.
+    """Patterns in baseline and candidate for the modules that may have caused the difference, likelier ones first.
 
-    What a module returns depends on the code of the modules around it, from the last site before it that agrees. The
-    gradient that comes back to an output was made by whatever took that output, which may be anywhere.
+    A module's output depends on the code of the modules around it, from the last site before it that agrees. The
+    gradient that comes back to an output comes from the consumer of that output, which may be anywhere.
     """
     everywhere = (EVERYWHERE, EVERYWHERE)
     if finding.phase == "backward":
@@ -242,7 +221,7 @@ def _modules(
 
 
 def _common(path: str, other: str) -> str:
-    """The innermost module that holds both, or is one of them; empty for the root."""
+    """The innermost module that contains both, or is one of them; empty for the root."""
     common = []
     for one, two in zip(path.split("."), other.split("."), strict=False):
         if one != two:

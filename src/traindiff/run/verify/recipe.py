@@ -1,4 +1,4 @@
-"""Recipes: trainings that traindiff can run itself."""
+"""Recipes: functions that prepare a training which traindiff can run itself."""
 
 from __future__ import annotations
 
@@ -43,18 +43,22 @@ class Recipe(Protocol):
         """The training, ready to start."""
 
 
+Named = Recipe | str
+"""A recipe, or its name: `FILE.py:FUNCTION`, `MODULE:FUNCTION`."""
+
+
 def prepared(recipe: Recipe, *, seed: int, asked_by: str, setup: Setup = PLAIN) -> Training:
     """A fresh training, seeded, with a step.
 
     Args:
         recipe: Prepares it.
-        seed: Of torch's, NumPy's and Python's generators.
+        seed: Seed of torch's, NumPy's and Python's generators.
         asked_by: The call, for messages.
-        setup: Under which engine, in which dtype, ... it is to run, in this process and, if there are several ranks,
-            in the process group that is there. Anything but the default needs a training with `loss`.
+        setup: Engine, dtype, ... of the run, in this process and in its process group if there are several ranks. Every
+            setup except the default needs a training with `loss`.
 
     Returns:
-        The training that `recipe` returned; where it gave `loss`, with the `step`, model and optimizer of the setup.
+        The recipe's training. If it gave `loss`, with the `step`, model and optimizer of the setup.
 
     Raises:
         ConfigError: The recipe failed, returned something else, or cannot be run under the setup.
@@ -94,7 +98,7 @@ def prepared(recipe: Recipe, *, seed: int, asked_by: str, setup: Setup = PLAIN) 
 
 
 def refuse_without_loss(training: Training, setup: Setup, *, where: str, asked_by: str) -> None:
-    """Raise `ConfigError` where the training's step is to be made for a setup, and there is no loss to make it from."""
+    """Raise `ConfigError` if the setup needs a step made from `loss`, and the training has no loss."""
     if training.loss is None and setup != PLAIN:
         message = f"is not given, without which the training cannot be run as: {setup.message}."
         raise ConfigError(asked_by, [Problem(where=f"{where}, loss", what=message, fix=_LOSS)])
@@ -102,15 +106,15 @@ def refuse_without_loss(training: Training, setup: Setup, *, where: str, asked_b
 
 @contextmanager
 def failures_explained(doing: str, *, where: str, asked_by: str) -> Iterator[None]:
-    """Whatever fails in the user's code inside is an error of what the user named.
+    """Turn any failure of the user's code inside into an error that names `where`.
 
     Raises:
-        ConfigError: In place of any exception, `SystemExit` included. One that is a `ConfigError` already stays.
+        ConfigError: In place of any exception, `SystemExit` included. A `ConfigError` is raised unchanged.
     """
     try:
         yield
     except ConfigError:
-        raise  # of what traindiff does in the user's name: a step that it made
+        raise  # from a step that traindiff made
     except (Exception, SystemExit) as error:
         message = f"{doing} raised {type(error).__name__}: {error}"
         problem = Problem(
@@ -121,7 +125,7 @@ def failures_explained(doing: str, *, where: str, asked_by: str) -> Iterator[Non
 
 @contextmanager
 def undisturbed_random_state() -> Iterator[None]:
-    """Give the caller's generators back as they were."""
+    """Restore the caller's random generators afterwards."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
@@ -132,12 +136,17 @@ def undisturbed_random_state() -> Iterator[None]:
 
 
 def name_of(recipe: Recipe) -> str:
-    """What the recipe is called in messages."""
+    """The recipe's name in messages."""
     return str(getattr(recipe, "__qualname__", type(recipe).__qualname__))
 
 
+def recipe_name(recipe: Named) -> str:
+    """The recipe's name in messages, as the user gave it."""
+    return recipe if isinstance(recipe, str) else name_of(recipe)
+
+
 def logged(returned: Any) -> Iterator[tuple[str, float | Tensor]]:
-    """What `step` returned, as names and numbers: a loss, or a mapping."""
+    """The result of `step` as names and numbers; it is a loss, or a mapping."""
     found = returned if isinstance(returned, Mapping) else {"loss": returned}
     for name, value in found.items():
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
@@ -146,7 +155,7 @@ def logged(returned: Any) -> Iterator[tuple[str, float | Tensor]]:
 
 def _has_optimizers(value: Any) -> bool:
     if value is None:
-        return True  # found when they first step
+        return True  # optimizers are found when they first step
     several: Sequence[Any]
     if isinstance(value, Mapping):
         several = list(value.values())
@@ -156,14 +165,14 @@ def _has_optimizers(value: Any) -> bool:
 
 
 def load_recipe(named: str, *, asked_by: str) -> Recipe:
-    """The recipe that `named` names, e.g. `train.py:recipe` or `package.module:recipe`.
+    """The recipe of this name, e.g. `train.py:recipe` or `package.module:recipe`.
 
     Args:
         named: A Python file or an importable module, a colon, and the name of a function in it.
         asked_by: The command, for messages.
 
     Raises:
-        ConfigError: There is no such file, module or function, or running the file fails.
+        ConfigError: The file, module or function does not exist, or running the file fails.
     """
     source, colon, name = named.rpartition(":")
     if not colon or not source or not name:
@@ -192,7 +201,7 @@ def load_recipe(named: str, *, asked_by: str) -> Recipe:
 
 @contextmanager
 def _started_as(source: str) -> Iterator[None]:
-    """Inside it, code that reads command lines finds that it was started without arguments."""
+    """Show the code inside a command line without arguments."""
     before = sys.argv
     sys.argv = [source]
     try:
@@ -217,12 +226,12 @@ def _refuse_no_source(source: str, named: str, asked_by: str) -> None:
 
 
 def _may_be_a_recipe(value: object) -> bool:
-    """Whether it can be called, and is no class: those that a script imports are not meant."""
+    """True for callables that are no classes: the classes that a script imports are not meant."""
     return callable(value) and not isinstance(value, type)
 
 
 def _can_be_found(source: str) -> bool:
-    """Whether the first part of a module's name leads to something that can be imported, also here."""
+    """True if the first part of a module's name can be imported, also from the working directory."""
     _import_first_from(Path.cwd())
     return importlib.util.find_spec(source.partition(".")[0]) is not None
 
@@ -240,7 +249,7 @@ def _run(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # dataclasses look their module up
+    sys.modules.setdefault(spec.name, module)  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -254,10 +263,10 @@ def _import_first_from(directory: Path) -> None:
 
 
 def _forget_namesakes(directory: Path) -> None:
-    """Forget modules that another script brought along and that have the name of one in this directory.
+    """Forget modules of another script that have the name of a module in this directory.
 
-    `before/train.py` and `after/train.py` each import their own `model.py`. Without this the second
-    would get the first's, and the two would agree whatever was changed.
+    `before/train.py` and `after/train.py` each import their own `model.py`. Without this the second script would get
+    the first one's, and the two would agree whatever was changed.
     """
     here = {entry.stem for entry in directory.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").is_file()}
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]

@@ -1,4 +1,4 @@
-"""Run a recipe and record it."""
+"""Run a recipe and record it, in this process or as one rank of a launched run."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from typing import Any
 import torch
 
 from traindiff.core.observation import Observation
-from traindiff.core.settings import RecordSettings, ReplicaSetting, check_names, record_settings
+from traindiff.core.setting_checks import ReplicaSetting
+from traindiff.core.settings import SETTINGS, RecordSettings, check_names, record_settings
+from traindiff.core.torch_compat.execution import log_recompilations
 from traindiff.errors import ConfigError, Problem
-from traindiff.observe.torch.perturb.making import make_replica
+from traindiff.observe.torch.perturb import make_replica
 from traindiff.observe.torch.perturb.precision import PrecisionReplica
-from traindiff.observe.torch.perturb.random_rounding import is_rounded, randomly_rounded, rounding_key
 from traindiff.observe.torch.perturb.replica import Replica, compiled_parts
-from traindiff.observe.torch.session.record import STANDARD_SETTINGS
+from traindiff.observe.torch.perturb.ulp import is_rounded, randomly_rounded, rounding_key
 from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import Targets, find_targets
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.config.training import Training
 from traindiff.run.processes.rank_process import Here
-from traindiff.run.verify.aids import DROPOUT, aided, take_out_dropout
+from traindiff.run.verify.determinism import DROPOUT, controlled, take_out_dropout
 from traindiff.run.verify.recipe import (
+    Named,
     Recipe,
     failures_explained,
     load_recipe,
@@ -56,7 +58,7 @@ def run_recipe(
     last_seen: Callable[[Observation], None] | None = None,
     overwrite: bool = False,
     setup: Setup = PLAIN,
-    aids: Sequence[str] = (),
+    controls: Sequence[str] = (),
     **settings: Any,
 ) -> str:
     """Train for some steps, from scratch, and record it.
@@ -65,18 +67,17 @@ def run_recipe(
         recipe: Prepares the training.
         path: Recording to write.
         num_steps: Batches to train on.
-        seed: Of torch's, NumPy's and Python's generators, which are given back as they were.
+        seed: Seed of torch's, NumPy's and Python's generators, which are restored afterwards.
         asked_by: The call, for messages.
-        forced_by: A recording with full tensors, whose values are put in place of the training's once they have
-            been observed, in the steps that it has. A `ulp` replica then perturbs these values.
-        precision: Compute everything in this dtype, whatever the training asks for.
-        on_step: Called with the number of each batch after it was trained on.
+        forced_by: A recording with full tensors. In its steps, its values replace the training's after they were
+            observed; a `ulp` replica perturbs these values.
+        precision: Compute everything in this dtype.
+        on_step: Called with the number of each batch after training on it.
         last_seen: Called with each observation.
         overwrite: Replace a recording that is already at `path`.
-        setup: Under which engine, in which dtype, ... the training is run. Where that has several ranks, this is
-            called on each of them, in a process group.
-        aids: What to take out of the training that may vary; see `traindiff.run.verify.aids`.
-        **settings: Of `traindiff.record`, over those of the training itself.
+        setup: Engine, dtype, ... of the training. With several ranks, call this on each of them, in a process group.
+        controls: Determinism controls; see `traindiff.run.verify.determinism`.
+        **settings: Settings of `traindiff.record`; they override the training's own.
 
     Returns:
         The path.
@@ -85,14 +86,13 @@ def run_recipe(
         ConfigError: The recipe cannot be used or fails, a setting is wrong, or there are no batches.
     """
     where = f"recipe {name_of(recipe)}"
-    with undisturbed_random_state(), aided(aids):
+    with undisturbed_random_state(), controlled(controls):
         training = prepared(recipe, seed=seed, asked_by=asked_by, setup=setup)
-        if DROPOUT in aids:
+        if DROPOUT in controls:
             take_out_dropout(training.model)
         chosen = {**training.record, **settings}
-        unknown = [name for name in chosen if name not in STANDARD_SETTINGS]
-        check_names(unknown, known=STANDARD_SETTINGS.keys(), where=f"{where}, record")
-        checked = record_settings(**{**STANDARD_SETTINGS, **chosen})
+        check_names(chosen, known=SETTINGS, where=f"{where}, record")
+        checked = record_settings(**chosen)
         targets = find_targets(
             training.model, training.optimizer, select=checked.select, shards=checked.shards,
             operators=checked.operators,
@@ -131,7 +131,7 @@ def _train(
     where: str,
     asked_by: str,
 ) -> int:
-    """Train on so many batches, or on all that there are; gives back on how many."""
+    """Train on up to `num_steps` batches; return their number."""
     explained = partial(failures_explained, asked_by=asked_by)
     with explained("iterating over them", where=f"{where}, batches"):
         batches = iter(training.batches)
@@ -144,7 +144,7 @@ def _train(
             returned = training.train_on(batch)
         for name, value in logged(returned):
             recorder.log(name, value)
-        recorder.write()  # so that a step that has ended is all there, however the next one ends
+        recorder.write()  # complete each step, whatever happens in the next one
         if on_step:
             on_step(number)
     return num_steps
@@ -153,7 +153,7 @@ def _train(
 def _replica(
     targets: Targets, settings: RecordSettings, *, precision: torch.dtype | None, forced: bool
 ) -> Replica | None:
-    """What perturbs the training; of a forced one, the values that are put in place are rounded instead."""
+    """The perturbation of the training; a forced `ulp` replica rounds the forced values instead."""
     if precision is not None:
         return PrecisionReplica(precision, targets.root)
     if settings.replica is None or (forced and settings.replica.kind == "ulp"):
@@ -171,24 +171,9 @@ def _forced_values(path: str, replica: ReplicaSetting | None) -> ForcedValues:
     )
 
 
-Named = Recipe | str
-"""A recipe, or where it is found: `FILE.py:FUNCTION`, `MODULE:FUNCTION`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """What a run is, so that it can be handed to another process.
-
-    Attributes:
-        recipe: Prepares the training.
-        path: Recording to write.
-        num_steps: Batches to train on.
-        seed: Of torch's, NumPy's and Python's generators.
-        setup: How it is run.
-        asked_by: The call, for messages.
-        compiler_logs: Have torch's compiler say what it does.
-        settings: Further arguments of `run_recipe`.
-    """
+    """A run in a form that can be sent to another process; `settings` are further arguments of `run_recipe`."""
 
     recipe: Named
     path: str
@@ -201,9 +186,9 @@ class RecordedRun:
 
 
 def record_on_rank(here: Here, run: RecordedRun) -> dict[str, Any]:
-    """Make one rank's part of the run."""
+    """Run and record this rank's part."""
     if run.compiler_logs:
-        _have_the_compiler_talk()
+        log_recompilations()
     recipe = load_recipe(run.recipe, asked_by=run.asked_by) if isinstance(run.recipe, str) else run.recipe
     run_recipe(
         recipe, run.path, num_steps=run.num_steps, seed=run.seed, setup=run.setup, asked_by=run.asked_by,
@@ -213,12 +198,12 @@ def record_on_rank(here: Here, run: RecordedRun) -> dict[str, Any]:
 
 
 def check_on_rank(here: Here, recipe: Named, seed: int, setup: Setup, asked_by: str) -> None:  # noqa: ARG001
-    """`check_recipe` in a process of its own."""
+    """`check_recipe` in its own process."""
     check_recipe(recipe, seed, setup, asked_by)
 
 
 def check_recipe(recipe: Named, seed: int, setup: Setup, asked_by: str) -> None:
-    """Prepare the training once, as it is, and refuse what cannot be used.
+    """Prepare the training once, without a setup.
 
     Raises:
         ConfigError: The recipe cannot be used, or not under the setup.
@@ -229,7 +214,7 @@ def check_recipe(recipe: Named, seed: int, setup: Setup, asked_by: str) -> None:
 
 
 def refuse_unlaunchable(recipe: Recipe, asked_by: str) -> None:
-    """Raise `ConfigError` where a function cannot be handed to another process."""
+    """Raise `ConfigError` if a function cannot be sent to another process."""
     try:
         pickle.dumps(recipe)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -242,16 +227,10 @@ def refuse_unlaunchable(recipe: Recipe, asked_by: str) -> None:
 
 
 def peak_bytes() -> int:
-    """Largest resident memory of this process so far; 0 where the system does not tell."""
+    """Largest resident memory of this process so far; 0 if the system does not tell."""
     with suppress(ImportError):
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
     return 0
-
-
-def _have_the_compiler_talk() -> None:
-    import torch._logging as logs
-
-    logs.set_logs(guards=True, recompiles=True, graph_breaks=True)  # type: ignore[attr-defined]

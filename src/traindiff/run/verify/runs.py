@@ -1,4 +1,4 @@
-"""Runs of recipes that go into one directory, with what each took."""
+"""Runs of recipes whose recordings go into one directory, and what each run took."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from traindiff.analyse.compare import RunCost
 from traindiff.core.observation import Observation
 from traindiff.errors import ConfigError, Problem, RecordingError
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.processes.launch import launch
-from traindiff.run.processes.processes import OnStep
-from traindiff.run.processes.rank_end import Patience, RankEnd, RanksError, seen_text
-from traindiff.run.processes.rank_process import Launched
+from traindiff.run.processes.rank_end import Patience, RankEnd, RanksError
+from traindiff.run.processes.rank_process import seen_text
 from traindiff.run.verify.failed import RunFailedError, of_ranks, of_this_process, refused
-from traindiff.run.verify.recipe import Recipe, undisturbed_random_state
+from traindiff.run.verify.recipe import Named, Recipe, undisturbed_random_state
 from traindiff.run.verify.run_recipe import (
-    Named,
     RecordedRun,
     check_on_rank,
     check_recipe,
@@ -33,50 +31,38 @@ from traindiff.run.verify.run_recipe import (
 from traindiff.storage import open_recording
 
 REPLICAS = ("ulp:1", "ulp:2", "reorder:1")
-"""Replicas that floors are measured from by default."""
+"""Default replicas from which noise floors are measured."""
 
 LOGS = "logs"
-"""Directory, beside the recordings, of what launched ranks print."""
+"""Directory, beside the recordings, of the output of launched ranks."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of a run, its current step, and how many there will be."""
+"""Called with the name of a run, its current step, and its number of steps."""
 
 
-class Launcher(Protocol):
-    """Starts ranks and waits for them: `traindiff.run.processes.launch`, or that of ranks that are there already."""
-
-    def __call__(
-        self,
-        function: Launched,
-        *args: Any,
-        world_size: int,
-        grouped: bool,
-        outputs: Path,
-        patience: Patience,
-        on_step: OnStep | None = None,
-    ) -> list[RankEnd]:
-        """See `traindiff.run.processes.launch.launch`."""
+Launcher = Callable[..., list[RankEnd]]
+"""Starts ranks and waits for them: `launch`, or `PresentRanks.launch` for ranks that exist already."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Runs:
-    """Runs recipes into one directory, and keeps account of it.
+    """Runs recipes into one directory, and keeps account of the costs.
 
-    A recipe that is given by name is run in fresh processes, one for each rank of its setup. A function is run in
-    this one where its setup is plain, else it is handed to fresh processes too, which must be able to import it.
+    A recipe that is given by name runs in fresh processes, one per rank of its setup. A function runs in this process
+    if its setup is plain; otherwise it is sent to fresh processes, which must be able to import it.
 
     Attributes:
         directory: Holds the recordings, each under its name.
-        seed: Of torch's, NumPy's and Python's generators.
+        seed: Seed of torch's, NumPy's and Python's generators.
         progress: Called as the runs proceed.
-        record: Settings of `traindiff.record`, over those of the recipes.
+        record: Settings of `traindiff.record`; they override those of the recipes.
         asked_by: The call, for messages.
         patience: How long a run may go without ending a step.
         launcher: Starts the processes.
-        aids: What is taken out of the trainings that may vary; see `traindiff.run.verify.aids`.
-        label: Put before the name of each run, where `progress` and `costs` tell of it.
+        controls: Determinism controls of the trainings; see `traindiff.run.verify.determinism`.
+        label: Prefix of the name of each run in `progress` and `costs`.
         costs: What each run took, in order.
-        peak_bytes: Largest resident memory of a process that ran one.
+        peak_bytes: Largest resident memory of a run.
     """
 
     directory: Path
@@ -86,17 +72,13 @@ class Runs:
     asked_by: str
     patience: Patience = field(default_factory=Patience)
     launcher: Launcher = launch
-    aids: Sequence[str] = ()
+    controls: Sequence[str] = ()
     label: str = ""
     costs: list[RunCost] = field(default_factory=list)
     peak_bytes: int = 0
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise if a run of one of these names would replace a recording that no recipe made: it is the user's own.
-
-        Raises:
-            ConfigError: Names all of them.
-        """
+        """Raise `ConfigError` if a run of these names would replace a recording that was made without a recipe."""
         problems = [
             Problem(
                 where=os.fspath(self.directory / name),
@@ -110,7 +92,7 @@ class Runs:
             raise ConfigError(self.asked_by, problems)
 
     def refuse_unusable(self, recipe: Named, setup: Setup) -> None:
-        """Prepare a training once, before anything is run.
+        """Prepare a training once, before any run.
 
         Raises:
             ConfigError: The recipe cannot be used, or not under the setup.
@@ -136,21 +118,21 @@ class Runs:
         self, recipe: Named, name: str, *, num_steps: int, setup: Setup = PLAIN, compiler_logs: bool = False,
         **settings: Any,
     ) -> str:  # fmt: skip
-        """Run and record one; a recording of that name is replaced.
+        """Run and record one training; a recording of that name is replaced.
 
         Args:
             recipe: Prepares the training.
-            name: Of the run, and of its recording.
+            name: Name of the run, and of its recording.
             num_steps: Batches to train on.
-            setup: How it is run.
-            compiler_logs: Have torch's compiler say what it does; always in processes of its own.
-            **settings: Further ones of `run_recipe`.
+            setup: Setup of the run.
+            compiler_logs: Make torch's compiler log its decisions; this run always has its own processes.
+            **settings: Further arguments of `run_recipe`.
 
         Returns:
             The path of the recording.
 
         Raises:
-            ConfigError: The recipe or a setting cannot be used, or the recording that is there is the user's own.
+            ConfigError: The recipe or a setting cannot be used, or the existing recording is the user's own.
             RunFailedError: The training itself failed.
         """
         self.check([name])
@@ -167,7 +149,7 @@ class Runs:
         run = RecordedRun(
             recipe=recipe, path=os.fspath(self.directory / name), num_steps=num_steps, seed=self.seed, setup=setup,
             asked_by=f"{self.asked_by}, run {name}", compiler_logs=compiler_logs,
-            settings={"aids": tuple(self.aids), **self.record, **settings},
+            settings={"controls": tuple(self.controls), **self.record, **settings},
         )  # fmt: skip
         try:
             if isinstance(recipe, str) or compiler_logs or is_launched(recipe, setup):
@@ -200,7 +182,7 @@ class Runs:
 
 
 def is_launched(recipe: Named, setup: Setup) -> bool:
-    """Whether a run needs processes of its own."""
+    """True if a run needs its own processes."""
     return isinstance(recipe, str) or setup.engine != "plain"
 
 
@@ -225,7 +207,7 @@ def _in_this_process(
 
 
 def _config_error(error: RanksError, asked_by: str) -> ConfigError:
-    """What the rank that explains the others refused."""
+    """The `ConfigError` of the rank that explains the others."""
     return ConfigError(asked_by, [Problem(**one) for one in error.first.problems])
 
 
@@ -233,4 +215,4 @@ def _is_of_the_user(path: Path) -> bool:
     try:
         return open_recording(os.fspath(path)).run.get("recipe") is None
     except RecordingError:
-        return False  # nothing is there, or what a run that was killed left
+        return False  # nothing is there, or the rest of a killed run

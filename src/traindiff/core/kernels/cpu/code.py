@@ -13,7 +13,7 @@ from llvmlite import ir
 from traindiff.core.kernels.cpu.values import I1, I32, I64, LANES, POINTER, Operand, Value, element_of, vector
 
 _engines: dict[str, Any] = {}
-"""What owns the memory of the code, by the name of its module: kept as long as the process."""
+"""Owners of the code's memory by name of the module; they live as long as the process."""
 
 
 def host() -> str:
@@ -23,14 +23,15 @@ def host() -> str:
 
 
 def machine_code(name: str, build: Callable[[], ir.Module]) -> Callable[..., Any]:
-    """Build a module where that has not been done: a tenth of a second or two, once per process.
+    """Build a module, once per process; takes 0.1 to 0.2 s.
 
     Args:
         name: What the module is filed under.
         build: Makes it.
 
     Returns:
-        Gives a function of the module by its name and the ctypes of its arguments; it returns nothing.
+        A function that returns a function of the module, by its name and the ctypes of its arguments. That function
+        returns nothing.
     """
     if name not in _engines:
         _engines[name] = _engine(build())

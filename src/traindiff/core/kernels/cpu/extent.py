@@ -1,7 +1,7 @@
-"""The extent of a tensor on the CPU, at the speed of memory.
+"""The extent of a tensor on the CPU, as fast as its memory can be read.
 
-Without its sign bit, a floating-point number is ordered like the integer that has its bits, infinity above all numbers
-and NaN above infinity. So least and largest magnitude are those of integers.
+Without their sign bits, floating-point numbers are ordered as the integers with the same bits: infinity above all
+numbers, and NaN above infinity. So the magnitudes are compared as integers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = {
 """Dtypes that the kernel reads."""
 
 _REGISTERS = 4
-"""Vectors that are read before the first one is needed: enough to hide how long a read takes."""
+"""Vectors that are read before the first one is needed: enough to hide the latency of a read."""
 
 _VECTOR_BYTES = 64
 
@@ -63,7 +63,7 @@ def extent(tensor: torch.Tensor) -> Extent:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, each once: in what order does not matter."""
+    """True if the elements fill a stretch of memory, in any order."""
     if tensor.is_contiguous():
         return True
     reach = 1

@@ -20,7 +20,7 @@ from traindiff.core.kernels.reference import BLOCK
 
 
 class _Totals:
-    """What is accumulated over the elements: in registers, until `add_to` puts it into the state."""
+    """Totals over the elements, kept in registers until `add_to` merges them into the state."""
 
     def __init__(self, code: Code, dtype: FloatDtype, *, wide: bool) -> None:
         self.code = code
@@ -129,7 +129,7 @@ def _block(totals: _Totals, dtype: FloatDtype, groups: list[Group], weight: Valu
 
 
 def _count_specials(totals: _Totals, dtype: FloatDtype, bits: Value, value: Value) -> Value:
-    """Count what is not a normal number; returns the values with zero in place of NaN and infinities."""
+    """Count elements that are not normal numbers; returns the values with zero in place of NaN and infinity."""
     size = bits & dtype.magnitude_mask
     signed = (bits & (dtype.magnitude_mask + 1)) > 0
     infinite = size.equals(dtype.infinity)
@@ -162,7 +162,7 @@ def _extremes(totals: _Totals, finite: Value, value: Value, dtype: FloatDtype, b
 
 
 def _special(raw: Value, dtype: FloatDtype) -> Value:
-    """Mask of what is not a normal number, in one comparison."""
+    """Mask of the elements that are not normal numbers, in one comparison."""
     return (raw & dtype.magnitude_mask) - dtype.smallest_normal >= dtype.infinity - dtype.smallest_normal
 
 

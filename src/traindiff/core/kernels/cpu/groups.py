@@ -1,4 +1,4 @@
-"""The elements of a block, vector by vector or one by one, with what their places give them; hashes of bits."""
+"""The elements of a block with the weights and signs of their places, and hashes of their bits."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def function_over_elements(module: ir.Module, name: str) -> Code:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Elements that are worked on together: a vector of LANES in a block, or one element.
+    """Elements that are processed together: a vector of LANES in a block, or one element.
 
     Attributes:
         raw: Bits as they are in memory.
-        lane_weights: L(lane) of each; of the even and of the odd lanes apart where words have 32 bits.
-        negated: Mask of those that enter the sketch negated.
-        buckets: Pointer to the sketch bucket of the first; the others follow it.
+        lane_weights: L(lane) of each element; even and odd lanes separately if words have 32 bits.
+        negated: Mask of the elements that enter the sketch negated.
+        buckets: Pointer to the sketch bucket of the first element; the others follow it.
     """
 
     raw: Value
@@ -74,7 +74,7 @@ class Block:
         return found
 
     def element(self, dtype: Dtype, x: Value, here: Value, lane: Value, state: Value) -> Group:
-        """The element `here` of `x`, which has this place in the block."""
+        """The element `here` of `x`, at place `lane` of the block."""
         code = self._code
         lane_weights = Value(code, _lane_table(code.function.module))
         return Group(
@@ -106,7 +106,7 @@ def multiset_hash(bits: Value, dtype: Dtype) -> Value:
 
 
 def hash_type(dtype: Dtype, *, wide: bool) -> ir.Type:
-    """What `dot` and `multiset_hash` give for a vector, or for one element."""
+    """Type of the results of `dot` and `multiset_hash`, for a vector or for one element."""
     return ir.VectorType(I64, LANES * dtype.word.width // 64) if wide else I64
 
 

@@ -20,12 +20,12 @@ from traindiff.core.kernels.reference import BLOCK
 
 
 class _Totals:
-    """What is accumulated over the elements: in registers, until `add_to` puts it into the state.
+    """Totals over the elements, kept in registers until `add_to` merges them into the state.
 
     Attributes:
-        least: Of the elements' ranks: unsigned numbers in their order.
-        greatest: Likewise.
-        smallest: Smallest magnitude, less 1, so that zero becomes the largest of all.
+        least: Least rank of an element: an unsigned number that is ordered as the elements are.
+        greatest: Greatest rank.
+        smallest: Smallest magnitude minus 1, so that zero becomes the largest of all.
     """
 
     def __init__(self, code: Code, dtype: IntegerDtype, *, wide: bool) -> None:
@@ -79,7 +79,7 @@ class _Totals:
         code.merge(FIELDS["smallest"].pointer(code, state), smallest, Value.smaller)
 
     def _number(self, rank: Value) -> Value:
-        """The number of a rank."""
+        """The number that has this rank."""
         zero = 1 << (self._dtype.bits - 1) if self._dtype.signed else 0
         return (rank.widened(I64) - zero).to_float(signed=True)
 

@@ -1,4 +1,4 @@
-"""How the kernel reads the elements of each dtype."""
+"""The layout of the kernel's state in memory, and the dtypes that it reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNTS = ("nan", "positive_infinity", "negative_infinity", "zero", "negative", "
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of the state: where it begins, in bytes, and what it is made of."""
+    """A field of the state: its offset in bytes, and the type of its elements."""
 
     offset: int
     element: ir.Type
@@ -57,7 +57,7 @@ def _layout() -> tuple[dict[str, Field], int]:
 
 
 FIELDS, SIZE = _layout()
-"""Fields of the state by name, and its size in bytes. Zero bytes are its initial content but for extremes."""
+"""Fields of the state by name, and its size in bytes. All fields but the extremes begin as zeros."""
 
 VECTOR_F64 = vector(F64)
 
@@ -81,7 +81,7 @@ class Dtype:
 
     @property
     def word(self) -> ir.IntType:
-        """Type in which its bits are worked on: 32 bits for the shorter dtypes too."""
+        """Type in which its bits are processed: 32 bits for the shorter dtypes, too."""
         return I64 if self.bits == 64 else I32
 
 
@@ -101,7 +101,7 @@ class FloatDtype(Dtype):
     """A floating-point dtype.
 
     Attributes:
-        infinity: Bits of +inf; everything above, the sign left out, is NaN.
+        infinity: Bits of +inf; larger magnitudes are NaN.
         smallest_normal: Bits of the smallest normal number.
     """
 

@@ -21,13 +21,13 @@ NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 """Dtypes that the kernel reads."""
 
 SHORTEST_RUN = 48
-"""Tensors whose contiguous runs are shorter are copied, part by part: each run costs as much as these elements."""
+"""Tensors with shorter contiguous runs are copied part by part: a run costs about as much as so many elements."""
 
 _scratch = threading.local()
 
 
 def reads(tensor: torch.Tensor) -> bool:
-    """Whether the kernel can read this tensor where it is."""
+    """True if the kernel can read this tensor in place."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     return plain and tensor.device.type == "cpu" and tensor.dtype in NAMES and not tensor.is_neg()
 
@@ -78,7 +78,7 @@ def _add_runs(tensor: torch.Tensor, shard: Shard, plan: _Plan, accumulate: Calla
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What follows from a shard; most shards come back in every step."""
+    """Values that follow from a shard; most shards come back in every step."""
 
     contiguous: bool
     size: int
@@ -100,7 +100,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _state() -> int:
-    """Address of memory for the state, one per thread."""
+    """Address of the memory for this thread's state."""
     if not hasattr(_scratch, "address"):
         _scratch.state = np.zeros(SIZE // 8, dtype=np.int64)
         _scratch.address = _scratch.state.ctypes.data

@@ -1,4 +1,4 @@
-"""One summary as 64-bit words: where each field of `SUMMARY` begins, and how each word merges."""
+"""The dtypes that the kernel reads, and a summary as 64-bit words: where each field begins, how each word merges."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Dtype:
         form: Name of the float format, or `signed` or `unsigned` for integers.
         bits: Width of an element.
         infinity: Magnitude bits of +inf; of the first NaN where there is no infinity.
-        first_nan: Every magnitude from this one is NaN.
+        first_nan: This magnitude and all larger ones are NaN.
         smallest_normal: Magnitude bits of the smallest normal number.
     """
 

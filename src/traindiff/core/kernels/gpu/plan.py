@@ -1,4 +1,4 @@
-"""How a shard is divided among the programs of a launch: arithmetic on the host, on shapes alone."""
+"""Plans that divide a shard among the programs of a launch; computed on the host from shapes alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from traindiff.core.kernels.parts import Runs, runs
 from traindiff.core.shards import BUCKETS, Shard
 
 ELEMENTS_PER_PART = 8192
-"""A program does about as many elements: a tensor that is not larger needs no merging."""
+"""Elements per program, about. A tensor that is not larger needs no merging."""
 
 MOST_PARTS = 1024
 """Programs for one tensor, at most: enough to fill a large GPU, 1.1 MB of summaries to merge."""
 
 TILE_LOG2 = 10
-"""Of the elements of a tile of `profiles`."""
+"""Log2 of the elements of a tile of `blocks.summarize_profiles`."""
 
 
 class Piece(NamedTuple):

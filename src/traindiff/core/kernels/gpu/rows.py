@@ -114,7 +114,7 @@ class HostBuffer:
         return np.array(self._memory[:rows].numpy()).view(SUMMARY).reshape(rows)
 
 
-__all__ = ["DeviceRows", "reads"]
+__all__ = ["DeviceRows", "reads"]  # `reads` belongs to the interface of a kernel
 
 _TABLES_KEPT = 16
 
@@ -172,7 +172,7 @@ class DeviceRows:
         """Enqueue the summary of a tensor; returns its slot. One launch.
 
         Args:
-            tensor: One that `reading.reads` accepts, on this device. As for any kernel, work that
+            tensor: A tensor on this device that `table.reads` accepts. As for any kernel, work that
                 changes it later belongs on the current stream, or waits for it. A strided one is
                 copied.
             shard: Which elements of the global tensor it holds; see `traindiff.core.kernels.summarize`.

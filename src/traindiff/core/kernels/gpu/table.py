@@ -1,4 +1,4 @@
-"""Many tensors in one launch: what is prepared once, and holds while the tensors stay where they are."""
+"""Tables for one launch of many tensors, which are valid as long as the tensors stay where they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from traindiff.errors import UnsupportedTensorError
 
 
 def reads(tensor: torch.Tensor) -> bool:
-    """Whether the kernel can read this tensor: a plain one on a GPU, of one of `dtypes.DTYPES`.
+    """True if the kernel can read this tensor: a plain one on a GPU, of one of `layout.DTYPES`.
 
     In Triton's interpreter: on the CPU. Complex tensors, and lazily negated ones, are read after
     `torch_arrays.as_real`.

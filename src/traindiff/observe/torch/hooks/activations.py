@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from traindiff.core._torch_compat import from_compiled_code, inside_backward
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import BOUNDARY, RECOMPUTED, Merge
 from traindiff.core.shards import Region, Shard
+from traindiff.core.torch_compat.execution import from_compiled_code, inside_backward
 from traindiff.observe.common.batch_axis import batch_first
 from traindiff.observe.common.progress import Chunk
 from traindiff.observe.common.sink import Sink
@@ -28,10 +28,10 @@ LEAF = "compiled code returned a parameter or an input itself, whose gradient is
 
 
 class Activations:
-    """Summarizes activations and the gradients of them (phases `forward` and `backward`).
+    """Summarizes activations and their gradients (phases `forward` and `backward`).
 
-    Gradients come from tensor hooks, which insert nothing into the graph. (Full backward hooks of
-    modules do: they change which nodes there are, and the order in which gradients accumulate.)
+    Gradients come from tensor hooks, which insert nothing into the graph. Full backward hooks of modules would: they
+    add nodes, and change the order in which gradients accumulate.
 
     Args:
         context: The training.
@@ -45,13 +45,13 @@ class Activations:
         self._backward = "backward" in context.observe
         self._evaluation = context.evaluation
         self._several_roots = context.several_roots
-        self._regions = context.regions_of
+        self._regions = context.targets.layout.regions_of
         self._guarded = partial(context.sink.guarded, tap)
         self._on_leaves: dict[tuple[str, str, int, int], RemovableHandle] = {}
         self._compiled: dict[tuple[str, str], list[_Gradient]] = {}
 
     def observe(self, path: str, found: Sequence[tuple[str, Tensor]]) -> bool:
-        """Record what a module returned, by slot; gives whether this is a pass that is observed at all."""
+        """Record the tensors that a module returned, by slot; returns True if this pass is observed."""
         stage = self._stage(beside_roots=self._is_beside_roots())
         if stage is None:
             return False
@@ -68,12 +68,12 @@ class Activations:
         return True
 
     def unobserved(self, path: str, slot: str, reason: str) -> None:
-        """Record that something else than a tensor was given, where an output would be recorded."""
+        """Record that a value is no tensor, where an output would be recorded."""
         if self._forward and self._stage() == "":
             self._sink.unobserved(reason, phase="forward", path=path, slot=slot)
 
     def boundary(self, chunk: Chunk, found: Iterable[tuple[str, Tensor]]) -> None:
-        """Record what one stage of a pipeline hands to the next, on either side, and the gradient on its way back."""
+        """Record the tensors that pipeline stages send or receive, and the gradients that go back."""
         if self._stage() != "":
             return
         for slot, tensor in found:
@@ -82,7 +82,7 @@ class Activations:
                 self._hook_gradient(tensor, gradient)
 
     def compiled_output(self, path: str, tensor: Tensor, slot: str) -> bool:
-        """See `observe`: an output in compiled code. One operator call per tensor, so calls are counted per tensor."""
+        """Record an output in compiled code, as `observe` does; calls are counted per tensor, each has its operator."""
         progress = self._sink.progress
         stage = self._stage()
         if stage is None:
@@ -91,19 +91,19 @@ class Activations:
         gradient = self._tensor(tensor, path=path, slot=slot, stage=stage, call=call)
         waiting = self._compiled.setdefault((path, slot), [])
         if waiting and waiting[-1].step != progress.step:
-            waiting.clear()  # nothing went back through the last step
+            waiting.clear()  # no gradient came in the last step
         waiting.append(gradient)
         return True
 
     def compiled_gradient(self, path: str, tensor: Tensor, slot: str) -> None:
-        """Record a gradient in compiled code: of the latest output that has had none."""
+        """Record a gradient in compiled code: that of the latest output without one."""
         waiting = self._compiled.get((path, slot), [])
         fresh = [gradient for gradient in waiting if not gradient.times]
         for gradient in (fresh or waiting)[-1:]:
             gradient(tensor)
 
     def compiled_leaf(self, path: str, slot: str) -> None:
-        """Record that no gradient will come of an output in compiled code."""
+        """Record that an output in compiled code will have no gradient."""
         if self._backward and self._stage() is not None:
             self._sink.unobserved(LEAF, phase="backward", path=path, slot=slot)
 
@@ -114,11 +114,11 @@ class Activations:
         self._on_leaves.clear()
 
     def _is_beside_roots(self) -> bool:
-        """Whether the training loop itself calls a module that is none of the roots which it calls, e.g. its loss."""
+        """True if the training loop is calling a non-root module directly, e.g. its loss."""
         return self._several_roots and not self._sink.progress.in_forward and not inside_backward()
 
     def _stage(self, *, beside_roots: bool = False) -> str | None:
-        """Stage of what a module returns now; None if it is not observed."""
+        """The stage of an output that a module returns now; None if it is not observed."""
         progress = self._sink.progress
         evaluating = progress.evaluating or (beside_roots and not torch.is_grad_enabled())
         if not progress.observing or (evaluating and not self._evaluation):
@@ -126,7 +126,7 @@ class Activations:
         return "evaluation" if evaluating else RECOMPUTED if inside_backward() else ""
 
     def _tensor(self, tensor: Tensor, *, path: str, slot: str, stage: str, call: int) -> _Gradient:
-        """Record an output; returns what will record its gradient."""
+        """Record an output; returns the hook that records its gradient."""
         progress = self._sink.progress
         site = ("forward", stage, path, slot, str(call))
         regions = self._regions(tensor, path, slot)
@@ -142,7 +142,7 @@ class Activations:
                 shard=shard, merge="mean" if scalar else "shard", weight=samples if scalar else 1,
                 region=regions.value.batch_first(axis) if regions else None,
             )  # fmt: skip
-        # Of a tensor without a batch axis, every micro-batch has a share of the gradient.
+        # Each micro-batch contributes a share to the gradient of a tensor without a batch axis.
         shared = batch is not None and not shard.batched
         return _Gradient(
             sink=self._sink, path=path, slot=slot, call=call, axis=axis, shard=shard,
@@ -158,10 +158,7 @@ class Activations:
             self._hooked_leaf((gradient.path, gradient.slot, gradient.call, round_), handle)
 
     def _hooked_leaf(self, site: tuple[str, str, int, int], handle: RemovableHandle) -> None:
-        """Note a hook on a tensor that may outlive the step, and its hook with it: a parameter, an input.
-
-        Other tensors take their hooks along when the graph is freed.
-        """
+        """Note a hook on a parameter or an input, which may outlive the step; other tensors go with the graph."""
         if before := self._on_leaves.pop(site, None):
             before.remove()
         self._on_leaves[site] = handle
@@ -169,7 +166,7 @@ class Activations:
 
 @dataclass(slots=True, kw_only=True)
 class _Gradient:
-    """The hook on one activation: everything about it but the gradient itself."""
+    """The hook on one activation, which records its gradient."""
 
     sink: Sink
     path: str
@@ -189,7 +186,7 @@ class _Gradient:
             return  # autograd passes the node, for another of its outputs
         progress = self.sink.progress
         if progress.chunk is not None and (progress.step, progress.micro_step) != (self.step, self.micro_step):
-            return  # on a leaf, which another micro-batch has, too
+            return  # the hook is on a leaf, which another micro-batch has, too
         if progress.chunk is not None and progress.chunk.again and self.times:
             return
         # A second backward through the same graph brings another term, not a new gradient.

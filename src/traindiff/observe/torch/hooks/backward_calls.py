@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from traindiff.core._torch_compat import inside_backward, run_as_it_is
+from traindiff.core.torch_compat.execution import exclude_from_compilation, inside_backward
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.hooks.context import TapContext
 
@@ -19,25 +19,20 @@ _IN_PYTHON: type[Any] = BackwardCFunction
 
 
 def may_reach(roots: Iterable[Tensor], parameter_ids: Collection[int]) -> bool:
-    """Whether a backward pass from `roots` may bring a gradient to one of the parameters.
+    """True if a backward pass from `roots` may bring a gradient to one of the parameters.
 
-    Walks through the graph until it finds one, as a rule after a few nodes. A function written in Python
-    (reentrant checkpointing) may hide parameters, so it counts as one that reaches them.
+    Walks through the graph until it finds a parameter, as a rule after a few nodes. A function written in Python
+    (reentrant checkpointing) may hide parameters, so it counts as reaching them.
 
     Args:
         roots: Tensors on which backward is called.
         parameter_ids: Ids of parameters.
 
     Returns:
-        False only if the graph ends in other tensors alone.
+        False only if all leaves of the graph are other tensors.
     """
-    waiting = [root.grad_fn for root in roots]
-    seen = set(waiting)
     reaches_others = False
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
+    for node in nodes_of(roots):
         if isinstance(node, _IN_PYTHON):
             return True
         variable = getattr(node, "variable", None)
@@ -45,21 +40,30 @@ def may_reach(roots: Iterable[Tensor], parameter_ids: Collection[int]) -> bool:
             if id(variable) in parameter_ids:
                 return True
             reaches_others = True
+    return not reaches_others
+
+
+def nodes_of(roots: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield all nodes of the graph of some tensors."""
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
         for following, _ in node.next_functions:
-            if following not in seen:
+            if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return not reaches_others
 
 
 def attach(context: TapContext) -> ExitStack:
     """Follow calls of `Tensor.backward` and `torch.autograd.backward` that can reach the model's parameters.
 
-    Each scalar root is recorded (phase `loss`), to be summed over the step: whatever the training divides its
-    micro-losses by, gradients are those of this sum. Where `loss` is not observed, only progress is kept.
+    Each scalar root is recorded (phase `loss`), to be summed over the step: gradients are those of this sum, by
+    whatever number the training divides its micro-losses. If `loss` is not observed, only progress is kept.
 
-    There is no hook for them, so `torch.autograd.backward` (to which `Tensor.backward` leads) is
-    replaced while at least one tap is attached, and put back when the last one is removed.
+    There is no hook for these calls, so `torch.autograd.backward` (which `Tensor.backward` calls) is replaced while
+    at least one tap is attached, and restored when the last one is removed.
 
     Returns:
         Close it to remove the tap.
@@ -68,6 +72,8 @@ def attach(context: TapContext) -> ExitStack:
 
 
 class _Listener:
+    """Is told of each backward pass, and tells the taps."""
+
     def __init__(self, context: TapContext) -> None:
         sink = self._sink = context.sink
         self._context = context
@@ -78,22 +84,22 @@ class _Listener:
         self.end = sink.guarded("backward_calls", sink.progress.end_backward)
 
     def look(self) -> None:
-        """A backward pass begins."""
-        for function in self._context.moments.at_backward:
+        """Tell the taps that a backward pass begins."""
+        for function in self._context.events.at_backward:
             function()
 
     def before(self, roots: Sequence[Tensor]) -> None:
-        """The backward pass is about to run."""
-        for function in self._context.moments.before_backward:
+        """Tell the taps that the backward pass is about to run."""
+        for function in self._context.events.before_backward:
             function(roots)
 
     def after(self) -> None:
-        """It has ended, also by an error."""
-        for function in self._context.moments.after_backward:
+        """Tell the taps that it has ended, also if it raised."""
+        for function in self._context.events.after_backward:
             function()
 
     def concerns(self, roots: Sequence[Tensor]) -> bool:
-        """Whether this is a backward pass of the model, and not of another one that is trained beside it."""
+        """True for a backward pass of the model; False for that of another model which is trained beside it."""
         self._is_concerned = True
         self._reach(roots)
         return self._is_concerned
@@ -106,7 +112,7 @@ class _Listener:
         if not (self._observe_loss and progress.observing and progress.forward_done):
             return
         if chunk is not None and not chunk.is_last:
-            return  # this stage of a pipeline goes on from the gradients of the next
+            return  # this pipeline stage continues from the gradients of the next one
         for root in roots:
             if root.numel() == 1:
                 call = progress.next_call("loss", "")
@@ -118,7 +124,7 @@ def _install() -> None:
 
     @wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if inside_backward():  # reentrant checkpointing: a part of the backward that is running
+        if inside_backward():  # reentrant checkpointing: a part of the backward pass that is running
             original(tensors, *args, **kwargs)
             return
         roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
@@ -136,8 +142,8 @@ def _install() -> None:
         for listener in listeners:
             listener.end()
 
-    run_as_it_is(backward, callees=False)
-    run_as_it_is(inside_backward, callees=True)
+    exclude_from_compilation(backward, callees=False)
+    exclude_from_compilation(inside_backward, callees=True)
     _listeners.replace(torch.autograd, "backward", backward)
 
 

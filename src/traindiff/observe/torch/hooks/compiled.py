@@ -1,12 +1,11 @@
 """Observe inside `torch.compile`: opaque operators that call the taps when the compiled code runs.
 
-A hook on a module is traced into the compiled graph. What it does there must be traceable, cause no
-graph break, and be the same for all modules of a class, or each of a model's layers would be compiled
-anew. So a compiled hook only calls an operator with the tensor, the *number* of the module (a tensor
-that each observed module carries, and thus an input of the graph, not a constant in it) and a slot. The
-operators are registered as having ordered effects: compilers neither drop, repeat nor reorder them.
-When the compiled code runs, an operator looks up who observes the module with that number, and hands
-on the tensor; if nobody does any more, it does nothing.
+A hook on a module is traced into the compiled graph. Its code must be traceable, cause no graph break, and be the
+same for all modules of a class, or each of a model's layers would be compiled anew. So a compiled hook only calls an
+operator with the tensor, the *number* of the module (a tensor that each observed module carries, and thus an input of
+the graph, not a constant in it) and a slot. The operators are registered as having ordered effects: compilers neither
+drop, repeat nor reorder them. When the compiled code runs, an operator passes the tensor to the observers of the module
+with that number; if there are none any more, it does nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -22,29 +21,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import (
+from traindiff.core.torch_compat.execution import (
+    exclude_from_compilation,
     forget_compiled_code,
     is_exporting,
     patch_hook_guards,
     register_ordered_effect,
-    run_as_it_is,
 )
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
-from traindiff.observe.torch.hooks.left_behind import NUMBER, LeftBehind
+from traindiff.observe.torch.hooks.inert_on_copy import NUMBER, InertOnCopy
 from traindiff.observe.torch.hooks.nested import tensors
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleObserver:
-    """Who observes a module in compiled code, or what that inspects.
+    """Observes a module in compiled code, or the tensors that compiled code inspects.
 
     Attributes:
-        output: Called with an output in the forward pass, which does not know whether it requires a gradient, and its
-            slot; of an inspected tensor, its name.
+        output: Called with an output in the forward pass and its slot, or with an inspected tensor and its name. The
+            tensor does not tell whether it requires a gradient.
         gradient: Called with the gradient of that output, and the slot.
-        no_gradient: Called with the slot where the output is a parameter or an input: a hook on it in compiled code
-            would never be removed.
+        no_gradient: Called with the slot if the output is a parameter or an input: a hook on it in compiled code would
+            never be removed.
     """
 
     output: Callable[[Tensor, str], None]
@@ -54,7 +53,7 @@ class ModuleObserver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootObserver:
-    """Who observes the forward passes of the root in compiled code.
+    """Observes the forward passes of the root in compiled code.
 
     Attributes:
         begin: Called with the inputs by slot, and `evaluating`, when one begins.
@@ -67,11 +66,11 @@ class RootObserver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepObserver:
-    """Who observes the calls of an optimizer in compiled code.
+    """Observes the calls of an optimizer in compiled code.
 
     Attributes:
         begin: Called when one begins: nothing is written yet.
-        end: Called when it has ended; what it computed may be written when the compiled code returns, not before.
+        end: Called when it has ended; the results may be written only when the compiled code returns.
     """
 
     begin: Callable[[], None]
@@ -80,7 +79,7 @@ class StepObserver:
 
 @dataclass(slots=True, kw_only=True)
 class _Observed:
-    """Who observes a module, and the hooks on it."""
+    """The observers of a module or optimizer, and the hooks on it."""
 
     observers: list[Any] = field(default_factory=list)
     hooks: HeldHooks = field(default_factory=HeldHooks)
@@ -138,18 +137,15 @@ def inspect_compiled(name: str, tensor: Tensor) -> None:
 
 
 def trace_hooks() -> ExitStack:
-    """Have compiled code traced anew, with the hooks that are there, and guarded by them.
+    """Have code compiled anew, with the hooks that are there, and guarded by them. Close the result to end it.
 
-    By default torch looks for new hooks neither when it reuses code for the module that it was
-    compiled for, nor for another one of its class, and the hooks would record nothing.
-
-    Returns:
-        Close it to leave guards as they were.
+    By default torch does not look for new hooks when it reuses code, for the module that it was compiled for or for
+    another of its class, and the hooks would record nothing.
     """
     forget_compiled_code()
     if not _tracing:
         _tracing.append(patch_hook_guards())
-    _tracing.append(_do_nothing)  # one per recording: the last one puts things back
+    _tracing.append(_do_nothing)  # one per recording: the last one restores the guards
     undo = ExitStack()
     undo.callback(_trace_no_hooks)
     return undo
@@ -190,14 +186,14 @@ def _detach(module: nn.Module | Optimizer, key: int, observer: Any, registry: di
         module.__dict__.pop(NUMBER, None)  # compiled code is guarded by it, and compiled anew without us
 
 
-class _Traced(LeftBehind):
+class _Traced(InertOnCopy):
     """A hook that does something while code is compiled, and nothing otherwise."""
 
     def __init__(self, hook: Callable[..., None]) -> None:
         self._hook = hook
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling() and not is_exporting():  # what is exported is used without traindiff
+        if torch.compiler.is_compiling() and not is_exporting():  # an exported model is used without traindiff
             self._hook(*args)
 
 
@@ -237,87 +233,51 @@ def _after_step_hook(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: A
 def operators() -> torch.library.Library:
     """Define the operators, once."""
     library = torch.library.Library("traindiff", "DEF")  # kept alive by the cache
-    for schema, run in (
-        ("observe(Tensor x, Tensor module, str slot) -> ()", _run_observe),
-        ("observe_gradient(Tensor x, Tensor module, str slot) -> ()", _run_observe_gradient),
-        ("observe_no_gradient(Tensor module, str slot) -> ()", _run_observe_no_gradient),
-        ("begin(Tensor module, Tensor[] inputs, str slots, bool evaluating) -> ()", _run_begin),
-        ("end(Tensor module) -> ()", _run_end),
-        ("before_step(Tensor optimizer) -> ()", _run_before_step),
-        ("after_step(Tensor optimizer) -> ()", _run_after_step),
-        ("inspect(Tensor x, str name) -> ()", _run_inspect),
-        ("inspect_gradient(Tensor x, str name) -> ()", _run_inspect_gradient),
-        ("inspect_no_gradient(str name) -> ()", _run_inspect_no_gradient),
-    ):
+    implementations: tuple[tuple[str, Callable[..., None]], ...] = (
+        ("observe(Tensor x, Tensor module, str slot) -> ()", partial(_tell_of_tensor, "output")),
+        ("observe_gradient(Tensor x, Tensor module, str slot) -> ()", partial(_tell_of_tensor, "gradient")),
+        ("observe_no_gradient(Tensor module, str slot) -> ()", partial(_tell, _modules, "no_gradient")),
+        ("begin(Tensor module, Tensor[] inputs, str slots, bool evaluating) -> ()", _tell_of_inputs),
+        ("end(Tensor module) -> ()", partial(_tell, _roots, "end")),
+        ("before_step(Tensor optimizer) -> ()", partial(_tell, _optimizers, "begin")),
+        ("after_step(Tensor optimizer) -> ()", partial(_tell, _optimizers, "end")),
+        ("inspect(Tensor x, str name) -> ()", partial(_tell_inspectors, "output")),
+        ("inspect_gradient(Tensor x, str name) -> ()", partial(_tell_inspectors, "gradient")),
+        ("inspect_no_gradient(str name) -> ()", partial(_tell_inspectors, "no_gradient")),
+    )
+    for schema, run in implementations:
         library.define(schema)
         name = schema.partition("(")[0]
         library.impl(name, run, "CompositeExplicitAutograd")
         library.impl(name, _do_nothing, "Meta")
         register_ordered_effect(getattr(torch.ops.traindiff, name).default)
-    run_as_it_is(_Traced.__call__, callees=True)
+    exclude_from_compilation(_Traced.__call__, callees=True)
     return library
 
 
 def _do_nothing(*_: Any) -> None:
-    """What the operators do when shapes are inferred."""
+    """Stand for the operators while shapes are inferred."""
 
 
-def _run_observe(x: Tensor, module: Tensor, slot: str) -> None:
-    for observer in _observers(_modules, module):
-        observer.output(x, slot)
-
-
-def _run_observe_gradient(x: Tensor | None, module: Tensor, slot: str) -> None:
-    if x is None:
-        return  # backward did not come this way
-    for observer in _observers(_modules, module):
-        observer.gradient(x, slot)
-
-
-def _run_observe_no_gradient(module: Tensor, slot: str) -> None:
-    for observer in _observers(_modules, module):
-        observer.no_gradient(slot)
-
-
-def _run_begin(module: Tensor, inputs: list[Tensor], slots: str, evaluating: bool) -> None:  # noqa: FBT001
-    names = slots.split("\n") if slots else []
-    for observer in _observers(_roots, module):
-        observer.begin(list(zip(names, inputs, strict=True)), evaluating=evaluating)
-
-
-def _run_end(module: Tensor) -> None:
-    for observer in _observers(_roots, module):
-        observer.end()
-
-
-def _run_before_step(optimizer: Tensor) -> None:
-    for observer in _observers(_optimizers, optimizer):
-        observer.begin()
-
-
-def _run_after_step(optimizer: Tensor) -> None:
-    for observer in _observers(_optimizers, optimizer):
-        observer.end()
-
-
-def _observers(registry: dict[int, _Observed], module: Tensor) -> list[Any]:
+def _tell(registry: dict[int, _Observed], function: str, number: Tensor, *about: Any, **named: Any) -> None:
+    """Call a function of all observers of the module, root or optimizer with this number."""
     with out_of_sight():
-        observed = registry.get(int(module))
-    return list(observed.observers) if observed else []
+        observed = registry.get(int(number))
+    for observer in list(observed.observers) if observed else ():
+        getattr(observer, function)(*about, **named)
 
 
-def _run_inspect(x: Tensor, name: str) -> None:
-    for observer in _inspectors:
-        observer.output(x, name)
+def _tell_of_tensor(function: str, x: Tensor | None, module: Tensor, slot: str) -> None:
+    if x is not None:  # else backward did not come this way
+        _tell(_modules, function, module, x, slot)
 
 
-def _run_inspect_gradient(x: Tensor | None, name: str) -> None:
-    if x is None:
-        return
-    for observer in _inspectors:
-        observer.gradient(x, name)
+def _tell_of_inputs(module: Tensor, inputs: list[Tensor], slots: str, evaluating: bool) -> None:  # noqa: FBT001
+    found = list(zip(slots.split("\n") if slots else [], inputs, strict=True))
+    _tell(_roots, "begin", module, found, evaluating=evaluating)
 
 
-def _run_inspect_no_gradient(name: str) -> None:
-    for observer in _inspectors:
-        observer.no_gradient(name)
+def _tell_inspectors(function: str, *about: Any) -> None:
+    if about[0] is not None:
+        for observer in _inspectors:
+            getattr(observer, function)(*about)

@@ -1,4 +1,4 @@
-"""Observe what data loaders yield, sample by sample: is it them, or what comes between them and the model?"""
+"""Observe the batches that data loaders yield, to tell them from what happens on the way to the model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from traindiff.core._torch_compat import drawing_of, loader_iterators, run_as_it_is
 from traindiff.core.kernels.torch_arrays import shape_of
+from traindiff.core.torch_compat.execution import exclude_from_compilation
+from traindiff.core.torch_compat.training import index_sampler_of, loader_iterators
 from traindiff.observe.common.batch_axis import batch_first
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.common.progress import Batch
@@ -22,7 +23,7 @@ from traindiff.observe.torch.hooks.nested import tensors
 from traindiff.observe.torch.hooks.samples import emit_samples
 
 PATH = "dataloader"
-"""Path of the loader that the training used first; of the following ones `dataloader[1]`, `dataloader[2]`, ..."""
+"""Path of the loader that the training used first; the next ones are `dataloader[1]`, `dataloader[2]`, ..."""
 
 LOADED = "loaded"
 """Stage of a whole batch as it was yielded."""
@@ -32,26 +33,26 @@ ELSEWHERE = "it is iterated over by another thread: what it yields belongs to no
 
 
 def attach(context: TapContext) -> ExitStack:
-    """Record what every `torch.utils.data.DataLoader` of this process yields (phase `batch`, stage `loaded`).
+    """Record the batches of every `torch.utils.data.DataLoader` of this process (phase `batch`, stage `loaded`).
 
     A batch belongs to the step and micro-step in which the training *receives* it: that whose forward pass comes next.
-    What workers have ready before that is not seen; a training that asks for a batch before it needs it (to copy it to
-    the device meanwhile) has it one step earlier here than at the root. Batches that are received where gradients are
-    disabled are for evaluation, and not recorded. Axis 0 is the batch axis, or what `batch_axis` says of `dataloader`.
+    Batches that workers have ready are not seen before that. A training that asks for a batch early, to copy it to the
+    device meanwhile, has it one step earlier here than at the root. Batches that are received while gradients are
+    disabled are for evaluation, and not recorded. Axis 0 is the batch axis unless `batch_axis` declares another.
 
     There is no hook for it, so the method that yields is replaced while at least one tap is attached, also for
-    iterators that are there already, and put back when the last one is removed. Nothing that is yielded is kept.
+    iterators that are there already, and restored when the last one is removed. No batch is kept.
 
     Returns:
         Close it to remove the tap.
     """
     tap = _Loaders(context)
-    context.moments.after_step.append(context.sink.guarded("dataloader", tap.say_elsewhere))
+    context.events.after_step.append(context.sink.guarded("dataloader", tap.say_elsewhere))
     return _listeners.attach(context.sink.guarded("dataloader", tap.yielded))
 
 
 class _Moment(NamedTuple):
-    """What a loader has yielded so far in a micro-step."""
+    """The number of batches that a loader has yielded in a micro-step."""
 
     step: int = 0
     micro_step: int = 0
@@ -66,14 +67,14 @@ class _Loaders:
         self._paths: dict[int, tuple[str, ReferenceType[Any] | None]] = {}
         self._count = 0
         self._moments: dict[str, _Moment] = {}
-        self._elsewhere: dict[str, bool] = {}  # whether that was said
+        self._elsewhere: dict[str, bool] = {}  # by path: True once it was recorded
 
     def yielded(self, iterator: Any, batch: Any) -> None:
-        """Record what an iterator yields to the training."""
+        """Record a batch that an iterator yields to the training."""
         process, thread = self._here
         if os.getpid() != process or not torch.is_grad_enabled():
-            return  # a worker whose data set has a loader of its own, or evaluation
-        path, progress = self._path(drawing_of(iterator)), self._sink.progress
+            return  # in a worker whose data set has a loader of its own, or for evaluation
+        path, progress = self._path(index_sampler_of(iterator)), self._sink.progress
         if threading.get_ident() != thread:
             self._elsewhere.setdefault(path, False)
         elif progress.observing and not progress.hidden:
@@ -106,7 +107,7 @@ class _Loaders:
                 emit_samples(self._sink, batch_first(tensor, of_samples), path=path, slot=slot, micro_step=micro_step)
 
     def _call(self, path: str) -> int:
-        """How often the loader has yielded before in the micro-step whose forward pass comes next."""
+        """The number of earlier batches of the loader in the micro-step whose forward pass comes next."""
         progress = self._sink.progress
         step, micro_step = progress.step, progress.micro_step + progress.backward_done
         before = self._moments.get(path, _Moment())
@@ -115,7 +116,7 @@ class _Loaders:
         return call
 
     def _path(self, drawing: Any) -> str:
-        """The path of the loader that draws its indices from this."""
+        """The path of the loader that draws its indices from this sampler."""
         path, held = self._paths.get(id(drawing), ("", None))
         if not path or (held is not None and held() is not drawing):
             path = f"{PATH}[{self._count}]" if self._count else PATH
@@ -142,7 +143,7 @@ def _install() -> None:
             listener(iterator, batch)
         return batch
 
-    run_as_it_is(following, callees=False)
+    exclude_from_compilation(following, callees=False)
     _listeners.replace(kind, "__next__", following)
 
 

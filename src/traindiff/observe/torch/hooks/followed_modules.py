@@ -1,73 +1,36 @@
-"""The modules that taps follow by hooks: they are looked at again, since a training may remove hooks and modules."""
+"""Modules that taps follow by hooks, which are attached again if the training removes them or replaces modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
-from traindiff.core._torch_compat import script_compiler
-from traindiff.observe.common.listeners import Listeners
-from traindiff.observe.torch.hooks.left_behind import NUMBER, LeftBehind
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-
-
-def hide_from_scripting() -> ExitStack:
-    """Have `torch.jit.script` see modules without our hooks. Close the result to leave it as it was."""
-    return _sessions.attach(None)
+from traindiff.core.torch_compat.training import (
+    EVERY_STEP_PRE_HOOKS,
+    FORWARD_HOOKS,
+    FORWARD_PRE_HOOKS,
+    GRADIENT_HOOKS,
+    STEP_POST_HOOKS,
+    STEP_PRE_HOOKS,
+)
 
 
-def _replace_compiler() -> None:
-    compiler = script_compiler()
-    original = compiler.create_script_module
-
-    @wraps(original)
-    def create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as undo:
-            for module in nn_module.modules() if isinstance(nn_module, nn.Module) else ():
-                undo.enter_context(_as_it_was(module))
-            return original(nn_module, *args, **kwargs)
-
-    _sessions.replace(compiler, "create_script_module", create_script_module)
-
-
-@contextmanager
-def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Inside it, a module is without what a session has put on it."""
-    kept = {name: dict(getattr(module, name)) for name in _HOOKS}
-    number = vars(module).pop(NUMBER, None)
-    for name, hooks in kept.items():
-        for key, hook in hooks.items():
-            if isinstance(hook, LeftBehind):
-                del getattr(module, name)[key]
-    try:
-        yield
-    finally:
-        for name, hooks in kept.items():
-            getattr(module, name).clear()
-            getattr(module, name).update(hooks)
-        if number is not None:
-            vars(module)[NUMBER] = number
-
-
-_sessions: Listeners[None] = Listeners(_replace_compiler)
-
-
-FORWARD = "_forward_hooks"
-BEFORE_FORWARD = "_forward_pre_hooks"
+def takes_hooks(module: nn.Module) -> bool:
+    """True if hooks on the module are called; TorchScript calls none."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 class HeldHooks:
-    """The hooks of one tap on one thing, and what else is undone with them.
+    """The hooks of one tap on one module, optimizer or tensor; `undo` holds what else ends with them.
 
-    `remove` leaves none of them behind, even if the training copied the dict that torch keeps them in.
+    `remove` leaves no hook, even if the training has copied the dict in which torch keeps them.
     """
 
     def __init__(self) -> None:
@@ -75,32 +38,32 @@ class HeldHooks:
         self._held: list[tuple[Any, str, int, Any]] = []  # owner, attribute with the hooks, key there, hook
 
     def before_forward(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
-        """Have `hook` called before each forward pass of a module; `options` are those of torch."""
-        self._hold(module, BEFORE_FORWARD, module.register_forward_pre_hook(hook, **options), hook)
+        """Have `hook` called before each forward pass of a module, with torch's `options`."""
+        self._hold(module, FORWARD_PRE_HOOKS, module.register_forward_pre_hook(hook, **options), hook)
 
     def after_forward(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
-        """Have `hook` called after each forward pass of a module."""
-        self._hold(module, FORWARD, module.register_forward_hook(hook, **options), hook)
+        """Have `hook` called after each forward pass of a module, with torch's `options`."""
+        self._hold(module, FORWARD_HOOKS, module.register_forward_hook(hook, **options), hook)
 
     def before_step(self, optimizer: Optimizer, hook: Callable[..., Any]) -> None:
         """Have `hook` called before each step of an optimizer."""
-        self._hold(optimizer, "_optimizer_step_pre_hooks", optimizer.register_step_pre_hook(hook), hook)
+        self._hold(optimizer, STEP_PRE_HOOKS, optimizer.register_step_pre_hook(hook), hook)
 
     def after_step(self, optimizer: Optimizer, hook: Callable[..., Any]) -> None:
         """Have `hook` called after each step of an optimizer."""
-        self._hold(optimizer, "_optimizer_step_post_hooks", optimizer.register_step_post_hook(hook), hook)
+        self._hold(optimizer, STEP_POST_HOOKS, optimizer.register_step_post_hook(hook), hook)
 
     def before_every_step(self, hook: Callable[..., Any]) -> None:
         """Have `hook` called before each step of every optimizer."""
         handle = optimizers.register_optimizer_step_pre_hook(hook)
-        self._hold(optimizers, "_global_optimizer_pre_hooks", handle, hook)
+        self._hold(optimizers, EVERY_STEP_PRE_HOOKS, handle, hook)
 
     def on_gradient(self, tensor: Tensor, hook: Callable[..., Any]) -> None:
         """Have `hook` called with each gradient of a tensor."""
-        self._hold(tensor, "_backward_hooks", tensor.register_hook(hook), hook)
+        self._hold(tensor, GRADIENT_HOOKS, tensor.register_hook(hook), hook)
 
     def are_there(self) -> bool:
-        """Whether torch still calls all of them."""
+        """True if torch still calls all of them."""
         for owner, attribute, key, hook in self._held:
             hooks = getattr(owner, attribute, None)
             if hooks is None or hooks.get(key) is not hook:
@@ -109,7 +72,7 @@ class HeldHooks:
 
     @property
     def places(self) -> list[tuple[dict[str, Any], str, int]]:
-        """Where each of them is: attributes of what has it, the one with its hooks, and its key among those."""
+        """The place of each: the attributes of its owner, the one that holds the hooks, and the key there."""
         return [(vars(owner), attribute, key) for owner, attribute, key, _ in self._held]
 
     def remove(self) -> None:
@@ -127,10 +90,10 @@ class HeldHooks:
 
 
 REMOVED = "the training removed hooks of traindiff, which attached them again"
-"""Why something was not observed whose hooks were gone."""
+"""Why calls were not observed: the hooks were gone."""
 
 TAKES_NO_HOOKS = "the training removed hooks of traindiff, and put a dict in place of torch's that takes none"
-"""Why something is not observed whose hooks cannot be attached again."""
+"""Why calls are not observed: the hooks cannot be attached again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +101,11 @@ class Following:
     """How a tap follows modules.
 
     Attributes:
-        hook: Attaches hooks to a module, given its canonical path, and what holds them.
-        lost: Called with the path of a module whose hooks were gone, and with why calls of it were not seen; that is
-            empty where nothing can have called it since, but what is outside all forward passes.
-        calls_follow: Whether the loop calls these modules: their hooks tell where the training is.
-        grows: Whether modules that the model has got since are followed, too.
+        hook: Attaches hooks, given the module's canonical path, the module, and the `HeldHooks` that keep them.
+        lost: Called with the path of a module whose hooks were gone, and with the reason why calls of it were not
+            seen. The reason is empty if only code outside all forward passes can have called it since.
+        calls_follow: The training loop calls these modules: their hooks tell where the training is.
+        grows: Follow modules that the model gets later, too.
     """
 
     hook: Callable[[str, nn.Module, HeldHooks], None]
@@ -194,11 +157,11 @@ class FollowedModules:
             return undo.pop_all()
 
     def look(self, *, called: bool, everywhere: bool) -> bool:
-        """Attach hooks again that are gone; gives whether any was.
+        """Attach hooks again that are gone; returns True if any was.
 
         Args:
-            called: Whether modules may have been called since they were looked at.
-            everywhere: Whether all modules are looked at, or only those that the loop calls.
+            called: True if modules may have been called since the last look.
+            everywhere: Look at all modules, not only at those that the loop calls.
         """
         if self._are_there(everywhere=everywhere):
             return False
@@ -210,7 +173,7 @@ class FollowedModules:
         return bool(gone)
 
     def _are_there(self, *, everywhere: bool) -> bool:
-        """Whether all keys of hooks are where they were: quick, for thousands of modules in each step."""
+        """True if all keys of hooks are where they were. It is quick: there may be thousands of modules."""
         looked_at = self._looked_at.get(everywhere)
         if looked_at is None:
             places = [one for one in self._places if everywhere or one.how.calls_follow]
@@ -219,22 +182,22 @@ class FollowedModules:
             looked_at = self._looked_at[everywhere] = [where for one in places for where in one.hooks.places]
         try:
             return all(key in attributes[name] for attributes, name, key in looked_at)
-        except (KeyError, TypeError):  # what torch keeps hooks in is gone
+        except (KeyError, TypeError):  # the dict of hooks is gone
             return False
 
     def is_intact(self, module: nn.Module) -> bool:
-        """Whether the hooks on a module are all there."""
+        """True if all hooks on a module are there."""
         return all(one.is_attached for one in self._places if one.module is module)
 
     def replace(self, path: str, module: nn.Module) -> None:
-        """Another module has taken the place of the one with this path."""
+        """Follow another module, which has taken the place of the one with this path."""
         for place in self._places:
             if place.path == path:
                 place.attach(module)
         self._looked_at.clear()
 
     def grow(self, path: str, module: nn.Module) -> None:
-        """The model has got a module with a path that it did not have."""
+        """Follow a module with a path that the model did not have before."""
         for how in self._growing:
             self._add(path, module, how)
 

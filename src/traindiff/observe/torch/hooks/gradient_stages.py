@@ -1,4 +1,4 @@
-"""Observe what is done to gradients between the backward pass and the optimizer: unscaling and clipping."""
+"""Observe how gradients change between the backward pass and the optimizer: unscaling and clipping."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import run_as_it_is
 from traindiff.core.observation import ALL_GRADIENTS
+from traindiff.core.torch_compat.execution import exclude_from_compilation
+from traindiff.core.torch_compat.training import CLIPS_WITH_NORM
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.context import TapContext
@@ -28,8 +29,8 @@ class Clipping:
     """One call that clips gradients.
 
     Attributes:
-        parameters: Whose gradients.
-        limit: The largest norm of all of them together, or the largest magnitude of an element.
+        parameters: The parameters whose gradients are clipped.
+        limit: The largest norm of all gradients together, or the largest magnitude of an element.
     """
 
     parameters: Sequence[Tensor]
@@ -38,11 +39,11 @@ class Clipping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippingListener:
-    """What is called when gradients are clipped.
+    """Is called when gradients are clipped.
 
     Attributes:
-        before: Before the gradients change.
-        after: After it, with the norm that they had; None where elements are clipped.
+        before: Called before the gradients change.
+        after: Called after it, with the norm that they had; None if elements are clipped.
     """
 
     before: Callable[[Clipping], None]
@@ -55,22 +56,20 @@ _depth = [0]
 def tap_clipping(listener: ClippingListener) -> ExitStack:
     """Have a listener called when gradients are clipped.
 
-    There are no hooks for it, so the functions are replaced while at least one tap is attached, and put back when the
-    last one is removed. `clip_grad_norm_` is followed where it multiplies the gradients, so that it makes no difference
-    from where a training has imported it (since torch 2.6); `clip_grad_value_` only if it is called as an attribute of
-    `torch.nn.utils`.
+    There are no hooks for it, so the functions are replaced while at least one tap is attached, and restored when the
+    last one is removed. Since torch 2.6, `clip_grad_norm_` is followed where it multiplies the gradients, wherever a
+    training has imported it from; `clip_grad_value_` only if it is called as an attribute of `torch.nn.utils`.
 
-    Returns:
-        Close it to remove the tap.
+    Close the result to remove the tap.
     """
     return _listeners.attach(listener)
 
 
 def _install() -> None:
     utils: Any = torch.nn.utils
-    if hasattr(utils.clip_grad, "_clip_grads_with_norm_"):
-        # What `clip_grad_norm_` calls by its module's name for it, and the public name of the same function.
-        _replace(utils.clip_grad, "_clip_grads_with_norm_", _with_norm)
+    if hasattr(utils.clip_grad, CLIPS_WITH_NORM):
+        # `clip_grad_norm_` calls the first name; the second is the public name of the same function.
+        _replace(utils.clip_grad, CLIPS_WITH_NORM, _with_norm)
         _replace(utils, "clip_grads_with_norm_", _with_norm)
     else:
         _replace(utils.clip_grad, "clip_grad_norm_", _norm)
@@ -82,7 +81,7 @@ def _install() -> None:
         _replace(fsdp.FullyShardedDataParallel, "clip_grad_norm_", _of_fsdp)
     deepspeed = sys.modules.get("deepspeed.runtime.engine")
     if deepspeed is not None:
-        _replace(deepspeed, "clip_grad_norm_", _norm)  # its own, without ZeRO in float32
+        _replace(deepspeed, "clip_grad_norm_", _norm)  # it has its own, without ZeRO in float32
 
 
 def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -90,7 +89,7 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
     @wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if _depth[0]:  # a part of the call that is running
+        if _depth[0]:  # it is a part of the call that is running
             return original(*args, **kwargs)
         _depth[0] += 1
         try:
@@ -98,8 +97,8 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         finally:
             _depth[0] -= 1
 
-    run_as_it_is(function, callees=False)
-    run_as_it_is(replacement, callees=False)
+    exclude_from_compilation(function, callees=False)
+    exclude_from_compilation(replacement, callees=False)
     _listeners.replace(owner, name, function)
 
 
@@ -137,7 +136,7 @@ def _listed(parameters: Any) -> list[Tensor]:
 def _followed(
     clipping: Clipping, call: Callable[[], Any], *, norm_of: Callable[[Any], Tensor | None] = lambda result: result
 ) -> Any:
-    """What a call that clips returns; `norm_of` gives the norm that it found, of its result."""
+    """Call a function that clips, and the listeners around it; `norm_of` finds the norm in the function's result."""
     for listener in _listeners:
         listener.before(clipping)
     result = call()
@@ -147,22 +146,21 @@ def _followed(
 
 
 def attach(context: TapContext) -> ExitStack:
-    """Record each call that clips gradients, and where asked for, the gradients before. Close the result to end it."""
+    """Record each call that clips gradients, and on request the gradients before. Close the result to end it."""
     return _GradientStages(context).attach()
 
 
 class _GradientStages:
-    """Records each call that clips gradients, and if asked for, gradients before they are unscaled and clipped.
+    """Records calls that clip gradients, and on request the gradients before they are unscaled and clipped.
 
-    Of a call that clips, the limit and the norm that it found are recorded (phase `grad`, stage `clipped`). Gradients
-    are recorded at stage `reduced`, before anything is done to them, and at stage `unscaled`, when a loss scale was
-    divided out; each only before a call that changes them: without one, they are what the optimizer sees.
-
+    A call that clips is recorded by its limit and the norm that it found (phase `grad`, stage `clipped`). Gradients are
+    recorded at stage `reduced`, before they change at all, and at stage `unscaled`, when a loss scale was divided out;
+    each only before a call that changes them. Without such a call the optimizer sees the same gradients.
     """
 
     def __init__(self, context: TapContext) -> None:
         self._optimizers = context.optimizers
-        self._names = context.names
+        self._names = context.targets.names
         self._sink = context.sink
         self._observe_gradients = "grad.stages" in context.observe
         self._stages: dict[str, tuple[int, str]] = {}  # by optimizer: the step, and the next stage to be recorded
@@ -216,7 +214,7 @@ class _GradientStages:
         return [tap for tap in self._optimizers.values() if any(id(one) in held for _, one, _ in tap.held())]
 
     def _record(self, tap: OptimizerTap) -> None:
-        """Record gradients that a call is about to change, unless this stage of them was recorded."""
+        """Record gradients that a call is about to change, unless their stage was recorded already."""
         stage = self._stage(tap)
         if stage and self._observe_gradients and self._sink.progress.observing:
             tap.gradients(stage)
@@ -235,9 +233,9 @@ def emit_clipping(sink: Sink, *, norm: float | Tensor | None, limit: float | Ten
 
     Args:
         sink: Receives the numbers.
-        norm: Of all gradients, before; None where elements are clipped.
-        limit: To which norm, or to which magnitude of an element.
-        optimizer: Whose gradients; None for the one that counts the steps.
+        norm: The norm of all gradients before; None if elements are clipped.
+        limit: The largest norm, or the largest magnitude of an element.
+        optimizer: The optimizer of the gradients, by name; None for the one that counts the steps.
     """
     call = sink.progress.next_call(ALL_GRADIENTS, "clipped")
     emit = partial(sink.emit, phase="grad", stage="clipped", path=ALL_GRADIENTS, call=call, optimizer=optimizer)
@@ -247,7 +245,7 @@ def emit_clipping(sink: Sink, *, norm: float | Tensor | None, limit: float | Ten
 
 
 def _emit_norm(emit: Callable[..., None], norm: Any) -> None:
-    """Hand on a norm; squared where each rank has that of its own part, so that they can be added up."""
+    """Record a norm; squared if each rank has the norm of its own part, so that ranks can be added up."""
     placements = getattr(norm, "placements", ())
     if not any(placement.is_partial() for placement in placements):
         emit(as_tensor(norm.to_local() if placements else norm), slot="norm", merge="mean")

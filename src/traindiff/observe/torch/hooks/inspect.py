@@ -20,15 +20,15 @@ _alterers: list[Callable[[str, Any], Any]] = []
 def inspect(name: str, tensor: T) -> T:
     """Observe an intermediate tensor, forward and backward, in every recording that is running.
 
-    Without a running recording this costs one test of an empty list. A name that is used several
-    times in a step is numbered, never overwritten.
+    Without a running recording this costs one test of an empty list. A name that is used several times in a step is
+    numbered, never overwritten.
 
     Args:
         name: The site's path in the recording, e.g. `"attention.scores"`.
-        tensor: Any tensor; of anything else the recording says that it has no numbers.
+        tensor: Any tensor. For any other value, the recording says that it is no tensor.
 
     Returns:
-        `tensor` itself; in a recording that is a replica, `tensor` perturbed within rounding.
+        `tensor` itself; if the recording is a replica, `tensor` perturbed within rounding.
     """
     for alter in _alterers:
         if (altered := alter(name, tensor)) is not None:
@@ -44,7 +44,7 @@ def _observe(name: str, tensor: object) -> None:
 
     name = str(name)
     if is_compiling():
-        from traindiff.core._torch_compat import is_exporting
+        from traindiff.core.torch_compat.execution import is_exporting
         from traindiff.observe.torch.hooks.compiled import inspect_compiled
 
         if isinstance(tensor, Tensor) and not is_exporting():
@@ -56,7 +56,7 @@ def _observe(name: str, tensor: object) -> None:
 
 
 def attach(context: TapContext) -> ExitStack:
-    """Observe what `inspect` is called with. Close the result to remove the tap."""
+    """Observe the tensors that `inspect` is called with. Close the result to remove the tap."""
     from torch import Tensor
 
     from traindiff.errors import type_of
@@ -93,12 +93,12 @@ def attach(context: TapContext) -> ExitStack:
 
 
 def alter_inspected(alter: Callable[[str, Any], Any]) -> ExitStack:
-    """Have `inspect` return what `alter` does, unless that is None. Close the result to end it."""
+    """Have `inspect` return the result of `alter`, unless that is None. Close the result to end it."""
     return _listed(_alterers, alter)
 
 
 def _listed(functions: list[Callable[[str, Any], Any]], function: Callable[[str, Any], Any]) -> ExitStack:
-    """Have a function in a list of them until the result is closed."""
+    """Put a function into a list until the result is closed."""
     functions.append(function)
     undo = ExitStack()
     undo.callback(functions.remove, function)

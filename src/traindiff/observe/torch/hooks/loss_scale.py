@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import run_as_it_is, scale_of
 from traindiff.core.observation import LOSS_SCALE
+from traindiff.core.torch_compat.execution import exclude_from_compilation
+from traindiff.core.torch_compat.training import scale_of
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.backward_calls import may_reach
@@ -21,23 +22,27 @@ from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import as_tensor, tensors
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerListener:
-    """What is called when a scaler does something.
+    """Is called when a scaler works.
 
     Attributes:
-        before: Before `step`, with the optimizer.
-        after: After it, also by taps that were attached in between. Not called if it raised.
-        before_unscaling: Before `unscale_`, with the optimizer; also where `step` calls it.
-        after_unscaling: After it.
-        scaled: After `scale`, with what it returned and the scale, on its device. Not called by a disabled scaler.
+        before: Called before `step`, with the optimizer.
+        after: Called after it unless it raised; also if the tap was attached in between.
+        before_unscaling: Called before `unscale_`, with the optimizer; also if `step` calls that.
+        after_unscaling: Called after it.
+        scaled: Called after `scale`, with its result and the scale, on its device. A disabled scaler does not call it.
     """
 
-    before: Callable[[Optimizer], None] | None = None
-    after: Callable[[Optimizer], None] | None = None
-    before_unscaling: Callable[[Optimizer], None] | None = None
-    after_unscaling: Callable[[Optimizer], None] | None = None
-    scaled: Callable[[Any, Tensor], None] | None = None
+    before: Callable[[Optimizer], None] = _nothing
+    after: Callable[[Optimizer], None] = _nothing
+    before_unscaling: Callable[[Optimizer], None] = _nothing
+    after_unscaling: Callable[[Optimizer], None] = _nothing
+    scaled: Callable[[Any, Tensor], None] = _nothing
 
 
 _running: set[tuple[int, str]] = set()
@@ -46,12 +51,10 @@ _running: set[tuple[int, str]] = set()
 def tap_loss_scaler(listener: ScalerListener) -> ExitStack:
     """Have a listener called by every `GradScaler`, those of FSDP and of other subclasses included.
 
-    There are no hooks for it, so the methods are replaced while at least one tap is attached, and put back
-    when the last one is removed. What a scaler decides on the device, inside a fused optimizer's own
-    step, is not seen.
+    There are no hooks for it, so the methods are replaced while at least one tap is attached, and restored when the
+    last one is removed. Decisions that are made on the device, in a fused optimizer's own step, are not seen.
 
-    Returns:
-        Close it to remove the tap.
+    Close the result to remove the tap.
     """
     return _listeners.attach(listener)
 
@@ -73,7 +76,7 @@ def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _once(name: str, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """A method in place of `original`; as it was where a subclass's method of the same name calls it."""
+    """A method in place of `original`, which calls `original` alone where a subclass's method calls its base's."""
 
     @wraps(original)
     def method(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
@@ -86,8 +89,8 @@ def _once(name: str, original: Callable[..., Any], replacement: Callable[..., An
         finally:
             _running.discard(running)
 
-    run_as_it_is(method, callees=False)
-    run_as_it_is(replacement, callees=False)
+    exclude_from_compilation(method, callees=False)
+    exclude_from_compilation(replacement, callees=False)
     return method
 
 
@@ -95,18 +98,17 @@ def _scale(original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> An
     scaled = original(scaler, outputs)
     if scaler.is_enabled() and (scale := scale_of(scaler)) is not None:
         for listener in _listeners:
-            if listener.scaled is not None:
-                listener.scaled(scaled, scale)
+            listener.scaled(scaled, scale)
     return scaled
 
 
 def _unscale(original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer) -> None:
-    for listener in _listeners:
-        if listener.before_unscaling is not None and scaler.is_enabled():
+    if scaler.is_enabled():
+        for listener in _listeners:
             listener.before_unscaling(optimizer)
     original(scaler, optimizer)
-    for listener in _listeners:
-        if listener.after_unscaling is not None and scaler.is_enabled():
+    if scaler.is_enabled():
+        for listener in _listeners:
             listener.after_unscaling(optimizer)
 
 
@@ -114,23 +116,18 @@ def _step(
     original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
 ) -> float | None:
     for listener in _listeners:
-        if listener.before is not None:
-            listener.before(optimizer)
+        listener.before(optimizer)
     result: float | None = original(scaler, optimizer, *args, **kwargs)
     for listener in _listeners:
-        if listener.after is not None:
-            listener.after(optimizer)
+        listener.after(optimizer)
     return result
 
 
 def attach(context: TapContext) -> ExitStack:
     """Record the scale (phase `loss`, path `loss_scale`) when a scaler multiplies a loss of the model by it.
 
-    From then on until the next step, what comes of that loss is scaled: `Progress.loss_scaled`. The scale is read
-    on its device.
-
-    Returns:
-        Close it to remove the tap.
+    From then on until the next step, everything that is computed from that loss is scaled: `Progress.loss_scaled`.
+    The scale is read on its device. Close the result to remove the tap.
     """
     scaled = partial(_scaled, context)
     return tap_loss_scaler(ScalerListener(scaled=context.sink.guarded("loss_scale", scaled)))
@@ -143,7 +140,7 @@ def _scaled(context: TapContext, outputs: Any, scale: Tensor) -> None:
 
 
 def emit_loss_scale(sink: Sink, scale: float | Tensor) -> None:
-    """Record the scale by which a loss was multiplied, and that what comes of it is scaled until the next step."""
+    """Record the scale by which a loss was multiplied, and that its gradients are scaled until the next step."""
     progress = sink.progress
     progress.loss_scaled = True
     if progress.observing:

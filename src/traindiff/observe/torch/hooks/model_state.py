@@ -9,27 +9,28 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
+from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 
 
 def attach(context: TapContext) -> ExitStack:
-    """Observe parameters and buffers at the moments of each step. Close the result to remove the tap."""
+    """Observe parameters and buffers around each step. The tap ends with the session, as all events do."""
     tap, guarded = ModelStateTap(context), partial(context.sink.guarded, "model_state")
-    context.moments.before_step.append(guarded(tap.before_step))
-    context.moments.after_step.append(guarded(tap.after_step))
-    return ExitStack()  # moments end with the session
+    context.events.before_step.append(guarded(tap.before_step))
+    context.events.after_step.append(guarded(tap.after_step))
+    return ExitStack()  # events end with the session
 
 
 class ModelStateTap:
-    """Summarize what no optimizer tap sees: initial and frozen parameters, and buffers.
+    """Summarizes what no optimizer tap sees: initial and frozen parameters, and buffers.
 
-    Parameters are recorded before the first step, and again before each recorded step whose
-    predecessor was not recorded, so that every update has both its ends. Those that require a gradient and that
-    no optimizer holds are recorded again before steps 1, 2, 4, 8 and so on: whether they ever change.
+    Parameters are recorded before the first step, and before each recorded step whose predecessor was not recorded,
+    so that every update has both its ends. Parameters that require a gradient and that no optimizer holds are recorded
+    before steps 1, 2, 4, 8 and so on, too, to show whether they ever change.
 
-    Buffers are recorded with them, and after a step those that may have been written: floating-point ones (batch
-    normalization writes its statistics without moving their version counter), and others whose counter has moved or
-    that another tensor has replaced.
+    Buffers are recorded with the parameters. After a step, those are recorded that may have been written: floating-
+    point buffers (batch normalization writes its statistics without moving their version counter), and others whose
+    counter has moved or that another tensor has replaced.
 
     Args:
         context: The training.
@@ -42,7 +43,7 @@ class ModelStateTap:
         self._recorded_step = -2
 
     def before_step(self) -> None:
-        """Record parameters and buffers unless the step before was recorded."""
+        """Record parameters and buffers, unless the step before was recorded."""
         progress = self._sink.progress
         recorded = {progress.step} if self._context.before_every_step else {progress.step, progress.step - 1}
         if not progress.observing:
@@ -53,46 +54,46 @@ class ModelStateTap:
             return
         self._recorded_step = progress.step
         with self._sink.together():
-            self._parameters_before(self._context.parameters)
-            for path, buffer in present_buffers(self._context.root, self._context.buffers):
-                self._seen[path] = ref(buffer), buffer._version
+            self._parameters_before(self._context.targets.parameters)
+            for path, buffer in present_buffers(self._context.targets.root, self._context.targets.buffers):
+                self._seen[path] = ref(buffer), version_of(buffer)
                 self._sink.emit(buffer, phase="param", path=path, slot="buffer", stage="before")
 
     def _parameters_before(self, paths: Collection[str]) -> None:
         """Record the parameters with these paths as the step finds them."""
-        holders = {id(holder): holder for path, holder in self._context.parameters.items() if path in paths}
+        holders = {id(holder): holder for path, holder in self._context.targets.parameters.items() if path in paths}
         for parameter in holders.values():
-            pieces = [piece for piece in self._context.pieces_of(parameter) or () if piece.path in paths]
+            pieces = [piece for piece in self._context.targets.pieces_of(parameter) or () if piece.path in paths]
             emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage="before")
 
     def _held_by_none(self) -> Collection[str]:
         """Paths of the parameters that require a gradient and that no optimizer holds; none without optimizers."""
         optimizers = self._context.optimizers.values()
         held = {piece.path for one in optimizers for _, _, pieces in one.held() for piece in pieces}
-        return {path for path, one in self._context.parameters.items() if held and one.requires_grad} - held
+        return {path for path, one in self._context.targets.parameters.items() if held and one.requires_grad} - held
 
     def after_step(self) -> None:
         """Record the buffers that may have been written."""
         if not self._sink.progress.observing:
             return
-        if not self._sink.progress.unseen:  # else what it made of parameters is recorded before the next one
+        if not self._sink.progress.unseen:  # else the parameters are recorded before the next step
             self._recorded_step = self._sink.progress.step
-        for path, buffer in present_buffers(self._context.root, self._context.buffers):
+        for path, buffer in present_buffers(self._context.targets.root, self._context.targets.buffers):
             if buffer.is_floating_point() or self._is_new(path, buffer):
-                self._seen[path] = ref(buffer), buffer._version
+                self._seen[path] = ref(buffer), version_of(buffer)
                 self._sink.emit(buffer, phase="param", path=path, slot="buffer")
 
     def _is_new(self, path: str, buffer: Tensor) -> bool:
         before, version = self._seen.get(path, (None, 0))
-        return before is None or before() is not buffer or version != buffer._version
+        return before is None or before() is not buffer or version != version_of(buffer)
 
 
 def present_buffers(root: nn.Module, buffers: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a model has now, by canonical path: a training may delete some, or set them to None.
+    """Yield the buffers that a model has now, by canonical path: a training may delete some, or set them to None.
 
     Args:
         root: The model.
-        buffers: What `root.get_buffer` calls them, by canonical path.
+        buffers: Their names for `root.get_buffer`, by canonical path.
     """
     for path, name in buffers.items():
         try:

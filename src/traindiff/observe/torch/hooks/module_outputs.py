@@ -1,20 +1,34 @@
-"""Observe what each module returns in the forward pass, and the gradients of it in the backward pass."""
+"""Observe what each module returns and the gradients of it, and tell of modules that no hook has heard."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
+from inspect import getattr_static
 from typing import Any
 
 from torch import Tensor, nn
 
+from traindiff.core.observation import MAYBE_UNSEEN, NOT_CALLED, UNSEEN
 from traindiff.core.site import path_in_whole
+from traindiff.core.torch_compat.execution import compiled_code_ran
+from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.activations import Activations
 from traindiff.observe.torch.hooks.compiled import ModuleObserver, tap_compiled_module
 from traindiff.observe.torch.hooks.context import TapContext
-from traindiff.observe.torch.hooks.followed_modules import REMOVED, Following, HeldHooks
+from traindiff.observe.torch.hooks.followed_modules import REMOVED, Following, HeldHooks, takes_hooks
 from traindiff.observe.torch.hooks.nested import tensors
-from traindiff.observe.torch.hooks.silent_modules import SilentModules, takes_hooks
+
+COMPILED = (
+    f"{NOT_CALLED}, although the root ran and torch.compile was in use: the module was called in compiled "
+    "code without its hooks, called by its forward method, or not called"
+)
+QUIET = (
+    "it returned nothing that its hooks saw, although its parameters have gradients: it was called without its hooks, "
+    "by its forward method for example, or others used its parameters"
+)
+SCRIPTED = f"{NOT_CALLED}: TorchScript takes no hooks on modules"
 
 
 def attach(context: TapContext) -> ExitStack:
@@ -23,18 +37,20 @@ def attach(context: TapContext) -> ExitStack:
 
 
 class _ModuleOutputs:
+    """Hooks each selected module. The root of a pipeline's stage is hooked for what it sends and receives, too."""
+
     def __init__(self, context: TapContext) -> None:
         self._context = context
         self._progress = context.sink.progress
         self._activations = Activations(context, tap="module_outputs")
-        self._silent = SilentModules(context.modules, context.sink)
+        self._silent = SilentModules(context.targets.modules, context.sink)
         self._guarded = partial(context.sink.guarded, "module_outputs")
 
     def attach(self) -> ExitStack:
-        guarded, modules = self._guarded, self._context.modules
-        for moment in (self._context.moments.after_step, self._context.moments.at_end):
-            moment.append(guarded(self._silent.report))
-        self._context.moments.after_step.append(guarded(self._silent.end_step))
+        guarded, modules = self._guarded, self._context.targets.modules
+        for event in (self._context.events.after_step, self._context.events.at_end):
+            event.append(guarded(self._silent.report))
+        self._context.events.after_step.append(guarded(self._silent.end_step))
         with ExitStack() as undo:
             undo.callback(self._activations.let_go)
             taking = {path: module for path, module in modules.items() if takes_hooks(module)}
@@ -80,3 +96,94 @@ class _ModuleOutputs:
     def _compiled_output(self, path: str, tensor: Tensor, slot: str) -> None:
         if self._activations.compiled_output(path, tensor, slot):
             self._silent.heard(path, compiled=True)
+
+
+class SilentModules:
+    """Records, once, which of the observed modules returned nothing in a step that was recorded.
+
+    A module that was merely not called is not worth telling of. Without compiled code, silence means just that. With
+    compiled code it still does if the forward pass of the module around it is known to have been traced with hooks,
+    or if the module has parameters to train and none of them has a gradient.
+
+    If a module was heard in earlier steps and is silent in a later one, although its parameters have gradients, that
+    step is recorded as unknown.
+
+    Args:
+        modules: The observed modules by canonical path.
+        sink: Receives the silent ones as unobserved.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], sink: Sink) -> None:
+        self._sink = sink
+        self._modules = modules
+        self._callable = {path: module for path, module in modules.items() if _has_forward(module)}
+        self._silent = dict(self._callable)
+        self._traced: set[str] = set()
+        self._reported = False
+        self._heard: set[str] = set()
+        self._now: set[str] = set()
+        self._beside_roots: set[str] = set()
+
+    def heard(self, path: str, *, compiled: bool, beside_roots: bool = False) -> None:
+        """Note that the module at `path` returned something: in compiled code, or outside all forward passes."""
+        self._now.add(path)
+        if beside_roots:
+            self._beside_roots.add(path)
+        if self._silent.pop(path, None) is not None and compiled:
+            self._traced |= {path, self._around(path)}
+
+    def is_called_beside_roots(self, path: str) -> bool:
+        """True if the module was ever called outside a forward pass of a root."""
+        return path_in_whole(path) in self._beside_roots
+
+    def unseen(self, path: str, why: str, *, how: str = UNSEEN) -> None:
+        """Record that calls of a module in this step were not heard, or may not have been."""
+        self._now.add(path_in_whole(path))
+        for phase in ("forward", "backward") if self._sink.progress.observing else ():
+            self._sink.unobserved(f"{how}: {why}", phase=phase, path=path_in_whole(path), slot="output[0]")
+
+    def end_step(self) -> None:
+        """Record which modules were heard in earlier steps, and may have been called unheard in this one."""
+        progress = self._sink.progress
+        if progress.observing and progress.forward_done:
+            for path in sorted(self._heard - self._now):
+                module = self._modules.get(path)
+                if module is not None and any(one.grad is not None for one in module.parameters()):
+                    self.unseen(path, QUIET, how=MAYBE_UNSEEN)
+            self._heard |= self._now
+        self._now.clear()
+
+    def report(self) -> None:
+        """Record the silent modules after the first recorded step in which the root has run."""
+        progress = self._sink.progress
+        if self._reported or not (progress.observing and progress.forward_done):
+            return
+        self._reported = True
+        compiled = compiled_code_ran()
+        for path, module in self._silent.items():
+            scripted = not takes_hooks(module)
+            if scripted or (compiled and not self._is_idle(path, module)):
+                reason = SCRIPTED if scripted else COMPILED
+                self._sink.unobserved(reason, phase="forward", path=path, slot="output[0]")
+        self._silent.clear()
+        self._callable.clear()
+
+    def _is_idle(self, path: str, module: nn.Module) -> bool:
+        """True if the module is known not to have been called."""
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if trained:
+            return all(parameter.grad is None for parameter in trained)
+        return self._around(path) in self._traced
+
+    def _around(self, path: str) -> str:
+        """The nearest module around `path` that has a forward method."""
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self._callable:
+                break
+        return path
+
+
+def _has_forward(module: nn.Module) -> bool:
+    # Static: TorchScript computes the attribute, and cannot for a class.
+    return getattr_static(type(module), "forward") is not nn.Module.forward

@@ -1,4 +1,4 @@
-"""Observe every operator inside chosen modules, forward and backward: what it is given and what it returns."""
+"""Observe every operator inside chosen modules, forward and backward: its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from traindiff.core._torch_compat import inside_backward, running_node
 from traindiff.core.kernels.torch_arrays import is_abstract
 from traindiff.core.observation import OPERATOR, RECOMPUTED_OPERATOR, UNSEEN
 from traindiff.core.site import ROOT, path_in_whole
+from traindiff.core.torch_compat.execution import TorchDispatchMode, hide_dispatch_mode, inside_backward, running_node
+from traindiff.observe.torch.hooks.backward_calls import nodes_of
 from traindiff.observe.torch.hooks.context import TapContext
-from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks
-from traindiff.observe.torch.hooks.operator_calls import GraphNodes, Made, ModuleCall, SourceLine, called_from
-from traindiff.observe.torch.hooks.operator_tensors import (
-    WITHOUT_MODE,
+from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
+from traindiff.observe.torch.hooks.operator_calls import (
+    GraphNodes,
+    Made,
+    ModuleCall,
     Schema,
+    SourceLine,
     UndefinedMemory,
-    WithoutMode,
+    called_from,
     inputs_of,
     outputs_of,
     schema_of,
     settings_of,
 )
 from traindiff.observe.torch.hooks.out_of_sight import enter_mode, leave_mode
-from traindiff.observe.torch.hooks.silent_modules import takes_hooks
 
 MOST_DESCRIBED_BYTES = 40_000_000
-"""Size of what is kept of the places and settings of operators, as JSON: readers take no larger `rank.json`."""
+"""Size of the sources and settings of operators that are kept, as JSON: readers refuse a larger `rank.json`."""
 
 _FRAME_BYTES = 250
-"""What an operator takes of that beside its texts: keys, indentation."""
+"""Size of an operator in there beside its texts: keys, indentation."""
 
 UNDEFINED = "it holds whatever was in memory: nothing was written to it yet"
 
@@ -44,9 +45,9 @@ def attach(context: TapContext) -> ExitStack:
     """Observe operators in the modules that were chosen for it (phases `forward` and `backward`, stage `operator`).
 
     A `TorchDispatchMode` sees each operator below autograd. It is on only inside these modules, and during the
-    backward pass of a step in which one of them was called: there it asks autograd for the node that runs, and the
-    number of the node tells which module's forward pass made it. So nothing is hooked to the graph, a
-    `torch.autograd.Function` is seen like any other node, and so is what activation checkpointing computes again.
+    backward pass of a step in which one of them was called. There it asks autograd for the node that runs, and the
+    number of the node tells which module's forward pass made it. So nothing is hooked to the graph, and operators of a
+    `torch.autograd.Function`, or of activation checkpointing, are seen like all others.
 
     Close the result to remove the tap.
     """
@@ -68,7 +69,7 @@ class _Operators:
         self._is_on = False
         self._in_backward = False
         self._calls: list[tuple[nn.Module, ModuleCall]] = []
-        self._thread = 0  # that of the outermost of these calls
+        self._thread = 0  # the thread of the outermost of these calls
         self._without_mode = WithoutMode(self._mode)
         self._nodes = GraphNodes()
         self._memory = UndefinedMemory()
@@ -79,16 +80,16 @@ class _Operators:
         self.end = context.sink.guarded("operators", self._end)
 
     def attach(self) -> ExitStack:
-        guarded, moments = partial(self._sink.guarded, "operators"), self._context.moments
-        moments.before_forward.append(guarded(self._begin_forward))
-        for moment in (moments.after_step, moments.at_end):
-            moment.append(guarded(self._end_step))
-        moments.before_backward.append(guarded(self._begin_backward))
-        moments.after_backward.append(self._context.cleaning_up("operators", self._end_backward))
+        guarded, events = partial(self._sink.guarded, "operators"), self._context.events
+        events.before_forward.append(guarded(self._begin_forward))
+        for event in (events.after_step, events.at_end):
+            event.append(guarded(self._end_step))
+        events.before_backward.append(guarded(self._begin_backward))
+        events.after_backward.append(self._context.containment.guarded("operators", self._end_backward, always=True))
         with ExitStack() as undo:
             undo.callback(self._let_go)
-            taking = {path: module for path, module in self._context.zoomed.items() if takes_hooks(module)}
-            for path in self._context.zoomed.keys() - taking.keys():
+            taking = {path: module for path, module in self._context.targets.zoomed.items() if takes_hooks(module)}
+            for path in self._context.targets.zoomed.keys() - taking.keys():
                 why = "TorchScript takes no hooks on modules"
                 self._sink.unobserved(why, phase="forward", path=path, slot="output[0]", stage=OPERATOR)
             undo.enter_context(self._context.followed.follow(taking, Following(hook=self._hook, lost=self._lost)))
@@ -96,8 +97,8 @@ class _Operators:
 
     def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
         hooks.before_forward(module, self._sink.guarded("operators", partial(self._enter, path_in_whole(path))))
-        # First, so that what other hooks do with the output is not taken for the module's.
-        leave = self._context.cleaning_up("operators", self._leave)
+        # First, so that operators of other hooks on the output are not taken for the module's.
+        leave = self._context.containment.guarded("operators", self._leave, always=True)
         hooks.after_forward(module, leave, prepend=True, always_call=True)
 
     def _lost(self, path: str, why: str) -> None:
@@ -106,8 +107,8 @@ class _Operators:
             self._sink.unobserved(message, phase="forward", path=path_in_whole(path), slot="output[0]", stage=OPERATOR)
 
     def is_at_work(self) -> bool:
-        """Whether an operator that is called now may be one of those that are recorded."""
-        return bool(self._calls or self._in_backward) and not self._context.is_own_hook()
+        """True if an operator that is called now may be one to record."""
+        return bool(self._calls or self._in_backward) and not self._context.containment.is_running()
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         progress = self._sink.progress
@@ -115,7 +116,7 @@ class _Operators:
             return
         if not self._calls:
             self._thread = threading.get_ident()
-        elif self._thread != threading.get_ident():  # beside the call that is looked into, in no certain order
+        elif self._thread != threading.get_ident():  # it runs beside the outermost call, in no certain order
             return
         stage = RECOMPUTED_OPERATOR if inside_backward() else OPERATOR
         inside = ModuleCall(path=path, stage=stage, call=progress.next_call(path, stage))
@@ -130,7 +131,7 @@ class _Operators:
                 self._switch()
 
     def _begin_forward(self) -> None:
-        """Forget calls that an interrupt has ended: torch runs no hooks of theirs."""
+        """Forget calls that an interrupt has ended: torch does not run their hooks."""
         if self._calls and self._thread == threading.get_ident() and not inside_backward():
             self._calls.clear()
             self._nodes.outside()
@@ -160,8 +161,7 @@ class _Operators:
         self._switch()
         if not self._is_written:
             self._is_written = True
-            self._context.described["operators"] = self._described
-            self._context.write_described()
+            self._context.describe("operators", self._described)
 
     def _let_go(self) -> None:
         self._calls.clear()
@@ -179,7 +179,7 @@ class _Operators:
         self._is_on = wanted
 
     def _begin(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Running | None:
-        """Record what an operator is given; None where it is not one of those that are recorded."""
+        """Record the inputs of an operator; None if it is not one to record."""
         node = None
         if self._calls:
             phase, inside, made = "forward", self._calls[-1][1], None
@@ -204,7 +204,7 @@ class _Operators:
         return running
 
     def _end(self, running: _Running, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Record what it made of it."""
+        """Record the outputs of the operator."""
         schema, found = running.schema, outputs_of(running.schema, args, kwargs, output)
         if schema.undefined or schema.workspaces or self._memory:
             self._memory.note(schema, args, kwargs, output)
@@ -231,7 +231,7 @@ class _Operators:
         node: Any,
         made: Made | None,
     ) -> None:
-        """Note, once for all calls and steps, where an operator was called from and with which settings."""
+        """Note, once for all calls and steps, the source line and the settings of an operator."""
         of_phase = self._described.setdefault(phase, {})
         if path in of_phase or self._described_bytes > MOST_DESCRIBED_BYTES:
             return
@@ -251,7 +251,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays so; else torch runs it without its compiled code, or refuses to."""
+        """Let compiled code run; else torch runs the function without it, or refuses to."""
         return True
 
     def __init__(self, tap: _Operators) -> None:
@@ -267,3 +267,48 @@ class _Mode(TorchDispatchMode):
         if running is not None:
             self._tap.end(running, args, kwargs, output)
         return output
+
+
+_COMPUTE_OTHERWISE = ("ProdBackward", "MaskedFillBackward1")
+"""First parts of the names of nodes that take another formula, which rounds otherwise, while any mode is on.
+
+These are all that were found among the operators that torch lists for its own tests (`op_db`).
+"""
+
+WITHOUT_MODE = "its backward pass computes other bits while it is looked into"
+
+
+class WithoutMode:
+    """Takes a mode off while nodes run that would compute other bits under it.
+
+    Args:
+        mode: The mode.
+    """
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        self._mode = mode
+        self._handles: list[Any] = []
+
+    def hook(self, roots: Sequence[Tensor]) -> list[Any]:
+        """Hook the nodes of a backward pass that would compute other bits; returns them."""
+        found = [node for node in nodes_of(roots) if node.name().startswith(_COMPUTE_OTHERWISE)]
+        for node in found:
+            self._handles += self._hooked(node)
+        return found
+
+    def unhook(self) -> None:
+        """Remove the hooks: the backward pass has ended."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hooked(self, node: Any) -> tuple[Any, Any]:
+        hidden = ExitStack()
+
+        def before(_: Any) -> None:
+            hidden.callback(hide_dispatch_mode(self._mode))
+
+        def after(_: Any, __: Any) -> None:
+            hidden.close()
+
+        return node.register_prehook(before), node.register_hook(after)

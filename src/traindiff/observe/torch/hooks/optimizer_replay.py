@@ -1,9 +1,10 @@
-"""Replay what an optimizer does, in float64, from what it finds: no other run is needed to judge it."""
+"""Replay the update of an optimizer in float64, so that it can be judged without another run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,57 +12,64 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.core.shards import Piece
+from traindiff.core.kernels.torch_arrays import is_abstract
+from traindiff.core.shards import Piece, Shard
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import StepObserver, tap_compiled_optimizer
-from traindiff.observe.torch.hooks.optimizer_step import has_closure
-from traindiff.observe.torch.hooks.optimizers import hook_after_step, hook_before_step
-from traindiff.observe.torch.hooks.replay_formulas import Rule, variants
-from traindiff.observe.torch.hooks.replay_range import CopiedRange, copy_range, moments_of, obstacle, rule_name, rule_of
+from traindiff.observe.torch.hooks.optimizer_step import has_closure, hook_after_step, hook_before_step
+from traindiff.observe.torch.hooks.replay_formulas import (
+    Before,
+    Rule,
+    Units,
+    moments_of,
+    rule_name,
+    rule_of,
+    step_of,
+    variants,
+)
 
 FIRST = 3
-"""Recorded steps that are replayed at the beginning of a run."""
+"""The number of recorded steps that are replayed at the beginning of a run."""
 
 EVERY = 100
-"""After these, one step in so many."""
+"""After these, one step in this many is replayed."""
 
 RANGE = 2**16
-"""Elements of a parameter that are replayed at a time; the next step takes its next ones."""
+"""The number of elements of a parameter that are replayed in a step; the next replay takes the next ones."""
 
 CAPACITY_BYTES = 64 * 2**20
-"""What may be copied of parameters, gradients and moments during a step."""
+"""The most bytes of parameters, gradients and moments that are copied during a step."""
 
 MOST_VARIANTS = 8
-"""Parameters of a step for which all known mistakes are tried, where the replay does not fit; for others, those
-that explain one of these."""
+"""The number of parameters of a step for which all known mistakes are tried, if the replay does not fit; for others,
+those mistakes are tried that explain one of these."""
 
 BETTER = 0.5
-"""A mistake is recorded where it leaves less than this share of what the right formula leaves (RMS)."""
+"""A mistake is recorded if its residual (RMS) is less than this share of the right formula's."""
 
 
 class OptimizerReplayTap:
-    """Hold what an optimizer does against its own formula and settings, in some steps.
+    """Compares the updates of an optimizer with its own formula and settings, in some steps.
 
-    The first three recorded steps are replayed, then one in a hundred. Before such a step parameters,
-    gradients and moments are copied: of each parameter at most 65,536 elements, and at most 64 MiB in
-    all. Parameters and ranges that have no room take their turn in the next replayed step. After
-    it, recorded per parameter (phase `update`):
+    The first three recorded steps are replayed, then one in a hundred. Before such a step parameters, gradients and
+    moments are copied: at most 65,536 elements of each parameter, and at most 64 MiB in all. Parameters and ranges that
+    have no room take their turn in the next replayed step. After the step, recorded per parameter (phase `update`):
 
     * stage `replayed`: the update that the formula gives;
     * stage `taken`: the update that was made, new minus old parameter;
-    * stage `rounding`: how far a correct optimizer may be from `replayed`, per element;
+    * stage `rounding`: the largest difference of a correct optimizer from `replayed`, per element;
     * stage `residual`: (taken - replayed) / rounding, so between -1 and 1;
-    * stage `variant[NAME]`: the same with a known mistake, where that explains what the formula does not.
+    * stage `variant[NAME]`: the residual of a formula with a known mistake, if that explains the update better.
 
     The slot is the optimizer whose formula it is.
 
     Args:
         optimizer: The optimizer.
-        name: What its steps are filed under.
-        held: Gives, for each parameter of each group, the group's number and what it holds of the model's.
-        selects: Whether the parameter with this path is observed.
+        name: The name under which its steps are recorded.
+        held: Gives each parameter with the number of its group and the pieces of the model's parameters in it.
+        selects: Tells whether the parameter with a path is observed.
         sink: Receives the observations.
-        capacity_bytes: What may be copied during a step.
+        capacity_bytes: The most bytes that are copied during a step.
     """
 
     def __init__(
@@ -83,7 +91,7 @@ class OptimizerReplayTap:
         self._rule = rule_name(optimizer)
         self._replayed = 0
         self._latest = 0
-        self._turn = 0  # the parameter that is the first to be copied
+        self._turn = 0  # the first parameter to copy
         self._reached: dict[str, int] = {}  # by path: the element at which the next range begins
         self._copied: list[CopiedRange] = []
         self._said: set[tuple[str, str]] = set()
@@ -92,8 +100,8 @@ class OptimizerReplayTap:
         """Follow the optimizer's calls. Close the result to remove the tap and let go of all copies.
 
         Args:
-            around: Attaches another tap of the optimizer. This one is closer to the step itself: what the
-                other writes to gradients before it is replayed, and what it writes after it is not.
+            around: Attaches another tap of the optimizer, around this one: changes that the other makes to gradients
+                before the step are replayed, changes after the step are not.
         """
         guarded = partial(self._sink.guarded, "optimizer_replay")
         with ExitStack() as undo:
@@ -106,8 +114,8 @@ class OptimizerReplayTap:
             return undo.pop_all()
 
     def before_step(self, *call: Any) -> None:
-        """Copy what the step starts from, if it is one to replay."""
-        self._copied.clear()  # of a step that raised
+        """Copy the values that the step starts from, if it is one to replay."""
+        self._copied.clear()  # copies of a step that raised
         if not self._is_due():
             return
         if not self._rule:
@@ -129,7 +137,7 @@ class OptimizerReplayTap:
             raise
 
     def after_step(self, *_: Any) -> None:
-        """Replay the step and record how it compares."""
+        """Replay the step and record the comparison."""
         try:
             unexplained = [copied for copied, size in zip(self._copied, self._replay_all(), strict=True) if size > 1.0]
             helpful: set[str] = set()
@@ -169,7 +177,7 @@ class OptimizerReplayTap:
             self._copied.append(copy_range(self._optimizer, parameter, piece, rule, part, has_closure=has_closure))
 
     def _parameters(self, *, has_closure: bool) -> Iterator[tuple[Piece, Tensor, Rule]]:
-        """Those that this step will move and that can be replayed."""
+        """Yield the parameters that this step will change and that can be replayed."""
         rules = [rule_of(self._optimizer, group) for group in self._optimizer.param_groups]
         for number, parameter, pieces in self._parameters_held():
             if not parameter.numel() or not (has_closure or parameter.grad is not None):
@@ -183,7 +191,7 @@ class OptimizerReplayTap:
                     yield piece, parameter, rules[number]
 
     def _replay_all(self) -> list[float]:
-        """Largest residual of each copied parameter. One synchronization per device for all of them."""
+        """The largest residual of each copied parameter. Synchronizes once per device for all of them."""
         worst = [self._replay(copied) for copied in self._copied]
         sizes = [0.0] * len(worst)
         for device in {one.device for one in worst}:
@@ -207,7 +215,7 @@ class OptimizerReplayTap:
         return residual.abs().amax()
 
     def _try_variants(self, copied: CopiedRange, helpful: set[str], *, everything: bool) -> None:
-        """Record the mistakes that explain a residual. Synchronizes: the training has something wrong.
+        """Record the mistakes that explain a residual. It may synchronize: something is wrong with the training.
 
         Args:
             copied: The parameter.
@@ -249,5 +257,141 @@ class OptimizerReplayTap:
 
 
 def _in_roundings(residual: Tensor, rounding: Tensor) -> Tensor:
-    """A residual in units of what rounding allows; NaN where it has no size, which is for others to judge."""
+    """A residual in units of the rounding bound; NaN where it is not finite, which other rules judge."""
     return torch.where(residual.isfinite(), residual / rounding, torch.nan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedRange:
+    """Copies of a range of a parameter's elements and of their gradient and state, in their own dtypes.
+
+    Attributes:
+        path: The path of the model's parameter.
+        parameter: The optimizer's tensor, which holds elements of one parameter or of several.
+        part: The range, in row-major order of `parameter`.
+        shard: The place of the elements in the model's parameter.
+        rule: The formula and settings by which the optimizer should update it.
+        elements: The elements.
+        gradient: Their gradient; None if a closure has yet to compute it.
+        state: Moments of these elements.
+        step: The optimizer's count of steps.
+        scale: The loss scale, if the optimizer divides the gradient by it itself (fused, under a loss scaler).
+        overflowed: A flag by which the optimizer was told that the gradients overflowed, so that it skips the step.
+    """
+
+    path: str
+    parameter: Tensor
+    part: slice
+    shard: Shard
+    rule: Rule
+    elements: Tensor
+    gradient: Tensor | None
+    state: dict[str, Tensor]
+    step: Tensor
+    scale: Tensor | None
+    overflowed: Tensor | None
+
+    @property
+    def units(self) -> Units:
+        """The unit roundoffs of its numbers."""
+        tensors = [self.elements, *self.state.values(), *([] if self.gradient is None else [self.gradient])]
+        infos = [torch.finfo(tensor.dtype) for tensor in tensors]
+        return Units(
+            storage=infos[0].eps / 2.0,
+            arithmetic=max(info.eps for info in infos) / 2.0,
+            tiny=max(info.tiny for info in infos),
+        )
+
+    def before(self) -> Before | None:
+        """The values that the step starts from, in float64; None if a closure left no gradient to replay.
+
+        If a closure computes the gradient, it is the one that is there now.
+        """
+        gradient = self.gradient
+        if gradient is None:
+            if self.parameter.grad is None or self.parameter.grad.layout != torch.strided:
+                return None
+            gradient = _part(self.parameter.grad, self.part)
+        gradient = gradient.to(torch.float64)
+        if self.scale is not None:
+            gradient = gradient / self.scale
+        state = {name: moment.to(torch.float64) for name, moment in self.state.items()}
+        return Before(parameter=self.elements.to(torch.float64), gradient=gradient, state=state, step=self.step)
+
+    def taken(self) -> Tensor:
+        """The elements as they are now minus what they were, float64, flat."""
+        return _part(self.parameter, self.part).to(torch.float64) - self.elements.to(torch.float64)
+
+    def unless_overflowed(self, update: Tensor) -> Tensor:
+        """The update, or zeros if the step was skipped."""
+        return update if self.overflowed is None else torch.where(self.overflowed.bool(), 0.0, update)
+
+
+def copy_range(
+    optimizer: Optimizer, parameter: Tensor, piece: Piece, rule: Rule, part: range, *, has_closure: bool
+) -> CopiedRange:
+    """Copy a range of a parameter, with gradient and state.
+
+    Args:
+        optimizer: The optimizer.
+        parameter: A tensor that it holds.
+        piece: The elements of one of the model's parameters in that tensor, as one range.
+        rule: The formula and settings by which the optimizer should update it.
+        part: The elements of the piece to copy.
+        has_closure: The gradient is yet to be computed.
+    """
+    state = optimizer.state.get(parameter, {})
+    whole = piece.shard or Shard.whole(tuple(parameter.shape))
+    flat = Shard(shape=(len(part),), global_shape=whole.global_shape, offset=(whole.start + part.start,))
+    within = slice(piece.first + part.start, piece.first + part.stop)
+    return CopiedRange(
+        path=piece.path,
+        parameter=parameter,
+        part=within,
+        shard=whole if len(part) == whole.size else flat,
+        rule=rule,
+        elements=_copy(parameter, within),
+        gradient=None if has_closure or parameter.grad is None else _copy(parameter.grad, within),
+        state={name: _copy(moment, within) for name, moment in moments_of(optimizer, state).items()},
+        step=step_of(state),
+        scale=_left_with(optimizer, "grad_scale"),
+        overflowed=_left_with(optimizer, "found_inf"),
+    )
+
+
+def obstacle(parameter: Tensor, piece: Piece) -> str:
+    """Why the update of a parameter cannot be replayed; empty if it can."""
+    known = type(parameter.data) is Tensor or (piece.shard is not None and hasattr(parameter, "placements"))
+    if not known:
+        return f"the parameter is a {type(parameter.data).__name__}"
+    if not parameter.is_floating_point():
+        return f"the parameter is {str(parameter.dtype).removeprefix('torch.')}"
+    if parameter.device.type in ("mps", "meta"):
+        return f"there is no float64 on {parameter.device.type}"
+    if parameter.grad is not None and is_abstract(parameter.grad):
+        return f"the gradient is a {type(parameter.grad).__name__}"
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        return f"the gradient is {str(parameter.grad.layout).removeprefix('torch.')}"
+    placements = [getattr(one, "placements", None) for one in (parameter, parameter.grad) if one is not None]
+    if placements[0] != placements[-1]:
+        return "the gradient is divided otherwise over ranks"
+    if piece.shard is not None and not piece.shard.contiguous:
+        return "this rank holds a part of it that is no range of its elements"
+    return ""
+
+
+def _copy(tensor: Tensor, part: slice) -> Tensor:
+    return _part(tensor, part).clone()
+
+
+def _part(tensor: Tensor, part: slice) -> Tensor:
+    """Elements as they are now, flat; this rank's elements of a DTensor."""
+    held: Any = tensor.detach()
+    local: Tensor = held.to_local() if hasattr(held, "to_local") else held
+    return local.reshape(-1)[part]
+
+
+def _left_with(optimizer: Optimizer, name: str) -> Tensor | None:
+    """A copy, in float64, of a tensor that a loss scaler leaves with an optimizer for the length of a step."""
+    value = getattr(optimizer, name, None)
+    return value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else None

@@ -1,28 +1,104 @@
-"""Observe each call of an optimizer: gradients and settings before it, state and parameters after it."""
+"""Find optimizers when they first step, and observe what each step reads and writes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from traindiff.core.observation import ITSELF, MAYBE_UNSEEN, SKIPPED, UNSEEN
 from traindiff.core.shards import Piece
+from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.training import is_nested_step
 from traindiff.observe.torch.hooks.compiled import StepObserver, tap_compiled_optimizer
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
+from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
 from traindiff.observe.torch.hooks.nested import as_tensor, tensors
-from traindiff.observe.torch.hooks.optimizers import hook_after_step, hook_before_step, inner_optimizer
+
+StepHook = Callable[..., Any]
+"""Called with the optimizer, and with the positional and keyword arguments of its `step`."""
+
+
+def hook_before_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
+    """Have `hook` called before each step, until the result is removed."""
+    hooks = HeldHooks()
+    hooks.before_step(optimizer, _Once(hook))
+    return hooks
+
+
+def hook_after_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
+    """Have `hook` called after each step, until the result is removed."""
+    hooks = HeldHooks()
+    hooks.after_step(optimizer, _Once(hook))
+    return hooks
+
+
+class _Once(InertOnCopy):
+    """A hook that is called once per step, although a subclass's `step` may call that of its base."""
+
+    def __init__(self, hook: StepHook) -> None:
+        self._hook = hook
+
+    def __call__(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if is_compiling() or not is_nested_step(optimizer):
+            self._hook(optimizer, *arguments)
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that updates this rank's parameters and keeps their state: as a rule the optimizer itself.
+
+    `ZeroRedundancyOptimizer` steps an inner optimizer, then broadcasts the parameters that this has written. With
+    `overlap_with_ddp` it has none that can be followed.
+    """
+    module = sys.modules.get("torch.distributed.optim")
+    kind = getattr(module, "ZeroRedundancyOptimizer", None)
+    if kind is None or not isinstance(optimizer, kind):
+        return optimizer
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def tap_optimizer_discovery(
+    parameter_ids: Collection[int], found: Callable[..., None], *, known: WeakSet[Optimizer]
+) -> ExitStack:
+    """Call `found` before the first step of each optimizer that holds one of the parameters.
+
+    Args:
+        parameter_ids: Ids of the model's parameters.
+        found: Called with the optimizer and the arguments of its `step`, inside `step` and before the optimizer's own
+            hooks: hooks that it registers run in this very step.
+        known: The optimizers that were looked at, which is done once; extended. One that is removed is found again.
+
+    Returns:
+        Close it to remove the tap.
+    """
+
+    def before_step(optimizer: Optimizer, *call: Any) -> None:
+        if optimizer in known:
+            return
+        known.update((optimizer, inner_optimizer(optimizer)))
+        if any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):
+            found(optimizer, *call)
+
+    undo = ExitStack()
+    undo.enter_context(tap_loss_scaler(ScalerListener(before=before_step)))  # a scaler may skip the very first step
+    undo.callback(register_optimizer_step_pre_hook(before_step).remove)
+    return undo
+
 
 MOST_BYTES = 2**30
-"""Memory that the dense form may take while it is summarized; a larger gradient is not observed."""
+"""Memory that the dense form of a gradient may take while it is summarized; a larger gradient is not observed."""
 
 
 def as_dense(gradient: Tensor) -> Tensor:
@@ -31,7 +107,7 @@ def as_dense(gradient: Tensor) -> Tensor:
     Rows that appear several times are added up. Copies; the gradient itself is not changed.
 
     Args:
-        gradient: Of a parameter. One whose dense form is larger than `MOST_BYTES` comes back as it is.
+        gradient: A parameter's gradient. If its dense form is larger than `MOST_BYTES`, it is returned as it is.
     """
     if gradient.is_nested or gradient.layout == torch.strided or gradient.numel() * gradient.itemsize > MOST_BYTES:
         return gradient
@@ -43,23 +119,24 @@ UNSEEN_STEP = "parameters were written, but the step of the optimizer was called
 NOT_HELD = f"{MAYBE_UNSEEN}: the optimizer that is followed no longer holds it"
 
 IMPLEMENTATION_CHOICES = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""Entries of a parameter group that choose how the same update is computed, not which."""
+"""Entries of a parameter group that choose how an update is computed, not which update."""
 
 
 class OptimizerTap:
-    """Summarize what one optimizer reads and writes.
+    """Summarizes what one optimizer reads and writes: phases `grad`, `optimizer` and `param`, if they are observed.
 
-    A call that a loss scaler leaves out because of infinite gradients is a step like any other, with
-    the gradients that it would have been given, marked as skipped.
-
-    Parameters that are none of the model's are named by group and position. Recorded here are the phases `grad`,
-    `optimizer` and `param`, as far as they are observed.
+    A call that a loss scaler skips because of infinite gradients is recorded as a step, with the gradients that the
+    optimizer would have been given, and marked as skipped. Parameters that are not the model's are named by group and
+    position.
 
     Args:
         optimizer: The optimizer.
-        name: What its steps and hyper-parameters are filed under.
+        name: The name under which its steps and hyper-parameters are recorded.
         context: The training.
         on_end: Called with `name` when a step has ended.
+
+    Attributes:
+        was_held: Paths of the observed parameters that the optimizer, or the one before it, held in recorded steps.
     """
 
     def __init__(
@@ -72,8 +149,8 @@ class OptimizerTap:
     ) -> None:
         self.optimizer = optimizer
         self.name = name
-        self._pieces_of = context.pieces_of
-        self._selects = context.selects
+        self._pieces_of = context.targets.pieces_of
+        self._selects = context.targets.selects
         self._observe = context.observe
         self._sink = context.sink
         self._on_end = on_end
@@ -83,22 +160,18 @@ class OptimizerTap:
         self._left_out = False
         self._calls = 0
         self._calls_before_scaler = 0
-        self._hooks: tuple[HeldHooks, ...] = ()
-        self._was_held: set[str] = set()
+        self._hooks = HeldHooks()
+        self.was_held: set[str] = set()
         self._backward: tuple[Tensor, int, int] | None = None  # a parameter, its version, and the calls until then
 
     def attach(self) -> ExitStack:
         """Follow the optimizer's calls. Close the result to remove the tap."""
         guarded = partial(self._sink.guarded, "optimizer_step")
         with ExitStack() as undo:
-            for hook, function in (
-                (hook_before_step, guarded(self.before_step)),
-                (hook_after_step, guarded(self.after_step)),
-                (hook_after_step, self._end_step),
-            ):
-                hooks = hook(self.optimizer, function)
-                undo.callback(hooks.remove)
-                self._hooks = (*self._hooks, hooks)
+            undo.callback(self._hooks.remove)
+            self._hooks.before_step(self.optimizer, _Once(guarded(self.before_step)))
+            self._hooks.after_step(self.optimizer, _Once(guarded(self.after_step)))
+            self._hooks.after_step(self.optimizer, _Once(self._end_step))
             compiled = StepObserver(begin=guarded(self._begin_compiled), end=guarded(self._end_compiled))
             undo.enter_context(tap_compiled_optimizer(self.optimizer, compiled))
             scaler = ScalerListener(before=self._before_scaler, after=partial(self._after_scaler, guarded(self._skip)))
@@ -106,36 +179,31 @@ class OptimizerTap:
             return undo.pop_all()
 
     def is_attached(self) -> bool:
-        """Whether the hooks on the optimizer are all there."""
-        return all(hooks.are_there() for hooks in self._hooks)
+        """True if all hooks on the optimizer are there."""
+        return self._hooks.are_there()
 
     def takes_over(self, before: OptimizerTap) -> None:
-        """The optimizer steps in place of that of another tap: what is not held by it any more may be stepped on."""
-        self._was_held |= before.was_held
-
-    @property
-    def was_held(self) -> set[str]:
-        """Paths of the observed parameters that the optimizer, or the one before it, has held in recorded steps."""
-        return self._was_held
+        """Note that the optimizer steps in place of another tap's, whose parameters may still be stepped elsewhere."""
+        self.was_held |= before.was_held
 
     def note_backward(self) -> None:
-        """A backward pass has ended: the next change of a parameter is a step."""
+        """Note that a backward pass has ended: the next change of a parameter is a step."""
         for _, parameter, _ in self.held():
             if parameter.grad is not None:
-                self._backward = parameter, parameter._version, self._calls
+                self._backward = parameter, version_of(parameter), self._calls
                 return
 
     def end_unseen_step(self) -> None:
-        """End a step that no hook has seen, if there was one since the last backward pass: parameters were written.
+        """End a step that no hook has seen, if parameters were written since the last backward pass.
 
-        Only where the hooks are gone, or `step` is not the method that calls them: parameters may be written in other
-        ways, too.
+        Looks only if the hooks are gone, or if `step` is not the method that calls them: parameters may be written in
+        other ways, too.
         """
         before, self._backward = self._backward, None
         if before is None or (self.is_attached() and "step" not in vars(self.optimizer)):
             return
         parameter, version, calls = before
-        if calls != self._calls or parameter._version == version:
+        if calls != self._calls or version_of(parameter) == version:
             return
         if self._sink.progress.observing:
             for phase in ("grad", "optimizer", "param"):
@@ -148,7 +216,7 @@ class OptimizerTap:
         self._end_step()
 
     def settle(self) -> None:
-        """End a step that ran in compiled code, once what it wrote can be read: after that code."""
+        """End a step that ran in compiled code; to be called after that code, when parameters can be read."""
         if self._unsettled:
             self._unsettled = False
             self._sink.guarded("optimizer_step", self.after_step)()
@@ -164,7 +232,7 @@ class OptimizerTap:
     def before_step(self, *call: Any) -> None:
         """Record hyper-parameters, and gradients as the optimizer sees them.
 
-        Where `step` is given a closure, that computes them: they are recorded after the step.
+        If `step` is given a closure, that computes the gradients, and they are recorded after the step.
         """
         self._has_closure = has_closure(*call)
         self._left_out = not self._counts_skipped and leaves_out(self.optimizer)
@@ -176,10 +244,10 @@ class OptimizerTap:
             self.gradients()
 
     def gradients(self, stage: str = "") -> None:
-        """Record gradients as they are now: as the optimizer sees them, or at a stage before that."""
+        """Record gradients as they are now: those that the optimizer sees, or those of a stage before."""
         if ("grad.stages" if stage else "grad") not in self._observe:
             return
-        # A fused optimizer is left the loss scale, and divides by it itself.
+        # A loss scaler leaves it to a fused optimizer to divide by the loss scale.
         scaled = None if stage else isinstance(getattr(self.optimizer, "grad_scale", None), Tensor)
         with self._sink.together():
             for parameter, pieces in self._selected():
@@ -199,11 +267,11 @@ class OptimizerTap:
                     self._state(parameter, pieces)
                 if "param" in self._observe:
                     self._emit_pieces(parameter, pieces, phase="param", slot="value")
-        self._let_go(self._was_held - held)
-        self._was_held |= held
+        self._let_go(self.was_held - held)
+        self.was_held |= held
 
     def _let_go(self, paths: Collection[str]) -> None:
-        """Record that what becomes of parameters is not known which the optimizer no longer holds."""
+        """Record that nothing more is known of parameters which the optimizer no longer holds."""
         for path in sorted(paths):
             for phase, slot in (("grad", "grad"), ("optimizer", "state"), ("param", "value")):
                 if phase in self._observe:
@@ -228,7 +296,7 @@ class OptimizerTap:
             self._end_step()
 
     def _skip(self) -> None:
-        """Record a step that a loss scaler has left out."""
+        """Record a step that a loss scaler has skipped."""
         self.before_step()
         if self._sink.progress.observing and "optimizer" in self._observe:
             self._numbers(1, path=self.name, slot=SKIPPED)
@@ -242,13 +310,13 @@ class OptimizerTap:
         self._unsettled = True
 
     def updated(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
-        """What this rank updates itself, of what is held."""
+        """The entries of `held` that this rank updates itself."""
         inner = inner_optimizer(self.optimizer)
         here = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
         return (held for held in self.held() if id(held[1]) in here)
 
     def held(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
-        """Number of the group, parameter, and what it holds of which of the model's parameters."""
+        """Yield each parameter with the number of its group and the pieces of the model's parameters in it."""
         for number, entry in enumerate(self.optimizer.param_groups):
             for position, parameter in enumerate(entry["params"]):
                 pieces = self._pieces_of(parameter)
@@ -293,7 +361,7 @@ class OptimizerTap:
                     self._emit(tensor, phase="optimizer", path=piece.path, slot=slot)
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
-        """What the optimizer keeps of something that it steps on; empty where it keeps nothing."""
+        """The state that the optimizer keeps of a parameter; empty if it keeps none."""
         state: Mapping[str, Any] = inner_optimizer(self.optimizer).state.get(parameter, {})
         return state
 
@@ -314,7 +382,7 @@ class OptimizerTap:
 
 
 def has_closure(*call: Any) -> bool:
-    """Whether a hook on `step`, called with the optimizer, `args` and `kwargs`, was called for `step(closure)`."""
+    """True if a hook on `step`, called with the optimizer, `args` and `kwargs`, was called for `step(closure)`."""
     if len(call) < 3:
         return False
     _, args, kwargs = call  # `args` begins with the optimizer itself
@@ -322,7 +390,7 @@ def has_closure(*call: Any) -> bool:
 
 
 def leaves_out(optimizer: Optimizer) -> bool:
-    """Whether a fused optimizer is about to leave its step out: a loss scaler has told it of infinite gradients.
+    """True if a fused optimizer is about to skip its step: a loss scaler has told it of infinite gradients.
 
     Waits for the device.
     """

@@ -1,4 +1,4 @@
-"""What traindiff computes itself is not seen by the modes of the training.
+"""Hide from the training's modes what traindiff computes itself.
 
 A training may be inside a `TorchDispatchMode` or a `TorchFunctionMode`, which counts operators, keeps their results, or
 changes what they do: selective checkpointing, `FlopCounterMode`, `FakeTensorMode`, `torch.set_default_device`. An
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from traindiff.core._torch_compat import (
+from traindiff.core.torch_compat.execution import (
     leave_dispatch_mode,
     put_dispatch_modes,
     take_dispatch_modes,
@@ -23,7 +23,7 @@ from traindiff.core._torch_compat import (
 
 
 class _Hidden(threading.local):
-    """The modes that are off just now, the outermost first; None where none were taken off."""
+    """The modes that are off now, the outermost first; None if none were taken off."""
 
     modes: list[Any] | None = None
 
@@ -35,8 +35,8 @@ class out_of_sight:  # noqa: N801  a context like those of the standard library;
     """Inside it, on this thread, no mode sees which operators are called.
 
     Args:
-        functions: Nor which functions of torch. A subclass of tensors that overrides these is not asked then, so what
-            they return is no tensor of this class: not for what the training goes on with.
+        functions: No mode sees which functions of torch are called, either. Then subclasses of tensors that override
+            functions are not asked, and results are not of these classes: not for results that the training uses.
     """
 
     __slots__ = ("_functions", "_is_outermost", "_without")
@@ -63,7 +63,7 @@ class out_of_sight:  # noqa: N801  a context like those of the standard library;
 
 @contextmanager
 def in_sight() -> Iterator[None]:
-    """Inside it, the modes of the training are on again: to change them, or to call what is the training's own."""
+    """Inside it, the modes of the training are on again: to change them, or to call the training's own code."""
     if _hidden.modes is None:
         yield
         return
@@ -77,9 +77,9 @@ def in_sight() -> Iterator[None]:
 
 
 def with_functions() -> AbstractContextManager[Any]:
-    """Inside it, functions of torch do again what the training has made of them, e.g. on its default device.
+    """Inside it, functions of torch obey the training's function modes again, e.g. its default device.
 
-    For code of the training's that a tap calls: dispatch modes, which count operators, still do not see it.
+    This is for code of the training that a tap calls: dispatch modes, which count operators, still do not see it.
     """
     return nullcontext() if _hidden.modes is None else with_torch_function()
 
@@ -91,6 +91,6 @@ def enter_mode(mode: Any) -> None:
 
 
 def leave_mode(mode: Any) -> None:
-    """Take it off again, wherever it is among them."""
+    """Take a tap's mode off again, wherever it is among the others."""
     with in_sight():
         leave_dispatch_mode(mode)

@@ -19,11 +19,8 @@ from traindiff.observe.torch.hooks.optimizer_step import as_dense
 def attach(context: TapContext) -> ExitStack:
     """Summarize each contribution before it is added to `.grad` (phase `grad`, stage `micro`).
 
-    Contributions are terms of a sum. What the optimizer later sees can be held against that sum,
-    which shows a contribution that was lost, doubled or scaled on the way.
-
-    Returns:
-        Close it to remove the tap.
+    Contributions are terms of a sum. The gradients that the optimizer sees are compared with that sum, which shows a
+    contribution that was lost, doubled or scaled on the way. Close the result to remove the tap.
     """
     with ExitStack() as undo:
         undo.enter_context(_Leaves(context).attach())
@@ -32,7 +29,7 @@ def attach(context: TapContext) -> ExitStack:
 
 
 class _Leaves:
-    """The hooks on what autograd differentiates by, which a training may remove, and replace with what it is on."""
+    """The hooks on the leaves of the graph; a training may remove the hooks, or replace the leaves."""
 
     def __init__(self, context: TapContext) -> None:
         self._context = context
@@ -40,24 +37,24 @@ class _Leaves:
 
     def attach(self) -> ExitStack:
         look = self._context.sink.guarded("parameter_gradients", self._look)
-        self._context.moments.before_forward.append(look)
-        self._context.moments.before_backward.append(look)
-        self._context.moments.after_step.append(look)
+        self._context.events.before_forward.append(look)
+        self._context.events.before_backward.append(look)
+        self._context.events.after_step.append(look)
         with ExitStack() as undo:
             undo.callback(self._remove)
             self._follow()
             return undo.pop_all()
 
     def _follow(self) -> None:
-        for leaf in self._context.leaves:
+        for leaf in self._context.targets.leaves:
             if leaf.requires_grad and id(leaf) not in self._hooks:
                 hooks = HeldHooks()
-                hooks.on_gradient(leaf, _hook(self._context, leaf, self._context.pieces_of))
+                hooks.on_gradient(leaf, _hook(self._context, leaf, self._context.targets.pieces_of))
                 self._hooks[id(leaf)] = leaf, hooks
 
     def _look(self, *roots: Any) -> None:  # noqa: ARG002
-        """Before the backward pass nothing of it is lost."""
-        leaves = {id(leaf) for leaf in self._context.leaves}
+        """Attach hooks that are gone: before the backward pass, nothing of it is lost."""
+        leaves = {id(leaf) for leaf in self._context.targets.leaves}
         for key, (_, hooks) in [*self._hooks.items()]:
             if key not in leaves or not hooks.are_there():
                 hooks.remove()
@@ -71,14 +68,14 @@ class _Leaves:
 
 
 def _gathered(context: TapContext) -> ExitStack:
-    """The same for modules of FSDP2, which puts gathered parameters in the places of its own while they compute."""
-    hooked: dict[int, Tensor] = {}  # the tensors themselves, so that no other gets the id of one
+    """Hook the parameters that FSDP2 gathers, and puts in the places of a module's own while that computes."""
+    hooked: dict[int, Tensor] = {}  # keeps the tensors alive, so that no other gets the id of one
     undo = ExitStack()
 
     def before_forward(prefix: str, module: nn.Module, *_: Any) -> None:
         for name, parameter in module.named_parameters():
-            path = context.first_name(canonical_path(f"{prefix}.{name}" if prefix else name))
-            if id(parameter) in hooked or not parameter.requires_grad or not context.selects(path):
+            path = context.targets.first_name(canonical_path(f"{prefix}.{name}" if prefix else name))
+            if id(parameter) in hooked or not parameter.requires_grad or not context.targets.selects(path):
                 continue
             hooked[id(parameter)] = parameter
             undo.callback(parameter.register_hook(_hook(context, parameter, _whole(path))).remove)
@@ -86,7 +83,7 @@ def _gathered(context: TapContext) -> ExitStack:
     undo.callback(hooked.clear)
     for prefix, module in context.gathering.items():
         hook = context.sink.guarded("parameter_gradients", partial(before_forward, prefix))
-        undo.callback(module.register_forward_pre_hook(hook).remove)  # behind the one that gathers
+        undo.callback(module.register_forward_pre_hook(hook).remove)  # behind the hook that gathers
     return undo
 
 
@@ -101,9 +98,9 @@ def _hook(context: TapContext, leaf: Tensor, pieces_of: PiecesOf) -> Callable[..
 def _contribution(context: TapContext, leaf: Tensor, pieces_of: PiecesOf, gradient: Tensor | None) -> None:
     sink = context.sink
     if gradient is None or not sink.progress.observing:
-        return  # a function of the user's may give None
+        return  # a function of the user's may return None
     gradient = as_dense(gradient)
     for piece in pieces_of(leaf, gradient.numel()) or ():
-        if context.selects(piece.path):
+        if context.targets.selects(piece.path):
             call = sink.progress.next_call(piece.path, "micro")
             emit_pieces(sink, gradient, [piece], phase="grad", slot="grad", stage="micro", call=call, merge="sum")

@@ -1,4 +1,4 @@
-"""Follow the stages of a pipeline: which micro-batch of the schedule each works on."""
+"""Follow the stages of a pipeline, to know the micro-batch of the schedule on which each works."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from traindiff.core._torch_compat import num_chunks_of, pipeline_classes, runs_backward, stages_of
+from traindiff.core.torch_compat.training import (
+    PREPARES_STAGES,
+    num_chunks_of,
+    pipeline_classes,
+    runs_backward,
+    stages_of,
+)
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.common.progress import Chunk
 from traindiff.observe.torch.hooks.context import TapContext
@@ -19,21 +25,18 @@ _CHUNK_METHODS = {
     "backward_one_chunk": {"backward": True, "again": False},
     "backward_weight_one_chunk": {"backward": True, "again": True},
 }
-"""What a schedule calls for each micro-batch, and what that is; see `Chunk`."""
+"""Methods that a schedule calls for each micro-batch, with their kind; see `Chunk`."""
 
 
 def attach(context: TapContext) -> ExitStack:
-    """Follow `torch.distributed.pipelining`, if it was imported, where stages hold the model's modules.
+    """Follow stages of `torch.distributed.pipelining`, if it was imported, that hold the model's modules.
 
-    The sink's `progress` is told what the stages work on. Passes with which a schedule finds out shapes before its
-    first step are hidden from all taps. Where `loss` is observed, those are recorded that a schedule does not call
-    `backward` on.
+    The sink's `progress` is told the micro-batches on which the stages work. Passes in which a schedule finds out
+    shapes before its first step are hidden from all taps. If `loss` is observed, losses are recorded on which a
+    schedule does not call `backward`.
 
-    There are no hooks for it, so the methods that schedules call for each micro-batch are replaced while at
-    least one tap is attached, and put back when the last one is removed.
-
-    Returns:
-        Close it to remove the tap.
+    There are no hooks for it, so the methods that schedules call for each micro-batch are replaced while at least one
+    tap is attached, and restored when the last one is removed. Close the result to remove the tap.
     """
     if pipeline_classes() is None:
         return ExitStack()
@@ -41,12 +44,14 @@ def attach(context: TapContext) -> ExitStack:
 
 
 class _Listener:
+    """Is told of each schedule and micro-batch."""
+
     def __init__(self, context: TapContext) -> None:
         self._sink = context.sink
         self._observe_loss = "loss" in context.observe
-        self._ours = {id(module) for module in context.root.modules()}
+        self._ours = {id(module) for module in context.targets.root.modules()}
         self._count = 1
-        self._on_schedule = context.moments.on_schedule
+        self._on_schedule = context.events.on_schedule
         self.begin_schedule = self._sink.guarded("pipeline_calls", self._begin_schedule)
         self.begin_chunk = self._sink.guarded("pipeline_calls", self._begin_chunk)
 
@@ -81,7 +86,7 @@ def _install() -> None:
     classes = pipeline_classes()
     assert classes is not None  # or nobody would have been attached
     stage, *schedules = classes
-    for schedule, name in zip(schedules, ("_initialize_stage", "_initialize_stages"), strict=True):
+    for schedule, name in zip(schedules, PREPARES_STAGES, strict=True):
         _replace(schedule, name, _initializing)
     for name, kind in _CHUNK_METHODS.items():
         _replace(stage, name, partial(_working, kind))
@@ -114,7 +119,7 @@ def _initializing(schedule: Any, *_: Any, **__: Any) -> Iterator[None]:
 def _working(
     kind: Mapping[str, bool], stage: Any, number: int, *_: Any, loss: Any = None, full_backward: bool = True, **__: Any
 ) -> Iterator[None]:
-    # Of a full backward pass the loss is seen where `backward` is called on it.
+    # The loss of a full backward pass is seen where `backward` is called on it.
     alone = loss if isinstance(loss, Tensor) and not full_backward and not stage.is_first else None
     with ExitStack() as working:
         for listener in _listeners:

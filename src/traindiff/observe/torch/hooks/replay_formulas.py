@@ -1,4 +1,4 @@
-"""The updates of SGD, Adam and AdamW, in float64, and how far rounding may take them.
+"""The updates of SGD, Adam and AdamW, in float64, with bounds of their rounding errors.
 
 Pure functions: tensors of one shape in, float64 tensors of that shape out, elementwise, on the device of
 the inputs and without synchronizing. NaN and infinities go through as arithmetic takes them.
@@ -9,23 +9,27 @@ computed from, so sums that cancel are bounded by the magnitudes of their terms.
 order in which the elementwise kernels of torch (for-loop, foreach, fused, capturable) do it, in the dtype of
 the parameter or in a longer one.
 
-Their names are part of the recording format (stage `variant[NAME]`); what they mean in words is up to
-whoever reads it.
+The names of variants are part of the recording format (stage `variant[NAME]`); readers put them into words.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import SGD, Optimizer
+from torch.optim import Adam as TorchAdam
+from torch.optim import AdamW as TorchAdamW
 
 Number = float | Tensor
 """A setting: a number, or a tensor with one element, float64."""
 
 OPERATIONS = 4.0
-"""Roundings that each intermediate result may have behind it: two factors, a product and a sum."""
+"""The number of roundings in each intermediate result: of two factors, a product and a sum."""
 
 SCALAR_ROUNDOFF = 2.0**-24
 """Unit roundoff of float32, in which capturable optimizers compute their bias corrections."""
@@ -33,13 +37,13 @@ SCALAR_ROUNDOFF = 2.0**-24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Before:
-    """What a step finds of one parameter: float64, all of one shape.
+    """The values of one parameter before a step: float64, all of one shape.
 
     Attributes:
         parameter: The parameter.
         gradient: Its gradient, unscaled.
-        state: Moments by the name that torch gives them; those that do not exist yet are left out.
-        step: Steps that the optimizer had counted for this parameter; one element.
+        state: Moments by torch's names for them; without those that do not exist yet.
+        step: The number of steps that the optimizer had counted for this parameter; one element.
     """
 
     parameter: Tensor
@@ -50,12 +54,12 @@ class Before:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """What the optimizer's numbers are rounded to.
+    """Unit roundoffs of the optimizer's numbers.
 
     Attributes:
         storage: Unit roundoff of the parameter.
         arithmetic: The largest of parameter, gradient and state: short dtypes may be computed in themselves.
-        tiny: Smallest normal number of these dtypes: what underflow may lose.
+        tiny: Smallest normal number of these dtypes: the most that underflow may lose.
     """
 
     storage: float
@@ -69,7 +73,7 @@ class Update:
 
     Attributes:
         value: New parameter minus old one.
-        rounding: How far a correct optimizer's may be from that, element by element; positive.
+        rounding: The largest difference of a correct optimizer's update from that, element by element; positive.
     """
 
     value: Tensor
@@ -124,7 +128,7 @@ class Sgd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adam:
-    """Settings of torch's Adam and AdamW, and what a wrong one may do instead.
+    """Settings of torch's Adam and AdamW, and mistakes that another implementation may make.
 
     Attributes:
         lr: Learning rate.
@@ -135,11 +139,11 @@ class Adam:
         decoupled: AdamW's decay of the parameter itself, not added to the gradient.
         amsgrad: Divide by the largest second moment so far.
         maximize: Ascend.
-        float32_corrections: Whether bias corrections are computed in float32 (capturable, differentiable).
-        corrected: Whether the moments' bias is corrected.
-        eps_inside: Whether eps is added under the root.
-        eps_uncorrected: Whether eps is added before the second moment's correction.
-        late: Whether the moments are used as they were before this step's gradient.
+        float32_corrections: Compute bias corrections in float32 (capturable, differentiable).
+        corrected: Correct the bias of the moments.
+        eps_inside: Add eps under the root.
+        eps_uncorrected: Add eps before the second moment's correction.
+        late: Use the moments as they were before this step's gradient.
         shift: Added to the step from which bias corrections are computed.
     """
 
@@ -209,7 +213,7 @@ class Adam:
         return 1.0 - self.beta1**t, 1.0 - self.beta2**t
 
     def _correction_error(self, correction: Number) -> Number:
-        """Relative error of `1 - beta^t` computed in float32: of a difference that cancels."""
+        """Relative error of `1 - beta^t` in float32, a difference that cancels."""
         return OPERATIONS * SCALAR_ROUNDOFF / correction if self.float32_corrections else 0.0
 
     def _divisor(self, v: Tensor, root: Tensor, correction: Number) -> Tensor:
@@ -221,11 +225,11 @@ class Adam:
 
 
 Rule = Sgd | Adam
-"""What an optimizer does with one parameter."""
+"""The formula and settings by which an optimizer updates one parameter."""
 
 
 def _is_set(setting: Number) -> bool:
-    """Whether torch takes a setting into account: a tensor always."""
+    """True if torch takes a setting into account; it always does so with a tensor."""
     return isinstance(setting, Tensor) or setting != 0.0
 
 
@@ -236,7 +240,7 @@ MOMENTA = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
 
 
 def variants(rule: Rule) -> Iterator[tuple[str, Rule]]:
-    """Each mistake that would change what this rule does, with its name; the likelier ones first."""
+    """Yield each known mistake that would change the result of this rule, with its name; the likelier ones first."""
     if isinstance(rule, Adam):
         yield from _of_adam(rule)
     else:
@@ -285,3 +289,65 @@ def _of_sgd(rule: Sgd) -> Iterator[tuple[str, Sgd]]:
 
 def _differs(setting: Number, other: float) -> bool:
     return bool(abs(float(setting) - other) > 1e-6 * max(abs(other), 1e-12))
+
+
+MOMENTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+"""Entries of the optimizer's state that the formulas read, tensors of the parameter's shape."""
+
+
+def rule_name(optimizer: Optimizer) -> str:
+    """The formula of an optimizer: `SGD`, `Adam`, `AdamW`; `NAME(AdamW)` for a subclass with its own step; or empty.
+
+    A subclass with its own step may compute something else on purpose. It is compared with the class that it extends.
+    """
+    for name, kind in (("SGD", SGD), ("AdamW", TorchAdamW), ("Adam", TorchAdam)):
+        if isinstance(optimizer, kind):
+            own = inspect.unwrap(type(optimizer).step) is not inspect.unwrap(kind.step)
+            return f"{type(optimizer).__name__}({name})" if own else name
+    return ""
+
+
+def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:
+    """The formula and the current settings for the parameters of one group.
+
+    Tensors among the settings are copied, not read: nothing synchronizes.
+    """
+    if isinstance(optimizer, SGD):
+        return Sgd(
+            lr=_number(group["lr"]),
+            momentum=_number(group["momentum"]),
+            dampening=_number(group["dampening"]),
+            weight_decay=_number(group["weight_decay"]),
+            nesterov=bool(group["nesterov"]),
+            maximize=bool(group.get("maximize", False)),
+        )
+    beta1, beta2 = group["betas"]
+    return Adam(
+        lr=_number(group["lr"]),
+        beta1=_number(beta1),
+        beta2=_number(beta2),
+        eps=_number(group["eps"]),
+        weight_decay=_number(group["weight_decay"]),
+        decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, TorchAdamW))),
+        amsgrad=bool(group["amsgrad"]),
+        maximize=bool(group.get("maximize", False)),
+        float32_corrections=bool(group.get("capturable", False) or group.get("differentiable", False)),
+    )
+
+
+def moments_of(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The moments that the optimizer keeps of a parameter so far, not copied."""
+    names = MOMENTS["SGD" if isinstance(optimizer, SGD) else "Adam"]
+    return {name: state[name] for name in names if isinstance(state.get(name), Tensor)}
+
+
+def step_of(state: Mapping[str, Any]) -> Tensor:
+    """The number of steps that the optimizer has counted for a parameter: a copy, float64, one element."""
+    step = state.get("step", 0.0)
+    if isinstance(step, Tensor):
+        return step.detach().to(torch.float64, copy=True)
+    return torch.tensor(float(step), dtype=torch.float64, device="cpu")
+
+
+def _number(value: Any) -> Number:
+    return value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else float(value)

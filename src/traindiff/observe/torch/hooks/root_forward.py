@@ -1,4 +1,4 @@
-"""Observe what the root module receives, and random state around its forward pass."""
+"""Observe the inputs of the root module, and random state around its forward pass."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from traindiff.core._torch_compat import inside_backward
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import ITSELF, UNSEEN
+from traindiff.core.torch_compat.execution import inside_backward
 from traindiff.observe.common.batch_axis import batch_first
 from traindiff.observe.common.progress import Progress, Rounds
 from traindiff.observe.torch.hooks.compiled import RootObserver, tap_compiled_root
 from traindiff.observe.torch.hooks.context import TapContext
-from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks
+from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
 from traindiff.observe.torch.hooks.nested import tensors
-from traindiff.observe.torch.hooks.silent_modules import takes_hooks
 
 
 def given_to_training(inputs: Sequence[tuple[str, Tensor]], progress: Progress, *, several: bool) -> list[str]:
     """Slots of the inputs of a module that are part of the batch.
 
-    Where the loop calls one module only, every input of it is. Otherwise what has a graph was computed, and so may
-    any floating-point tensor be that comes after another module was called, since the last backward pass: the images
-    of a generator that its discriminator is given. The batch must be the same in two runs to the bit; what was
-    computed need not.
+    If the loop calls one module only, all its inputs are. Otherwise an input with a graph was computed. So may be a
+    floating-point tensor if another module was called since the last backward pass: the images of a generator that
+    its discriminator is given. The batch must be equal to the bit in two runs; what was computed need not.
 
     Args:
-        inputs: By slot.
+        inputs: The inputs by slot.
         progress: Where the training is, before the call that takes them is counted.
-        several: Whether its loop calls several modules.
+        several: The training loop calls several modules.
     """
     if not several:
         return [slot for slot, _ in inputs]
@@ -46,7 +44,7 @@ def given_to_training(inputs: Sequence[tuple[str, Tensor]], progress: Progress, 
 
 
 _UNSEEN_PHASES = (("batch", ""), ("forward", ""), ("loss", ""), ("backward", ""), ("grad", "micro"))
-"""What is not known, or filed in the wrong place, of a step whose forward pass was not seen."""
+"""Phases and stages that are unknown, or misplaced, in a step whose forward pass was not seen."""
 
 
 def attach(context: TapContext) -> ExitStack:
@@ -55,13 +53,13 @@ def attach(context: TapContext) -> ExitStack:
 
 
 class RootForwardTap:
-    """Follow the root's forward passes: they delimit micro-steps and carry the batch.
+    """Follows the root's forward passes: they delimit micro-steps and carry the batch.
 
-    The root's tensor inputs (phase `batch`) and the state of torch's random number generators before and after
-    every forward pass are recorded where `batch` is observed; if not, only progress is kept. Where the training loop
-    calls several modules, a call inside another is part of that one's pass, and what they seem to hand to each other
-    is no input of the training: it is an activation (phase `forward`). That it does so may show only when a step
-    begins with a part of the model: from then on the parts are followed, too.
+    If `batch` is observed, the root's tensor inputs (phase `batch`) and the state of torch's random number generators
+    before and after every forward pass are recorded; if not, only progress is kept. If the training loop calls several
+    modules, a call inside another is part of that one's pass, and tensors that they seem to hand to each other are
+    activations (phase `forward`), not the batch. That it calls several may show only when a step begins with a part of
+    the model: from then on the parts are followed, too.
 
     Args:
         context: The training.
@@ -75,19 +73,19 @@ class RootForwardTap:
         self._running: list[AbstractContextManager[None]] = []
         self._num_nested = 0
         self._num_passes = 0  # since the latest backward pass, or the beginning of the step
-        self._most_passes = 0  # that there ever were before one
+        self._most_passes = 0  # before any backward pass so far
         self._rounds = Rounds(context.sink.progress)
         self._calls_several = context.several_roots
         self._paths = {**context.root_paths, **{id(part): path for path, part in context.parts.items()}}
-        # What fails while it looks at the batch must not stop the counting of micro-steps.
+        # An error in looking at the batch must not stop the counting of micro-steps.
         self._observe_inputs = self._sink.guarded("batch", self._inputs)
         self._observe_end = self._sink.guarded("batch", self._random_state_after)
 
     def attach(self) -> ExitStack:
-        """See `attach`."""
+        """Follow the passes. Close the result to remove the tap."""
         followed = self._context.followed
         with ExitStack() as undo:
-            roots = [(self._paths[id(root)], root) for root in self._context.roots]
+            roots = [(self._paths[id(root)], root) for root in self._context.targets.roots]
             undo.enter_context(followed.follow(roots, Following(hook=self._hook, lost=self._lost, calls_follow=True)))
             parts = {path: part for path, part in self._context.parts.items() if takes_hooks(part)}
             how = Following(hook=self._hook_part, lost=self._lost_part, calls_follow=True)
@@ -117,7 +115,7 @@ class RootForwardTap:
             self._sink.unobserved(f"{UNSEEN}: {why}", phase=phase, path=ITSELF, slot="root_forward", stage=stage)
 
     def _has_seen_all(self) -> bool:
-        """Whether as many passes were seen since the last backward pass as there ever were before one."""
+        """True if as many passes were seen since the last backward pass as ever before one."""
         begins = self._sink.progress.backward_done or not self._sink.progress.forward_done
         return not begins and 0 < self._most_passes <= self._num_passes
 
@@ -128,8 +126,8 @@ class RootForwardTap:
     def _begin_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         progress = self._sink.progress
         if not self._calls_several:
-            if not all(self._context.followed.is_intact(root) for root in self._context.roots):
-                return  # the part was called by a root, without the hooks of that
+            if not all(self._context.followed.is_intact(root) for root in self._context.targets.roots):
+                return  # a root called the part, and the hooks of the root are gone
             has_begun = progress.in_forward or progress.forward_done or inside_backward()
             if has_begun or progress.hidden or progress.chunk is not None or not torch.is_grad_enabled():
                 return
@@ -160,11 +158,11 @@ class RootForwardTap:
             self._running.append(nullcontext())
             progress.given = frozenset()
             return
-        for before_forward in self._context.moments.before_forward:
+        for before_forward in self._context.events.before_forward:
             before_forward()
         if not evaluating and not progress.forward_done and progress.batch is None:
             with progress.before_all_chunks():
-                for before_step in self._context.moments.before_step:
+                for before_step in self._context.events.before_step:
                     before_step()
         if not evaluating:
             self._count_pass()
@@ -178,7 +176,7 @@ class RootForwardTap:
         forward.__enter__()
         self._running.append(forward)
         if self._observes:
-            # What a stage of a pipeline hands to the next is no input of the whole model.
+            # Tensors that a pipeline stage hands to the next are no inputs of the whole model.
             self._observe_inputs(path, inputs if chunk is None or chunk.is_first else inputs[handed_on:])
 
     def _count_pass(self) -> None:
@@ -190,7 +188,7 @@ class RootForwardTap:
     def _end(self, *_: Any) -> None:
         if self._sink.progress.hidden:
             return
-        if not self._running:  # the hooks were attached in the middle of a forward pass, or the one before it is gone
+        if not self._running:  # the hooks were attached inside a forward pass, or the hook before it is gone
             self._ended()
             return
         if self._num_nested:
@@ -204,7 +202,7 @@ class RootForwardTap:
         self._ended()
 
     def _ended(self) -> None:
-        for after_forward in self._context.moments.after_forward:
+        for after_forward in self._context.events.after_forward:
             after_forward()
 
     @property
@@ -213,7 +211,7 @@ class RootForwardTap:
         return progress.observing and self._observe_batch and (self._context.evaluation or not progress.evaluating)
 
     def _is_nested(self) -> bool:
-        """Whether a call of a root is a part of another's: made by it, or made again in the backward pass."""
+        """True if a call of a root is part of another root's: made by it, or repeated in the backward pass."""
         return self._calls_several and (bool(self._running) or inside_backward())
 
     def _inputs(self, path: str, inputs: Sequence[tuple[str, Tensor]]) -> None:
@@ -225,7 +223,7 @@ class RootForwardTap:
             if phase not in self._context.observe:
                 continue
             site = (phase, stage, path, slot, str(call))
-            regions = self._context.regions_of(tensor, path, slot)
+            regions = self._context.targets.layout.regions_of(tensor, path, slot)
             shape = self._shape(slot, tensor)
             axis, shard = self._batch_axis.split(shape, path=path, slot=slot, site=site, progress=progress)
             region = regions.value.batch_first(axis) if regions else None
@@ -235,8 +233,8 @@ class RootForwardTap:
             self._random_state(call=progress.next_call("", "rng before"), stage="before")
 
     def _shape(self, slot: str, tensor: Tensor) -> tuple[int, ...]:
-        """Shape of an input; where ranks hold parts of it, of all of it."""
-        regions = self._context.regions_of(tensor, "", slot)
+        """The shape of an input; the global shape if ranks hold parts of it."""
+        regions = self._context.targets.layout.regions_of(tensor, "", slot)
         return regions.value.shape if regions else shape_of(tensor)
 
     def _random_state_after(self) -> None:
@@ -250,7 +248,7 @@ class RootForwardTap:
 
 
 def _generators() -> list[tuple[str, Callable[[], Tensor]]]:
-    """The global generators of torch: reading their state draws nothing and waits for no device."""
+    """The global generators of torch. Reading their state draws nothing and waits for no device."""
     found: list[tuple[str, Callable[[], Tensor]]] = [("cpu", torch.get_rng_state)]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found.append(("cuda", torch.cuda.get_rng_state))

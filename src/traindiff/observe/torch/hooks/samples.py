@@ -1,4 +1,4 @@
-"""Observe the samples of each batch one by one, so that another order of them, or another sample, can be told."""
+"""Observe the samples of each batch one by one, to find samples that differ or are in another order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks
 from traindiff.observe.torch.hooks.nested import tensors
 
 MOST = 512
-"""Samples of one input and micro-batch that are observed; of a larger batch none is."""
+"""The most samples of an input and micro-batch; no sample of a larger batch is observed."""
 
 
 def attach(context: TapContext) -> ExitStack:
@@ -26,12 +26,14 @@ def attach(context: TapContext) -> ExitStack:
     def hook_root(_: str, root: nn.Module, hooks: HeldHooks) -> None:
         hooks.before_forward(root, hook, with_kwargs=True)
 
-    # What is lost with them, `root_forward` says.
+    # `root_forward` records what is lost with these hooks.
     how = Following(hook=hook_root, lost=lambda *_: None, calls_follow=True)
-    return context.followed.follow([(context.root_paths[id(root)], root) for root in context.roots], how)
+    return context.followed.follow([(context.root_paths[id(root)], root) for root in context.targets.roots], how)
 
 
 class _Samples:
+    """The hook on the roots."""
+
     def __init__(self, context: TapContext) -> None:
         self._sink = context.sink
         self._batch_axis = context.batch_axis
@@ -58,10 +60,10 @@ def emit_samples(sink: Sink, batch: Tensor, *, path: str, slot: str, micro_step:
 
     Args:
         sink: Receives the observations.
-        batch: With one entry of axis 0 per sample; any device, never changed.
-        path: Where the batch is seen.
-        slot: Which tensor there.
-        micro_step: That it belongs to, where that is not the current one.
+        batch: One sample per entry of axis 0; any device, never changed.
+        path: The path under which the batch is recorded.
+        slot: The slot of the tensor there.
+        micro_step: The micro-step of the batch, if it is not the current one.
     """
     if len(batch) > MOST:
         return

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from traindiff.core._torch_compat import schemas_of
 from traindiff.core.site import printable
+from traindiff.core.torch_compat.execution import is_overload, operator_schema, schemas_of
 from traindiff.observe.torch.nonfinite.argument_checks import misfit
 from traindiff.observe.torch.nonfinite.operations import Json, Operation
 
@@ -154,7 +154,7 @@ def _operator(name: str, overload: str) -> Any:
     shown = f"aten.{name}.{overload}"
     schemas = {one.overload_name or "default": one for one in schemas_of(f"aten::{name}")}
     operator = getattr(getattr(torch.ops.aten, name), overload, None) if overload in schemas else None
-    if not isinstance(operator, torch._ops.OpOverload):
+    if not is_overload(operator):
         raise RefusedOperatorError(f"the torch that is installed here has no operator {shown}")
     schema = schemas[overload]
     if not any("Tensor" in str(one.real_type) for one in (*schema.arguments, *schema.returns)):
@@ -194,7 +194,7 @@ def check(operation: Operation) -> Any:
         RefusedOperatorError: It may not be called, or not with these arguments.
     """
     operator = allowed_operator(operation.name)
-    name, arguments = operation.name.split(".")[1], operator._schema.arguments
+    name, arguments = operation.name.split(".")[1], operator_schema(operator).arguments
     for argument, value in bound(operation, arguments).items():
         wrong = misfit(str(argument.real_type), value, _texts(name, argument.name))
         if wrong:

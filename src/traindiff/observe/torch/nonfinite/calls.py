@@ -10,8 +10,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from traindiff.core._torch_compat import version_of
 from traindiff.core.site import printable
+from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.torch.hooks.nested import replaced, tensors
 from traindiff.observe.torch.nonfinite.frames import Frame
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from traindiff.core._torch_compat import without_onednn
+from traindiff.core.torch_compat.execution import TorchDispatchMode, operator_schema, without_onednn
 from traindiff.observe.torch.hooks.nested import replaced, tensors
 from traindiff.observe.torch.hooks.out_of_sight import with_functions
 from traindiff.observe.torch.nonfinite.allowed_operators import RefusedOperatorError, check
@@ -150,7 +149,7 @@ def _takes_its_dtype_from_a_default(func: Any, kwargs: Mapping[str, Any], output
 
     It would be another one where torch has another default dtype, and stay the same one in a longer dtype.
     """
-    arguments = {one.name: str(one.real_type) for one in func._schema.arguments}
+    arguments = {one.name: str(one.real_type) for one in operator_schema(func).arguments}
     return (
         isinstance(output, Tensor)
         and "dtype" in arguments

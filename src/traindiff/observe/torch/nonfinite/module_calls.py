@@ -11,11 +11,12 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from traindiff.core._torch_compat import inside_backward, inside_transform
 from traindiff.core.site import ROOT, path_in_whole, printable
+from traindiff.core.torch_compat.execution import inside_backward, inside_transform
+from traindiff.core.torch_compat.training import FORWARD_HOOKS
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import ModuleObserver, tap_compiled_module
-from traindiff.observe.torch.hooks.silent_modules import takes_hooks
+from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.nonfinite import origin
 from traindiff.observe.torch.nonfinite.calls import Call, slots, within
 from traindiff.observe.torch.nonfinite.frames import Frame, Line
@@ -180,7 +181,7 @@ class ModuleCalls:
     def unhooked(self) -> list[str]:
         """Paths of modules of which somebody else has removed the hooks."""
         modules = ((path, reference(), number) for path, reference, number in self._hooks)
-        return [path for path, one, number in modules if one is not None and number not in one._forward_hooks]
+        return [path for path, one, number in modules if one is not None and number not in getattr(one, FORWARD_HOOKS)]
 
     def running(self) -> Iterator[Call]:
         """Calls that have begun and not ended, outermost first; an error has ended those of the last forward pass."""

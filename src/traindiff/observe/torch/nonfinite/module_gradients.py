@@ -12,6 +12,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
+from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.nonfinite import origin
 from traindiff.observe.torch.nonfinite.calls import Call, Recipe
@@ -79,7 +80,7 @@ class ModuleGradients:
                 tensor.register_hook(self._guarded(partial(self._gradient, call, slot)))
             maker = self._maker(tensor)
             if maker is None:
-                self._made[id(tensor)] = ref(tensor), tensor._version, call, slot
+                self._made[id(tensor)] = ref(tensor), version_of(tensor), call, slot
             else:  # a module that returns what one in it returned has not made it
                 maker[0].passed_on[maker[1]] = call
 
@@ -94,7 +95,7 @@ class ModuleGradients:
     def _maker(self, tensor: Tensor) -> tuple[Call, str] | None:
         """The call that has returned a tensor as it is now, and the slot."""
         known = self._made.get(id(tensor))
-        if known is None or known[0]() is not tensor or known[1] != tensor._version:
+        if known is None or known[0]() is not tensor or known[1] != version_of(tensor):
             return None
         return known[2:]
 

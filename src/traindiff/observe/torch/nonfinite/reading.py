@@ -10,8 +10,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from traindiff.core._torch_compat import arrived, has_arrived, is_asynchronous, version_of
 from traindiff.core.kernels.extent import Extent, extent, stored_values
+from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynchronous
 from traindiff.errors import UnsupportedTensorError
 
 

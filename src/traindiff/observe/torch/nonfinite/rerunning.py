@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from traindiff.core._torch_compat import without_onednn
+from traindiff.core.torch_compat.execution import operator_schema, without_onednn
 from traindiff.observe.torch.hooks.nested import tensors
 from traindiff.observe.torch.nonfinite.allowed_operators import allowed_operator, bound
 from traindiff.observe.torch.nonfinite.argument_checks import check_bounds
@@ -191,7 +191,7 @@ class _Values:
         """Run an operator; gives back what it returns."""
         operator, name = allowed_operator(operation.name), operation.name.split(".")[1]
         convert = partial(from_json, tensor=self.__getitem__, dtype=self._other, device=self._device)
-        given = {one: convert(value) for one, value in bound(operation, operator._schema.arguments).items()}
+        given = {one: convert(value) for one, value in bound(operation, operator_schema(operator).arguments).items()}
         check_bounds(name, {one.name: value for one, value in given.items()})
         output = operator(
             *(value for one, value in given.items() if not one.kwarg_only),

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from traindiff.core.kernels.extent import stored_values
 from traindiff.core.site import printable
-from traindiff.core.untrusted import ANYTHING, TEXT, Folder, demanded, listed, mapped, nullable, parse, shaped, whole
+from traindiff.core.untrusted.demands import ANYTHING, TEXT, demanded, listed, mapped, nullable, parse, shaped, whole
+from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CorruptRecordingError, NotARecordingError, RecordingError
 from traindiff.observe.torch.hooks.nested import tensors
 from traindiff.observe.torch.nonfinite.allowed_operators import RefusedOperatorError, check

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from traindiff.core.settings import checked_flag
+from traindiff.core.setting_checks import checked_flag
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.observe.torch.nonfinite.origin import Origin
 

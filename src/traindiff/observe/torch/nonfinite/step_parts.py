@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import version_of
 from traindiff.core.observation import LOSS_SCALE, SKIPPED
+from traindiff.core.torch_compat.execution import version_of
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.common.progress import Progress
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener

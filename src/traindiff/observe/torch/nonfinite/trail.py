@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from traindiff.core.torch_compat.execution import storage_key
 from traindiff.observe.torch.nonfinite.operations import Json
 from traindiff.observe.torch.nonfinite.reading import only_masks
 
@@ -120,11 +121,11 @@ class Trail:
             return
         is_mask = only_masks(tensor)
         self.given += [] if is_mask else [slot]
-        self._by_storage[_storage(tensor)] = Source(slot=slot, is_mask=is_mask)
+        self._by_storage[storage_key(tensor)] = Source(slot=slot, is_mask=is_mask)
 
     def met(self, tensors: Iterable[Tensor]) -> list[Source]:
         """Where that comes from which is not finite in these tensors, in the order of the operators that made it."""
-        found = [self._by_storage.get(_storage(one)) for one in tensors if not is_finite(one)]
+        found = [self._by_storage.get(storage_key(one)) for one in tensors if not is_finite(one)]
         return sorted({one for one in found if one is not None}, key=lambda one: one.position)
 
     def follow(self, met: list[Source], made: Made, tensor: Tensor) -> None:
@@ -135,7 +136,7 @@ class Trail:
             made: What it has made.
             tensor: The same.
         """
-        storage = _storage(tensor)
+        storage = storage_key(tensor)
         is_all_of_it = tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
         if made.contents.is_finite:
             if is_all_of_it:
@@ -160,7 +161,3 @@ def has_infinity(value: Json) -> bool:
     return isinstance(value, dict) and (
         "float" in value or has_infinity(value.get("complex"))
     )  # fmt: skip
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

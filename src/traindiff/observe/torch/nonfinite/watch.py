@@ -13,7 +13,6 @@ from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.nonfinite.origin import Origin
 from traindiff.observe.torch.nonfinite.settings import DEFAULT_SIGNS, watch_settings
 from traindiff.observe.torch.nonfinite.watcher import Watcher
-from traindiff.observe.torch.session.record import STANDARD_SETTINGS
 from traindiff.observe.torch.session.targets import Optimizers, find_targets
 
 _OBSERVE = ("loss", "grad", "optimizer", "param")
@@ -98,5 +97,5 @@ def watch(
     )
     with out_of_sight():
         targets = find_targets(model, optimizer, select=("*",), caller="watch")
-    observed = record_settings(**{**STANDARD_SETTINGS, "observe": _OBSERVE})
+    observed = record_settings(observe=_OBSERVE)
     return Watcher(targets, settings, observed)

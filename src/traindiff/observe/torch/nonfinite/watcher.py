@@ -70,8 +70,8 @@ _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _logger = logging.getLogger("traindiff")
 
 _FAILED = (
-    "A part of watch(...) ({tap}) failed and watches nothing more: {says}. The training is not affected. What it has "
-    "watched until now was finite; nothing is known of what it would watch from here on."
+    "A part of watch(...) ({tap}) failed and watches nothing more: {message}. The training is not affected. What it "
+    "has watched until now was finite; nothing is known of what it would watch from here on."
 )
 
 

@@ -1,32 +1,36 @@
-"""Convert what a training holds (parameters, buffers, gradients, state of optimizers) to a longer dtype, and back."""
+"""Convert parameters, buffers, gradients and states of optimizers to a longer dtype, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+
+from traindiff.core.torch_compat.execution import operator_schema
+from traindiff.core.torch_compat.training import buffers_of
+from traindiff.observe.common.containers import mapped
+from traindiff.observe.torch.hooks.nested import tensors
 
 _BITS = {torch.float64: 64, torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
 
 
 def is_shorter(dtype: torch.dtype, than: torch.dtype) -> bool:
-    """Whether `dtype` is a floating-point dtype that is to be computed in the longer one; float8 never is."""
+    """Whether `dtype` is a floating-point dtype to be computed in the longer one; float8 is not."""
     return _BITS.get(dtype, 64) < _BITS[than]
 
 
 @dataclass(slots=True)
 class Cast:
-    """A call of an operator, with tensors cast, that writes back to the tensors that were given.
+    """A call of an operator with cast tensors, which writes back to the given tensors.
 
     Attributes:
         operator: The operator.
-        dtype_of: The dtype in which it is to see a tensor; is asked for floating-point tensors only.
-        written: Copies of arguments that the operator writes to, with the arguments.
+        dtype_of: The dtype in which the operator gets a floating-point tensor, and whether it writes to it.
+        written: Copies of the arguments that the operator writes to, with these arguments.
     """
 
     operator: Any
@@ -35,20 +39,20 @@ class Cast:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Its result; where that is an argument, the argument that was given."""
-        schema = self.operator._schema.arguments
+        schema = operator_schema(self.operator).arguments
         positional = [self._cast(arg, writes_to(one)) for arg, one in zip(args, schema, strict=False)]
         writes = {one.name: writes_to(one) for one in schema}
         named = {name: self._cast(arg, writes.get(name, False)) for name, arg in kwargs.items()}
         result = self.operator(*positional, **named)
         for copy, given in self.written:
             given.copy_(copy)
-        return tree_map(self._given, result)
+        return mapped(result, Tensor, self._given)
 
     def _cast(self, argument: Any, written: bool) -> Any:  # noqa: FBT001
-        return tree_map(lambda one: self._cast_one(one, written), argument)
+        return mapped(argument, Tensor, lambda one: self._cast_one(one, written))
 
-    def _cast_one(self, argument: Any, written: bool) -> Any:  # noqa: FBT001
-        if not isinstance(argument, Tensor) or not argument.is_floating_point():
+    def _cast_one(self, argument: Tensor, written: bool) -> Tensor:  # noqa: FBT001
+        if not argument.is_floating_point():
             return argument
         dtype = self.dtype_of(argument, written)
         if dtype == argument.dtype:
@@ -58,7 +62,7 @@ class Cast:
             self.written.append((copy, argument))
         return copy
 
-    def _given(self, result: Any) -> Any:
+    def _given(self, result: Tensor) -> Tensor:
         return next((given for copy, given in self.written if copy is result), result)
 
 
@@ -69,21 +73,23 @@ def writes_to(argument: Any) -> bool:
 
 def is_view(operator: Any) -> bool:
     """Whether what the operator returns shares memory with an argument that it does not write to."""
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in operator._schema.arguments)
+    return any(
+        one.alias_info is not None and not one.alias_info.is_write for one in operator_schema(operator).arguments
+    )
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments of an operator."""
-    return [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    return [tensor for _, tensor in tensors((args, dict(kwargs)), "")]
 
 
 class Conversion:
-    """Converts tensors in place, and everything back at the end, rounded.
+    """Converts tensors in place, and at the end converts them back, which rounds them.
 
     Args:
         root: The model.
-        dtype: What parameters, buffers and gradients become.
-        converted: Called with each tensor that was converted, and the dtype that it had.
+        dtype: The new dtype of parameters, buffers and gradients.
+        converted: Called with each converted tensor and its old dtype.
     """
 
     def __init__(self, root: nn.Module, dtype: torch.dtype, converted: Callable[[Tensor, torch.dtype], None]) -> None:
@@ -111,7 +117,7 @@ class Conversion:
         self._flatten()
 
     def convert_optimizer(self, optimizer: Optimizer) -> None:
-        """Convert the state that an optimizer keeps of converted parameters; once."""
+        """Convert the state of converted parameters in an optimizer, once."""
         if optimizer in self._optimizers:
             return
         kept = self._optimizers[optimizer] = {}
@@ -122,14 +128,14 @@ class Conversion:
                 self._converted(value, before)
 
     def restore(self) -> None:
-        """Convert everything back, and state that is new since as the parameter that it is of."""
+        """Convert everything back; state that is new gets the dtype of its parameter."""
         for optimizer, kept in self._optimizers.items():
             for parameter, key, value in self._state(optimizer):
                 before = kept.get((id(parameter), key), self._parameters[parameter] if value.dim() else torch.float32)
                 if value.dtype == self._dtype != before:
                     value.data = value.data.to(before)
         for module, name, dtype in self._buffers:
-            buffer = module._buffers.get(name)
+            buffer = buffers_of(module).get(name)
             if buffer is not None and buffer.dtype == self._dtype:
                 buffer.data = buffer.data.to(dtype)
         for parameter, dtype in self._parameters.items():
@@ -141,14 +147,14 @@ class Conversion:
         self._parameters.clear()
 
     def _flatten(self) -> None:
-        """Put the weights of recurrent layers back into one piece of memory, as cuDNN wants them."""
+        """Put the weights of recurrent layers back into one piece of memory, as cuDNN needs them."""
         for module in self._root.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
 
     def _state(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
-        """Tensors that the optimizer keeps of converted parameters."""
-        for parameter in _held(optimizer):
+        """The tensors in the optimizer's state of converted parameters."""
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
             if parameter in self._parameters:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor) and value.is_floating_point():
@@ -156,13 +162,9 @@ class Conversion:
 
 
 def _set(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Give the parameter, and its gradient, another dtype, and leave both the objects that they are."""
+    """Give the parameter and its gradient another dtype, and keep both objects."""
     gradient, parameter.grad = parameter.grad, None
     parameter.data = parameter.data.to(dtype)
     if gradient is not None:
         gradient.data = gradient.data.to(dtype)
         parameter.grad = gradient
-
-
-def _held(optimizer: Any) -> Iterable[Any]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

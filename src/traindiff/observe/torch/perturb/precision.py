@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map
 
-from traindiff.core._torch_compat import inside_backward
 from traindiff.core.observation import ITSELF
+from traindiff.core.torch_compat.execution import inside_backward, operator_schema, storage_key
+from traindiff.observe.common.containers import mapped
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.nested import replaced, tensors
 from traindiff.observe.torch.perturb.conversion import Cast, Conversion, is_shorter, is_view, tensors_of
@@ -41,35 +41,35 @@ _AUTOCAST_LONG = frozenset(
 
 
 class NominalDtypes:
-    """Remembers dtypes by storage: all views of a tensor have one.
+    """Remembers, by storage, the dtypes that tensors have in the training as it is; views share a storage.
 
     Attributes:
-        autocast: The dtype of the autocast region that the training is in, if it is in one.
+        autocast: The dtype of the current autocast region of the training; None outside.
     """
 
     def __init__(self) -> None:
         self.autocast: torch.dtype | None = None
-        self._by_storage: dict[int, torch.dtype] = {}  # addresses are used again, so it grows no longer than memory
+        self._by_storage: dict[int, torch.dtype] = {}  # bounded: addresses are used again
 
     def of(self, tensor: Tensor) -> torch.dtype:
         """The dtype that this tensor would have."""
-        return self._by_storage.get(_address(tensor), tensor.dtype) if _has_storage(tensor) else tensor.dtype
+        return self._by_storage.get(storage_key(tensor), tensor.dtype) if _has_storage(tensor) else tensor.dtype
 
     def note(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        """`tensor` would have this dtype."""
+        """Note that `tensor` has this dtype in the training as it is."""
         if not _has_storage(tensor):
             return
         if dtype == tensor.dtype:
-            self._by_storage.pop(_address(tensor), None)
+            self._by_storage.pop(storage_key(tensor), None)
         else:
-            self._by_storage[_address(tensor)] = dtype
+            self._by_storage[storage_key(tensor)] = dtype
 
     def clear(self) -> None:
         """Forget everything."""
         self._by_storage.clear()
 
     def of_result(self, name: str, inputs: Iterable[Tensor]) -> torch.dtype | None:
-        """What the operator of aten with this name would return for such inputs; None if that does not follow."""
+        """The dtype that this operator of aten returns in the training as it is; None if the inputs do not tell."""
         floating = [tensor for tensor in inputs if tensor.is_floating_point()]
         if not floating:
             return None
@@ -82,7 +82,7 @@ class NominalDtypes:
 
 
 def current_autocast() -> torch.dtype | None:
-    """The dtype of the autocast region that this code is in; not to be asked from inside an operator."""
+    """The dtype of the current autocast region; not to be called inside an operator."""
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
@@ -93,10 +93,6 @@ def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-def _address(tensor: Any) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 _DRAWING = frozenset(
     {
         "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "normal_",
@@ -104,24 +100,24 @@ _DRAWING = frozenset(
         "poisson", "multinomial", "binomial", "random_", "normal_functional",
     }
 )  # fmt: skip
-"""Operators that only draw: in the dtype of the training as it is, so that they draw the same."""
+"""Operators that only draw random numbers: computed in the original dtype, so that they draw the same ones."""
 
 INPUTS = "replica_inputs"
-"""What a fault in a conversion is filed under: operators that cannot be promoted must not end conversions."""
+"""Name of the tap that a fault in a conversion disables; not `replica`, which a failing operator disables."""
 
 _DROPOUT = frozenset({"native_dropout", "_fused_dropout"})
 
 
 class PrecisionReplica:
-    """Computes everything in `dtype` that the training computes in a shorter one.
+    """Computes in `dtype` everything that the training computes in a shorter one.
 
-    Parameters, buffers, gradients and the state of optimizers are converted in place, and back at the end.
-    Operators see their inputs promoted, and a shorter dtype that one is asked for, by the training or by
-    a default, becomes `dtype`. Autocast does nothing to float64 tensors anyway, and what it asks for becomes
-    `dtype` too. What is drawn at random is drawn as ever and then promoted, so masks stay the same.
+    Parameters, buffers, gradients and the state of optimizers are converted in place, and back at the end. Operators
+    get promoted inputs, and a shorter dtype that the training or a default requests becomes `dtype`. Autocast leaves
+    float64 tensors alone, and its requests become `dtype` too. Random numbers are drawn as usual and then promoted,
+    so masks stay the same.
 
-    Tensors that an operator writes to stay in the dtype in which the training made them before the
-    recording. An operator that cannot compute in `dtype` computes in its own, and the recording says so.
+    Tensors that an operator writes to keep the dtype that they had before the recording. An operator that cannot
+    compute in `dtype` computes in its own, and the recording says so.
 
     Args:
         dtype: float64; or float32, for a training in bfloat16 or float16.
@@ -136,7 +132,7 @@ class PrecisionReplica:
         self._not_promoted: set[str] = set()
 
     def attach(self, sink: Sink) -> ExitStack:
-        """See `traindiff.observe.torch.perturb.replica.Replica`."""
+        """Convert the model and enter the dispatch mode; see `Replica.attach`."""
         self._sink = sink
         conversion = Conversion(self._root, self._dtype, self._nominal.note)
         with ExitStack() as undo:
@@ -157,7 +153,7 @@ class PrecisionReplica:
         self._nominal.autocast = current_autocast()
 
     def _promoted_inputs(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The root's inputs in `dtype`; modules check that inputs and parameters have the same."""
+        """The root's inputs in `dtype`, as modules check that inputs and parameters have the same dtype."""
         promoted: dict[int, Tensor] = {}
         for _slot, tensor in (*tensors(args, ""), *tensors(kwargs, "")):
             if is_shorter(tensor.dtype, self._dtype):
@@ -166,10 +162,10 @@ class PrecisionReplica:
         return (replaced(args, promoted), replaced(kwargs, promoted)) if promoted else None
 
     def _compute(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        name = operator._schema.name.partition("::")[2]
+        name = operator_schema(operator).name.partition("::")[2]
         given = tensors_of(args, kwargs)
         if name == "_to_copy" and inside_backward() and not torch.is_grad_enabled():
-            return operator(*args, **kwargs)  # autograd gives a gradient the dtype of a tensor that has a shorter one
+            return operator(*args, **kwargs)  # autograd gives a gradient the shorter dtype of its tensor
         if name in _DRAWING:
             usual = self._usual_of(given)
             args, kwargs = _with_dtype(args, self._dtype, usual), _with_dtype(kwargs, self._dtype, usual)
@@ -189,7 +185,7 @@ class PrecisionReplica:
         return self._promoted(self._computed(operator, args, kwargs), nominal, given)
 
     def _computed(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the operator returns in `dtype`, or as nearly so as it can compute."""
+        """The result of the operator in `dtype`, or in the longest dtype in which it can compute."""
         try:
             result = Cast(operator, self._in_longer)(args, kwargs)
             if isinstance(result, Tensor) and self._is_quotient(result, tensors_of(args, kwargs)):
@@ -204,13 +200,13 @@ class PrecisionReplica:
         return result
 
     def _is_quotient(self, result: Tensor, given: list[Tensor]) -> bool:
-        """Whether integers gave a number of the default dtype, as in `integer / 7`."""
+        """Whether the result has the default dtype because all inputs are integers, as in `integer / 7`."""
         return (
             bool(given) and is_shorter(result.dtype, self._dtype) and not any(one.is_floating_point() for one in given)
         )
 
     def _of_integers(self, arguments: Any) -> Any:
-        return tree_map(lambda one: one.to(self._dtype) if isinstance(one, Tensor) else one, arguments)
+        return mapped(arguments, Tensor, lambda one: one.to(self._dtype))
 
     def _in_longer(self, tensor: Tensor, written: bool) -> torch.dtype:  # noqa: FBT001
         return self._dtype if is_shorter(tensor.dtype, self._dtype) and not written else tensor.dtype
@@ -222,18 +218,18 @@ class PrecisionReplica:
         return self._nominal.of(tensor) if tensor.numel() == 1 else self._in_longer(tensor, written)
 
     def _usual_of(self, given: list[Tensor]) -> torch.dtype:
-        """What is meant where `dtype` is asked for: as a rule the dtype of another tensor, by `x.dtype`."""
+        """The dtype that is meant by a request for `dtype`, which is mostly the `x.dtype` of another tensor."""
         return self._nominal.of_result("", given) or self._usual
 
     def _longer(self, arguments: Any) -> Any:
-        """Arguments of an operator, with `dtype` in place of shorter dtypes."""
+        """The arguments with `dtype` in place of shorter dtypes."""
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             if is_shorter(dtype, self._dtype):
                 arguments = _with_dtype(arguments, dtype, self._dtype)
         return arguments
 
     def _dropout(self, operator: Any, tensor: Tensor, probability: float, *others: Any, **kwargs: Any) -> Any:
-        """Dropout with the mask that the training as it is would draw."""
+        """Dropout with the mask that the training as it is draws."""
         nominal = self._nominal.of(tensor)
         _, mask = operator(tensor.to(nominal), probability, *others, **kwargs)
         scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
@@ -242,10 +238,10 @@ class PrecisionReplica:
         return dropped, mask
 
     def _promoted(self, result: Any, nominal: torch.dtype | None, given: list[Tensor]) -> Any:
-        """What an operator returned, in `dtype`, with the dtypes noted that it would have."""
+        """The result in `dtype`, with a note of the dtypes that it has in the training as it is."""
 
-        def promote(one: Any) -> Any:
-            if not isinstance(one, Tensor) or not one.is_floating_point() or any(one is other for other in given):
+        def promote(one: Tensor) -> Tensor:
+            if not one.is_floating_point() or any(one is other for other in given):
                 return one
             would_be = nominal if nominal is not None else one.dtype
             if is_shorter(one.dtype, self._dtype):
@@ -253,7 +249,7 @@ class PrecisionReplica:
             self._nominal.note(one, would_be if is_shorter(would_be, self._dtype) else one.dtype)
             return one
 
-        return tree_map(promote, result)
+        return mapped(result, Tensor, promote)
 
     def _note_not_promoted(self, operator: str) -> None:
         if operator not in self._not_promoted:
@@ -274,7 +270,7 @@ def _usual_dtype(root: nn.Module) -> torch.dtype:
 
 
 def _with_dtype(arguments: Any, found: torch.dtype, wanted: torch.dtype) -> Any:
-    return tree_map(lambda one: wanted if one is found else one, arguments)
+    return mapped(arguments, torch.dtype, lambda one: wanted if one is found else one)
 
 
 def _before_step(conversion: Conversion, optimizer: Optimizer, *_: Any) -> None:

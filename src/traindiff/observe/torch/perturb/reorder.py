@@ -1,8 +1,8 @@
 """A replica in which sums are added up in another order.
 
-Each function takes the permutations, the operator and its arguments, and returns what the operator would
-have returned but for rounding. `REORDERED` says which is for which operator; they are those below autograd,
-so forward and backward passes are made of them.
+Each function takes the permutations, the operator and its arguments, and returns the result of the operator but for
+rounding. `_BY_NAME` has the function of each operator. The operators are those below autograd, of which forward and
+backward passes consist.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.observe.common.sink import Sink
-from traindiff.observe.torch.perturb.random_rounding import rounding_key
 from traindiff.observe.torch.perturb.replica import Dispatching
+from traindiff.observe.torch.perturb.ulp import rounding_key
 
 _MOST = 256
 """Permutations that are kept."""
 
 
 class Permutations:
-    """One permutation per length of an axis: an operation that is repeated is reordered alike.
+    """One permutation per length of an axis, so a repeated operation is reordered alike.
 
     Args:
-        seed: Another seed gives other permutations. Generators of the training are not drawn from.
+        seed: Another seed gives other permutations. The generators of the training are not used.
     """
 
     def __init__(self, seed: int) -> None:
@@ -36,7 +36,7 @@ class Permutations:
         self._kept: OrderedDict[tuple[int, torch.device], tuple[Tensor, Tensor]] = OrderedDict()
 
     def shuffled(self, tensor: Tensor, *axes: int) -> Tensor:
-        """A copy of `tensor`, reordered along these axes; strides stay (of dense tensors)."""
+        """A copy of `tensor`, reordered along these axes; a dense tensor keeps its strides."""
         return self._selected(tensor, axes, inverse=False)
 
     def restored(self, tensor: Tensor, *axes: int) -> Tensor:
@@ -51,13 +51,13 @@ class Permutations:
         return tensor
 
     def _of(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The permutation of so many elements and its inverse: int64 [length]."""
+        """The permutation of `length` elements and its inverse: int64 [length]."""
         found = self._kept.pop((length, device), None)
         if found is None:
             generator = torch.Generator().manual_seed(rounding_key(self._seed, length) & 0xFFFFFFFF)
             order = torch.randperm(length, generator=generator, device="cpu")
             found = order.to(device), order.argsort().to(device)
-        self._kept[length, device] = found  # the latest is the last
+        self._kept[length, device] = found  # the most recent is last
         if len(self._kept) > _MOST:
             self._kept.popitem(last=False)
         return found
@@ -182,7 +182,7 @@ def _embedding_backward(order: Permutations, operator: Callable[..., Any], args:
 
 
 def _restored(order: Permutations, tensor: Tensor | None, *axes: int) -> Tensor | None:
-    """The same for a gradient that may not have been asked for."""
+    """`restored` for a gradient, which is None where it is not needed."""
     return None if tensor is None else order.restored(tensor, *axes)
 
 
@@ -216,12 +216,12 @@ _BY_NAME: dict[str, Reordered] = {
     "_scaled_dot_product_cudnn_attention_backward": _attention_backward,
     "embedding_dense_backward": _embedding_backward,
 }  # fmt: skip
-"""By `operator` or `operator.overload` of aten. What is not here is computed as ever."""
+"""By `operator` or `operator.overload` of aten. Other operators are computed as usual."""
 
 
 @cache
 def reordered_operators() -> Mapping[Any, Reordered]:
-    """The functions above by operator, as far as this torch has it."""
+    """The functions above by operator, for the operators that this torch has."""
     found: dict[Any, Reordered] = {}
     for name, function in _BY_NAME.items():
         packet, _, overload = name.partition(".")
@@ -232,10 +232,10 @@ def reordered_operators() -> Mapping[Any, Reordered]:
 
 
 class ReorderReplica:
-    """Permutes what matrix products, convolutions, normalizations, softmax, sums and means sum over.
+    """Permutes the terms of matrix products, convolutions, normalizations, softmax, sums and means.
 
-    Forward and backward, in every operator of the thread that trains; other operators, integers and
-    tensors of subclasses (DTensor) are computed as ever.
+    This holds forward and backward, on the thread that trains. Other operators, integers and tensors of subclasses
+    (DTensor) are computed as usual.
 
     Args:
         seed: Another seed permutes in another way.
@@ -246,7 +246,7 @@ class ReorderReplica:
         self._operators = reordered_operators()
 
     def attach(self, sink: Sink) -> ExitStack:
-        """See `traindiff.observe.torch.perturb.replica.Replica`."""
+        """Enter the dispatch mode; see `Replica.attach`."""
         return Dispatching(self._compute, sink).enter()
 
     def _compute(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What makes a training a replica, for as long as it is attached."""
+"""The interface of replicas, and the dispatch mode in which they compute operators."""
 
 from __future__ import annotations
 
@@ -7,57 +7,38 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from traindiff.core._torch_compat import is_compiled
-from traindiff.core.settings import ReplicaSetting
 from traindiff.core.site import ROOT, canonical_paths
-from traindiff.errors import ConfigError, NotPerturbedError, Problem
+from traindiff.core.torch_compat.execution import TorchDispatchMode, is_compiled
+from traindiff.errors import NotPerturbedError
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import ModuleObserver, tap_compiled_module
+from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.hooks.out_of_sight import enter_mode, leave_mode
-from traindiff.observe.torch.hooks.silent_modules import takes_hooks
 
 NAME = "replica"
-"""What a fault in a perturbation is filed under."""
+"""Name of the tap that a fault in a perturbation disables."""
 
 
 class Replica(Protocol):
     """One way to perturb a training within rounding."""
 
     def attach(self, sink: Sink) -> ExitStack:
-        """Perturb the training from now on; to be called before taps are attached, which see what it did.
+        """Perturb the training from now on. Called before taps are attached, which see the perturbed values.
 
         Returns:
-            Close it to have the training as it was.
+            Close it to end the perturbation.
         """
 
 
 def compiled_parts(root: nn.Module) -> str:
-    """Names of the compiled modules of a model, a few of them; empty where there is none."""
+    """Names of a few compiled modules of a model; empty if there are none."""
     compiled = [name or ROOT for name, module in root.named_modules() if is_compiled(module)]
     return ", ".join(compiled[:3]) + (", ..." if len(compiled) > 3 else "")
 
 
-def refuse_compiled(setting: ReplicaSetting, root: nn.Module) -> None:
-    """Refuse a model of which a part is compiled.
-
-    Raises:
-        ConfigError: Names the parts.
-    """
-    among = compiled_parts(root)
-    if not among:
-        return
-    problem = Problem(
-        where=f'record(replica="{setting}")',
-        what=f"cannot perturb compiled code, and the model has some: {among}.",
-        fix="Record the replica of the same training without torch.compile; what it measures holds for both.",
-    )
-    raise ConfigError("record(...)", [problem], consequence="nothing was attached to the model")
-
-
 def notice_compiled(root: nn.Module, sink: Sink) -> ExitStack:
-    """Report a fault when a module runs in compiled code: a function that calls it may be compiled at any time."""
+    """Report a fault when a module runs in compiled code: a function around it may be compiled at any time."""
     observer = ModuleObserver(output=sink.guarded(NAME, _fault))
     modules = dict(root.named_modules())
     with ExitStack() as undo:
@@ -78,15 +59,15 @@ Compute = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class Dispatching(TorchDispatchMode):
-    """Has operators computed by `compute`, on this thread and in backward passes begun on it.
+    """Computes operators by `compute`, on this thread and in backward passes begun on it.
 
-    An error in `compute` is reported to the sink, and the operator is computed as ever; if that fails too, it is the
-    training's own error.
+    An error in `compute` is reported to the sink, and the operator is computed without it. If that fails too, the
+    error is the training's own.
 
     Args:
         compute: Called below autograd, with this mode off.
-        sink: Told about errors.
-        ends: Whether an error ends the use of `compute`; if not, the next operator is computed by it again.
+        sink: Receives errors.
+        ends: Stop using `compute` after an error; otherwise the next operator is computed by it again.
     """
 
     def __init__(self, compute: Compute, sink: Sink, *, ends: bool = True) -> None:
@@ -97,7 +78,7 @@ class Dispatching(TorchDispatchMode):
         self._ends = ends
 
     def enter(self) -> ExitStack:
-        """Compute so from now on. Close the result to end it, whatever modes were entered since."""
+        """Enter the mode. Close the result to leave it, whatever modes were entered since."""
         undo = ExitStack()
         enter_mode(self)
         undo.callback(self._leave)
@@ -111,7 +92,7 @@ class Dispatching(TorchDispatchMode):
             return func(*args, **kwargs)
         try:
             return self._compute(func, args, kwargs)
-        except Exception as error:  # noqa: BLE001  ours, or the training's
+        except Exception as error:  # noqa: BLE001  an error of ours or of the training
             result = func(*args, **kwargs)
             self._active = self._active and not self._ends
             self._failed(error)

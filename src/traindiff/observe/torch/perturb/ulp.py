@@ -1,10 +1,11 @@
-"""A replica in which every observed tensor is randomly rounded by one unit in the last place."""
+"""A replica that moves every element by -1, 0 or +1 unit in the last place, by bits that depend only on a key."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -14,25 +15,112 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from traindiff.core.site import canonical_paths
+from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.common.sink import Sink
+from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.hooks.inspect import alter_inspected
 from traindiff.observe.torch.hooks.nested import replaced, tensors
-from traindiff.observe.torch.hooks.silent_modules import takes_hooks
-from traindiff.observe.torch.perturb.random_rounding import is_rounded, randomly_rounded, rounding_key
 from traindiff.observe.torch.perturb.replica import NAME
+
+_INTEGERS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+
+_INFINITY = {
+    torch.float64: 0x7FF << 52,
+    torch.float32: 0xFF << 23,
+    torch.bfloat16: 0xFF << 7,
+    torch.float16: 0x1F << 10,
+}
+"""The bits of infinity without its sign; those of finite numbers are smaller, those of NaN larger."""
+
+_BLOCK = 1 << 24
+"""Elements that are rounded at a time, which bounds the memory for random bits."""
+
+
+def is_rounded(tensor: Tensor) -> bool:
+    """Whether `randomly_rounded` supports a tensor: dense, of real or complex numbers of 16, 32 or 64 bits."""
+    real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+    return real in _INTEGERS and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def rounding_key(*parts: object) -> int:
+    """A hash of 32 bits of all parts: a seed, a step, the names of a site."""
+    text = "\0".join(map(str, parts)).encode()
+    return int.from_bytes(blake2b(text, digest_size=4).digest(), "little", signed=True)
+
+
+def randomly_rounded(tensor: Tensor, key: int) -> Tensor:
+    """A copy of `tensor` whose elements were moved by -1, 0 or +1 ulp, each with probability 1/3.
+
+    Zeros, infinities and NaN stay, and no element becomes one of them, so no sign changes. The random bits are a hash
+    of the key, the element's index and its value. So equal tensors are rounded alike under one key, in any order,
+    and a repeated forward pass is repeated exactly.
+
+    Args:
+        tensor: A tensor for which `is_rounded` holds, any shape. It is not changed.
+        key: From `rounding_key`.
+
+    Returns:
+        Same shape, dtype, device and strides (for dense tensors). Nothing is synchronized.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    rounded = torch.empty_like(tensor)  # a new tensor: autograd forbids writing to the view that a function returns
+    if tensor.is_complex():
+        torch.view_as_real(rounded).copy_(randomly_rounded(torch.view_as_real(tensor), key))
+        return rounded
+    dtype = tensor.dtype
+    bits = tensor.contiguous().view(_INTEGERS[dtype]).reshape(-1)
+    moved = torch.empty_like(bits)
+    for first in range(0, bits.numel(), _BLOCK):
+        block = slice(first, first + _BLOCK)
+        moved[block] = _moved(bits[block], infinity=_INFINITY[dtype], key=rounding_key(key, first) if first else key)
+    return rounded.copy_(moved.view(dtype).view(tensor.shape))
+
+
+def _moved(bits: Tensor, *, infinity: int, key: int) -> Tensor:
+    """Floating-point numbers as integers [n], moved; adding 1 moves a number by 1 ulp away from zero."""
+    magnitude = bits & torch.iinfo(bits.dtype).max
+    step = _thirds(bits, key).to(bits.dtype)
+    after = magnitude + step  # of a NaN it may overflow, to something negative
+    stays = (magnitude == 0) | (magnitude >= infinity) | (after <= 0) | (after >= infinity)
+    return bits + step.masked_fill_(stays, 0)
+
+
+def _thirds(bits: Tensor, key: int) -> Tensor:
+    """-1, 0 or 1, by a hash of key, index and value: int32 [n]. Products wrap around."""
+    word = (bits ^ (bits >> 32) if bits.dtype == torch.int64 else bits).to(torch.int32)
+    word = word.mul(_signed(0x9E3779B1)).add_(key)
+    word += torch.arange(len(bits), dtype=torch.int32, device=bits.device).mul_(_signed(0x85EBCA77))
+    # A bijection of 32-bit words in which every bit depends on every bit (lowbias32 of
+    # https://nullprogram.com/blog/2018/07/31/).
+    word = _xor_shift(word, 16).mul_(0x7FEB352D)
+    word = _xor_shift(word, 15).mul_(_signed(0x846CA68B))
+    word = _xor_shift(word, 16)
+    return word.bitwise_and_(0xFFFF).mul_(3).bitwise_right_shift_(16).sub_(1)
+
+
+def _xor_shift(word: Tensor, count: int) -> Tensor:
+    """`word ^ (word >> count)`, the shift logical."""
+    return word.bitwise_xor_((word >> count).bitwise_and_((1 << (32 - count)) - 1))
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
 
 
 class UlpReplica:
-    """Rounds what modules return, the gradients of it, and the gradients of parameters.
+    """Rounds the outputs of modules, their gradients, and the gradients of parameters.
 
-    What is observed is what came out of the rounding, and it is what the training goes on with. All of
-    the model is perturbed, observed or not: what is observed depends on what is not. Random bits
-    depend on seed, step, site and the tensor itself, so a forward pass that activation
-    checkpointing repeats is rounded as it was the first time, and no generator is drawn from.
+    Taps observe the rounded values, and the training continues with them. The whole model is perturbed, as observed
+    tensors depend on the others. Random bits depend on seed, step, site and the tensor itself. So a forward pass that
+    activation checkpointing repeats is rounded as the first time, and no generator is used.
 
-    A tensor is rounded where it was computed: one that a module only passes on (an input, a parameter, the
-    output of a module inside) stays the very tensor that it was, and gradients meet in it as they
-    did before.
+    A tensor is rounded where it was computed. A tensor that a module only passes on (an input, a parameter, the output
+    of a module inside) stays the same object, and gradients accumulate in it as before.
 
     Args:
         seed: Another seed rounds in another way.
@@ -47,7 +135,7 @@ class UlpReplica:
         self._versions = WeakIdKeyDictionary()
 
     def attach(self, sink: Sink) -> ExitStack:
-        """See `traindiff.observe.torch.perturb.replica.Replica`."""
+        """Put the hooks on; see `Replica.attach`."""
         altering = partial(sink.altering, NAME)
         modules = dict(self._root.named_modules())
         with ExitStack() as undo:
@@ -68,7 +156,7 @@ class UlpReplica:
         return rounding_key(self._seed, sink.progress.step, *site)
 
     def _outputs(self, sink: Sink, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """What the module returns, rounded; None if nothing in it is."""
+        """The output of the module, rounded; None if nothing in it is rounded."""
         found = list(tensors(output, "output"))
         held = {id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
         given = {id(tensor) for _, tensor in (*tensors(args, ""), *tensors(kwargs, ""))}
@@ -86,11 +174,11 @@ class UlpReplica:
         return None if self._is_passed_on(tensor, set()) else self._rounded(sink, tensor, name, "inspected")
 
     def _is_passed_on(self, tensor: Tensor, given: set[int]) -> bool:
-        """Whether there is nothing new in the tensor: it was rounded before, or given and not written to."""
-        version = 0 if tensor.is_inference() else tensor._version
+        """Whether the tensor is not new: it was rounded before, or is an input that was not written to."""
+        version = version_of(tensor)
         if tensor in self._versions:
             return bool(self._versions[tensor] == version)
-        return id(tensor) in given and version == 0
+        return id(tensor) in given and version <= 0
 
     def _rounded(self, sink: Sink, tensor: Tensor, path: str, slot: str) -> Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -98,11 +186,11 @@ class UlpReplica:
                 tensor, self._key(sink, "forward", path, slot)
             )
             key = self._key(sink, "backward", path, slot)
-            # A hook on the tensor, not a part of the function: taps' hooks come after it.
+            # A hook on the tensor, and not a part of the function, so that the hooks of taps run after it.
             rounded.register_hook(sink.altering(NAME, partial(_rounded_gradient, key)))
         else:
             rounded = randomly_rounded(tensor, self._key(sink, "forward", path, slot))
-        self._versions[rounded] = 0 if rounded.is_inference() else rounded._version
+        self._versions[rounded] = version_of(rounded)
         return rounded
 
     def _contribution(self, sink: Sink, path: str, gradient: Tensor | None) -> Tensor | None:
@@ -111,7 +199,7 @@ class UlpReplica:
     def _gradients(self, sink: Sink, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Round the gradients that the optimizer is about to use, in place.
 
-        Where `step` is given a closure, that computes them: there, only contributions are rounded.
+        A closure given to `step` computes gradients later; then only the contributions are rounded.
         """
         if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             return
@@ -124,13 +212,13 @@ class UlpReplica:
 
 
 def _local(tensor: Any) -> Tensor:
-    """What this rank holds of a DTensor, as a view; any other tensor itself."""
+    """This rank's part of a DTensor, as a view; any other tensor itself."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
 class _Rounded(torch.autograd.Function):
-    """The rounded tensor; its gradient is that of the tensor."""
+    """The rounded tensor, with the gradient of the tensor."""
 
     @staticmethod
     def forward(tensor: Tensor, key: int) -> Tensor:
@@ -138,7 +226,7 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.set_materialize_grads(False)  # where there is no gradient, none is made of zeros
+        ctx.set_materialize_grads(False)  # a missing gradient stays None
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:  # noqa: ARG004
@@ -146,5 +234,5 @@ class _Rounded(torch.autograd.Function):
 
 
 def _rounded_gradient(key: int, gradient: Tensor | None) -> Tensor | None:
-    """The gradient, rounded; None if it is not, or autograd has none to hand on."""
+    """The gradient, rounded; None if it is not rounded, or there is none."""
     return randomly_rounded(gradient, key) if gradient is not None and is_rounded(gradient) else None

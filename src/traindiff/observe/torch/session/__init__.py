@@ -1,1 +1,1 @@
-"""Taps, kernels and a sink put together around a training."""
+"""The session around a PyTorch training: its targets, its taps, and the sink that they write to."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from traindiff.core.settings import RecordSettings
 from traindiff.core.tap_registry import TAPS
@@ -18,9 +17,8 @@ from traindiff.errors import TraindiffWarning, level_of_caller
 from traindiff.observe.common.batch_axis import BatchAxis
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import trace_hooks
-from traindiff.observe.torch.hooks.context import Moments, TapContext
-from traindiff.observe.torch.hooks.followed_modules import FollowedModules, hide_from_scripting
-from traindiff.observe.torch.hooks.left_behind import leave_hooks_behind
+from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.inert_on_copy import hide_from_scripting, leave_hooks_behind
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 from traindiff.observe.torch.perturb.replica import Replica, notice_compiled
 from traindiff.observe.torch.session.followed_optimizers import FollowedOptimizers
@@ -37,14 +35,13 @@ class Attachment:
 
     Args:
         targets: What is observed.
-        settings: Which phases of it, and how.
+        settings: Which phases are observed, and how.
         sink: Receives the observations.
-        replica: Perturbs the training, where that is wanted.
-        before_every_step: Whether parameters are recorded before each step, not only where the step
-            before was not recorded.
-        on_step: Called with an optimizer's name when a step of it has ended and was observed.
+        replica: Perturbs the training; None for the training as it is.
+        before_every_step: Record parameters before each step, not only after a step that was not recorded.
+        on_step: Called with an optimizer's name when an observed step of it has ended.
         on_discovery: Called when more is known of this rank, e.g. an optimizer that was not given.
-        containment: What guards hooks.
+        containment: Guards hooks.
         on_schedule: Called with the root, a pipeline's schedule, and its stages on this rank, before it runs a batch.
     """
 
@@ -65,38 +62,20 @@ class Attachment:
         self._described: dict[str, Any] = {}
         optimizers: dict[str, OptimizerTap] = {}
         context = TapContext(
+            targets=targets,
             sink=sink,
+            containment=containment,
             # An update is the difference of two observations of a parameter.
             observe=settings.observe | ({"param"} if "update" in settings.observe else frozenset()),
             evaluation=settings.evaluation,
-            batch_axis=BatchAxis(settings.batch_axis, targets.modules),
-            moments=Moments(),
-            root=targets.root,
-            roots=targets.roots,
-            root_paths=targets.root_paths,
-            parts=targets.parts,
-            modules=targets.modules,
-            followed=FollowedModules(),
-            parameters=targets.parameters,
-            buffers=targets.buffers,
-            names=targets.names,
-            find_leaves=lambda: targets.leaves,
-            gathering=targets.gathering,
-            first_name=targets.first_name,
-            selects=targets.selects,
-            pieces_of=targets.pieces_of,
-            regions_of=targets.layout.regions_of,
-            optimizers=optimizers,
-            before_every_step=before_every_step,
             counts_skipped=settings.counts_skipped,
-            zoomed=targets.zoomed,
-            is_own_hook=containment.is_running,
-            cleaning_up=partial(containment.guarded, always=True),
-            described=self._described,
-            write_described=on_discovery,
+            before_every_step=before_every_step,
+            batch_axis=BatchAxis(settings.batch_axis, targets.modules),
+            optimizers=optimizers,
+            describe=self._describe,
         )
-        self._moments = context.moments
-        self._write_described = on_discovery
+        self._events = context.events
+        self._on_discovery = on_discovery
         upkeep = Upkeep(context, targets, on_change=on_discovery)
         self._optimizers = FollowedOptimizers(
             context,
@@ -106,8 +85,8 @@ class Attachment:
             on_discovery=on_discovery,
             before_step=upkeep.before_optimizer,
         )
-        self._moments.before_forward.append(self.settle)
-        self._moments.on_schedule.append(partial(on_schedule, targets.root))
+        self._events.before_forward.append(self.settle)
+        self._events.on_schedule.append(partial(on_schedule, targets.root))
         with ExitStack() as undo:
             if replica:  # before the taps, which see what it did
                 undo.enter_context(replica.attach(sink))
@@ -122,34 +101,34 @@ class Attachment:
             undo.enter_context(leave_hooks_behind([*targets.root.modules(), *targets.optimizers.values()]))
             self._undo = undo.pop_all()
         report = partial(_report_unused, context.batch_axis, targets.layout)
-        self._moments.at_end.append(sink.guarded("batch_axis", report))
+        self._events.at_end.append(sink.guarded("batch_axis", report))
 
     def close(self) -> None:
         """Remove all taps."""
         self._undo.close()
 
     def finish(self) -> None:
-        """Record what can be told only at the end; call it before the last observations are written."""
+        """Record what is known only at the end; to be called before the last observations are written."""
         self.settle()
         self._optimizers.end_unseen_steps()
         if elsewhere := self._optimizers.goes_on_elsewhere():
-            self._described["goes_on_elsewhere"] = elsewhere
-            self._write_described()
-        for at_end in self._moments.at_end:
+            self._describe("goes_on_elsewhere", elsewhere)
+        for at_end in self._events.at_end:
             at_end()
 
     def settle(self) -> None:
-        """End the steps of optimizers that ran in compiled code, which has returned by now."""
+        """End the steps that optimizers made in compiled code, which has returned by now."""
         self._optimizers.settle()
 
-    def follow(self, optimizer: Optimizer, *call: Any) -> None:
-        """See `FollowedOptimizers.follow`."""
-        self._optimizers.follow(optimizer, *call)
-
     @property
-    def followed(self) -> Mapping[str, OptimizerTap]:
-        """The taps of the optimizers that are followed, by name."""
-        return self._optimizers.taps
+    def optimizers(self) -> FollowedOptimizers:
+        """The optimizers that are followed."""
+        return self._optimizers
+
+    def _describe(self, name: str, value: Any) -> None:
+        """Put a value into `rank.json`, and have that written."""
+        self._described[name] = value
+        self._on_discovery()
 
     def describe(self) -> dict[str, Any]:
         """Names, shapes and dtypes of what is observed, for `rank.json`."""
@@ -157,7 +136,7 @@ class Attachment:
 
 
 def _attached(tap: str, context: TapContext) -> AbstractContextManager[object]:
-    """A tap by its name in the registry: only those that are wanted are imported."""
+    """The tap with this name in the registry; only wanted taps are imported."""
     attached: AbstractContextManager[object] = import_module(f"traindiff.observe.torch.hooks.{tap}").attach(context)
     return attached
 

@@ -1,4 +1,4 @@
-"""What `run.json` says of the circumstances of a run under torch: versions, machine, flags, source revision."""
+"""The circumstances of a run under torch, for `run.json`: versions, machine, flags, source revision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from traindiff.observe.common.circumstances import circumstances, variables
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """This process's rank, and how many there are: of the process group, or as the launcher has set them."""
+    """This process's rank and the number of ranks: of the process group, or as the launcher has set them."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -23,11 +23,7 @@ _PACKAGES = ("torch", "numpy", "triton", "deepspeed", "transformers", "accelerat
 
 def describe() -> dict[str, Any]:
     """Circumstances that can change a run's numbers, as JSON values. Reads, never computes on a device."""
-    return circumstances(packages=_PACKAGES, environment=_environment())
-
-
-def _environment() -> dict[str, Any]:
-    return {
+    environment = {
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "num_threads": torch.get_num_threads(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
@@ -36,3 +32,4 @@ def _environment() -> dict[str, Any]:
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "variables": variables(_VARIABLES),
     }
+    return circumstances(packages=_PACKAGES, environment=environment)

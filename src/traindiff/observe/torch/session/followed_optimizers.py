@@ -1,7 +1,7 @@
 """The optimizers that a session follows.
 
-No entry of the tap registry attaches them: there are as many as the training has, some appear only when they first
-step, and an engine's optimizer is followed by a tap of the engine.
+They are not in the tap registry: their number depends on the training, some are found only when they first step, and
+an engine's optimizer has a tap of the engine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import is_nested_step, is_stepping
 from traindiff.core.shards import Piece
+from traindiff.core.torch_compat.training import is_nested_step, is_stepping
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.optimizer_replay import OptimizerReplayTap
-from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap, has_closure
-from traindiff.observe.torch.hooks.optimizers import inner_optimizer, tap_optimizer_discovery
+from traindiff.observe.torch.hooks.optimizer_step import (
+    OptimizerTap,
+    has_closure,
+    inner_optimizer,
+    tap_optimizer_discovery,
+)
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.deepspeed_optimizer import EngineOptimizer
@@ -30,23 +34,21 @@ from traindiff.observe.torch.sharding.deepspeed_step import EngineOptimizerTap
 
 
 class FollowedOptimizers:
-    """Follows the optimizers that were given, or where none was, those that are found.
+    """Follows the given optimizers, or without any, those that are found.
 
-    An optimizer that is found, and was made after another had stepped that holds some of the same parameters, takes
-    its place: a training that goes on with a new optimizer counts its steps on, under one name. What it replaces is
-    let go of. The same holds for an optimizer that steps in place of one that was given: holding some of its
-    parameters, after a backward pass since which that one has not stepped.
+    An optimizer created later for the same parameters replaces the earlier one, and step numbering continues under
+    the same name. Among given optimizers it replaces one that has not stepped since the last backward pass.
 
     Args:
         context: The training, as taps see it.
         targets: What is observed.
-        taps: Filled with the tap of each optimizer that is followed, by its name.
-        on_step: Called with an optimizer's name when a step of it has ended and was observed.
+        taps: Filled with the tap of each followed optimizer, by its name.
+        on_step: Called with an optimizer's name when an observed step of it has ended.
         on_discovery: Called when an optimizer was found.
-        before_step: Called before each step of an optimizer that is followed.
+        before_step: Called before each step of a followed optimizer.
 
     Attributes:
-        taps: The tap of each optimizer that is followed, by its name.
+        taps: The tap of each followed optimizer, by its name.
     """
 
     def __init__(
@@ -67,8 +69,8 @@ class FollowedOptimizers:
         self._before_step = before_step
         self._hooks = HeldHooks()
         self._num_backward = 0
-        self._paths: dict[str, set[str]] = {}  # by name: what its optimizers have held of the model
-        self._stepped_after: dict[str, int] = {}  # by name: how many backward passes had ended at the latest step
+        self._paths: dict[str, set[str]] = {}  # by name: the model's parameters in its optimizers
+        self._stepped_after: dict[str, int] = {}  # by name: number of backward passes at the latest step
         self._following: dict[str, ExitStack] = {}
         self._known: WeakSet[Optimizer] = WeakSet()
         self._names: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
@@ -76,35 +78,35 @@ class FollowedOptimizers:
         self._made_before: WeakSet[Optimizer] | None = None
 
     def attach(self) -> ExitStack:
-        """Follow them. Close the result to end that."""
+        """Follow the optimizers. Close the result to end it."""
         with ExitStack() as undo:
             undo.callback(self._follow_no_more)
             self._listen()
             for name, optimizer in self._targets.optimizers.items():
                 self._following[name] = self._follow(name, optimizer)
-            moments, guarded = self._context.moments, self._context.sink.guarded
-            moments.after_backward.append(guarded("optimizer_step", self._after_backward))
-            for moment in (moments.before_forward, moments.at_backward):
-                moment.insert(0, guarded("optimizer_step", self.look))
-            moments.after_step.append(guarded("optimizer_step", self.look))
+            events, guarded = self._context.events, self._context.sink.guarded
+            events.after_backward.append(guarded("optimizer_step", self._after_backward))
+            for event in (events.before_forward, events.at_backward):
+                event.insert(0, guarded("optimizer_step", self.look))
+            events.after_step.append(guarded("optimizer_step", self.look))
             given = [one for one in self._targets.optimizers.values() if isinstance(one, Optimizer)]
             self._known.update([*given, *map(inner_optimizer, given)])
             self._made_before = WeakSet(given) if given else None
             if not self._targets.optimizers:
                 found = self._context.sink.guarded("optimizer_discovery", self._discover)
-                undo.enter_context(tap_optimizer_discovery(self._context.names, found, known=self._known))
+                undo.enter_context(tap_optimizer_discovery(self._targets.names, found, known=self._known))
             return undo.pop_all()
 
     def follow(self, optimizer: Optimizer, *call: Any) -> None:
-        """Follow one that is about to step, and was made after all those that were given, if it is of this training."""
+        """Follow an optimizer that is about to step and was made after the given ones, if it is of this training."""
         if optimizer in self._known:
             return
         self._known.update((optimizer, inner_optimizer(optimizer)))
-        if not _held_by(optimizer).isdisjoint(self._context.names):
+        if not _held_by(optimizer).isdisjoint(self._targets.names):
             self._context.sink.guarded("optimizer_discovery", self._discover)(optimizer, *call)
 
     def look(self) -> None:
-        """End steps that were not seen, and attach hooks again that are gone."""
+        """End steps that no hook has seen, and attach missing hooks again."""
         self.end_unseen_steps()
         if not self._hooks.are_there():
             self._hooks.remove()
@@ -122,7 +124,7 @@ class FollowedOptimizers:
         self._hooks.before_every_step(self._context.sink.guarded("optimizer_step", self._stepping))
 
     def _stepping(self, optimizer: Optimizer, *call: Any) -> None:
-        """Some optimizer is about to step, by its own hooks as they are now: those that are added are still called."""
+        """Any optimizer is about to step. Hooks that are added to it now are still called for this step."""
         if is_nested_step(optimizer):
             return
         for name, tap in self.taps.items():
@@ -139,13 +141,13 @@ class FollowedOptimizers:
 
     def _is_like_one_that_is_followed(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer holds nothing of the model, but parameters of the shapes that one for it holds."""
-        if not _held_by(optimizer).isdisjoint(self._context.names):
+        if not _held_by(optimizer).isdisjoint(self._targets.names):
             return False
         shapes = _shapes_of(optimizer)
         return any(_shapes_of(tap.optimizer) == shapes for tap in self.taps.values())
 
     def goes_on_elsewhere(self) -> str:
-        """What has stepped in place of the optimizers that are followed since they do not; empty if nothing has."""
+        """A message about the optimizer that steps since the followed ones do not; empty if there is none."""
         for optimizer, steps in self._elsewhere.items():
             latest = max(self._context.sink.progress.steps.values(), default=0) - 1
             return (
@@ -157,7 +159,7 @@ class FollowedOptimizers:
         return ""
 
     def _steps_in_place(self, optimizer: Optimizer, *call: Any) -> bool:
-        """Whether the optimizer steps in place of one that was given, and not beside it, around it or inside it."""
+        """Whether the optimizer steps in place of a given one, and not beside it, around it or inside it."""
         self._before_step()  # it may hold parameters that have replaced others
         held = self._paths_of(optimizer)
         for name, tap in self.taps.items():
@@ -170,7 +172,7 @@ class FollowedOptimizers:
         return False
 
     def _is_due(self, name: str) -> bool:
-        """Whether a backward pass has ended since the latest step under this name, as far as such passes are seen."""
+        """Whether a backward pass has ended since the latest step under this name, or none was ever seen."""
         return self._stepped_after.get(name) != self._num_backward or not self._num_backward
 
     def _attach_again(self, name: str) -> None:
@@ -185,7 +187,7 @@ class FollowedOptimizers:
             tap.note_backward()
 
     def settle(self) -> None:
-        """End the steps of optimizers that ran in compiled code, which has returned by now."""
+        """End the steps that optimizers made in compiled code, which has returned by now."""
         for tap in self.taps.values():
             tap.settle()
 
@@ -198,8 +200,6 @@ class FollowedOptimizers:
 
     def _follow(self, name: str, optimizer: Optimizer | EngineOptimizer) -> ExitStack:
         context = self._context
-        if isinstance(optimizer, Optimizer):
-            self._paths.setdefault(name, set()).update(self._paths_of(optimizer))
         replayed = "replay" in context.observe
         if isinstance(optimizer, EngineOptimizer):
             engine_tap = EngineOptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
@@ -208,12 +208,13 @@ class FollowedOptimizers:
             for one in engine_tap.replays() if replayed else ():
                 attach = partial(one.attach, around=attach)
             return attach()
+        self._paths.setdefault(name, set()).update(self._paths_of(optimizer))
         tap = OptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
         self.taps[name] = tap
         if not replayed:
             return tap.attach()
         replay = OptimizerReplayTap(
-            inner_optimizer(optimizer), name=name, held=partial(self._updated, tap), selects=context.selects,
+            inner_optimizer(optimizer), name=name, held=partial(self._updated, tap), selects=context.targets.selects,
             sink=context.sink,
         )  # fmt: skip
         return replay.attach(around=tap.attach)
@@ -227,7 +228,7 @@ class FollowedOptimizers:
             self._made_before = _live_optimizers()
         name = self._names.get(optimizer) or self._replaced_by(optimizer)
         if name in self.taps and not (self._is_due(name) or has_closure(optimizer, *call)):
-            return  # it steps beside the one with this name, which goes on
+            return  # it steps beside the optimizer with this name, which continues
         if name is None:
             name = f"optimizer[{len(self.taps)}]" if self.taps else "optimizer"
         else:
@@ -241,7 +242,7 @@ class FollowedOptimizers:
         self._on_discovery()
 
     def _replaced_by(self, optimizer: Optimizer) -> str | None:
-        """Name of the optimizer whose place one takes that is found now; None if it takes none's."""
+        """Name of the optimizer that a newly found one replaces; None if it replaces none."""
         if self._made_before is None or optimizer in self._made_before:
             return None
         held = self._paths_of(optimizer)
@@ -249,7 +250,7 @@ class FollowedOptimizers:
 
     def _paths_of(self, optimizer: Optimizer) -> set[str]:
         """Paths of the model's parameters that an optimizer holds."""
-        return {path for key in _held_by(optimizer) if (path := self._context.names.get(key)) is not None}
+        return {path for key in _held_by(optimizer) if (path := self._targets.names.get(key)) is not None}
 
     def _follow_no_more(self) -> None:
         with ExitStack() as undo:
@@ -263,7 +264,7 @@ class FollowedOptimizers:
         self._elsewhere.clear()
         with out_of_sight():
             if name == self._context.sink.progress.optimizer:
-                for after_step in self._context.moments.after_step:
+                for after_step in self._context.events.after_step:
                     after_step()
             self._on_step(name)
 

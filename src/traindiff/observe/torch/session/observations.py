@@ -1,8 +1,8 @@
-"""From what taps hand over to what is written: each tensor becomes observations, each with its summary."""
+"""The sink of a session's taps: guards their hooks, and makes observations with summaries of their tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -11,33 +11,33 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from traindiff.core._torch_compat import arrived, has_arrived, is_asynchronous, is_tracing, run_as_it_is, versions_of
 from traindiff.core.kernels.store import SummaryStore
 from traindiff.core.kernels.torch_arrays import detail_of, dtype_name, shape_of
 from traindiff.core.observation import LOSS_SCALE, OPERATOR_STAGES, SAMPLE, Merge, Observation
 from traindiff.core.shards import Region, Shard
-from traindiff.core.summary import Detail
+from traindiff.core.torch_compat.execution import exclude_from_compilation, is_tracing
+from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynchronous, versions_of
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.common.faults import Faults
+from traindiff.observe.common.observed import ObservationBuffer, Step
 from traindiff.observe.common.progress import Progress
-from traindiff.observe.common.sink import Pending
-from traindiff.observe.torch.hooks.left_behind import LeftBehind
+from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.perturb.replica import NAME as REPLICA
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
 from traindiff.observe.torch.sharding.layout import Layout, is_before_unscaling
 
 _REPLICA_FAILED = (
-    "traindiff no longer perturbs the training: {says}. The training goes on; the recording says that it is no full "
+    "traindiff no longer perturbs the training: {message}. The training goes on; the recording says that it is no full "
     "replica, and no floors can be measured from it."
 )
 
 
-class _Guard(LeftBehind):
+class _Guard(InertOnCopy):
     """A hook made harmless."""
 
     def __init__(
-        self, containment: Containment, tap: str, hook: Callable[..., Any], *, always: bool, alters: bool = False
+        self, containment: Containment, tap: str, hook: Callable[..., Any], *, always: bool, alters: bool
     ) -> None:
         self._containment = containment
         self._tap = tap
@@ -53,21 +53,21 @@ class _Guard(LeftBehind):
         return result if self._alters else None
 
 
-run_as_it_is(_Guard.__call__, callees=True)
+exclude_from_compilation(_Guard.__call__, callees=True)
 
 
 class Containment(Faults):
-    """Runs torch's hooks so that an error in one disables the tap it belongs to and goes no further.
+    """Runs torch's hooks so that an error in one disables its tap and never reaches the training.
 
-    No mode of the training sees what they compute; see `traindiff.observe.torch.hooks.out_of_sight`. Args are those of
-    `Faults`.
+    No mode of the training sees what the hooks compute; see `traindiff.observe.torch.hooks.out_of_sight`. The
+    arguments are those of `Faults`.
 
     Attributes:
-        paused: No hook is run but those that clean up: another training is running, beside the one that is observed.
+        paused: Only hooks that clean up are run, because another training is running beside the observed one.
     """
 
     def run(self, tap: str, hook: Callable[[], Any], *, always: bool = False, alters: bool = False) -> Any:
-        """See `Faults.run`. `alters` says that the training goes on with what `hook` returns."""
+        """`Faults.run`, out of sight of the training; with `alters`, the training continues with the result."""
         with out_of_sight(functions=not alters):
             return super().run(tap, hook, always=always)
 
@@ -75,18 +75,18 @@ class Containment(Faults):
         """`hook`, made harmless. It returns None, which tells torch to change nothing.
 
         Args:
-            tap: What an error disables.
+            tap: The tap that an error disables.
             hook: Observes something, or cleans up.
-            always: Run it even after the tap was disabled, because it cleans up.
+            always: Run the hook even after its tap was disabled, because it cleans up.
         """
-        return _Guard(self, tap, hook, always=always)
+        return _Guard(self, tap, hook, always=always, alters=False)
 
     def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """`hook`, made harmless; torch uses what it returns in place of what it was given, unless that is None."""
+        """`hook`, made harmless. Its result replaces the tensor that torch gave it, unless the result is None."""
         return _Guard(self, tap, hook, always=False, alters=True)
 
     def template(self, tap: str) -> str:
-        """See `Faults.template`."""
+        """The warning about a tap that failed; a replica's says that the recording is no full replica."""
         return _REPLICA_FAILED if tap.startswith(REPLICA) else super().template(tap)
 
 
@@ -96,24 +96,24 @@ OVERWRITTEN = "it was written to before anybody waited for the collective that c
 class InFlight:
     """Holds observed tensors that a collective is still computing.
 
-    To read them would be to wait for them earlier than the training does, and to overlap less than it would.
+    Reading them now would wait for the collective earlier than the training does, and so overlap less with it.
     """
 
     def __init__(self) -> None:
         self._held: list[tuple[Tensor, Observation, tuple[int, int]]] = []
 
     def holds(self, tensor: Tensor, seen: Observation) -> bool:
-        """Keep the tensor for later if it has not arrived."""
+        """Keep the tensor for later if it has not arrived; gives whether it is kept."""
         if not is_asynchronous(tensor) or has_arrived(tensor):
             return False
         self._held.append((tensor, seen, versions_of(tensor)))
         return True
 
     def arrived(self, *, all_of_them: bool = False) -> Iterator[tuple[Tensor, Observation, str]]:
-        """Remove and yield those that can be read, each with the reason if it can no more.
+        """Remove and yield the tensors that can be read; one that was overwritten, with that reason.
 
         Args:
-            all_of_them: Wait for the others: nobody has in this step, e.g. as nobody used them.
+            all_of_them: Wait for the others too: the training did not use them in this step.
         """
         if not self._held:
             return
@@ -132,26 +132,28 @@ class InFlight:
 
 
 _SUMMARY_ALONE = OPERATOR_STAGES | {SAMPLE}
-"""Stages of which nothing but a summary is kept, whatever the detail."""
+"""Stages of which only the summary is kept, whatever `detail` says."""
 
 
-class Observations:
-    """The sink of a session's taps; see `traindiff.observe.common.sink.Sink` for what they call.
+class Observations(ObservationBuffer):
+    """The sink of a session's taps; see `traindiff.observe.common.sink.Sink`.
 
     Args:
         progress: Where the training is.
-        layout: What of which tensors this rank observes.
+        layout: How this rank's tensors lie in those of the whole training.
         detail: What is kept of a tensor beyond its summary.
-        bounds: Of the intervals in which elements of gradients of parameters are counted.
+        bounds: Bounds of the intervals in which elements of parameters' gradients are counted.
         containment: Guards hooks.
         on_full: Called when more waits to be written than should.
-        forced: What is put in place of what was observed, if anything.
-        last_seen: Called with each observation before anything is done with it, if anything is.
-        run_on_cpu: Summarize what is on another device on the CPU.
+        forced: Values that replace the observed tensors, if any.
+        last_seen: Called with each observation before anything else is done with it, if given.
+        run_on_cpu: Summarize tensors of other devices on the CPU.
 
     Attributes:
         layout: May be replaced as soon as more is known of it.
-        last_seen: See above; may be taken away.
+        last_seen: See above; may be set to None.
+        guarded: `Containment.guarded`.
+        altering: `Containment.altering`.
     """
 
     def __init__(
@@ -167,18 +169,17 @@ class Observations:
         last_seen: Callable[[Observation], None] | None = None,
         run_on_cpu: bool = False,
     ) -> None:
-        self.progress = progress
+        super().__init__(progress, on_full)
         self.layout = layout
+        self.guarded = containment.guarded
+        self.altering = containment.altering
+        self.last_seen = last_seen
         self._detail = detail
         self._bounds = bounds
         self._loss_scale: Tensor | None = None
-        self._containment = containment
-        self._on_full = on_full
         self._forced = forced
-        self.last_seen = last_seen
         self._summaries = SummaryStore(()) if run_on_cpu else SummaryStore()
         self._in_flight = InFlight()
-        self._pending = Pending()
 
     def emit(
         self,
@@ -198,73 +199,46 @@ class Observations:
         scaled: bool | None = None,
         late: bool = False,
     ) -> None:
-        """See `traindiff.observe.common.sink.Sink`. `late` files it under the step that has just ended."""
+        """`Sink.emit`; `late` files the tensor under the step that has just ended."""
         self._read_arrived()
-        progress = self.progress
-        name = optimizer or progress.optimizer
         if self._bounds and (phase, path) == ("loss", LOSS_SCALE):
             self._loss_scale = tensor
         if scaled is None:
-            scaled = progress.loss_scaled and is_before_unscaling(phase=phase, stage=stage, slot=slot)
+            scaled = self.progress.loss_scaled and is_before_unscaling(phase=phase, stage=stage, slot=slot)
         if region is None and shard is None:
             region = self.layout.region_of_parameter(tensor, path=path, phase=phase)
         shard = shard or Shard.whole(shape_of(tensor) if region is None else region.shape)
+        factor = self.layout.factor(phase=phase, stage=stage, slot=slot)
         for part in self.layout.local_shards(tensor, shard, merge, phase=phase, region=region):
-            seen = Observation(
-                step=progress.steps.get(name, 0) - late,
-                micro_step=progress.micro_step if micro_step is None else micro_step,
-                optimizer=name, phase=phase, stage=stage, path=path, slot=slot, call=call,
-                order=progress.next_order(late=late), dtype=dtype_name(part.tensor), shard=part.shard,
-                merge=part.merge, weight=weight, term=part.term,
-                factor=self.layout.factor(phase=phase, stage=stage, slot=slot), scaled=scaled,
+            seen = self._seen(
+                optimizer=optimizer, late=late, micro_step=micro_step, phase=phase, stage=stage, path=path, slot=slot,
+                call=call, dtype=dtype_name(part.tensor), shard=part.shard, merge=part.merge, weight=weight,
+                term=part.term, factor=factor, scaled=scaled,
             )  # fmt: skip
-            if (
-                self.last_seen is not None and path != "rng"
-            ):  # that is looked at when a forward pass ends, also by an error
+            # Random state is read when a forward pass ends, also where an error ends it.
+            if self.last_seen is not None and path != "rng":
                 self.last_seen(seen)
             if self._forced is not None or not self._in_flight.holds(part.tensor, seen):
                 self._keep(part.tensor, seen)
 
-    def unobserved(
-        self, reason: str, *, phase: str, path: str, slot: str, stage: str = "", optimizer: str | None = None,
-        call: int = 0, late: bool = False,
-    ) -> None:  # fmt: skip
-        """See `traindiff.observe.common.sink.Sink`. `late` files it under the step that has just ended."""
-        progress = self.progress
-        name = optimizer or progress.optimizer
-        seen = Observation(
-            step=progress.steps.get(name, 0) - late, micro_step=progress.micro_step, optimizer=name, phase=phase,
-            stage=stage, path=path, slot=slot, call=call, order=progress.next_order(late=late), dtype="",
-            shard=Shard.whole(()), unobserved=reason,
-        )  # fmt: skip
-        self._pending.append(seen, None)
-
     def together(self) -> AbstractContextManager[None]:
-        """See `traindiff.observe.common.sink.Sink`."""
+        """`Sink.together`."""
         together = self._summaries.together()
         return together if self._forced is None else self._forced.after(together)
 
-    def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
-        """See `traindiff.observe.common.sink.Sink`."""
-        return self._containment.guarded(tap, hook)
-
-    def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """See `traindiff.observe.common.sink.Sink`."""
-        return self._containment.altering(tap, hook)
-
     def settle(self) -> None:
-        """Summarize what collectives have computed by now; waits for those that nobody has waited for."""
+        """Summarize what collectives have computed by now; wait for those that nobody has waited for."""
         self._read_arrived(all_of_them=True)
 
-    def take(self, optimizer: str | None = None) -> Iterator[tuple[list[Observation], list[Any], Mapping[int, Detail]]]:
-        """Remove and yield what belongs to one optimizer, or to all of them: one item per step; see `Pending.take`."""
+    def take(self, optimizer: str | None = None) -> Iterator[Step]:
+        """Remove and yield the observations of one optimizer, or of all: one item per step."""
         self._summaries.end_step()
-        return self._pending.take(optimizer)
+        return super().take(optimizer)
 
     def clear(self) -> None:
         """Drop everything."""
         self._in_flight.clear()
-        self._pending.clear()
+        super().clear()
 
     def _read_arrived(self, *, all_of_them: bool = False) -> None:
         for tensor, seen, reason in self._in_flight.arrived(all_of_them=all_of_them):
@@ -274,7 +248,7 @@ class Observations:
                 self._keep(tensor, seen)
 
     def _keep(self, tensor: Tensor, seen: Observation) -> None:
-        """Summarize what was seen."""
+        """Summarize a tensor and keep its observation."""
         if is_asynchronous(tensor):
             tensor = arrived(tensor)
         if tensor.is_complex():  # a last axis of real and imaginary parts
@@ -295,7 +269,7 @@ class Observations:
             self._on_full()
 
     def _bounds_of(self, seen: Observation) -> Sequence[float]:
-        """Bounds for the elements as they are: multiplied by what the engine and a loss scale multiply them by."""
+        """The bounds, multiplied by the factors that the engine and the loss scale have put into the gradient."""
         if not self._bounds or (seen.phase, seen.slot) != ("grad", "grad"):
             return ()
         scale = float(self._loss_scale) if seen.scaled and self._loss_scale is not None else 1.0

@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
-from inspect import Parameter, signature
-from typing import Any, Never
+from typing import Unpack
 
-from traindiff.core.settings import RecordSettings, check_names, record_settings, recording_path
-from traindiff.core.shards import DeclaredShard
+from traindiff.core.settings import (
+    SETTINGS,
+    RecordOptions,
+    RecordSettings,
+    check_names,
+    record_settings,
+    recording_path,
+    takes_settings,
+)
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
-from traindiff.observe.torch.perturb.making import make_replica
+from traindiff.observe.torch.perturb import make_replica
 from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import Models, Optimizers, Targets, find_targets
 
 
+@takes_settings(RecordOptions)
 def record(
     path: str | os.PathLike[str],
     model: Models,
     optimizer: Optimizers = None,
     *,
-    observe: str | Iterable[str] | None = None,
-    select: str | Iterable[str] = "*",
-    detail: str | Iterable[str] = "summary",
-    bounds: Iterable[float] = (),
-    steps: str | int | Iterable[int] | None = None,
-    ranks: int | Collection[int] | None = None,
-    every: int = 1,
     overwrite: bool = False,
-    batch_axis: int | Mapping[str, int | None] | None = None,
-    sample_order: str = "blocks",
-    shards: Iterable[DeclaredShard] = (),
-    evaluation: bool = False,
-    strict: bool = False,
-    run_on_cpu: bool = False,
-    replica: str | None = None,
-    operators: str | Iterable[str] | None = None,
-    **misspelt: Never,
+    **settings: Unpack[RecordOptions],
 ) -> Recorder:
     """Record a training's numbers, without disturbing it.
 
@@ -59,6 +50,8 @@ def record(
             counts its own steps, and the first also those of forward and backward passes. None
             finds the optimizers that hold parameters of `model` when they first step; one that is made later, for
             parameters of one that has stepped, takes its place.
+        overwrite: Replace a recording that is already at `path`. One that is being recorded at the moment is refused;
+            on file systems without locks, as most URLs, the earlier one ends with a warning instead.
         observe: Some of `batch`, `forward`, `loss`, `backward`, `grad`, `optimizer`, `update`,
             `param`, `samples`, `replay`, `grad.micro`, `grad.stages`, and what else docs/observe.md lists. Default:
             all up to `replay`. `update` is
@@ -78,8 +71,6 @@ def record(
         steps: Steps to record, e.g. `"0-9,20,30-"` or `range(10)` (of which the end is left out). Default: all.
         ranks: Ranks to record. Default: all.
         every: Record only every n-th step, counted from 0.
-        overwrite: Replace a recording that is already at `path`. One that is being recorded at the moment is refused;
-            on file systems without locks, as most URLs, the earlier one ends with a warning instead.
         batch_axis: Where the batch axis is, if it is not axis 0: one axis for all, or by glob over
             paths, None for tensors without one. See docs/batch-axis.md.
         sample_order: Which samples of the global batch data-parallel ranks have, so that a recording of one process
@@ -88,6 +79,10 @@ def record(
         shards: Which part of a larger tensor plain ones hold on each rank, as `traindiff.shard` says it, where the
             engine does not tell: tensor parallelism by hand, attention on local heads, context parallelism. See
             docs/parallel.md.
+        operators: Globs over canonical paths of modules, e.g. `"transformer.h.3"`: every operator that runs inside
+            these, and inside what they hold, is recorded in the steps that are, forward and backward: what it is given,
+            what it returns, and the line of the source that called it. That slows these modules down many times over:
+            choose `steps`, too. See docs/operators.md.
         evaluation: Record forward passes without gradients too.
         strict: Raise errors of traindiff's own instead of going on without the part that failed.
         run_on_cpu: Copy tensors of other devices to the CPU, in parts of 4 MiB to 8 MiB, and summarize them there: for
@@ -99,11 +94,6 @@ def record(
             place), `"reorder:SEED"` (sums added up in another order) or
             `"float64"` (everything computed in it). The same seed makes the same replica.
             See docs/noise.md.
-        operators: Globs over canonical paths of modules, e.g. `"transformer.h.3"`: every operator that runs inside
-            these, and inside what they hold, is recorded in the steps that are, forward and backward: what it is given,
-            what it returns, and the line of the source that called it. That slows these modules down many times over:
-            choose `steps`, too. See docs/operators.md.
-        misspelt: What is no setting is an error that names the nearest one.
 
     Returns:
         The running recording: a context manager with `log`, `close` and `step`.
@@ -112,43 +102,27 @@ def record(
         ConfigError: A setting is wrong, `select` matches nothing, `path` is taken or cannot be written, or a replica of
             a compiled model is asked for. Nothing was attached and nothing was written.
     """
-    check_names(misspelt, known=_SETTINGS)
+    check_names(settings, known=("optimizer", "overwrite", *SETTINGS))
     directory = recording_path(path)
-    settings = record_settings(
-        observe=observe,
-        select=select,
-        detail=detail,
-        bounds=bounds,
-        steps=steps,
-        ranks=ranks,
-        every=every,
-        batch_axis=batch_axis,
-        sample_order=sample_order,
-        shards=shards,
-        evaluation=evaluation,
-        strict=strict,
-        run_on_cpu=run_on_cpu,
-        replica=replica,
-        operators=operators,
-    )
+    checked = record_settings(**settings)
     with out_of_sight():
         targets = find_targets(
-            model, optimizer, select=settings.select, shards=settings.shards, operators=settings.operators
+            model, optimizer, select=checked.select, shards=checked.shards, operators=checked.operators
         )
-    return recorder_of(directory, targets, settings, overwrite=overwrite)
+    return recorder_of(directory, targets, checked, overwrite=overwrite)
 
 
 def recorder_of(
     directory: str, targets: Targets, settings: RecordSettings, *, overwrite: bool, first_step: int = 0
 ) -> Recorder:
-    """Record what was looked up, as `record` does.
+    """Record targets that were looked up before, as `record` does.
 
     Args:
         directory: Directory to write.
         targets: What is observed.
-        settings: How.
+        settings: What is recorded in which steps.
         overwrite: Replace a recording that is already there.
-        first_step: Number of the step that comes first, where the training goes on from a checkpoint.
+        first_step: Number of the first step, for a training that continues from a checkpoint.
 
     Raises:
         ConfigError: `directory` is taken, or a replica of a compiled model is asked for.
@@ -158,13 +132,3 @@ def recorder_of(
     return Recorder(
         directory, targets, settings, overwrite=overwrite, replica=perturbed, first_step=first_step
     )  # fmt: skip
-
-
-STANDARD_SETTINGS: dict[str, Any] = {
-    name: parameter.default
-    for name, parameter in signature(record).parameters.items()
-    if parameter.kind is Parameter.KEYWORD_ONLY and name != "overwrite"
-}
-"""What is recorded where nothing else is asked for: the arguments of `record_settings`."""
-
-_SETTINGS = tuple(name for name in signature(record).parameters if name not in ("path", "model", "misspelt"))

@@ -1,33 +1,33 @@
-"""What of a model is observed, under which canonical names."""
+"""The modules, parameters, buffers and optimizers that a session observes, under canonical names."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from traindiff.core._torch_compat import is_fully_sharded
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.shards import DeclaredShard, Piece
-from traindiff.core.site import ROOT, canonical_path, canonical_paths, matches, path_in_whole
+from traindiff.core.site import canonical_path, canonical_paths, path_in_whole
+from traindiff.core.torch_compat.training import is_fully_sharded
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, level_of_caller, type_of
 from traindiff.observe.common.containers import is_of
+from traindiff.observe.common.selection import examples, is_selected, near, no_match, optimizers_by_name
 from traindiff.observe.common.user_input import warn_of_other_models
 from traindiff.observe.torch.hooks.model_state import present_buffers
-from traindiff.observe.torch.session.live_modules import trained_parts, unwrapped
-from traindiff.observe.torch.session.model_names import (
-    Parts,
-    Together,
+from traindiff.observe.torch.session.models import (
+    ModelParts,
+    NamedModels,
+    named_models,
     named_parameters,
     roots_of,
-    together,
-    unprepared,
+    takes_hooks,
+    trained_parts,
+    unwrapped,
     zoomed_modules,
 )
 from traindiff.observe.torch.sharding.deepspeed_optimizer import EngineOptimizer, is_engine_optimizer
@@ -46,20 +46,20 @@ class Targets:
     """The modules, parameters, buffers and optimizers that a session observes.
 
     Attributes:
-        select: Globs over canonical paths: what is observed.
-        root: The module that the training loop calls, or that holds those which it calls.
-        roots: What it calls: the root, or some of what that holds.
+        select: Globs over the canonical paths that are observed.
+        root: The module that the training loop calls, or the one that holds the modules which it calls.
+        roots: The modules that the loop calls: the root, or some modules in it.
         modules: Selected modules by canonical path.
-        parameters: What holds the selected parameters, by canonical path, tied ones under their first name,
-            whichever of their names was selected.
-        shapes: Global shapes of parameters by path, where they are not those of what holds them.
-        buffers: What `root.get_buffer` calls the selected buffers, by canonical path.
-        names: Canonical path of every parameter of the model, selected or not, and of what the engine has put in
-            their place, by id.
+        parameters: The tensors that hold the selected parameters, by canonical path. A tied parameter is under its
+            first name, whichever of its names was selected.
+        shapes: Global shapes of parameters by path, where they differ from those of the tensors.
+        buffers: Names for `root.get_buffer` of the selected buffers, by canonical path.
+        names: Canonical path of every parameter of the model, selected or not, and of the tensors that the engine
+            has put in their place, by id.
         paths: Canonical paths of all parameters of the model, selected or not.
         layout: How the engine lays tensors out over ranks.
         tied: Canonical path of a parameter by each of its further names.
-        optimizers: Tracked optimizers by name, the one that counts steps first.
+        optimizers: Followed optimizers by name, first the one that counts steps.
         zoomed: Modules whose operators are recorded, by canonical path.
     """
 
@@ -79,17 +79,17 @@ class Targets:
 
     @property
     def root_paths(self) -> dict[int, str]:
-        """Canonical path of each of the roots, by id; parts of one model have the path of that."""
-        if isinstance(self.root, Parts):
+        """Canonical path of each root, by id; the parts of one model have the path of the model."""
+        if isinstance(self.root, ModelParts):
             return {id(root): "" for root in self.roots}
         paths = {id(module): canonical_path(name) for name, module in self.root.named_modules()}
         return {id(root): paths.get(id(root), "") for root in self.roots}
 
     @property
     def parts(self) -> dict[str, nn.Module]:
-        """What the training loop may call in place of the model: its outermost parts that are trained, by path."""
+        """The modules that the loop may call in place of the model: its outermost trained parts, by path."""
         if len(self.roots) > 1:
-            return {}  # what it calls is known
+            return {}  # the called modules are known
         parts = {id(one) for one in trained_parts(unwrapped(self.root))}
         modules = self.root.named_modules()
         return {canonical_path(name): module for name, module in modules if id(module) in parts}
@@ -100,38 +100,38 @@ class Targets:
         return next(iter(self.optimizers), "optimizer")
 
     def selects(self, path: str) -> bool:
-        """Whether the parameter with this path is observed; an optimizer may hold more than the model has."""
+        """Whether the parameter with this path is observed; an optimizer may hold parameters of no model."""
         if path in self.paths:
             return path in self.parameters
-        return any(matches(glob, path) for glob in self.select)
+        return is_selected(self.select, path)
 
     def pieces_of(self, parameter: Tensor, size: int | None = None) -> tuple[Piece, ...] | None:
-        """What a tensor that an optimizer or autograd takes for a parameter holds of the model's; None if nothing.
+        """The pieces of the model's parameters that a parameter of an optimizer or of autograd holds; None for others.
 
-        It may be none of its elements just now, or on this rank: then that is an empty tuple.
+        The tuple is empty if this rank holds no elements of them just now.
 
         Args:
             parameter: The tensor.
-            size: Elements of its gradient, where that is asked for.
+            size: Number of elements of its gradient, to get the pieces of the gradient.
         """
-        if (pieces := self.layout.pieces_of(parameter, size)) is not None:
+        if (pieces := self.layout.flat.pieces_of(parameter, size)) is not None:
             return pieces
         path = self.names.get(id(parameter))
         return None if path is None else (Piece(path=path),)
 
     @property
     def gathering(self) -> dict[str, nn.Module]:
-        """Modules that compute with parameters other than their own, which FSDP2 has gathered, by canonical path."""
+        """Modules whose parameters FSDP2 replaces by gathered ones to compute with, by canonical path."""
         modules = self.root.named_modules()
         return {canonical_path(name): module for name, module in modules if is_fully_sharded(module)}
 
     def first_name(self, path: str) -> str:
-        """The path under which a parameter is filed that has this one."""
+        """The path under which the parameter with this path is filed."""
         return self.tied.get(path, path)
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """What autograd differentiates by for the selected parameters."""
+        """The tensors that are leaves of the graph for the selected parameters."""
         flat = {member.path: one.tensor for one in self.layout.flat for member in one.members}
         found = (flat.get(path, parameter) for path, parameter in self.parameters.items())
         return tuple({id(leaf): leaf for leaf in found}.values())
@@ -148,11 +148,10 @@ class Targets:
 
     @property
     def _models(self) -> Sequence[nn.Module]:
-        return roots_of(self.root) if isinstance(self.root, Together) else roots_of(self.root)[:1]
+        return roots_of(self.root) if isinstance(self.root, NamedModels) else roots_of(self.root)[:1]
 
 
-_ScriptModule: type[nn.Module] = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
-_OF_MINDSPORE = "A MindSpore training is recorded with traindiff.observe.mindspore.record(path, cell, optimizer)."
+_OF_MINDSPORE = "A MindSpore training is recorded with traindiff.mindspore.record(path, cell, optimizer)."
 _OPTIMIZER = "Give the optimizer whose step() the training calls, or leave it out to have it found."
 
 
@@ -166,26 +165,26 @@ def find_targets(
     operators: Sequence[str] = (),
     caller: str = "record",
 ) -> Targets:
-    """Look up what `select` chooses of `model`.
+    """Look up what `select` matches in `model`.
 
     Args:
         model: The module that the training loop calls, several parts of one, or several by name.
-        optimizer: What steps.
+        optimizer: The optimizers that step.
         select: Globs over canonical paths.
-        shards: What is declared of plain tensors.
-        called: What the training loop calls, where that is not the model, or each of the models, but something in it.
+        shards: Declarations of how ranks divide plain tensors.
+        called: The modules that the training loop calls, if they are not the model, or the models, but inside it.
         operators: Globs over canonical paths of the modules whose operators are recorded.
-        caller: The function to which the user gave these.
+        caller: The function to which the user gave these arguments.
 
     Raises:
-        ConfigError: `model` is not a module, `optimizer` is none, nothing is selected, a declaration in `shards`
-            does not fit the model, or operators cannot be recorded.
+        ConfigError: `model` is not a module, `optimizer` is not an optimizer, nothing is selected, a declaration in
+            `shards` does not fit the model, or operators cannot be recorded.
     """
     problems: list[Problem] = []
     if isinstance(model, (list, tuple)) and model and all(isinstance(part, nn.Module) for part in model):
-        model = Parts(model) if len(model) > 1 else model[0]
+        model = ModelParts(model) if len(model) > 1 else model[0]
     if isinstance(model, Mapping):
-        model = together(model, problems, caller)
+        model = named_models(model, problems, caller)
     if isinstance(model, nn.Module) and not takes_hooks(model):
         problems.append(
             Problem(
@@ -202,7 +201,7 @@ def find_targets(
                 fix=_OF_MINDSPORE if is_of(model, "mindspore") else "Give the module that the training loop calls.",
             )
         )
-    optimizers = _by_name(optimizer, problems, caller)
+    optimizers = _checked(optimizer, problems, caller)
     if problems or not isinstance(model, nn.Module):
         raise ConfigError(f"{caller}(...)", problems, consequence="nothing was attached to the model")
 
@@ -211,26 +210,25 @@ def find_targets(
     parameters = named_parameters(model, layout.flat)
     regions = regions_of_parameters(layout, parameters.tensors)
     every_name = [*parameters.tensors, *parameters.tied]
-    selected = {parameters.first(path) for path in every_name if any(matches(glob, path) for glob in select)}
+    selected = {parameters.tied.get(path, path) for path in every_name if is_selected(select, path)}
     buffers = _canonical({name: name for name, _ in model.named_buffers()})
     chosen_modules, chosen_buffers = (
-        {path: item for path, item in found.items() if any(matches(glob, path) for glob in select)}
-        for found in (modules, buffers)
+        {path: item for path, item in found.items() if is_selected(select, path)} for found in (modules, buffers)
     )
     chosen_parameters = {path: p for path, p in parameters.tensors.items() if path in selected}
     named = [*modules, *every_name, *buffers]
-    unused = [pattern for pattern in select if not any(matches(pattern, path) for path in named)]
+    unused = [pattern for pattern in select if not any(is_selected([pattern], path) for path in named)]
     if not chosen_modules and not chosen_parameters:
         raise ConfigError(
             "record(...)",
-            [_no_match(select, [*modules, *parameters.tensors])],
+            [no_match(select, [*modules, *parameters.tensors], kinds="modules and parameters")],
             consequence="nothing was attached to the model",
         )
     if unused:
         patterns = " or ".join(map(repr, unused))
         message = (
             f"record(select=...): no module, parameter or buffer of the model matches {patterns}. "
-            f"{_near(unused, named)}Paths look like: {_examples(named)}"
+            f"{near(unused, named)}Paths look like: {examples(named)}"
         )
         warnings.warn(message, TraindiffWarning, stacklevel=level_of_caller())
     followed: Mapping[str, Optimizer | EngineOptimizer] = optimizers
@@ -261,20 +259,15 @@ def find_targets(
     return found
 
 
-def takes_hooks(model: nn.Module) -> bool:
-    """Whether hooks of modules can be put on what the training calls; torch.jit.script makes modules without."""
-    return not any(isinstance(one, _ScriptModule) for one in roots_of(model))
-
-
 def _held(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by canonical path. What several parts of a model have is by the names of the parts, too."""
-    if isinstance(model, Together):
+    """Modules by canonical path; with several parts of a model, also by the names of the parts."""
+    if isinstance(model, NamedModels):
         return {path: module for path, module in _canonical(dict(model.named_modules())).items() if path}
-    if not isinstance(model, Parts):
+    if not isinstance(model, ModelParts):
         return _canonical(dict(model.named_modules()))
     found: dict[str, nn.Module] = {}
     for name, part in model.named_children():
@@ -287,16 +280,10 @@ def _canonical(by_path: Mapping[str, Any]) -> dict[str, Any]:
     return {canonical: by_path[path] for path, canonical in canonical_paths(by_path).items()}
 
 
-def _by_name(optimizer: object, problems: list[Problem], caller: str) -> dict[str, Optimizer]:
-    if optimizer is None:
-        return {}
-    if isinstance(optimizer, Mapping):
-        named = dict(optimizer)
-    elif isinstance(optimizer, Sequence) and not isinstance(optimizer, str):
-        named = {f"optimizer[{index}]": one for index, one in enumerate(optimizer)}
-    else:
-        named = {"optimizer": optimizer}
-    named = {name: unprepared(one) for name, one in named.items()}
+def _checked(optimizer: object, problems: list[Problem], caller: str) -> dict[str, Optimizer]:
+    """The optimizers by name; adds a problem for each that is none."""
+    named = {} if optimizer is None else optimizers_by_name(optimizer)
+    named = {name: _unprepared(one) for name, one in named.items()}
     problems += [
         Problem(
             where=f"{caller}(optimizer=...), {name}",
@@ -309,29 +296,20 @@ def _by_name(optimizer: object, problems: list[Problem], caller: str) -> dict[st
     return named
 
 
+def _unprepared(optimizer: Any) -> Any:
+    """The optimizer inside a wrapper of Accelerate or Lightning, which calls its `step`; any other optimizer itself.
+
+    The wrappers derive from torch's class and have none of its hooks, or share them. Imports none of the libraries.
+    """
+    if type(optimizer).__module__.partition(".")[0] not in ("accelerate", "lightning", "pytorch_lightning"):
+        return optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
 def _describe_tensor(tensor: Tensor, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
     return {
         "shape": list(shape_of(tensor) if shape is None else shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "requires_grad": tensor.requires_grad,
     }
-
-
-def _no_match(select: Sequence[str], paths: Sequence[str]) -> Problem:
-    return Problem(
-        where=f"record(select={list(select)!r})",
-        what=f"matches none of the model's {len(paths)} modules and parameters.",
-        fix=f"{_near(select, paths)}Paths look like: {_examples(paths)} Use '*' for all of them.",
-    )
-
-
-def _examples(paths: Sequence[str]) -> str:
-    """A few paths, as examples of what there is to select."""
-    named = [path for path in paths if path] or [ROOT]
-    return ", ".join(named[:3]) + (", ..." if len(named) > 3 else ".")
-
-
-def _near(patterns: Sequence[str], paths: Sequence[str]) -> str:
-    """The path that a misspelt pattern may have meant."""
-    near = [match for pattern in patterns for match in get_close_matches(pattern.rstrip("*."), paths, n=1)]
-    return f"Did you mean {near[0]!r}? " if near else ""

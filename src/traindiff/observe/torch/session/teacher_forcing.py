@@ -1,4 +1,4 @@
-"""Teacher forcing: every tensor of a run is overwritten by another run's once it has been observed."""
+"""Teacher forcing: each tensor of a run is overwritten by another run's after it has been observed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from traindiff.core.summary import number
 from traindiff.storage import Recording, StepObservations
 
 Load = Callable[[], NDArray[Any] | None]
-"""Reads the elements of a part; None where they were not kept."""
+"""Reads the elements of a part; None if they were not kept."""
 
 
 def elements_of(wanted: Shard, parts: Sequence[tuple[Shard, Load]]) -> NDArray[Any] | None:
@@ -27,7 +27,7 @@ def elements_of(wanted: Shard, parts: Sequence[tuple[Shard, Load]]) -> NDArray[A
 
     Args:
         wanted: Of the same global tensor.
-        parts: Parts of it, in any order; they may overlap, and hold the same elements where they do.
+        parts: Parts of it, in any order. They may overlap, with the same elements in the overlap.
     """
     for shard, load in parts:
         if (shard.shape, shard.offset, shard.spacing) == (wanted.shape, wanted.offset, wanted.spacing):
@@ -54,7 +54,7 @@ def elements_of(wanted: Shard, parts: Sequence[tuple[Shard, Load]]) -> NDArray[A
 
 
 def _whole_shape(shards: Sequence[Shard]) -> tuple[int, ...] | None:
-    """Shape of the global tensor, with as many rows as there are; None if these are parts of different tensors."""
+    """Shape of the global tensor with all rows of the parts; None if they are parts of different tensors."""
     inner = {shard.global_shape[1:] if shard.batched else shard.global_shape for shard in shards}
     if len(inner) != 1 or len({shard.batched for shard in shards}) != 1:
         return None
@@ -64,7 +64,7 @@ def _whole_shape(shards: Sequence[Shard]) -> tuple[int, ...] | None:
 
 
 def _rows(shard: Shard) -> NDArray[np.int64]:
-    """Which rows of the global tensor the rows of a box are."""
+    """Numbers of a box's rows in the global tensor."""
     rows = np.arange(shard.shape[0])
     if shard.spacing is not None:
         together, apart = shard.spacing
@@ -95,10 +95,10 @@ def _put(whole: NDArray[Any], shard: Shard, values: Any) -> None:
 
 
 FORCED_PHASES = frozenset({"forward", "backward", "grad", "optimizer", "param"})
-"""Phases whose tensors are overwritten. Batch and random state are given to both runs alike."""
+"""Phases whose tensors are overwritten. Both runs get the same batches and random state anyway."""
 
 _EACH_MICRO_STEP = frozenset({"forward", "backward"})
-"""Phases observed in each micro-step. The others are observed in the last one, whichever that is in a run."""
+"""Phases observed in each micro-step. The others are observed in the last micro-step of a run."""
 
 _FORCED_STAGES = frozenset({"", "before", RECOMPUTED})
 
@@ -130,21 +130,19 @@ class _Part:
 
 
 class ForcedValues:
-    """The tensors of a recording, to be put in place of those of a run that is being recorded.
+    """The tensors of a recording, which replace those of a run that is being recorded.
 
-    The run then never carries an error on: each operation computes from the recorded run's own
-    numbers, and what it makes of them is seen before it is overwritten in turn. Errors do not
-    accumulate and do not cancel, so each operation is judged alone.
+    Each operation then computes from the numbers of the recorded run, and its result is observed before it is
+    overwritten in turn. Errors neither accumulate nor cancel, so each operation is judged alone.
 
     Args:
-        recording: Was recorded with `detail="tensors"`.
-        perturb: Applied to each value before it is put in place, to see how much an operation makes
-            of rounding in its inputs.
+        recording: A recording made with `detail="tensors"`.
+        perturb: Applied to each value first, to measure how much an operation amplifies rounding in its inputs.
 
     Attributes:
         path: The recording.
-        count: Tensors that were overwritten.
-        not_forced: Why others were not, by site, e.g. `transformer.wte output[0]`.
+        count: Number of tensors that were overwritten.
+        not_forced: Why other tensors were not, by site, e.g. `transformer.wte output[0]`.
     """
 
     def __init__(self, recording: Recording, *, perturb: Perturbation | None = None) -> None:
@@ -165,10 +163,9 @@ class ForcedValues:
         self._steps = {site.step for site in self._parts}
 
     def overwrite(self, tensor: Tensor, seen: Observation) -> None:
-        """Put the recorded value in place of a tensor that has just been observed, without autograd's notice.
+        """Overwrite a tensor that has just been observed with the recorded value, unseen by autograd.
 
-        The operation that made the tensor may have kept it for its backward pass, which then reads the
-        recorded value too.
+        If the operation that made the tensor saved it for the backward pass, that reads the recorded value too.
         """
         if seen.phase not in FORCED_PHASES or seen.stage not in _FORCED_STAGES or seen.step not in self._steps:
             return
@@ -177,7 +174,7 @@ class ForcedValues:
             return
         value, why = self._value(tensor, seen)
         if value is None and seen.stage == "before" and seen.step - 1 in self._steps:
-            return  # as the step before left it, which was forced
+            return  # the step before has left it, and was forced
         if value is None:
             self.not_forced.setdefault(f"{seen.path} {seen.slot}", why)
         else:
@@ -186,7 +183,7 @@ class ForcedValues:
 
     @contextmanager
     def after(self, together: AbstractContextManager[None]) -> Iterator[None]:
-        """Tensors that are summarized together are overwritten together, afterwards."""
+        """Overwrite the tensors that are summarized together only afterwards."""
         self._put_off = []
         try:
             with together:
@@ -197,7 +194,7 @@ class ForcedValues:
             self.overwrite(tensor, seen)
 
     def _value(self, tensor: Tensor, seen: Observation) -> tuple[Tensor | None, str]:
-        """What to put in place of the tensor; if nothing, why."""
+        """The value for a tensor, or None and why there is none."""
         parts = self._parts.get(_site(seen))
         if not parts:
             return None, "the recording has no such observation"
@@ -211,17 +208,17 @@ class ForcedValues:
         if found is None:
             return None, "the recording has no such rows of it"
         value = torch.from_numpy(np.array(found)).reshape(tensor.shape).to(tensor.dtype)
-        if seen.factor != parts[0].seen.factor:  # of ranks that each have the gradient of their own mean
+        if seen.factor != parts[0].seen.factor:  # ranks may have the gradient of their own mean
             value = value * (seen.factor / parts[0].seen.factor)
         if self._perturb is not None and tensor.is_floating_point():
             value = self._perturb(value, " ".join(map(str, (*_site(seen), seen.micro_step))))
         return value.to(tensor.device), ""
 
     def _usable(self, parts: Sequence[_Part], seen: Observation) -> Sequence[_Part]:
-        """The parts whose elements are those of the observation, where they overlap with it.
+        """The parts that have the same elements as the observation where they overlap with it.
 
-        In a step that is split into other micro-batches, or among ranks, the gradient of a tensor without a batch axis
-        (of a position embedding, say) is a sum over other samples, which the recording does not have.
+        If a step is split into other micro-batches, or among other ranks, the gradient of a tensor without a batch
+        axis (e.g. a position embedding) is a sum over other samples, which the recording does not have.
         """
         shard = seen.shard
         if shard.batched and all(part.shard.batched for part in parts):
@@ -240,7 +237,7 @@ class ForcedValues:
         if seen.dtype.startswith("float8"):
             return None
         if int(summary["count"]) == 1 and not part.shard.shape and seen.dtype.startswith("float"):
-            return np.asarray(number(summary))  # of a number the summary holds everything; not of a whole one
+            return np.asarray(number(summary))  # the summary has the value; not for integers
         return self._recording.tensors(part.within, part.row).get("value")
 
 

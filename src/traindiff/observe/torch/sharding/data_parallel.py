@@ -1,4 +1,4 @@
-"""Which ranks share the batch: the samples that this one sees are rows of the global batch."""
+"""How ranks share the batch: data-parallel ranks have rows of it, and the stages of a pipeline share these."""
 
 from __future__ import annotations
 
@@ -8,25 +8,76 @@ from typing import Any
 
 from torch import distributed, nn
 
-from traindiff.core._torch_compat import localized_layout
+from traindiff.core.torch_compat.training import localized_layout, num_chunks_of
 from traindiff.observe.torch.sharding.distributed_tensor import MeshAxis, is_distributed, mesh_of
 from traindiff.observe.torch.sharding.registry import ENGINES
 
 BY_HAND = "by hand"
-"""Engine of models that say nothing of why there are several ranks."""
+"""Engine of a model that does not show why there are several ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """A pipeline, as one of its ranks knows it.
+
+    Attributes:
+        schedule: Class of the schedule.
+        num_stages: Number of stages of the model.
+        stages: Numbers of the stages of this rank.
+        ranks: The rank of each stage.
+        num_chunks: Number of micro-batches of the schedule.
+        scales_gradients: Whether the schedule divides the gradients of parameters by `num_chunks` at its end.
+    """
+
+    schedule: str
+    num_stages: int
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    num_chunks: int
+    scales_gradients: bool
+
+    @property
+    def factor(self) -> float:
+        """Factor in gradients until the schedule divides them."""
+        return float(self.num_chunks) if self.scales_gradients else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """For `rank.json`."""
+        return {"num_stages": self.num_stages, "stages": list(self.stages), "ranks": list(self.ranks)}
+
+
+def find_pipeline(schedule: Any, stages: Sequence[Any]) -> Pipeline:
+    """The pipeline that a schedule runs.
+
+    Args:
+        schedule: A schedule of `torch.distributed.pipelining`.
+        stages: Its stages on this rank.
+    """
+    of_group = distributed.get_process_group_ranks(stages[0].group or distributed.group.WORLD)
+    places = stages[0].stage_index_to_group_rank
+    num_stages = stages[0].num_stages
+    return Pipeline(
+        schedule=type(schedule).__qualname__,
+        num_stages=num_stages,
+        stages=tuple(sorted(stage.stage_index for stage in stages)),
+        ranks=tuple(of_group[places[number]] for number in range(num_stages)),
+        num_chunks=num_chunks_of(schedule),
+        scales_gradients=bool(getattr(schedule, "scale_grads", False)),  # torch releases without it did not scale
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel:
-    """This rank's place among those that each have a part of the batch.
+    """This rank's place among the ranks that each have a part of the batch.
 
     Attributes:
         rank: Its number among them.
-        size: How many there are.
-        engine: What divides the batch, e.g. `DistributedDataParallel`; empty for a single process.
-        alike: How many ranks work on the same samples, because they divide the model or each sample; 1 where each
-            has its own.
-        part: Which part of each sample this rank has, of as many as `parts` says: of its sequence, e.g.
+        size: Number of these ranks.
+        engine: The engine that divides the batch, e.g. `DistributedDataParallel`; empty for a single process.
+        alike: Number of ranks that work on the same samples, because they divide the model or each sample.
+        part: Number of this rank's part of each sample, e.g. of its sequence, among `parts`.
+        parts: Number of parts of each sample.
+        pipeline: The pipeline of this rank, if it has stages of one.
     """
 
     rank: int = 0
@@ -35,21 +86,22 @@ class DataParallel:
     alike: int = 1
     part: int = 0
     parts: int = 1
+    pipeline: Pipeline | None = None
 
     @property
     def term(self) -> int:
-        """This rank's number among those that each have a term of the loss."""
+        """This rank's number among the ranks that each have a term of the loss."""
         return self.rank * self.parts + self.part
 
     @property
     def num_terms(self) -> int:
-        """How many terms the loss has."""
+        """Number of terms of the loss."""
         return self.size * self.parts
 
     @property
     def factor(self) -> float:
-        """What gradients before the reduction, which averages, are multiplied by, relative to the global batch's."""
-        return float(self.num_terms)
+        """Factor in gradients before the reduction, which averages, relative to those of the global batch."""
+        return self.num_terms * (1.0 if self.pipeline is None else self.pipeline.factor)
 
     def to_json(self) -> dict[str, Any] | None:
         """For `run.json`; None for a single process."""
@@ -60,28 +112,39 @@ class DataParallel:
             found["context_parallel"] = self.parts
         if self.alike > self.parts:
             found["model_parallel"] = self.alike // self.parts
+        if self.pipeline is not None:
+            found["pipeline"] = self.pipeline.num_stages
+            found["schedule"] = self.pipeline.schedule
+            found["micro_batches"] = self.pipeline.num_chunks
+            found["scales_gradients"] = self.pipeline.scales_gradients
         return found
 
 
 def find_data_parallel(
-    model: nn.Module, *, model_axes: Sequence[MeshAxis] = (), sample_axes: Sequence[MeshAxis] = ()
+    model: nn.Module,
+    *,
+    model_axes: Sequence[MeshAxis] = (),
+    sample_axes: Sequence[MeshAxis] = (),
+    pipeline: Pipeline | None = None,
 ) -> DataParallel:
-    """How the batch is divided, as far as the model tells.
+    """How the batch is divided, as far as the model shows it.
 
-    DistributedDataParallel, both FSDPs and DeepSpeed's engine know their process groups. A model with
-    tensor-parallel parameters only is given the same batch on all ranks of their mesh. Any other model on several
-    ranks is taken as data-parallel over all of them, by hand or by an optimizer that shards its state.
+    DistributedDataParallel, both FSDPs and DeepSpeed's engine know their process groups. A model with only
+    tensor-parallel parameters gets the same batch on all ranks of their mesh. Any other model on several ranks is
+    taken as data-parallel over all of them: by hand, or by an optimizer that shards its state.
 
     Args:
         model: The root module.
-        model_axes: Axes over which the model is divided, as the user declared them: along them, ranks work on the
-            same samples.
-        sample_axes: The same for axes over which each sample is divided: there, ranks have terms of the loss.
+        model_axes: Declared axes over which the model is divided: ranks along them work on the same samples.
+        sample_axes: Declared axes over which each sample is divided: ranks along them have terms of the loss.
+        pipeline: The pipeline of this rank, if it has stages of one: its ranks share the batch.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return DataParallel()
     ranks, engine = _ranks_and_engine(model)
-    axes = [*model_axes, *sample_axes]
+    stages = () if pipeline is None else tuple(sorted(set(pipeline.ranks)))
+    pipelines = [MeshAxis(ranks=stages, index=stages.index(distributed.get_rank()))] if stages else []
+    axes = [*model_axes, *pipelines, *sample_axes]
     if engine == BY_HAND and (axis := _tensor_axis(model)) is not None:
         engine, axes = "tensor parallel", [*axes, axis]
     size, rank = len(ranks), ranks.index(distributed.get_rank())
@@ -93,11 +156,14 @@ def find_data_parallel(
         part, parts = part * axis.size + axis.index, parts * axis.size
     divided = axes or _tensor_axis(model) is not None
     alike = distributed.get_world_size() // size if divided else 1
-    return DataParallel(rank=rank, size=size, engine=engine, alike=alike, part=part, parts=parts)
+    if stages:
+        alike = max(1, alike // len(stages))  # ranks with other stages have other tensors
+        engine = "pipeline" if engine == BY_HAND and size == 1 else engine
+    return DataParallel(rank=rank, size=size, engine=engine, alike=alike, part=part, parts=parts, pipeline=pipeline)
 
 
 def _ranks_and_engine(model: nn.Module) -> tuple[Sequence[int], str]:
-    """The ranks over which gradients are reduced, in order, and by what."""
+    """The ranks over which gradients are reduced, in order, and the name of the engine."""
     for engine in ENGINES:
         if (ranks := engine.reducing_ranks(model)) is not None:
             return ranks, engine.name
@@ -105,7 +171,7 @@ def _ranks_and_engine(model: nn.Module) -> tuple[Sequence[int], str]:
 
 
 def _tensor_axis(model: nn.Module) -> MeshAxis | None:
-    """The ranks over which parameters are divided, if they are DTensors, or stand for ones."""
+    """The ranks over which parameters are divided, if they are DTensors or local parts of DTensors."""
     for parameter in model.parameters():
         layout = localized_layout(parameter)
         if layout is not None or is_distributed(parameter):
@@ -115,11 +181,11 @@ def _tensor_axis(model: nn.Module) -> MeshAxis | None:
 
 
 def without(rank: int, axis: Sequence[int]) -> int:
-    """Number of a rank among those of a mesh that lacks one of its axes.
+    """Number of a rank in its mesh after one axis is left out.
 
     Args:
         rank: Number of the rank in the whole mesh, in which the last axis counts fastest.
-        axis: Numbers of the ranks along the axis that is left out, this one among them.
+        axis: Numbers of the ranks along that axis, this one among them.
     """
     size = len(axis)
     step = axis[1] - axis[0] if size > 1 else 1

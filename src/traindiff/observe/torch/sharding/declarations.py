@@ -1,4 +1,4 @@
-"""Where plain tensors lie of which the user says how ranks divide them."""
+"""The regions of plain tensors, as the user declared how ranks divide them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Declared = tuple[DeclaredShard, MeshAxis]
 
 
 class Declarations:
-    """What the user declared, and which of it was of use.
+    """The declarations of the user, and which of them matched something.
 
-    Without a process group there are no ranks that could divide anything: then nothing is declared.
+    Without a process group no ranks divide anything, and the declarations are ignored.
 
     Args:
         given: From `record(shards=...)`.
@@ -32,7 +32,7 @@ class Declarations:
         modules: Canonical paths of its modules.
 
     Raises:
-        ConfigError: An axis is not known.
+        ConfigError: A declared axis is unknown.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Declarations:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """What is to be said of declarations that nothing has obeyed so far; empty as long as there was no tensor."""
+        """Messages about declarations that matched nothing so far; empty before the first tensor."""
         if not self._asked:
             return ()
         return tuple(self._misfits.get(one, f"{one} matches nothing that was observed.") for one in self._unused)
 
     def axes(self, *, of_samples: bool) -> list[MeshAxis]:
-        """Those over which each sample is divided among ranks, or the others, over which the model is."""
+        """The axes over which each sample is divided, or the other axes, over which the model is divided."""
         samples = {axis.ranks for one, axis in self._all if matches(one.pattern, "") and one.dim is not None}
         every = {axis.ranks: axis for _, axis in self._all}
         return [axis for ranks, axis in every.items() if (ranks in samples) == of_samples]
@@ -73,7 +73,7 @@ class Declarations:
         """Regions of the declared parameters, by canonical path.
 
         Raises:
-            ConfigError: A declaration does not fit one.
+            ConfigError: A declaration does not fit a parameter.
         """
         found: dict[str, Region] = {}
         problems: list[Problem] = []
@@ -93,10 +93,10 @@ class Declarations:
         return found
 
     def regions_of(self, tensor: Tensor, path: str, slot: str) -> Regions | None:
-        """Where an activation, or an input of the model, and its gradient lie; None where nothing is said of it.
+        """The regions of an activation, or an input of the model, and its gradient; None if no declaration matches.
 
-        Where the inputs of the model are declared, what begins with the same dims is divided like them, also where
-        these were merged into one.
+        If the inputs of the model are declared, a tensor that begins with the same dims, or with these dims merged
+        into one, is divided like them.
         """
         if not self._all:
             return None
@@ -113,11 +113,11 @@ class Declarations:
         region = self._region(shape, chosen) if chosen else self._like_inputs(shape)
         if not isinstance(region, Region):
             return None
-        # Of terms of a sum, each has the gradient of the sum.
+        # Each term of a sum has the gradient of the sum.
         return Regions(value=region, gradient=replace(region, term=None))
 
     def _like_inputs(self, shape: tuple[int, ...]) -> Region | None:
-        """The region of what begins with the same dims as the inputs, or with one dim that has merged them."""
+        """The region of a tensor that begins with the dims of the inputs, or with these merged into one dim."""
         dims = len(self._input_shape)
         declared = [one for one in self._all if matches(one[0].pattern, "") and one[0].dim is not None]
         if not dims or not declared:
@@ -131,7 +131,7 @@ class Declarations:
         return viewed(region, shape) if isinstance(region, Region) else None
 
     def _region(self, shape: tuple[int, ...], chosen: Sequence[Declared]) -> Region | str:
-        """The region of a local tensor of a shape, or why a declaration does not fit it."""
+        """The region of a local tensor with this shape, or why a declaration does not fit it."""
         whole, cuts, terms = list(shape), [], []
         axes: set[tuple[int, ...]] = set()
         for one, axis in chosen:

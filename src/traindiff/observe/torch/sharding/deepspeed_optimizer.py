@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers: each has a torch optimizer inside, which steps on tensors that DeepSpeed has made."""
+"""DeepSpeed's optimizers: each has a torch optimizer inside, which steps on tensors made by DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from traindiff.core.shards import Piece, Shard
+from traindiff.core.torch_compat.training import FORWARD_PRE_HOOKS
 from traindiff.errors import UnsupportedTensorError
 
 
 def shape_before_zero(parameter: Tensor) -> tuple[int, ...] | None:
-    """The shape of all of a parameter of ZeRO stage 3: its own is `(0,)` unless it is gathered. None for any other."""
+    """The global shape of a parameter of ZeRO stage 3, whose own is `(0,)` until it is gathered; else None."""
     found: Any = parameter
     return tuple(found.ds_shape) if hasattr(found, "ds_tensor") else None
 
 
 def kept_by_zero(parameter: Tensor) -> tuple[Tensor, Shard] | None:
-    """The elements that this rank keeps, without padding, and which they are. None for other tensors.
+    """The elements of a ZeRO stage 3 parameter that this rank keeps, without padding, and their place; else None.
 
-    They are the parameter's value also while all of it is gathered, as small ones always are: nothing but the
-    optimizer writes to it.
+    They hold the value of the parameter also while it is gathered, as small ones always are: only the optimizer
+    writes to it.
 
     Raises:
-        UnsupportedTensorError: They are on disk just now.
+        UnsupportedTensorError: The elements are on disk just now.
     """
     found: Any = parameter
     if not hasattr(found, "ds_tensor"):
@@ -40,7 +41,7 @@ def kept_by_zero(parameter: Tensor) -> tuple[Tensor, Shard] | None:
 
 
 def kept_range(parameter: Tensor) -> Shard:
-    """Which elements of a partitioned parameter this rank keeps: a flat range, empty where padding is all it has."""
+    """The range of a partitioned parameter that this rank keeps; empty if it keeps only padding."""
     found: Any = parameter
     size = partition_size(parameter)
     first = min(distributed.get_rank(found.ds_process_group) * size, int(found.ds_numel))
@@ -49,15 +50,15 @@ def kept_range(parameter: Tensor) -> Shard:
 
 
 def partition_size(parameter: Tensor) -> int:
-    """Elements that each rank keeps, with padding."""
+    """Number of elements that each rank keeps, with padding."""
     found: Any = parameter
     return int(found.ds_tensor.ds_numel)
 
 
 def find_engine(model: nn.Module) -> Any:
-    """The DeepSpeedEngine of a model, given itself or the module that it wraps; None if there is none.
+    """The DeepSpeedEngine of a model, which is the engine or the module that it wraps; None if there is none.
 
-    Imports nothing: where there is one, deepspeed is loaded.
+    Imports nothing: if there is an engine, deepspeed is loaded.
     """
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is None:
@@ -66,7 +67,7 @@ def find_engine(model: nn.Module) -> Any:
     if isinstance(model, kind):
         return model
     # A wrapped module does not know its engine; but hooks on it do, which the engine defines in a method of its own.
-    for hook in model._forward_pre_hooks.values():
+    for hook in getattr(model, FORWARD_PRE_HOOKS).values():
         for cell in getattr(hook, "__closure__", None) or ():
             if isinstance(cell.cell_contents, kind) and cell.cell_contents.module is model:
                 return cell.cell_contents
@@ -74,13 +75,13 @@ def find_engine(model: nn.Module) -> Any:
 
 
 def engine_settings(model: nn.Module) -> dict[str, Any] | None:
-    """What of an engine's settings changes numbers, for `run.json`; None where no engine of DeepSpeed's is found.
+    """The settings of a DeepSpeed engine that change numbers, for `run.json`; None if there is no engine.
 
     Returns:
-        JSON values: `name`, `zero_stage`, `gradient_clipping` (to which norm; 0 for none),
-        `gradient_accumulation_steps`, `loss_scale` (of the first step; 1 for none), `dtype` of the model, `optimizer`,
-        the class that makes the updates, with `decoupled_weight_decay` if that is an Adam, and `asked_for`, what the
-        configuration calls it (None where the training gave an optimizer).
+        JSON values: `name`, `zero_stage`, `gradient_clipping` (the norm; 0 for none),
+        `gradient_accumulation_steps`, `loss_scale` (of the first step; 1 for none), `dtype` of the model, `optimizer`
+        (the class that makes the updates), for an Adam `decoupled_weight_decay`, and `asked_for` (its name in the
+        configuration; None if the training gave an optimizer).
     """
     engine = find_engine(model)
     if engine is None:
@@ -89,7 +90,8 @@ def engine_settings(model: nn.Module) -> dict[str, Any] | None:
     return {
         "name": type(engine).__name__,
         "zero_stage": int(engine.zero_optimization_stage()),
-        "gradient_clipping": clipping_of(engine),
+        # The optimizer may clip to another norm than the configuration of the engine says.
+        "gradient_clipping": float(getattr(engine.optimizer, "clip_grad", engine.gradient_clipping()) or 0.0),
         "gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),
         "loss_scale": loss_scale_of(engine.optimizer),
         "dtype": str(engine.get_data_types()[0]).removeprefix("torch."),
@@ -99,16 +101,8 @@ def engine_settings(model: nn.Module) -> dict[str, Any] | None:
     }
 
 
-def clipping_of(engine: Any) -> float:
-    """To which norm the engine clips the gradients; 0 where it does not.
-
-    The optimizer may have been given another one than the engine's configuration has.
-    """
-    return float(getattr(engine.optimizer, "clip_grad", engine.gradient_clipping()) or 0.0)
-
-
 def loss_scale_of(optimizer: Any) -> float:
-    """By what one of DeepSpeed's optimizers divides gradients now; 1 for others."""
+    """The current loss scale of a DeepSpeed optimizer; 1 for other optimizers."""
     return float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
 
 
@@ -122,12 +116,12 @@ def decouples_weight_decay(optimizer: Any) -> bool | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensor:
-    """A tensor that the optimizer inside steps on.
+    """A tensor that the inner optimizer steps on.
 
     Attributes:
         group: Number of its parameter group.
-        tensor: The local elements: master weights, flat or of one parameter.
-        pieces: Which elements of which parameters it holds.
+        tensor: The local elements of master weights, flat or of one parameter.
+        pieces: The elements of parameters that it holds.
     """
 
     group: int
@@ -137,15 +131,15 @@ class HeldTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptimizer:
-    """An optimizer of DeepSpeed's.
+    """An optimizer of DeepSpeed.
 
     Attributes:
-        outer: What the engine calls; a call of its `step` is a step.
-        inner: The torch optimizers that make the updates: one, or two where a part is offloaded. Each is called once
-            per parameter group, or more often, within a step.
+        outer: The optimizer that the engine calls; a call of its `step` is a step.
+        inner: The torch optimizers that make the updates: one, or two if a part is offloaded. Within a step, each is
+            called once per parameter group, or more often.
         groups: The model's parameters in each group, by path.
-        held: What the optimizers inside step on.
-        clipping: To which norm gradients are clipped; 0 where they are not.
+        held: The tensors that the inner optimizers step on.
+        clipping: The norm to which gradients are clipped; 0 for none.
     """
 
     outer: Any
@@ -158,14 +152,13 @@ class EngineOptimizer:
 def find_optimizers(
     model: nn.Module, optimizers: Mapping[str, Any], names: Mapping[int, str]
 ) -> dict[str, Optimizer | EngineOptimizer]:
-    """The optimizers whose steps are observed.
+    """The optimizers whose steps are observed: given ones, or the wrapper that a DeepSpeed engine has put around one.
 
-    Where a DeepSpeed engine has wrapped one of them, that is followed instead; and where none is given, the engine's
-    own is taken.
+    Without given optimizers, the engine's own optimizer is observed.
 
     Args:
         model: The module that the training loop calls.
-        optimizers: What the training gave, by name.
+        optimizers: The optimizers that the training gave, by name.
         names: Canonical path of every parameter of the model, by id.
     """
     outer = getattr(find_engine(model), "optimizer", None)
@@ -182,20 +175,20 @@ def find_optimizers(
 
 
 def is_engine_optimizer(optimizer: object) -> bool:
-    """Whether it is one of DeepSpeed's that keeps master weights of its own."""
+    """Whether this is a DeepSpeed optimizer that keeps master weights of its own."""
     return isinstance(getattr(optimizer, "optimizer", None), Optimizer) and any(
         hasattr(optimizer, name) for name in _MASTERS
     )
 
 
 def _is_fused_adam(optimizer: object) -> bool:
-    """Whether it is DeepSpeed's FusedAdam, whose state does not say of each parameter how many steps it has taken."""
+    """Whether this is DeepSpeed's FusedAdam, whose state does not count the steps of each parameter."""
     kind = type(optimizer)
     return kind.__name__ == "FusedAdam" and kind.__module__.startswith("deepspeed.")
 
 
 class _Names:
-    """Paths of parameters; those that are none of the model's are named by group and position."""
+    """Paths of parameters; a parameter outside the model is named by group and position."""
 
     def __init__(self, optimizer: str, names: Mapping[int, str]) -> None:
         self._optimizer = optimizer
@@ -210,7 +203,7 @@ class _Names:
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition",
             "fp32_groups_flat", "fp32_groups")  # fmt: skip
-"""Where these optimizers keep master weights; one has one of them."""
+"""Attributes in which these optimizers keep master weights; each class has one of them."""
 
 
 def _opened(outer: Any, names: _Names) -> EngineOptimizer:
@@ -240,7 +233,7 @@ def _opened(outer: Any, names: _Names) -> EngineOptimizer:
 
 
 def _bare(optimizer: Optimizer, names: _Names) -> EngineOptimizer:
-    """An optimizer of DeepSpeed's that steps on the model's own parameters."""
+    """An optimizer of DeepSpeed that steps on the model's own parameters."""
     own = [group["params"] for group in optimizer.param_groups]
     held, groups = _whole(own, own, names)
     return EngineOptimizer(outer=optimizer, inner=(optimizer,), groups=tuple(groups), held=tuple(held), clipping=0.0)
@@ -252,13 +245,13 @@ _Opened = tuple[list[HeldTensor], list[dict[str, nn.Parameter]]]
 def _flat_groups(
     masters: Sequence[Tensor], groups: Sequence[Sequence[nn.Parameter]], names: _Names, ranks: Sequence[Any] = ()
 ) -> _Opened:
-    """One flat tensor for each group, or this rank's part of it, all of equal length.
+    """One flat tensor for each group, or this rank's part of it; the parts have equal lengths.
 
     Args:
         masters: The flat tensors.
-        groups: The parameters in them, in their order.
-        names: Their paths.
-        ranks: Process groups among which each is divided; none where it is not.
+        groups: The parameters in each, in order.
+        names: Names the parameters.
+        ranks: The process group among which each tensor is divided; empty if none is.
     """
     held, named = [], []
     for number, (master, parameters) in enumerate(zip(masters, groups, strict=True)):
@@ -270,7 +263,7 @@ def _flat_groups(
 
 
 def _cut(parameters: Mapping[str, nn.Parameter], first: int, size: int) -> Iterable[Piece]:
-    """Pieces of parameters that lie one after the other in a range of the flat tensor that they make."""
+    """The pieces of parameters in a range of the flat tensor in which they lie one after the other."""
     begin = 0
     for path, parameter in parameters.items():
         end = begin + parameter.numel()
@@ -282,7 +275,7 @@ def _cut(parameters: Mapping[str, nn.Parameter], first: int, size: int) -> Itera
 
 
 def _stage_3(outer: Any, names: _Names) -> _Opened:
-    """One flat tensor for each sub-group, in which each parameter has its part, padded."""
+    """One flat tensor for each sub-group, with the padded part of each parameter."""
     held = []
     named: list[dict[str, nn.Parameter]] = [{} for _ in outer.optimizer.param_groups]
     for sub_group, (master, parameters) in enumerate(

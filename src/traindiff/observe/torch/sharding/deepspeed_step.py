@@ -1,4 +1,4 @@
-"""Observe the steps of a DeepSpeed optimizer: each is several calls of the torch optimizer inside it."""
+"""Observe the steps of a DeepSpeed optimizer, each of which calls its inner torch optimizer several times."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.gradient_stages import emit_clipping
 from traindiff.observe.torch.hooks.loss_scale import emit_loss_scale
 from traindiff.observe.torch.hooks.optimizer_replay import CAPACITY_BYTES, OptimizerReplayTap
-from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
-from traindiff.observe.torch.hooks.optimizers import hook_before_step
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap, hook_before_step
 from traindiff.observe.torch.sharding.deepspeed_optimizer import (
     EngineOptimizer,
     HeldTensor,
@@ -33,18 +32,16 @@ def around(
     before: Callable[..., None] = lambda *_, **__: None,
     after: Callable[[Any], None] = lambda _: None,
 ) -> ExitStack:
-    """Call functions before and after every call of a method.
-
-    The method of this one object is replaced, and put back on it.
+    """Call functions before and after every call of a method of one object, by replacing the method.
 
     Args:
         owner: The object.
-        name: Of its method.
+        name: Name of the method.
         before: Called with the arguments of the call.
-        after: Called with its result. Not called if it raised.
+        after: Called with the result; not called if the method raises.
 
     Returns:
-        Close it to stop that.
+        Close it to put the method back.
     """
     original = getattr(owner, name)
     replaced = vars(owner).get(name)
@@ -58,7 +55,7 @@ def around(
 
     def put_back() -> None:
         if vars(owner).get(name) is not method:
-            return  # somebody else has replaced it since
+            return  # replaced by other code since
         if replaced is None:
             delattr(owner, name)
         else:
@@ -74,15 +71,15 @@ LEFT_OUT = "the step was left out, and DeepSpeed had dropped its gradients befor
 
 
 class EngineOptimizerTap(OptimizerTap):
-    """Summarize what one of DeepSpeed's optimizers reads and writes, on this rank. No collective is called.
+    """Summarize the values that a DeepSpeed optimizer reads and writes on this rank. No collective is called.
 
-    Gradients are what the optimizer inside is given: reduced, unscaled and clipped. State is that of the parts which
-    this rank holds. Parameters are those that the model computes with, as the end of the step leaves them: after
-    the ranks have exchanged what they updated.
+    Gradients are those that the inner optimizer is given: reduced, unscaled and clipped. State is that of the parts
+    which this rank holds. Parameters are those that the model computes with after the step, when the ranks have
+    exchanged their updates.
 
     Args:
         optimizer: The optimizer.
-        name: What its steps and settings are filed under.
+        name: Name that its steps and settings are filed under.
         context: The training.
         on_end: Called with `name` when a step has ended.
     """
@@ -97,7 +94,7 @@ class EngineOptimizerTap(OptimizerTap):
     ) -> None:
         super().__init__(optimizer.inner[0], name=name, context=context, on_end=on_end)
         self._engine = optimizer
-        # FusedAdam (in 0.19.6) counts the steps of a group in the state of its last parameter alone, and uses that.
+        # FusedAdam (in 0.19.6) counts the steps of a group only in the state of its last parameter.
         self._counts_by_group = type(self.optimizer).__name__ == "FusedAdam"
         self._stepped = False
         self._unscaled: set[int] = set()  # ids of tensors whose gradients were recorded before they were clipped
@@ -119,7 +116,7 @@ class EngineOptimizerTap(OptimizerTap):
             return undo.pop_all()
 
     def replays(self) -> list[OptimizerReplayTap]:
-        """Taps that replay what the optimizers inside do: one per tensor, as each is stepped by a call of its own."""
+        """Taps that check the inner optimizers: one per tensor, as each tensor is stepped by a call of its own."""
         capacity_bytes = CAPACITY_BYTES // max(1, len(self._engine.held))
         return [
             OptimizerReplayTap(
@@ -131,24 +128,24 @@ class EngineOptimizerTap(OptimizerTap):
         ]  # fmt: skip
 
     def _present(self, inner: Optimizer, held: HeldTensor) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
-        """A tensor and its group, if the call that is about to be made of an optimizer inside steps it."""
+        """The tensor with its group and pieces, if the next call of this inner optimizer steps it."""
         for number, group in enumerate(inner.param_groups):
             if any(one is held.tensor for one in group["params"]):
                 yield number, held.tensor, held.pieces
 
     def groups(self) -> list[list[str]]:
-        """Canonical paths of the parameters in each group, also of those of which this rank holds nothing."""
+        """Canonical paths of the parameters in each group, with those of which this rank holds nothing."""
         return [list(group) for group in self._engine.groups]
 
     def before_step(self, *_: Any, **__: Any) -> None:
-        """Record hyper-parameters; gradients are not there yet."""
+        """Record hyper-parameters; gradients do not exist yet."""
         self._stepped = False
         self._unscaled.clear()
         if self._sink.progress.observing and "optimizer" in self._observe:
             self._hyper_parameters()
 
     def after_step(self, *_: Any) -> None:
-        """Record state, what the model computes with, and what the optimizer steps on."""
+        """Record state, the model's parameters, and the master weights."""
         if not self._sink.progress.observing:
             return
         with self._sink.together():
@@ -159,13 +156,13 @@ class EngineOptimizerTap(OptimizerTap):
                 self._parameters()
 
     def _scaled(self, loss: Any) -> None:
-        """Record the scale by which the engine has just multiplied a loss, if it did."""
+        """Record the scale by which the engine has just multiplied a loss."""
         scale = loss_scale_of(self._engine.outer)
         if scale != 1.0 and isinstance(loss, Tensor):
             emit_loss_scale(self._sink, scale)
 
     def _before_unscaling(self, *_: Any, **__: Any) -> None:
-        """Record gradients before the engine multiplies them by what unscales and clips them."""
+        """Record gradients before the engine unscales and clips them."""
         changes = self._engine.clipping > 0.0 or loss_scale_of(self._engine.outer) != 1.0
         if not changes or "grad.stages" not in self._observe or not self._sink.progress.observing:
             return
@@ -176,7 +173,7 @@ class EngineOptimizerTap(OptimizerTap):
                     self._gradient(tensor, pieces, stage="reduced", scaled=None)
 
     def _before_part(self, inner: Optimizer, *_: Any) -> None:
-        """Record the gradients that a call of the optimizer inside is given."""
+        """Record the gradients that a call of an inner optimizer is given."""
         first, self._stepped = not self._stepped, True
         if not self._sink.progress.observing or "grad" not in self._observe:
             return
@@ -201,7 +198,7 @@ class EngineOptimizerTap(OptimizerTap):
             self._skip()
 
     def _skip(self) -> None:
-        """Record a step that was left out because of infinite gradients."""
+        """Record a step that was skipped because of infinite gradients."""
         if not self._sink.progress.observing:
             return
         if "optimizer" in self._observe:
@@ -213,12 +210,12 @@ class EngineOptimizerTap(OptimizerTap):
         self.after_step()
 
     def held(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
-        """Number of the group, what the optimizer inside steps on, and which of the model's parameters that holds."""
+        """Each tensor that an inner optimizer steps on, with the number of its group and its pieces."""
         for held in self._engine.held:
             yield held.group, held.tensor, held.pieces
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
-        """See `OptimizerTap`."""
+        """The inner optimizer's state of a parameter, with the count of steps that FusedAdam keeps elsewhere."""
         found: list[Mapping[str, Any]] = [one.state[parameter] for one in self._engine.inner if parameter in one.state]
         if not found or not self._counts_by_group:
             return found[0] if found else {}

@@ -1,4 +1,4 @@
-"""DTensor: FSDP2, tensor and sequence parallelism say by placements which part of a tensor a rank holds."""
+"""DTensors: the placements of FSDP2, tensor and sequence parallelism say which part of a tensor a rank holds."""
 
 from __future__ import annotations
 
@@ -11,48 +11,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from traindiff.core._torch_compat import data_mesh_of, is_fully_sharded, replicating_group, root_mesh
 from traindiff.core.shards import Region
-from traindiff.observe.torch.sharding.deepspeed_optimizer import find_engine
-
-# Each returns the ranks in order, or None where the model is not one of the engine's.
-
-
-def of_deepspeed(model: nn.Module) -> list[int] | None:
-    """Those of DeepSpeed's engine."""
-    engine = find_engine(model)
-    return None if engine is None else distributed.get_process_group_ranks(engine.data_parallel_group)
-
-
-def of_data_parallel(model: nn.Module) -> list[int] | None:
-    """Those of DistributedDataParallel."""
-    return _of_wrapper(model, "DistributedDataParallel")
-
-
-def of_fsdp1(model: nn.Module) -> list[int] | None:
-    """Those of FSDP1, where it shards and where it copies."""
-    return _of_wrapper(model, "FullyShardedDataParallel")
-
-
-def of_fsdp2(model: nn.Module) -> list[int] | None:
-    """Those of `fully_shard`."""
-    for module in model.modules():
-        if is_fully_sharded(module) and (mesh := data_mesh_of(module)) is not None:
-            ranks: list[int] = mesh.mesh.flatten().tolist()
-            return ranks
-    return None
-
-
-def _of_wrapper(model: nn.Module, name: str) -> list[int] | None:
-    for module in model.modules():
-        if type(module).__qualname__ == name:
-            group: Any = module.process_group
-            ranks, copies = distributed.get_process_group_ranks(group), replicating_group(module)
-            if copies is None:
-                return ranks
-            own = distributed.get_rank()
-            return [copy + rank - own for copy in distributed.get_process_group_ranks(copies) for rank in ranks]
-    return None
+from traindiff.core.torch_compat.training import data_mesh_of, is_fully_sharded, root_mesh
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -62,7 +22,7 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def kept_of_distributed(tensor: Tensor) -> tuple[Tensor, Region] | None:
-    """What this rank holds of a DTensor, as it is, without waiting for a collective, and where. None for any other."""
+    """This rank's part of a DTensor and its region, without waiting for a collective; None for any other tensor."""
     if not is_distributed(tensor):
         return None
     found: Any = tensor
@@ -78,20 +38,20 @@ def mesh_of(tensor: Tensor) -> Any:
 
 
 def region_of(tensor: Tensor) -> Region:
-    """Where this rank's part of a DTensor lies."""
+    """The region of this rank's part of a DTensor."""
     found: Any = tensor
     return region_placed(found.shape, found.device_mesh, found.placements)
 
 
 def region_placed(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Region:
-    """Where this rank's part of a tensor lies that has these placements, by axis of the mesh.
+    """The region of this rank's part of a tensor with these placements, one per axis of the mesh.
 
-    Placements are carried out from left to right; None stands for copies. FSDP2 divides along a dim that tensor
-    parallelism, further right, has divided already: it says so by a factor, the number of blocks to divide first.
+    Placements apply from left to right; None stands for copies. Where FSDP2 divides a dim that tensor parallelism,
+    further right, has divided already, its placement has a factor: the number of blocks to divide first.
     """
     region = Region.whole(tuple(shape))
     coordinate = mesh.get_coordinate()
-    if coordinate is None:  # not a rank of the mesh: it holds nothing
+    if coordinate is None:  # this rank is not in the mesh and holds nothing
         return Region(shape=region.shape, ranges=tuple(((length, 0),) for length in region.shape))
     for axis, placement in enumerate(placements):
         size, index = mesh.size(axis), coordinate[axis]
@@ -111,7 +71,7 @@ class MeshAxis:
 
     Attributes:
         ranks: Their numbers in the whole training.
-        index: Which of them this one is.
+        index: Position of this rank among them.
     """
 
     ranks: tuple[int, ...]
@@ -119,16 +79,16 @@ class MeshAxis:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return len(self.ranks)
 
 
 def axis_of(given: Any, model: nn.Module) -> MeshAxis | str:
-    """The axis that the user means, or what is wrong with it.
+    """The axis that the user named, or why there is none, for a message.
 
     Args:
         given: Name of an axis of the model's mesh, a DeviceMesh with one axis, or a process group.
-        model: Its parameters may know the mesh.
+        model: Its parameters may know a mesh with that name.
     """
     if isinstance(given, str):
         return _named(given, model)
@@ -155,7 +115,7 @@ def _named(name: str, model: nn.Module) -> MeshAxis | str:
 
 
 def _meshes(model: nn.Module) -> Iterator[Any]:
-    """The meshes of the model's parameters, and what these are parts of; each once."""
+    """The meshes of the model's parameters, and the meshes around these; each once."""
     seen: dict[int, Any] = {}
     for mesh in _direct(model):
         for one in (mesh, root_mesh(mesh)):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from traindiff.core.shards import Piece, Shard
 from traindiff.core.site import canonical_path
+from traindiff.core.torch_compat.training import FLAT_PARAMETER, FlatLayout, flat_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +21,13 @@ class Member:
 
     Attributes:
         path: Its canonical path.
-        others: Canonical paths of further names of it (tied parameters).
+        others: Canonical paths of its further names, if it is tied.
         shape: Its shape.
-        first: Where its elements begin in the gathered flat tensor.
-        local_first: Where those that this rank holds begin in the local part of the flat tensor.
-        held_first: Which of its elements, in row-major order, is the first that this rank holds.
-        held: How many of its elements this rank holds; they follow each other.
-        parameter: The module's own parameter, a view of the local part; None where the flat one has replaced it.
+        first: Index of its first element in the gathered flat tensor.
+        local_first: Index of the first element that this rank holds in the local part of the flat tensor.
+        held_first: Number of the first element that this rank holds, in row-major order.
+        held: Number of consecutive elements that this rank holds.
+        parameter: The module's own parameter, a view of the local part; None if the flat one has replaced it.
     """
 
     path: str
@@ -43,17 +44,12 @@ class Member:
         """Number of its elements, on all ranks."""
         return prod(self.shape)
 
-    @property
-    def replaced(self) -> bool:
-        """Whether the flat parameter has taken its place in the module."""
-        return self.parameter is None
-
     def range(self, offset: int, size: int) -> Shard:
-        """So many of its elements, in row-major order."""
+        """A range of `size` elements, in row-major order."""
         return Shard(shape=(size,), global_shape=self.shape, offset=(offset,))
 
     def pieces(self, size: int) -> tuple[Piece, ...]:
-        """What the module's own parameter, or its gradient, of so many elements holds: a part, or gathered all."""
+        """The pieces in the module's own parameter, or its gradient, of this size: a part, or after gathering all."""
         if size == self.held:
             return (Piece(path=self.path, shard=self.range(self.held_first, self.held)),) if size else ()
         return (Piece(path=self.path, shard=self.range(0, self.size)),) if size == self.size else ()
@@ -61,13 +57,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatParameter:
-    """A flat parameter: what autograd differentiates by, and without `use_orig_params` what the optimizer holds.
+    """A flat parameter: a leaf of autograd, which without `use_orig_params` the optimizer holds.
 
     Attributes:
         tensor: The local part, or the gathered whole: FSDP exchanges its data.
-        name: What `named_parameters` calls it, with wrappers; empty where it is not registered.
-        local_size: Elements of the local part, with padding.
-        members: What it is made of.
+        name: Its name in `named_parameters`, with wrappers; empty if it is not registered.
+        local_size: Number of elements of the local part, with padding.
+        members: The parameters in it.
     """
 
     tensor: nn.Parameter
@@ -76,7 +72,7 @@ class FlatParameter:
     members: tuple[Member, ...]
 
     def pieces(self, size: int) -> tuple[Piece, ...]:
-        """What a tensor of so many elements, laid out like the flat one, holds of the parameters."""
+        """The pieces in a tensor of this size that is laid out like the flat one."""
         if size == self.local_size:
             return tuple(
                 Piece(path=one.path, first=one.local_first, shard=one.range(one.held_first, one.held))
@@ -98,54 +94,48 @@ class FlatParameters:
         self._pieces: dict[int, Callable[[int], tuple[Piece, ...]]] = {}
         for one in self._found:
             self._pieces[id(one.tensor)] = one.pieces
-            self._pieces.update((id(member.parameter), member.pieces) for member in one.members if not member.replaced)
+            self._pieces.update(
+                (id(member.parameter), member.pieces) for member in one.members if member.parameter is not None
+            )
 
     def __iter__(self) -> Iterator[FlatParameter]:
         return iter(self._found)
 
     def pieces_of(self, parameter: Tensor, size: int | None = None) -> tuple[Piece, ...] | None:
-        """What a flat parameter, or a module's own one, holds now: FSDP exchanges the data. None for any other.
+        """The pieces that a flat parameter, or a module's own one, holds now; None for any other tensor.
 
         Args:
-            parameter: What an optimizer holds, or autograd differentiates by.
-            size: Elements of its gradient, where that is asked for and may be of another size.
+            parameter: A tensor of an optimizer, or a leaf of autograd.
+            size: Number of elements of its gradient, to get the pieces of the gradient.
         """
         pieces = self._pieces.get(id(parameter))
         return None if pieces is None else pieces(parameter.numel() if size is None else size)
 
 
 def find_flat_parameters(model: nn.Module) -> list[FlatParameter]:
-    """The flat parameters of a model. Imports nothing: where there is one, FSDP is loaded."""
+    """The flat parameters of a model. Imports nothing: if there is one, FSDP is loaded."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
     return [
-        _flat_parameter(name, module)
+        _flat_parameter(name, layout)
         for name, module in model.named_modules()
-        if isinstance(module, fsdp.FullyShardedDataParallel) and _handle(module) is not None
+        if isinstance(module, fsdp.FullyShardedDataParallel) and (layout := flat_layout(module)) is not None
     ]
 
 
-def _handle(module: Any) -> Any:
-    # There is no public way to ask what a flat parameter is made of; the attributes are described in the docstring of
-    # torch.distributed.fsdp._flat_param.FlatParameter and have been the same since torch 2.1.
-    return module._handle
-
-
-def _flat_parameter(name: str, module: nn.Module) -> FlatParameter:
-    handle = _handle(module)
-    flat: Any = handle.flat_param
+def _flat_parameter(name: str, flat: FlatLayout) -> FlatParameter:
     owner = _joined(name, "_fsdp_wrapped_module")
     further: dict[str, list[str]] = {}
-    for shared in flat._shared_param_infos:
+    for shared in flat.shared:
         first = _joined(shared.prim_module_name, shared.prim_param_name)
         further.setdefault(first, []).append(_joined(shared.module_name, shared.param_name))
-    parameters: Sequence[Any] = flat._params or [None] * len(flat._fqns)
-    places = zip(flat._fqns, flat._shapes, _starts(flat), flat._shard_param_infos, parameters, strict=True)
+    parameters: Sequence[Any] = flat.parameters or [None] * len(flat.names)
+    places = zip(flat.names, flat.shapes, _starts(flat), flat.ranges, parameters, strict=True)
     return FlatParameter(
-        tensor=flat,
-        name="" if flat._params is not None else f"{owner}._flat_param",
-        local_size=int(flat._sharded_size.numel()),
+        tensor=flat.tensor,
+        name="" if flat.parameters is not None else f"{owner}.{FLAT_PARAMETER}",
+        local_size=flat.local_size,
         members=tuple(
             Member(
                 path=canonical_path(_joined(owner, path)),
@@ -162,10 +152,10 @@ def _flat_parameter(name: str, module: nn.Module) -> FlatParameter:
     )
 
 
-def _starts(flat: Any) -> Iterator[int]:
+def _starts(flat: FlatLayout) -> Iterator[int]:
     """Where each parameter begins in the gathered tensor: between them there may be padding."""
     start = 0
-    for size, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+    for size, is_padding in flat.padded:
         if not is_padding:
             yield start
         start += int(size)

@@ -1,35 +1,33 @@
-"""Where the engine has put things: which part of which global tensor this rank observes, and by what it is scaled."""
+"""How this rank's tensors lie in the global ones, and the factors that the engine multiplies them by."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import Tensor, distributed, nn
 
-from traindiff.core._torch_compat import localized_layout
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import Merge
 from traindiff.core.shards import DeclaredShard, Piece, Region, Regions, Shard
-from traindiff.observe.torch.sharding.data_parallel import DataParallel, find_data_parallel
+from traindiff.core.torch_compat.training import localized_layout
+from traindiff.observe.torch.sharding.data_parallel import DataParallel, Pipeline, find_data_parallel
 from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of, region_placed
 from traindiff.observe.torch.sharding.flat_parameters import FlatParameters
-from traindiff.observe.torch.sharding.pipeline import Pipeline, beside_pipeline
 from traindiff.observe.torch.sharding.provenance import regions_of
 from traindiff.observe.torch.sharding.registry import ENGINES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShard:
-    """What this rank holds of a tensor.
+    """One part of a tensor that this rank holds.
 
     Attributes:
         tensor: The local elements.
         shard: Which elements of the global tensor they are.
         merge: How they merge with those of other ranks and micro-steps.
-        term: Which term of a sum or mean they are; see `Observation`.
+        term: The number of their term of a sum or mean; see `Observation`.
     """
 
     tensor: Tensor
@@ -43,10 +41,10 @@ def shards_in(local: Tensor, region: Region, shard: Shard, merge: Merge, *, term
 
     Args:
         local: The local elements.
-        region: Where they lie.
-        shard: What the global tensor is of something larger, e.g. one micro-batch of the batch.
+        region: The region of the global tensor that they cover.
+        shard: The part that the global tensor is of a larger one, e.g. one micro-batch of the batch.
         merge: How the tensor as a whole merges.
-        term: Which term of a sum or mean it is.
+        term: The number of its term of a sum or mean.
     """
     whole = shard.offset if len(shard.offset) == len(region.shape) else (0,) * len(region.shape)
     for box in region.boxes():
@@ -72,10 +70,10 @@ class Layout:
     """How one rank's tensors lie in those of the whole training.
 
     Attributes:
-        data: This rank's place among those that share the batch.
-        flat: Flat parameters, whose data is now a part and now the whole: looked up when it is needed.
-        parameters: Where plain parameters lie that are parts of larger ones, by canonical path.
-        declarations: What the user says of plain tensors.
+        data: This rank's place among the ranks that share the batch.
+        flat: Flat parameters. Their data is sometimes a part and sometimes the whole, so it is looked up when needed.
+        parameters: The regions of plain parameters that are parts of larger ones, by canonical path.
+        declarations: The user's declarations of plain tensors.
     """
 
     data: DataParallel
@@ -83,21 +81,12 @@ class Layout:
     parameters: Mapping[str, Region] = field(default_factory=dict)
     declarations: Declarations = field(default_factory=Declarations)
 
-    def pieces_of(self, parameter: Tensor, size: int | None = None) -> tuple[Piece, ...] | None:
-        """What a parameter that the engine has flattened holds now; None for any other.
-
-        Args:
-            parameter: What an optimizer holds, or autograd differentiates by.
-            size: Elements of its gradient, where that is asked for and may be of another size.
-        """
-        return self.flat.pieces_of(parameter, size)
-
     def ranges_of(self, parameter: Tensor, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """The same pieces, with the range of elements that this rank holds of a DTensor, or of a declared shard.
 
         Args:
-            parameter: What an optimizer holds.
-            pieces: What that has of which parameters.
+            parameter: A parameter of an optimizer.
+            pieces: The pieces of the model's parameters in it.
         """
         if len(pieces) != 1 or pieces[0].shard is not None:
             return pieces
@@ -118,11 +107,11 @@ class Layout:
         """The parts of a tensor that this rank holds, without any collective.
 
         Args:
-            tensor: What a tap observes.
-            shard: What the tensor as a whole is of something larger, e.g. one micro-batch of the batch.
+            tensor: The observed tensor.
+            shard: The part that the global tensor is of a larger one, e.g. one micro-batch of the batch.
             merge: How the tensor as a whole merges.
-            phase: Of the observation.
-            region: Where a plain tensor lies; None where that is not known. Those of an engine know it themselves.
+            phase: Phase of the observation.
+            region: The region of a plain tensor, if it is known. Tensors of an engine know theirs.
         """
         tensor, lies = kept_here(tensor)
         if isinstance(lies, Shard):
@@ -135,38 +124,34 @@ class Layout:
             return
         term = self.data.term
         if self.data.alike > 1 and merge == "shard" and phase in ("forward", "backward"):
-            # No copy of what other ranks hold, as far as is known.
+            # Not a copy of the tensors of other ranks, as far as is known.
             term += self.data.num_terms * (1 + distributed.get_rank())
         yield LocalShard(tensor=tensor, shard=shard, merge=merge, term=term)
 
     def regions_of(self, tensor: Tensor, path: str, slot: str) -> Regions | None:
-        """Where a plain activation and its gradient lie; None where that is not known, or for a DTensor.
+        """The regions of a plain activation and its gradient; None if they are unknown, or for a DTensor.
 
         Args:
             tensor: The activation with its graph, or an input of the model.
             path: Canonical path of the module that returned it.
-            slot: Which of its outputs or inputs.
+            slot: Slot of the output or input.
         """
         if self.data.alike == 1 or is_distributed(tensor):
             return None
         return self.declarations.regions_of(tensor, path, slot) or regions_of(tensor)
 
     def region_of_parameter(self, tensor: Tensor, *, path: str, phase: str) -> Region | None:
-        """Where a plain parameter, its gradient or a state of it lies; None where it is whole, or for a DTensor."""
+        """The region of a plain parameter, its gradient or state; None if it is whole, or for a DTensor."""
         region = self.parameters.get(path) if phase in ("param", "grad", "optimizer") else None
         return region if region is not None and region.local_shape == shape_of(tensor) else None
 
     def factor(self, *, phase: str, stage: str, slot: str) -> float:
-        """What the engine multiplies such a tensor by, relative to the gradient of the loss over the global batch."""
+        """The engine's factor in such a tensor, relative to the gradient of the loss over the global batch."""
         return self.data.factor if is_before_the_reduction(phase=phase, stage=stage, slot=slot) else 1.0
-
-    def to_json(self) -> dict[str, Any] | None:
-        """For `run.json`; None for a single process."""
-        return self.data.to_json()
 
 
 def kept_here(tensor: Tensor) -> tuple[Tensor, Region | Shard | None]:
-    """What this rank keeps of a tensor between uses, and where that lies; the tensor itself where no engine has it.
+    """The part of a tensor that this rank keeps between uses, and its place; the tensor itself without an engine.
 
     Raises:
         UnsupportedTensorError: The engine has moved the elements away.
@@ -178,38 +163,41 @@ def kept_here(tensor: Tensor) -> tuple[Tensor, Region | Shard | None]:
 
 
 def find_layout(model: nn.Module, *, shards: Sequence[DeclaredShard] = (), modules: Collection[str] = ()) -> Layout:
-    """How the engine that `model` is prepared for lays tensors out, as far as the model and the user tell.
+    """The layout of a model's tensors, as far as the model shows it and the user declares it.
 
     Args:
         model: The root module.
-        shards: What the user says of plain tensors.
+        shards: The user's declarations of plain tensors.
         modules: Canonical paths of the modules.
 
     Raises:
-        ConfigError: An axis that the user names is not known.
+        ConfigError: A declared axis is unknown.
     """
     declarations = Declarations(shards, model, modules)
-    data = find_data_parallel(
-        model, model_axes=declarations.axes(of_samples=False), sample_axes=declarations.axes(of_samples=True)
-    )
+    data = _data_parallel(model, declarations)
     flat = FlatParameters([one for engine in ENGINES for one in engine.flat_parameters(model)])
     return Layout(data=data, flat=flat, declarations=declarations)
 
 
 def in_pipeline(layout: Layout, model: nn.Module, pipeline: Pipeline) -> Layout:
-    """The layout, where ranks turn out to have stages of a pipeline."""
-    declared = layout.declarations
-    data = beside_pipeline(
-        model, pipeline, model_axes=declared.axes(of_samples=False), sample_axes=declared.axes(of_samples=True)
+    """The layout after this rank turned out to have stages of a pipeline."""
+    return replace(layout, data=_data_parallel(model, layout.declarations, pipeline))
+
+
+def _data_parallel(model: nn.Module, declared: Declarations, pipeline: Pipeline | None = None) -> DataParallel:
+    return find_data_parallel(
+        model,
+        model_axes=declared.axes(of_samples=False),
+        sample_axes=declared.axes(of_samples=True),
+        pipeline=pipeline,
     )
-    return replace(layout, data=data)
 
 
 def regions_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> dict[str, Region]:
-    """Where plain parameters lie that are parts of larger ones, by canonical path.
+    """The regions of plain parameters that are parts of larger ones, by canonical path.
 
     Raises:
-        ConfigError: What the user says does not fit one.
+        ConfigError: A declaration does not fit a parameter.
     """
     found = layout.declarations.of_parameters(parameters)
     for path, parameter in parameters.items():
@@ -219,10 +207,10 @@ def regions_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> d
 
 
 def is_before_the_reduction(*, phase: str, stage: str, slot: str) -> bool:
-    """Whether each of several data-parallel ranks has a number of its own, of its own share of the loss."""
+    """Whether data-parallel ranks have different values of such a tensor: each of its own share of the loss."""
     return phase == "backward" or (phase, slot) == ("loss", "backward") or (phase, stage) == ("grad", "micro")
 
 
 def is_before_unscaling(*, phase: str, stage: str, slot: str) -> bool:
-    """Whether a loss scale is in such a tensor, where there is one."""
+    """Whether such a tensor contains the loss scale, if there is one."""
     return is_before_the_reduction(phase=phase, stage=stage, slot=slot) or (phase, stage) == ("grad", "reduced")

@@ -1,8 +1,8 @@
-"""Where a plain tensor lies that was computed from the local tensors of DTensors: the graph of autograd tells.
+"""The regions of plain tensors that were computed from local tensors of DTensors, read from the graph of autograd.
 
-`parallelize_module` has modules hand on local tensors. The node that made one of a DTensor knows its placements;
-whatever is computed from it element by element covers the same region, and views are followed. So nothing is
-guessed, and no rank is asked.
+Under `parallelize_module`, modules pass on local tensors. The node that took one out of a DTensor knows the placements.
+An elementwise result covers the same region as its operands, and views are followed. So nothing is guessed, and no
+other rank is asked.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from typing import Any
 
 from torch import Tensor
 
-from traindiff.core._torch_compat import result_shape, saved_dims
 from traindiff.core.shards import Ranges, Region, Regions
+from traindiff.core.torch_compat.execution import result_shape, saved_dims
+from traindiff.core.torch_compat.training import TO_LOCAL
 from traindiff.observe.torch.sharding.distributed_tensor import region_placed
 
 MOST_RANGES = 256
-"""Ranges of a merged axis: each is a summary of its own, which 256 samples of a micro-batch may have."""
+"""Most ranges of a merged axis. Each has a summary of its own; 256 samples of a micro-batch may have one each."""
 
 _Group = tuple[Sequence[int], Sequence[int]]
-"""Axes before, and what they become."""
+"""Axes before a view, and the axes that they become."""
 
 
 def permuted(region: Region, order: Sequence[int]) -> Region:
-    """The region of a tensor whose axes are put in another order."""
+    """The region after `permute(order)`."""
     return Region(
         shape=tuple(region.shape[dim] for dim in order), ranges=tuple(region.ranges[dim] for dim in order),
         term=region.term,
@@ -35,7 +36,7 @@ def permuted(region: Region, order: Sequence[int]) -> Region:
 
 
 def viewed(region: Region, shape: Sequence[int]) -> Region | None:
-    """The region of a local tensor after `view(shape)`; None where it is no product of ranges any more."""
+    """The region of a local tensor after `view(shape)`; None if it is no longer a product of ranges."""
     whole: list[int] = []
     ranges: list[Ranges] = []
     for before, after in _groups(region.local_shape, shape):
@@ -48,7 +49,7 @@ def viewed(region: Region, shape: Sequence[int]) -> Region | None:
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[_Group]:
-    """The fewest axes that become the fewest axes of as many elements, from left to right."""
+    """The smallest groups of axes that become groups of as many elements, from left to right."""
     at_before, at_after = 0, 0
     while at_before < len(before) or at_after < len(after):
         first = [at_before] if at_before < len(before) else []
@@ -76,7 +77,7 @@ def _one_group(region: Region, before: Sequence[int], after: Sequence[int]) -> t
 
 
 def _split(length: int, ranges: Ranges, inner: int) -> tuple[int, Ranges] | None:
-    """An axis of which blocks of `inner` become an axis of their own."""
+    """An axis after blocks of `inner` elements become an axis of their own."""
     if not inner or any(number % inner for number in (length, *sum(ranges, ()))):
         return None
     return length // inner, tuple((first // inner, count // inner) for first, count in ranges)
@@ -99,17 +100,14 @@ def _merged(shape: Sequence[int], ranges: Sequence[Ranges]) -> Ranges | None:
     return tuple(found)
 
 
-_LOCAL = "_ToTorchTensorBackward"
-"""Node of `DTensor.to_local`. It has `dtensor_spec`, the layout of the DTensor, and `grad_placements`."""
-
 _ELEMENT_BY_ELEMENT = re.compile(
     "(?:Abs|Add|Alias|Clamp|Clone|Div|Dropout|Elu|Erf|Exp|FusedRmsNorm|Gelu|Hardsigmoid|Hardswish|Hardtanh|LeakyRelu|Log"
     "|LogSoftmax|MaskedFill|Mul|NativeDropout|NativeLayerNorm|Neg|Pow|Relu|Rsub|Rsqrt|Sigmoid|Silu|Softmax|Softplus"
     "|Sqrt|Square|Sub|Tanh|Threshold|ToCopy|Where|ScaledDotProduct[A-Za-z]*)Backward[0-9]?"
 )
-"""Nodes of operations that give each element its place again: the region of the operands of the result's shape.
+"""Nodes of elementwise operations: the result has the region of the operands with its shape.
 
-Attention has queries, keys and values, and its result lies where the queries do.
+The result of attention has the region of the queries.
 """
 
 _VIEW = re.compile("(?:ReshapeAlias|UnsafeView|View)Backward[0-9]?")
@@ -119,10 +117,10 @@ _KEY = "traindiff.regions"
 
 
 def regions_of(tensor: Tensor) -> Regions | None:
-    """Where a plain tensor and its gradient lie in a global tensor; None where that is not known.
+    """The regions of a plain tensor and its gradient in a global tensor; None if they are unknown.
 
     Args:
-        tensor: With its graph. Without one, as in evaluation, nothing is known.
+        tensor: With its graph. Without a graph, as in evaluation, the regions are unknown.
     """
     regions = _of_node(tensor.grad_fn, _DEEPEST)
     return regions if regions is not None and regions.value.local_shape == tuple(tensor.shape) else None
@@ -132,7 +130,7 @@ def _of_node(node: Any, depth: int) -> Regions | None:
     if node is None or not depth:
         return None
     name = type(node).__name__
-    if name == _LOCAL:
+    if name == TO_LOCAL:
         return _of_local(node)
     known: Regions | None = node.metadata.get(_KEY)
     if known is None:
@@ -141,7 +139,7 @@ def _of_node(node: Any, depth: int) -> Regions | None:
         elif moved := _moved(node, name):
             known = _after(_of_node(node.next_functions[0][0], depth - 1), moved)
         if known is not None:
-            node.metadata[_KEY] = known  # the walk from the next module's output ends here
+            node.metadata[_KEY] = known  # later walks from other tensors end here
     return known
 
 
@@ -150,14 +148,14 @@ def _of_local(node: Any) -> Regions:
     value = region_placed(spec.shape, spec.mesh, spec.placements)
     if node.grad_placements is not None:
         return Regions(value=value, gradient=region_placed(spec.shape, spec.mesh, node.grad_placements))
-    # Of terms of a sum, each has the gradient of the sum.
+    # Each term of a sum has the gradient of the sum.
     kept = [None if placement.is_partial() else placement for placement in spec.placements]
     gradient = region_placed(spec.shape, spec.mesh, kept)
     return Regions(value=value, gradient=gradient)
 
 
 def _of_operands(node: Any, depth: int) -> Regions | None:
-    """The region that the operands of the result's shape have in common."""
+    """The common region of the operands that have the shape of the result."""
     shape = result_shape(node, 0)
     operands = [
         _of_node(operand, depth)
@@ -169,13 +167,13 @@ def _of_operands(node: Any, depth: int) -> Regions | None:
         return None
     value = known[0].value
     if value.term is not None:
-        return None  # what becomes of terms depends on the operation
+        return None  # the result depends on the operation
     # Beside a part, another operand can only be the same part; beside a copy, it may be anything.
     return None if value.is_whole and len(known) < len(operands) else known[0]
 
 
 def _moved(node: Any, name: str) -> Callable[[Region], Region | None] | None:
-    """What a node that only moves elements makes of the region of its operand; None for any other node."""
+    """The function from the operand's region to the result's, for nodes that only move elements; else None."""
     if _VIEW.fullmatch(name):
         shape = result_shape(node, 0)
         return lambda region: viewed(region, shape)

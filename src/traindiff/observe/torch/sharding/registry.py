@@ -1,19 +1,21 @@
-"""The engines: what each can say of a training that it has divided among ranks. One entry each."""
+"""The engines that divide a training among ranks, one entry each, and the questions that they answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from traindiff.core.shards import Region, Shard
-from traindiff.observe.torch.sharding import distributed_tensor as reducing_ranks
+from traindiff.core.torch_compat.training import data_mesh_of, is_fully_sharded, replicating_group
 from traindiff.observe.torch.sharding.deepspeed_optimizer import (
     EngineOptimizer,
     engine_settings,
+    find_engine,
     find_optimizers,
     kept_by_zero,
     shape_before_zero,
@@ -26,16 +28,18 @@ Optimizers = Mapping[str, Optimizer | EngineOptimizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What an engine can say; what it leaves out is as without it. No function imports it, or calls a collective.
+    """The questions that an engine answers; a default answer means that it changes nothing.
+
+    No function imports the engine or calls a collective.
 
     Attributes:
         name: As `run.json` has it.
-        reducing_ranks: Over which ranks the gradients of a model are reduced, in order; None if it is none of its own.
-        kept: What this rank keeps of a tensor and where that lies; None if it is none of its own.
-        global_shape: The shape of a parameter that has another one here; None if it is none of its own.
-        flat_parameters: The tensors in which it keeps several parameters of a model.
-        optimizers: The optimizers to follow for a model, those that were given and canonical paths of parameters by id.
-        settings: What of its settings changes numbers, for `run.json`; None if the model is none of its own.
+        reducing_ranks: The ranks over which the gradients of a model are reduced, in order; None for other models.
+        kept: This rank's part of a tensor, and where it lies; None for other tensors.
+        global_shape: The global shape of a parameter whose local shape differs; None for other parameters.
+        flat_parameters: The tensors that each hold several parameters of a model.
+        optimizers: The optimizers to follow, from the model, the given optimizers, and paths of parameters by id.
+        settings: The settings that change numbers, for `run.json`; None for other models.
     """
 
     name: str
@@ -47,22 +51,48 @@ class Engine:
     settings: Callable[[nn.Module], dict[str, Any] | None] = lambda _: None
 
 
+def _of_deepspeed(model: nn.Module) -> list[int] | None:
+    engine = find_engine(model)
+    return None if engine is None else distributed.get_process_group_ranks(engine.data_parallel_group)
+
+
+def _of_fsdp2(model: nn.Module) -> list[int] | None:
+    for module in model.modules():
+        if is_fully_sharded(module) and (mesh := data_mesh_of(module)) is not None:
+            ranks: list[int] = mesh.mesh.flatten().tolist()
+            return ranks
+    return None
+
+
+def _of_wrapper(name: str, model: nn.Module) -> list[int] | None:
+    """For FSDP1 with copies: the ranks among which it shards, and their copies."""
+    for module in model.modules():
+        if type(module).__qualname__ == name:
+            group: Any = module.process_group
+            ranks, copies = distributed.get_process_group_ranks(group), replicating_group(module)
+            if copies is None:
+                return ranks
+            own = distributed.get_rank()
+            return [copy + rank - own for copy in distributed.get_process_group_ranks(copies) for rank in ranks]
+    return None
+
+
 ENGINES: tuple[Engine, ...] = (
     Engine(
         name="DeepSpeedEngine",
-        reducing_ranks=reducing_ranks.of_deepspeed,
+        reducing_ranks=_of_deepspeed,
         kept=kept_by_zero,
         global_shape=shape_before_zero,
         optimizers=find_optimizers,
         settings=engine_settings,
     ),
-    Engine(name="DistributedDataParallel", reducing_ranks=reducing_ranks.of_data_parallel),
+    Engine(name="DistributedDataParallel", reducing_ranks=partial(_of_wrapper, "DistributedDataParallel")),
     Engine(
         name="FullyShardedDataParallel",
-        reducing_ranks=reducing_ranks.of_fsdp1,
+        reducing_ranks=partial(_of_wrapper, "FullyShardedDataParallel"),
         flat_parameters=find_flat_parameters,
     ),
-    # FSDP2, and with it whatever else makes DTensors: tensor and sequence parallelism.
-    Engine(name="fully_shard", reducing_ranks=reducing_ranks.of_fsdp2, kept=kept_of_distributed),
+    # FSDP2, and everything else that makes DTensors: tensor and sequence parallelism.
+    Engine(name="fully_shard", reducing_ranks=_of_fsdp2, kept=kept_of_distributed),
 )
-"""In the order in which they are asked: the first that knows a model or a tensor has it."""
+"""In the order in which they are asked; the first that does not answer None is right."""

@@ -1,7 +1,6 @@
 // Curves over the steps, drawn by uPlot.
 
 const plots = new Set();
-const LEAST_SPAN = 1e-3; // of the values' magnitude: what is smaller is for the plot of differences
 
 // A plot is drawn again when its place has another width: a smaller window, a scroll bar, or what was folded.
 const placed = new ResizeObserver(() => requestAnimationFrame(() => {
@@ -9,7 +8,7 @@ const placed = new ResizeObserver(() => requestAnimationFrame(() => {
 }));
 
 // Draw curves: `series` of {label, values, color, dash, fill, width}; values are null where there are none.
-function plot(parent, { title, note = "", series, log = false, height = 190, bands = [], mark = () => null, leastSpan = LEAST_SPAN, none }) {
+function plot(parent, { title, note = "", series, log = false, height = 190, bands = [], mark = () => null, leastSpan = LOOK.least_span, none }) {
   const box = element("div", { class: "plot" });
   box.append(element("h4", {}, title, " ", element("small", {}, note)));
   parent.append(box);

@@ -2,7 +2,7 @@
 
 const details = document.getElementById("details");
 const LEAST_SPAN_OF_SIZES = 2e-2; // ten times what the codes of sizes tell apart (arrays.js)
-const SIDE_COLOURS = comparing ? ["baseline", "candidate"] : ["baseline"];
+const SIDE_COLORS = comparing ? ["baseline", "candidate"] : ["baseline"];
 
 function showDetails() {
   forget(details);
@@ -152,7 +152,7 @@ function barsOf(values) {
     const rect = document.createElementNS(space, "rect");
     const tall = Math.max(0, (Math.min(value, largest) / largest) * (height - 6)) || 0;
     for (const [name, number] of Object.entries({ x: at * slot + gap / 2 + side * bar, y: height - 2 - tall, width: Math.max(0.5, bar - 1), height: tall })) rect.setAttribute(name, number);
-    rect.setAttribute("fill", css(SIDE_COLOURS[side]));
+    rect.setAttribute("fill", css(SIDE_COLORS[side]));
     svg.append(rect);
   }));
   return svg;

@@ -273,7 +273,7 @@ function paintScale(ratio) {
   scale.width = total * ratio;
   scale.height = 46 * ratio;
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  const { pixels, low, high } = layout.colors, about = QUANTITIES[state.rank === "all" ? state.quantity : "ratio"];
+  const { pixels, low, high } = layout.colors, about = LOOK.quantities[state.rank === "all" ? state.quantity : "ratio"];
   const left = layout.gutter, width = Math.max(80, Math.min(420, total - left - MARKS));
   context.font = "11px system-ui, sans-serif";
   context.fillStyle = css("faint");

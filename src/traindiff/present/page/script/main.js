@@ -14,7 +14,7 @@ function controls() {
   }
   const quantity = document.getElementById("quantity");
   for (const name of comparing ? ["ratio", "difference"] : ["relative", "size", "largest", "zero", "nonfinite"]) {
-    quantity.append(element("option", { value: name }, QUANTITIES[name].name));
+    quantity.append(element("option", { value: name }, LOOK.quantities[name].name));
   }
   quantity.addEventListener("change", () => { state.quantity = quantity.value; paint(); });
   if (page.by_rank) {

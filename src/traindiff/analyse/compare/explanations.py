@@ -1,0 +1,184 @@
+"""Sentences that explain the first divergence: its surroundings, its module, its loss, its engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from traindiff.analyse.align.pairs import Aligned
+from traindiff.analyse.compare.circumstances import KIND as CLIPPING
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.parameters import Copies
+from traindiff.analyse.merge.renames import Rename
+from traindiff.analyse.merge.site import MergedSite
+from traindiff.analyse.rules.ranks import KIND as DISAGREEMENT
+from traindiff.core.site import label
+
+FLOW = ("batch", "forward", "loss", "backward")
+"""Phases in which data flows from one site to the next in the order of execution."""
+
+
+def surroundings(finding: Finding, pairs: Iterable[Pair], aligned: Aligned) -> tuple[str, dict[str, Any]]:
+    """A remark on the sites before a finding in its step, and the evidence for it.
+
+    The evidence names the last site that agrees (`after`), if the order of execution tells. The remark says that the
+    error may have happened at sites after it, if one run did not observe these.
+    """
+    if finding.phase not in FLOW or finding.phase == "batch" or finding.kind in ("missing", "extra"):
+        return "", {}
+    before = [
+        pair.baseline for pair in pairs if pair.baseline.key.phase in FLOW and pair.baseline.order < finding.order
+    ]
+    flowing = [entry for entry in before if entry.key.path != "rng"]
+    last = max(flowing, key=lambda entry: entry.order, default=None)
+    place = {id(pair.candidate): pair.baseline.order for pair in aligned.pairs}
+    candidates = sorted((pair.candidate for pair in aligned.pairs), key=lambda entry: entry.order)
+    unseen: list[tuple[str, str]] = []
+    low = last.order if last else -1
+    for run, entries in (("candidate", aligned.only_baseline), ("baseline", aligned.only_candidate)):
+        for entry in entries:
+            order = entry.order if run == "candidate" else _placed(entry, candidates, place)
+            if entry.key.phase == finding.phase and low <= order < finding.order:
+                unseen.append((run, label(entry.key.path, entry.key.slot)))
+    after = label(last.key.path, last.key.slot) if last else ""
+    if not unseen:
+        return "", {"after": after}
+    run = unseen[0][0]
+    names = [name for other, name in unseen if other == run]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    site, it = ("site", "it") if len(names) == 1 else ("sites", "one of them")
+    hop = (
+        f" Just before it, the {run} did not observe {len(names)} {site} that the other run has ({', '.join(names[:3])}"
+        f"{more}): if what goes wrong is {it}, it shows here, one hop late."
+    )
+    return hop, {"after": after, "one_hop_late": names}
+
+
+def _placed(entry: MergedSite, candidates: Sequence[MergedSite], place: dict[int, int]) -> int:
+    """Place of a candidate's entry in the baseline's order: that of the last pair before it."""
+    before = [one for one in candidates if one.order < entry.order]
+    return place[id(before[-1])] if before else -1
+
+
+_OWN_STATISTICS = re.compile(r"(Lazy)?BatchNorm[123]d")
+
+_RANDOM = re.compile(r"(Alpha|FeatureAlpha)?Dropout([123]d)?|RReLU")
+
+
+def with_each_ranks_own(finding: Finding, modules: Mapping[str, str], sizes: tuple[int, int]) -> Finding:
+    """The finding, with a remark if the result of its module depends on each rank's own samples.
+
+    Args:
+        finding: The first one.
+        modules: Class name of each module by path, in the run that divides the batch over more ranks.
+        sizes: Number of ranks that share the batch, in each run.
+    """
+    if sizes[0] == sizes[1] or finding.phase != "forward":
+        return finding
+    name = modules.get(finding.path, "")
+    if _OWN_STATISTICS.fullmatch(name):
+        message = (
+            f" {name} takes the statistics of each rank's own samples; SyncBatchNorm takes those of the whole batch."
+        )
+    elif _RANDOM.fullmatch(name):
+        message = f" {name} draws other numbers where the batch is divided over ranks: compare with it turned off."
+    else:
+        return finding
+    return replace(finding, message=finding.message + message)
+
+
+_COUNTER = "num_batches_tracked"
+
+
+def batch_statistics_message(
+    finding: Finding, modules: Mapping[str, str], aligned: Aligned, micro_steps: tuple[int, int]
+) -> str:
+    """Why a BatchNorm's output differs, as a sentence after the finding's; empty for anything else.
+
+    Args:
+        finding: The first one.
+        modules: Class name of each module by path.
+        aligned: The sites of its step. In evaluation mode BatchNorm does not count its batches, and its counter is
+            recorded in steps that change it.
+        micro_steps: Number of micro-batches of the step, in each run.
+    """
+    name = modules.get(finding.path, "")
+    if finding.phase != "forward" or not (_OWN_STATISTICS.fullmatch(name) or name == "SyncBatchNorm"):
+        return ""
+    for run, entries in (("candidate", aligned.only_baseline), ("baseline", aligned.only_candidate)):
+        if any(entry.key.path == f"{finding.path}.{_COUNTER}" for entry in entries):
+            return f" The {run}'s {name} does not take note of this batch, the other run's does: is it in eval mode?"
+    if micro_steps[0] != micro_steps[1]:
+        return (
+            f" {name} takes the statistics of each micro-batch, and the step has {micro_steps[0]} in the baseline and "
+            f"{micro_steps[1]} in the candidate: such runs differ rightly."
+        )
+    return ""
+
+
+def unseen_labels_message(finding: Finding, pairs: Iterable[Pair]) -> str:
+    """A hint that unrecorded labels may explain another loss, as a sentence after the finding's; empty if not.
+
+    Trainings that call `traindiff.inspect` know how to record them.
+    """
+    looks_like_labels = finding.kind in ("value", "scale", "offset") and "(=" not in finding.message
+    if (finding.phase, finding.slot) != ("loss", "backward") or not looks_like_labels:
+        return ""
+    if any(pair.baseline.key.phase == "forward" and pair.baseline.key.slot == "value" for pair in pairs):
+        return ""
+    return (
+        " Labels that only the loss receives are not recorded: if they may differ, "
+        'traindiff.inspect("labels", labels) records them.'
+    )
+
+
+DEFAULT_LIMIT = 1.0
+"""The norm to which DeepSpeed clips gradients since 0.19.3, unless its configuration says otherwise."""
+
+
+def explained(finding: Finding, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> Finding:
+    """The finding, with a remark if an engine's own setting (in a `run.json`) explains it."""
+    for name, run in (("baseline", baseline), ("candidate", candidate)):
+        engine = run.get("engine") or {}
+        if message := _clips_by_default(finding, name, engine) or _makes_adamw(finding, name, engine):
+            return replace(finding, message=finding.message + message, evidence={**finding.evidence, "run": name})
+    return finding
+
+
+def _clips_by_default(finding: Finding, name: str, engine: Mapping[str, Any]) -> str:
+    if not engine or finding.kind != CLIPPING or finding.evidence.get("run") != name:
+        return ""
+    if finding.evidence.get("limit") != DEFAULT_LIMIT or engine.get("gradient_clipping") != DEFAULT_LIMIT:
+        return ""
+    return (
+        ' DeepSpeed does so by default since 0.19.3: write "gradient_clipping": 0.0 in its configuration, or clip in '
+        "both runs."
+    )
+
+
+def _makes_adamw(finding: Finding, name: str, engine: Mapping[str, Any]) -> str:
+    if finding.kind != "hyper-parameter" or finding.slot not in ("decoupled_weight_decay", "weight_decay"):
+        return ""
+    if str(engine.get("asked_for")).lower() != "adam" or not engine.get("decoupled_weight_decay"):
+        return ""
+    return (
+        f" The {name}'s configuration asks DeepSpeed for Adam, and it makes AdamW of that ({engine['optimizer']}): "
+        'write "adam_w_mode": false for Adam.'
+    )
+
+
+def with_names(finding: Finding, copies: Copies, rename: Rename = str) -> Finding:
+    """The finding about copies that disagree, with the names that they have on other ranks."""
+    names = [
+        f"rank {rank} calls it {path}"
+        for rank, paths in copies.items()
+        for path, first in paths.items()
+        if rename(first) == finding.path
+    ]
+    if finding.kind != DISAGREEMENT or not names:
+        return finding
+    why = " Are the gradients of a tied parameter added up over the ranks that have it?"
+    return replace(finding, message=f"{finding.message} ({', '.join(names)}.){why if finding.phase == 'grad' else ''}")

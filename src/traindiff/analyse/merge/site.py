@@ -1,0 +1,161 @@
+"""One site of one step, merged over ranks and micro-steps: its key, its numbers, and findings at it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from traindiff.analyse.findings import Finding
+from traindiff.core.observation import ALL_GRADIENTS, LOSS_SCALE, Observation
+from traindiff.core.shards import Shard
+from traindiff.core.summary import empty, nonfinite_count, number
+
+_GROUP = re.compile(r"(.*)\.groups\[(\d{1,9})\]")
+
+
+class SiteKey(NamedTuple):
+    """Identity of a site: observations of two runs are compared if their keys are equal."""
+
+    phase: str
+    stage: str
+    path: str
+    slot: str
+    call: int = 0
+    micro_step: int = 0  # 0 for what merges over micro-steps
+
+    @property
+    def group(self) -> tuple[str, int] | None:
+        """Optimizer and number of the parameter group, if this is a setting of a group."""
+        match = _GROUP.fullmatch(self.path) if self.phase == "optimizer" else None
+        return (match[1], int(match[2])) if match else None
+
+
+class RankPart(NamedTuple):
+    """The part of a site that one rank holds, from one micro-step."""
+
+    micro_step: int
+    rank: int
+    shard: Shard
+    summary: Any  # relative to the global loss
+    term: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedSite:
+    """One site in one step, merged over ranks and micro-steps.
+
+    Attributes:
+        key: Its identity.
+        order: Place of its first part in execution order. Logged scalars come after everything else.
+        dtype: Dtype of its parts.
+        shape: Global shape; the batch axis has the rows of all micro-steps and ranks.
+        summary: The merged summary, relative to the global loss.
+        exact: Whether fingerprints, counts and norms are those of the tensor. For a sum of partial observations, only
+            the linear fields are known.
+        parts: The parts that were merged, ordered by micro-step, then by rank. If `unobserved`, the parts without
+            numbers.
+        unobserved: Why there are no numbers.
+        factor: Factor that the engine applied. `summary` is divided by it; its fingerprints are not.
+        apart: Groups of ranks that hold different copies of one shard; empty if all copies agree.
+        batched: Whether axis 0 runs over the samples of all micro-steps and ranks.
+        summed: Whether each rank and micro-step has one term of a sum.
+    """
+
+    key: SiteKey
+    order: int
+    dtype: str
+    shape: tuple[int, ...]
+    summary: Any
+    exact: bool = True
+    parts: tuple[RankPart, ...] = ()
+    unobserved: str = ""
+    factor: float = 1.0
+    apart: tuple[tuple[int, ...], ...] = ()
+    batched: bool = False
+    summed: bool = False
+
+    def without_parts(self) -> MergedSite:
+        """A copy without parts, which would keep the whole step in memory."""
+        return replace(self, parts=())
+
+
+StepTable = Mapping[SiteKey, MergedSite]
+"""One step of one run: its sites by key, in execution order."""
+
+Part = tuple[Observation, int, Any]
+"""An observation, its rank, its summary."""
+
+GRADIENT_NORM = SiteKey("grad", "", ALL_GRADIENTS, "norm")
+"""Key of the norm of all gradients, which is recomputed from their summaries."""
+
+
+def gradient_norm(gradients: Sequence[MergedSite]) -> MergedSite:
+    """The norm of several gradients, recomputed from their summaries; NaN if one of them is not finite."""
+    summary = empty()
+    summary["count"] = 1
+    if any(nonfinite_count(one.summary) for one in gradients):
+        summary["nan"] = 1
+    else:
+        squares = sum(float(one.summary["sum_of_squares"]) for one in gradients)
+        value = math.sqrt(squares)
+        summary["minimum"] = summary["maximum"] = summary["sum"] = summary["sketch"][0] = value
+        summary["sum_of_squares"] = value * value
+    order = max(one.order for one in gradients)
+    return MergedSite(key=GRADIENT_NORM, order=order, dtype="float64", shape=(), summary=summary[()], exact=False)
+
+
+def only_rank(entry: MergedSite) -> int | None:
+    """The only rank that has a site; None if several do. Sites derived from a whole step count as rank 0."""
+    held = {part.rank for part in entry.parts} or {0}
+    return held.pop() if len(held) == 1 else None
+
+
+def num_micro_steps(table: StepTable) -> int:
+    """Number of micro-batches in a step."""
+    return 1 + max((part.micro_step for entry in table.values() for part in entry.parts), default=0)
+
+
+def is_loss_scale(key: SiteKey) -> bool:
+    """Whether a key is that of the loss scale, which may differ between two runs."""
+    return (key.phase, key.path) == ("loss", LOSS_SCALE)
+
+
+def loss_scale(table: StepTable) -> float:
+    """The loss scale of a step; 1 without one."""
+    found = (number(entry.summary) for key, entry in table.items() if is_loss_scale(key) and not entry.unobserved)
+    return next(found, 0.0) or 1.0
+
+
+def finding_at(
+    entry: MergedSite,
+    *,
+    step: int,
+    kind: str,
+    message: str,
+    evidence: Mapping[str, Any] | None = None,
+    difference: float = math.inf,
+    floor: float = 0.0,
+    rank: int | None = None,
+    micro_step: int | None = None,
+) -> Finding:
+    """A finding at a site, with its place in the order of execution. The other arguments are those of `Finding`."""
+    key = entry.key
+    return Finding(
+        step=step,
+        micro_step=micro_step,
+        rank=rank,
+        phase=key.phase,
+        stage=key.stage,
+        path=key.path,
+        slot=key.slot,
+        call=key.call,
+        order=entry.order,
+        kind=kind,
+        difference=difference,
+        floor=floor,
+        message=message,
+        evidence=evidence or {},
+    )

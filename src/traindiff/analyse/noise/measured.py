@@ -1,0 +1,139 @@
+"""The baseline's replicas, and their differences from it in a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from traindiff.analyse.align.pairs import align
+from traindiff.analyse.align.side import Side, SideStep, gradient_norms, join, sites_in_order
+from traindiff.analyse.merge.distance import Pair, size_of
+from traindiff.analyse.merge.run_steps import RunStep
+from traindiff.analyse.merge.site import Part, SiteKey
+from traindiff.core.summary import UNIT_ROUNDOFF, finite_count
+from traindiff.storage import Run
+
+SAFETY = 2.0
+"""Multiple of the replicas' differences that a correct run may have.
+
+With m replicas, one of m + 1 further correct runs lies beyond all of them, but not far: none of the legal variations in
+benchmarks/FAULTS.md exceeds the floor that this factor leaves.
+"""
+
+ALONE = 4.0
+"""Constant of the floors if there is only one replica, so that none can be held out."""
+
+FEW = 16
+"""Tensors with fewer elements are too small to measure their noise with a few replicas."""
+
+
+def basis(
+    pair: Pair,
+    distances: Sequence[float],
+    storage: float = 0.0,
+    terms: float = 1.0,
+    rounded: float = 0.0,
+    inside: float = 0.0,
+) -> float:
+    """The quantity that the floor of a site is a multiple of: rounding, or the replicas' differences if larger.
+
+    An estimate from few replicas scatters, the more the fewer elements there are: the relative spread of a norm of n
+    independent errors is 1 / sqrt(2 n).
+
+    Args:
+        pair: Both sides.
+        distances: Relative differences of replicas from the baseline.
+        storage: For an update: norm of the parameter over norm of the update.
+        terms: Rows that are summed for each element of a gradient, or of an output of BatchNorm. A kernel that sums one
+            after the other in float32 is off by sqrt(terms) u. Replicas do not show that, because all run the
+            baseline's kernels. Measured with torch on the CPU: 30 u over 512 rows (gradients of BatchNorm, channels
+            last; 4 u otherwise).
+        rounded: Largest unit roundoff on the baseline's way to here: its noise is of this size already, whatever the
+            dtype of the pair (float32 parameters under autocast).
+        inside: Unit roundoff of the dtype that the operation may compute in, and that these replicas do not show.
+    """
+    baseline, candidate = pair.baseline, pair.candidate
+    units = [UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in (baseline, candidate)]
+    # A shorter dtype has more noise.
+    shorter = max(1.0, max(units) / max(units[0], rounded)) if units[0] and max(units) else 1.0
+    summation = math.sqrt(terms) * min(max(units), UNIT_ROUNDOFF["float32"])
+    quantum = max(max(units) * (1.0 + storage), summation, inside)
+    spread = 1.0 + 4.0 / math.sqrt(max(1, int(finite_count(baseline.summary))))
+    return spread * max(quantum, shorter * max(distances, default=0.0))
+
+
+UNMEASURED = ("batch", "rng")
+"""Phases and paths that are compared bit by bit, or not at all."""
+
+StepNoise = Mapping[SiteKey, tuple[float, ...]]
+"""By site: relative L2 difference of each replica that has it. inf: whole numbers that differ."""
+
+
+def made_as(recording: Run) -> str:
+    """How a noise recording was made, e.g. `ulp:1`; empty for a run that was simply repeated."""
+    return str(recording.run["settings"].get("replica") or "")
+
+
+class FollowingSteps(Protocol):
+    """The steps of a run that follows another one."""
+
+    def until(self, optimizer: str, step: int) -> Iterable[RunStep]:
+        """The steps up to and with this one that were not given yet, in ascending order per optimizer."""
+
+
+NoiseRun = tuple[Run, FollowingSteps]
+"""A further correct run of the baseline's training, and its steps."""
+
+
+class Replicas:
+    """The noise recordings, as they follow the baseline through its steps.
+
+    Attributes:
+        sides: The recordings.
+        operators: Observations of operators in the latest step, one list per recording.
+    """
+
+    def __init__(self, runs: Sequence[NoiseRun]) -> None:
+        self.sides = [Side(run) for run, _ in runs]
+        self.operators: list[list[Part]] = []
+        self._streams = [steps for _, steps in runs]
+
+    def pairs(self, baseline: RunStep, step: SideStep) -> Iterator[tuple[SideStep | None, list[Pair]]]:
+        """For each noise recording: its own step (None if it has none), and the pairs with the baseline."""
+        self.operators = []
+        for side, stream in zip(self.sides, self._streams, strict=True):
+            found: SideStep | None = None
+            for one in stream.until(baseline.optimizer, baseline.step):
+                derived = side.step(one)
+                found = derived if one.step == baseline.step and one.finished else None
+                if found:
+                    self.operators.append(one.operators)
+            yield found, _pairs(step, found) if found else []
+
+    def noise(self, baseline: RunStep, step: SideStep) -> StepNoise:
+        """Differences from the baseline in one step."""
+        return step_noise(pairs for _, pairs in self.pairs(baseline, step))
+
+
+def step_noise(of_runs: Iterable[Sequence[Pair]]) -> StepNoise:
+    """Differences from the baseline in one step, from the pairs of each noise recording with it."""
+    noise: dict[SiteKey, tuple[float, ...]] = {}
+    for pairs in of_runs:
+        for pair in pairs:
+            key = pair.baseline.key
+            if is_measured(key):
+                noise[key] = (*noise.get(key, ()), size_of(pair))
+    return noise
+
+
+def _pairs(baseline: SideStep, replica: SideStep) -> list[Pair]:
+    tables = join((baseline, replica))
+    aligned = align(*map(sites_in_order, tables))
+    pairs = [pair for pair in aligned.pairs if not (pair.baseline.unobserved or pair.candidate.unobserved)]
+    return [*pairs, *gradient_norms(pairs)]
+
+
+def is_measured(key: SiteKey) -> bool:
+    """Whether a site has noise. Sites that must be equal to the bit have none."""
+    return key.phase not in UNMEASURED and key.path not in UNMEASURED

@@ -1,0 +1,396 @@
+"""What a report says of a result. It is put together here once; text, Markdown, JUnit XML and HTML render it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from traindiff.analyse.findings import (
+    Finding,
+    Group,
+    also_text,
+    before_text,
+    grouped,
+    more_text,
+    size_text,
+    steps_text,
+    where_text,
+)
+from traindiff.core.site import label
+
+if TYPE_CHECKING:
+    from traindiff.analyse.check import Verdict
+    from traindiff.analyse.compare import Comparison, Pinned, Verification
+    from traindiff.analyse.compare.investigation import Investigation, Matrix, Stage
+    from traindiff.analyse.compare.verification import FailedRun, RunCost, Sides
+
+MEANINGS = {
+    "identical": "every recorded tensor has the same bits",
+    "equivalent": "no difference exceeds its floor",
+    "diverged": "the numbers part",
+    "misaligned": "the runs were not given the same things to compute",
+    "incomplete": "what could be compared agrees, but not everything could be",
+}
+"""What each word of a comparison's verdict means."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """A group of findings, told in full.
+
+    Attributes:
+        title: What its first finding is the first of, e.g. `First divergence`.
+        group: The findings.
+        sizes: Its size against its noise floor, and how far inputs agree; as far as these are known.
+        also: Where else the same was found; may be empty.
+    """
+
+    title: str
+    group: Group
+    sizes: tuple[str, ...]
+    also: str
+
+    @property
+    def where(self) -> str:
+        """Step, phase and site."""
+        return where_text(self.group.first)
+
+    @property
+    def message(self) -> str:
+        """What was found."""
+        return self.group.first.message
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """All sentences after the message."""
+        return (*self.sizes, self.also) if self.also else self.sizes
+
+
+def told(group: Group, title: str) -> Told:
+    """A group of findings in full."""
+    return Told(title=title, group=group, sizes=sizes_of(group.first), also=also_text(group.paths))
+
+
+def sizes_of(finding: Finding) -> tuple[str, ...]:
+    """The size of a finding against its noise floor, and how far inputs agree; as far as these are known."""
+    return tuple(filter(None, (size_text(finding), before_text(finding))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chapter:
+    """All findings of a report, or all warnings.
+
+    Attributes:
+        noun: `finding` or `warning`.
+        first: The first group.
+        further: The other groups, in execution order.
+    """
+
+    noun: str
+    first: Told
+    further: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinnedStep:
+    """A step that was run again with the baseline's tensors.
+
+    Attributes:
+        where: The step, and how it was computed.
+        heading: The result, in one line.
+        findings: The operations that are wrong by themselves.
+        limits: What limits this judgment, e.g. tensors that could not be forced.
+    """
+
+    where: str
+    heading: str
+    findings: tuple[Finding, ...]
+    limits: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """What a report says.
+
+    Attributes:
+        word: The verdict in a word.
+        sentence: The word, its meaning, and over which steps.
+        recordings: Role and path of each recording.
+        runs: What was run, a line each; empty where recordings were given.
+        noise: How far the baseline differs from itself when it is run again; empty where that was not measured.
+        chapters: The findings, then the warnings; each only if there are any.
+        alone: Which sites only one run has, a sentence each.
+        notes: What else limits the verdict, a sentence each.
+        failed: What happened to a candidate that did not come to its end.
+        compiler: What torch's compiler said of the candidate; empty where that was not asked for.
+        pin_note: Why nothing was pinned down although that was asked for; empty otherwise.
+        pinned: The step of the divergence, run again.
+        operators: What was found inside the modules that are wrong, a line each.
+        cost: What all runs took, in one line; empty where nothing was run.
+    """
+
+    word: str
+    sentence: str
+    recordings: tuple[tuple[str, str], ...]
+    runs: tuple[str, ...] = ()
+    noise: str = ""
+    chapters: tuple[Chapter, ...] = ()
+    alone: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    failed: FailedRun | None = None
+    compiler: str = ""
+    pin_note: str = ""
+    pinned: tuple[PinnedStep, ...] = ()
+    operators: tuple[str, ...] = ()
+    cost: str = ""
+
+    @property
+    def first(self) -> Told | None:
+        """The first finding, or the first warning where there is no finding."""
+        return self.chapters[0].first if self.chapters else None
+
+    def __str__(self) -> str:
+        return plain([*opening(self), *closing(self)])
+
+
+def story_of(result: Comparison | Verification | Verdict) -> Story:
+    """What a report of this result says."""
+    from traindiff.analyse.check import Verdict  # here, as results import this module for their `str()`
+    from traindiff.analyse.compare import Verification
+
+    if isinstance(result, Verdict):
+        return of_check(result)
+    return of_verification(result) if isinstance(result, Verification) else of_comparison(result)
+
+
+def of_check(verdict: Verdict) -> Story:
+    """What a report of a check says."""
+    return Story(
+        word=verdict.verdict,
+        sentence=verdict.sentence(),
+        recordings=(("recording", verdict.recording),),
+        chapters=_chapters(verdict.findings, "finding") + _chapters(verdict.warnings, "warning"),
+        notes=verdict.notes,
+    )
+
+
+def of_comparison(comparison: Comparison) -> Story:
+    """What a report of a comparison says."""
+    return Story(
+        word=comparison.verdict,
+        sentence=verdict_sentence(comparison),
+        recordings=(("baseline", comparison.baseline), ("candidate", comparison.candidate)),
+        noise=_noise_sentence(comparison),
+        chapters=_chapters(comparison.findings, "finding", title="First divergence"),
+        alone=tuple(_alone(comparison)),
+        notes=comparison.notes,
+    )
+
+
+def of_verification(verification: Verification) -> Story:
+    """What a report of a verification says."""
+    comparison, word = verification.comparison, verification.verdict
+    free = of_comparison(comparison)
+    return Story(
+        word=word,
+        sentence=free.sentence if word == free.word else f"{word}; the free runs are {free.sentence}",
+        recordings=free.recordings,
+        runs=what_is_run(verification.sides, verification.output),
+        noise=free.noise,
+        chapters=free.chapters,
+        alone=free.alone,
+        notes=free.notes,
+        failed=verification.failed,
+        compiler=verification.compiler.message if verification.compiler else "",
+        pin_note=verification.pin_note,
+        pinned=tuple(_pinned(one, comparison) for one in verification.pinned),
+        operators=tuple(_operators(verification)),
+        cost=cost_text(verification.costs, verification.peak_bytes),
+    )
+
+
+def verdict_sentence(comparison: Comparison) -> str:
+    """The word, its meaning, and over which steps."""
+    word = comparison.verdict
+    if word == "incomplete" and not comparison.steps:
+        return f"{word}: nothing could be compared"
+    calibration = "" if comparison.calibrated or word == "identical" else " (uncalibrated)"
+    return f"{word}{calibration}: {MEANINGS[word]}, over {steps_text(comparison.steps)}"
+
+
+def representation_note(found: Sequence[Finding]) -> str:
+    """The note on differences in how things are represented, while the runs learn the same."""
+    first = found[0]
+    more = more_text(len(found) - 1, "site", before=" and at")
+    return (
+        f"The representation differs, not the computation: {where_text(first)}{more}, while no loss, gradient or "
+        f"update does. {first.message}"
+    )
+
+
+def what_is_run(sides: Sides, output: str) -> tuple[str, ...]:
+    """See `runs_section`."""
+    baseline, candidate = sides
+    return (
+        f"baseline   {baseline.recipe} ({baseline.message})",
+        f"candidate  {candidate.recipe} ({candidate.message})",
+        f"files      {output}",
+    )
+
+
+def cost_text(runs: Sequence[RunCost], peak_bytes: int) -> str:
+    """What some runs took, in one line."""
+    steps, seconds = sum(run.num_steps for run in runs), sum(run.seconds for run in runs)
+    memory = f", {peak_bytes / 1e6:.0f} MB at most" if peak_bytes else ""
+    return f"{len(runs)} runs, {steps} steps, {seconds:.1f} s{memory}."
+
+
+def count_text(matrix: Matrix) -> str:
+    """How many combinations of a matrix have which verdict."""
+    words = dict.fromkeys(row.verdict for row in matrix.rows)
+    counts = ", ".join(f"{sum(row.verdict == word for row in matrix.rows)} {word}" for word in words)
+    return f"{len(matrix.rows)} combination{'' if len(matrix.rows) == 1 else 's'}: {counts}."
+
+
+def _chapters(findings: Sequence[Finding], noun: str, *, title: str = "") -> tuple[Chapter, ...]:
+    groups = grouped(findings)
+    if not groups:
+        return ()
+    return (Chapter(noun=noun, first=told(groups[0], title or f"First {noun}"), further=tuple(groups[1:])),)
+
+
+def _noise_sentence(comparison: Comparison) -> str:
+    own = (comparison.noise or {}).get("own")
+    if own is None:
+        return ""
+    size, where = own["difference"], own["where"]
+    if size == 0:
+        return "Your baseline's own noise is 0: run again, it gives the same bits."
+    if size is None:
+        return f"Your baseline's own noise is without bound: run again, whole numbers or NaN differ in {where}."
+    return f"Your baseline's own noise is {size:.2g} at most: run again, it differs by that in {where}."
+
+
+def _alone(comparison: Comparison) -> Iterator[str]:
+    for side, missing in zip(("baseline", "candidate"), comparison.unaligned, strict=True):
+        if missing:
+            named = ", ".join(f"{label(one.path, one.slot)} ({one.phase})" for one in missing[:3])
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            yield f"Only in the {side}: {named}{more}."
+    if all(comparison.unaligned):
+        yield "If these are the same sites under other names: --rename PATTERN=REPLACEMENT."
+
+
+def _pinned(pinned: Pinned, free: Comparison) -> PinnedStep:
+    found = pinned.comparison.findings
+    wrong = f"{'1 site is' if len(found) == 1 else f'{len(found)} sites are'} wrong alone:"
+    result = wrong if found else "every operation agrees."
+    return PinnedStep(
+        where=pinned.where,
+        heading=f"Pinned down, {pinned.where}: given the baseline's tensors, {result}",
+        findings=found,
+        limits=tuple(note for note in pinned.comparison.notes if note not in free.notes),
+    )
+
+
+def _operators(verification: Verification) -> Iterator[str]:
+    if verification.zoomed is None:
+        if verification.zoom_note:
+            yield verification.zoom_note
+        return
+    lines: dict[str, str] = {}  # of several sites behind one operator, the first
+    for zoom in verification.zoomed.comparison.zooms:
+        lines.setdefault(zoom.operator or zoom.site, f"  {zoom.phase} of {zoom.site}: {zoom.message}")
+    if lines:
+        yield from (f"Operators, {verification.zoomed.where}:", *lines.values())
+    else:
+        yield "No operator was recorded on the way to what is wrong."
+
+
+Emphasis = Literal["plain", "title", "place", "verdict", "faint", "brief"]
+"""How a piece of text stands out. A `brief` line stands in place of a table where there are no tables."""
+
+Line = tuple[tuple[str, Emphasis], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Lines that belong together; an empty line divides sections.
+
+    Attributes:
+        lines: Each in pieces, with the emphasis of each piece.
+        about: The findings that a table after these lines lists, if there are any.
+    """
+
+    lines: tuple[Line, ...]
+    about: Chapter | PinnedStep | Literal["operators"] | None = None
+
+
+def opening(story: Story) -> list[Section]:
+    """A story up to its findings: a terminal styles it, and `str()` of a result leaves the emphasis out."""
+    word, _, rest = story.sentence.partition(":")
+    verdict = Section(lines=(((word, "verdict"), (f":{rest}", "plain")),))
+    return [*_section(*story.runs), *_section(story.noise), verdict, *map(_of_chapter, story.chapters)]
+
+
+def closing(story: Story) -> list[Section]:
+    """A story after its findings: what limits the verdict, and what is only said of runs that traindiff has made."""
+    return [
+        *_section(*story.alone, *story.notes),
+        *_section(*(story.failed.lines() if story.failed else ())),
+        *_section(story.compiler),
+        *_section(story.pin_note),
+        *map(_of_pinned, story.pinned),
+        *_section(*story.operators, about="operators"),
+        *_section(story.cost, emphasis="faint"),
+    ]
+
+
+def plain(parts: Sequence[Section]) -> str:
+    """Sections without emphasis."""
+    return "\n\n".join("\n".join("".join(text for text, _ in line) for line in part.lines) for part in parts)
+
+
+def investigation_sections(investigation: Investigation) -> list[Section]:
+    """What a report of an investigation says: what is run, its stages, and the conclusion."""
+    stages = [stage_section(number, stage) for number, stage in enumerate(investigation.stages, start=1)]
+    return [runs_section(investigation.sides, investigation.output), *stages, conclusion(investigation)]
+
+
+def runs_section(sides: Sides, output: str) -> Section:
+    """The lines on what is run, and on where its files are."""
+    return _section(*what_is_run(sides, output))[0]
+
+
+def stage_section(number: int, stage: Stage) -> Section:
+    """One stage of an investigation: its question and its answer."""
+    return Section(lines=(((f"{number}. {stage.asks}", "title"),), ((f"   {stage.message}", "plain"),)))
+
+
+def conclusion(investigation: Investigation) -> Section:
+    """The verdict of an investigation, and what it took."""
+    cost = f"{cost_text(investigation.costs, investigation.peak_bytes)} Files: {investigation.output}"
+    return Section(lines=((("Verdict: ", "plain"), (investigation.verdict, "verdict")), ((cost, "faint"),)))
+
+
+def _section(*texts: str, emphasis: Emphasis = "plain", about: Literal["operators"] | None = None) -> list[Section]:
+    """A section of these lines; none where there is nothing to say."""
+    return [Section(lines=tuple(((text, emphasis),) for text in texts), about=about)] if any(texts) else []
+
+
+def _of_chapter(chapter: Chapter) -> Section:
+    first, count = chapter.first, len(chapter.further)
+    lines: list[Line] = [((f"{first.title}: ", "title"), (first.where, "place")), ((f"  {first.message}", "plain"),)]
+    lines += [((f"  {size}", "faint"),) for size in first.sizes]
+    if first.also:
+        lines.append(((f"  {first.also}", "plain"),))
+    if count:
+        lines.append(((f"  ({count} further {chapter.noun}{'s' if count > 1 else ''}.)", "brief"),))
+    return Section(lines=tuple(lines), about=chapter)
+
+
+def _of_pinned(pinned: PinnedStep) -> Section:
+    lines: list[Line] = [((pinned.heading, "title"),)]
+    lines += [((f"  {where_text(found)}: {found.message}", "brief"),) for found in pinned.findings]
+    return Section(lines=(*lines, *(((limit, "plain"),) for limit in pinned.limits)), about=pinned)

@@ -1,0 +1,179 @@
+"""`traindiff show`, `traindiff export` and `traindiff import`: recordings for people, and for other tools."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from traindiff.cli.app import app, messages, results, says_what_is_wrong
+
+
+class Format(StrEnum):
+    """Formats of `traindiff show`."""
+
+    TABLE = "table"
+    CSV = "csv"
+    JSON = "json"
+    PARQUET = "parquet"
+
+
+@app.command()
+@says_what_is_wrong
+def show(
+    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to list.")],
+    site: Annotated[
+        str, typer.Option(help="Glob over sites: a path, e.g. 'transformer.h.3.*', or a path and a slot.")
+    ] = "*",
+    phase: Annotated[list[str] | None, typer.Option(help="Phase to list, e.g. grad. Repeatable.")] = None,
+    steps: Annotated[str | None, typer.Option(help='Steps to list, e.g. "0-9,20,30-".')] = None,
+    samples: Annotated[bool, typer.Option("--samples", help="Also list the samples of each batch one by one.")] = False,
+    top: Annotated[int, typer.Option(min=0, help="Rows of the table in the terminal.")] = 40,
+    form: Annotated[Format, typer.Option("--format", "-f", help="Format of the output.")] = Format.TABLE,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write.")] = None,
+) -> None:
+    """List a recording's steps, sites and their numbers."""
+    from traindiff.core.steps import StepSelection, parse_steps
+    from traindiff.errors import ConfigError, Problem
+    from traindiff.present.data import observations as table
+    from traindiff.present.text.recording import print_head, print_rows
+    from traindiff.storage import open_recording
+
+    form = Format.JSON if as_json else form
+    phases = tuple(phase or ())
+    table.check_phases(phases)
+    selection = parse_steps(steps, where="--steps")
+    if not isinstance(selection, StepSelection):
+        raise ConfigError("show", [selection])
+    if form is Format.PARQUET and output is None:
+        fix = "Add --output FILE.parquet."
+        raise ConfigError("show", [Problem(where="--format parquet", what="is not for the terminal.", fix=fix)])
+    found = open_recording(recording)
+    rows = table.rows(found, table.Filter(site=site, phases=phases, steps=selection, samples=samples))
+
+    if form is Format.PARQUET and output is not None:
+        with _opened(output, "wb") as binary:
+            table.write_parquet(rows, binary)
+        return
+    with _opened(output, "w", encoding="utf-8", newline="") if output else nullcontext(sys.stdout) as text:
+        if form is Format.CSV:
+            table.write_csv(rows, text)
+        elif form is Format.JSON:
+            table.write_json(rows, text, recording=found)
+        else:
+            console = Console(file=text, highlight=False, emoji=False, width=results.width) if output else results
+            print_head(console, found)
+            recorded = any(True for rank in found.ranks for _ in found.steps(rank))
+            print_rows(console, islice(rows, top), rest=rows, recorded=recorded)
+
+
+@contextmanager
+def _opened(output: Path, mode: str, **how: Any) -> Iterator[IO[Any]]:
+    """A file for the result."""
+    from traindiff.errors import ConfigError, Problem
+
+    try:
+        file = output.open(mode, **how)
+    except OSError as error:
+        fix = "Give the path of a file in a directory that is there and where you may write."
+        problem = Problem(where=f"--output {output}", what=f"cannot be written: {error.strerror}.", fix=fix)
+        raise ConfigError("show", [problem]) from None
+    with file:
+        yield file
+
+
+tools = typer.Typer(no_args_is_help=True, help="Make a recording of what another tool has written.")
+app.add_typer(tools, name="import")
+
+
+@tools.callback()
+def _importing() -> None:
+    """Make a recording of what another tool has written."""
+
+
+@tools.command("msprobe")
+@says_what_is_wrong
+def import_msprobe(
+    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The monitor's dump_path.")],
+    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to make.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is there.")] = False,
+) -> None:
+    """Make a recording of what msprobe's gradient monitor has written: directions, extremes and norms."""
+    from traindiff.compat.msprobe.importing import import_gradients
+
+    count = import_gradients(directory, recording, overwrite=overwrite)
+    messages.print(f"traindiff: wrote {count} gradients to {recording}", markup=False, soft_wrap=True)
+
+
+@tools.command("onnxruntime")
+@says_what_is_wrong
+def import_onnxruntime(
+    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The subscriber's output_dir.")],
+    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to make.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is there.")] = False,
+) -> None:
+    """Make a recording of what ONNX Runtime's StatisticsSubscriber has written: the first elements of activations."""
+    from traindiff.compat.onnxruntime.importing import import_statistics
+
+    count = import_statistics(directory, recording, overwrite=overwrite)
+    messages.print(f"traindiff: wrote {count} tensors to {recording}", markup=False, soft_wrap=True)
+
+
+MSPROBE = "msprobe"
+"""The one tool that reads gradients and no scalars."""
+
+
+@app.command(short_help="Export scalars of a recording to TensorBoard or Weights & Biases.")
+@says_what_is_wrong
+def export(
+    tool: Annotated[str, typer.Argument(metavar="tensorboard|wandb|msprobe", help="Which tool is to read them.")],
+    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to export.")],
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="DIRECTORY", help="Directory to write to; the same as --output.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write to.")] = Path("exported"),
+    site: Annotated[
+        str,
+        typer.Option(help="Glob over sites of which norm and largest |x| are given too, e.g. 'transformer.h.3.*'."),
+    ] = "",
+    phase: Annotated[list[str] | None, typer.Option(help="Phase of these sites, e.g. grad. Repeatable.")] = None,
+    steps: Annotated[str | None, typer.Option(help='Steps to export, e.g. "0-9,20,30-".')] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace msprobe's files that are there.")] = False,
+) -> None:
+    """Export losses, logged numbers, optimizer settings and the gradient norm, step by step.
+
+    For msprobe it is the gradients, as its gradient monitor writes them: tables, and directions if there are signs.
+    Ranks are merged. Nothing is sent: `tensorboard --logdir` reads what is written, and `wandb sync` sends it.
+    """
+    from traindiff.core.steps import StepSelection, parse_steps
+    from traindiff.errors import ConfigError
+    from traindiff.present.data.exports import Wanted, exporter, scalars
+    from traindiff.present.data.observations import check_phases
+    from traindiff.storage import open_recording
+
+    output = directory or output
+    if tool == MSPROBE:
+        from traindiff.compat.msprobe.exporting import export_gradients
+
+        count = export_gradients(open_recording(recording), str(output), overwrite=overwrite)
+        messages.print(f"traindiff: wrote {count} gradients to {output}", markup=False, soft_wrap=True)
+        return
+    write = exporter(tool, beside=(MSPROBE,))
+    phases = tuple(phase or ())
+    check_phases(phases, asked_by="export", consequence="nothing was exported")
+    selection = parse_steps(steps, where="--steps")
+    if not isinstance(selection, StepSelection):
+        raise ConfigError("export", [selection], consequence="nothing was exported")
+    found = open_recording(recording)
+    wanted = Wanted(site=site or ("*" if phases else ""), phases=phases, steps=selection)
+    with messages.status("exporting"):
+        count = write(found, scalars(found, wanted), output)
+    messages.print(f"traindiff: wrote {count} scalars to {output}", markup=False, soft_wrap=True)

@@ -1,0 +1,304 @@
+"""Private names of torch's execution: autograd, tracing, dispatch modes and compilers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
+
+# Autograd
+
+
+def inside_backward() -> bool:
+    """True while the autograd engine runs on this thread.
+
+    There is no public way to ask; torch's own checkpointing and FSDP ask the same function.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def can_tell_backward() -> bool:
+    """True if this torch has what `inside_backward` asks; torch 1.13, which ONNX Runtime may come with, does not."""
+    return hasattr(torch._C, "_current_graph_task_id")
+
+
+def running_node() -> Any:
+    """The graph node whose backward pass runs on this thread; None if no backward pass runs.
+
+    There is no public way to ask; torch's own anomaly mode and its tools for debugging do it like this.
+    """
+    return torch._C._current_autograd_node()
+
+
+def node_number(node: Any) -> int:
+    """The number of a node. Numbers count up in the order in which a thread's forward pass makes the nodes."""
+    return int(node._sequence_nr())
+
+
+def next_node_number() -> int:
+    """The number of the node that this thread makes next. Below autograd, the node of an operator exists already."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def result_shape(node: Any, number: int) -> tuple[int, ...]:
+    """The shape of one result of an operation, given the operation's node and the number of the result."""
+    return tuple(node._input_metadata[number].shape)
+
+
+def saved_dims(node: Any) -> tuple[int, ...]:
+    """The dims that a transposition or permutation exchanges; torch keeps negative ones as unsigned numbers."""
+    dims = (node._saved_dim0, node._saved_dim1) if hasattr(node, "_saved_dim0") else node._saved_dims
+    return tuple(dim - (1 << 64) if dim >= 1 << 63 else dim for dim in dims)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A counter of the writes to a tensor; -1 for inference tensors, which have none. There is no public counter."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors share if they share a storage. `data_ptr`, the public name, is 0 for empty storages."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+# Tracing
+
+
+def inside_transform() -> bool:
+    """True inside a transform of `torch.func` (vmap, grad, jacrev, ...), whose tensors stand for others.
+
+    There is no public way to ask.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_tracing() -> bool:
+    """True while `torch.jit.trace` or `make_fx` traces.
+
+    The public name for the first is not typed; for the second there is no public way to ask.
+    """
+    if torch._C._get_tracing_state() is not None:
+        return True
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return proxies is not None and proxies.get_proxy_mode() is not None
+
+
+def is_exporting() -> bool:
+    """True while `torch.export` traces a model. The public name exists since torch 2.7."""
+    return torch.compiler.is_exporting() if hasattr(torch.compiler, "is_exporting") else False
+
+
+def script_compiler() -> Any:
+    """The module whose `create_script_module` makes TorchScript modules for `torch.jit.script`."""
+    from torch.jit import _recursive
+
+    return _recursive
+
+
+# Operators
+
+
+def operator_schema(operator: Any) -> Any:
+    """The schema of an operator that was dispatched; None if it has none. There is no public way to ask."""
+    return getattr(operator, "_schema", None)
+
+
+def is_overload(operator: object) -> bool:
+    """True for one overload of an operator, e.g. `torch.ops.aten.add.Tensor`. Its class has no public name."""
+    return isinstance(operator, torch._ops.OpOverload)
+
+
+def schemas_of(name: str) -> list[Any]:
+    """The schemas of all overloads of an operator, e.g. of `aten::add`; none if there is no such operator.
+
+    `torch.ops` finds operators by attributes of objects, which have others too; this asks what is registered.
+    """
+    return list(torch._C._jit_get_schemas_for_operator(name))
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Inside it, layers are made of operators that exist in every dtype.
+
+    The public way, `torch.backends.mkldnn.flags`, sets the precision of oneDNN on Intel GPUs too, and warns of it.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # noqa: FBT003
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+# Modes
+
+
+def take_dispatch_modes() -> list[Any]:
+    """Take all dispatch modes off this thread's stack; returns them, the outermost first.
+
+    There is no public way. torch's own `_disable_current_modes` does it like this, for the length of a block.
+    """
+    count = torch._C._len_torch_dispatch_stack()
+    if not count:
+        return []
+    from torch.utils._python_dispatch import _pop_mode
+
+    return [_pop_mode() for _ in range(count)][::-1]
+
+
+def put_dispatch_modes(modes: Iterable[Any]) -> None:
+    """Put dispatch modes on this thread's stack, above those that are there."""
+    for mode in modes:
+        from torch.utils._python_dispatch import _push_mode
+
+        _push_mode(mode)
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Inside it, calls of torch's functions are shown neither to modes nor to subclasses of tensors.
+
+    The public name, `torch._C.DisableTorchFunctionSubclass`, leaves modes on.
+    """
+    return torch._C.DisableTorchFunction()
+
+
+def with_torch_function() -> AbstractContextManager[Any]:
+    """Inside it, calls are shown to them again. There is no public way."""
+    guard: AbstractContextManager[Any] = torch._C._EnableTorchFunction()
+    return guard
+
+
+def leave_dispatch_mode(mode: Any) -> None:
+    """Take a `TorchDispatchMode` off this thread's stack, even if other modes were entered after it.
+
+    Publicly, modes can only be left in the reverse order; a recording may be closed at any time.
+    """
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
+
+    stack = _get_current_dispatch_mode_stack()
+    if mode not in stack:  # it is on the stack of another thread
+        return
+    above = [_pop_mode() for _ in stack[stack.index(mode) + 1 :]]
+    if getattr(mode, "old_dispatch_mode_flags", True):
+        mode.__exit__(None, None, None)
+    else:  # it was left already, in a backward pass, after which autograd has put it back
+        _pop_mode()
+    put_dispatch_modes(reversed(above))
+
+
+def hide_dispatch_mode(mode: Any) -> Callable[[], None]:
+    """Take a `TorchDispatchMode` off this thread's stack; returns a function that puts it back, on top."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+    stack = _get_current_dispatch_mode_stack()
+    if mode not in stack:
+        return lambda: None
+    place = stack.index(mode)
+    for _ in stack[place:]:
+        _pop_mode()
+    put_dispatch_modes(stack[place + 1 :])
+    return lambda: None if mode in _get_current_dispatch_mode_stack() else _push_mode(mode)
+
+
+# Compilers
+
+
+def register_ordered_effect(operator: Any) -> None:
+    """Tell compilers that calls of `operator` must all happen, once, in order.
+
+    The public way, `custom_op(...).register_effect`, exists only for operators made by `custom_op`, whose
+    calls cost 38 us each where those of a plain library operator cost 6.5.
+    """
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    _register_effectful_op(operator, _EffectType.ORDERED)
+
+
+def forget_compiled_code() -> None:
+    """Have everything that was compiled compiled anew at its next call; nothing if nothing was compiled."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def exclude_from_compilation(function: Callable[..., Any], *, callees: bool) -> None:
+    """Keep `function` from being compiled by itself when code that is not compiled calls it.
+
+    While `torch.compile` is in use, every Python function that it did not trace into is compiled by itself when it is
+    called: hooks too, and up to eight times, once per shape. Where a hook is traced together with the code that calls
+    it, this changes nothing. There is no public way: `torch.compiler.disable` breaks the graph where the hook would
+    be traced.
+
+    Args:
+        function: A Python function.
+        callees: Exclude everything that it calls, too.
+    """
+    from torch._C._dynamo import eval_frame
+
+    set_strategy = getattr(eval_frame, "set_code_exec_strategy", None)
+    if set_strategy is not None:  # since torch 2.7; before, hooks are compiled by themselves
+        skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        set_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip if callees else default))
+
+
+def compiled_code_ran() -> bool:
+    """True if anything was compiled since `forget_compiled_code`. There is no public count."""
+    module = sys.modules.get("torch._dynamo.convert_frame")
+    return module is not None and module.FRAME_COUNTER > 0
+
+
+def from_compiled_code(tensor: torch.Tensor) -> bool:
+    """True if backward enters compiled code at this tensor."""
+    return type(tensor.grad_fn).__name__ == "CompiledFunctionBackward"
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """True if calls of the module run compiled code, by `torch.compile(module)` or `module.compile()`.
+
+    There is no public way to ask.
+    """
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+
+
+def patch_hook_guards() -> Callable[[], None]:
+    """Have compiled code check the hooks of modules before it is reused; returns a function that undoes it.
+
+    By default it does not, so that code compiled for one module is used for another of its class
+    that has hooks, and they never run. (`torch._dynamo.config.skip_nnmodule_hook_guards`)
+    """
+    import torch._dynamo.config as config
+
+    before = config.skip_nnmodule_hook_guards
+    config.skip_nnmodule_hook_guards = False
+
+    def undo() -> None:
+        config.skip_nnmodule_hook_guards = before
+
+    return undo
+
+
+def log_recompilations() -> None:
+    """Have compilers log guards, recompilations and graph breaks. `set_logs` is documented, and has this name alone."""
+    import torch._logging as logs
+
+    logs.set_logs(guards=True, recompiles=True, graph_breaks=True)  # type: ignore[attr-defined]
+
+
+# Frames
+
+TORCH_FILES = Path(torch.__file__).absolute().parent
+"""The directory of torch."""
+
+COMPILER_FILES = f"{TORCH_FILES / '_dynamo'}{os.sep}"
+"""The compiler's own files; compiled code is called by a function `compile_wrapper` in one of them."""
+
+BACKWARD_FILE = str(TORCH_FILES / "autograd" / "graph.py")
+"""The file of the functions that start the autograd engine."""
+
+MODULE_CALL = str(TORCH_FILES / "nn" / "modules" / "module.py"), "_call_impl"
+"""File and name of the function that calls a module with its hooks. There is no public way to tell its frames."""

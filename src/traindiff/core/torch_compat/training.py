@@ -1,0 +1,303 @@
+"""Private names of what a training holds: modules, hooks, optimizers, loaders; and of distributed training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from operator import attrgetter
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from traindiff.core.torch_compat.execution import version_of
+
+# Modules
+
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""The dict of a module's own children. The public iterators are slower, and leave out what appears twice."""
+
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+"""The dict of a module's own parameters, to exchange them without `__setattr__`, which checks them."""
+
+buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+"""The dict of a module's own buffers; `named_buffers` makes a set of all of them each time."""
+
+
+def live_children_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of a module that may be half made, or taken apart; runs none of its code."""
+    children = vars(module).get("_modules") or {}
+    return (child for child in dict(children).values() if isinstance(child, nn.Module))
+
+
+def is_data_parallel_copy(module: nn.Module) -> bool:
+    """True for the copies that `torch.nn.DataParallel` makes for each call. There is no public mark."""
+    return bool(getattr(module, "_is_replica", False))
+
+
+# Hooks
+
+# The attributes in which torch keeps hooks, by key. Publicly a hook has a handle, which removes it from the dict that
+# there was when it was attached; nothing tells whether it is still called, or which hooks there are.
+FORWARD_HOOKS = "_forward_hooks"
+FORWARD_PRE_HOOKS = "_forward_pre_hooks"
+STEP_PRE_HOOKS = "_optimizer_step_pre_hooks"
+STEP_POST_HOOKS = "_optimizer_step_post_hooks"
+EVERY_STEP_PRE_HOOKS = "_global_optimizer_pre_hooks"  # of the module torch.optim.optimizer
+GRADIENT_HOOKS = "_backward_hooks"  # of a tensor
+
+# Optimizers
+
+
+@cache
+def _step_code() -> CodeType:
+    """The code of the function in which torch wraps the `step` of each class of optimizers, to call hooks."""
+
+    def step(*_: Any) -> None:
+        pass
+
+    wrapped: Any = torch.optim.Optimizer.profile_hook_step(step)
+    code: CodeType = wrapped.__code__
+    return code
+
+
+def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
+    """True if a hook of `optimizer.step` runs within another call of it: a subclass calls the `step` of its base.
+
+    torch wraps the `step` of a class when an instance of it is made, so hooks run twice in one step of an optimizer if
+    there is also one of its base class. There is no public way to tell the calls apart.
+    """
+    return _running_steps(optimizer) > 1
+
+
+def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the caller runs within a call of `optimizer.step`, as hooks of other optimizers may."""
+    return _running_steps(optimizer) > 0
+
+
+def _running_steps(optimizer: torch.optim.Optimizer) -> int:
+    calls, step = 0, _step_code()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is step and frame.f_locals["args"][0] is optimizer:
+            calls += 1
+        frame = frame.f_back
+    return calls
+
+
+def scale_of(scaler: Any) -> torch.Tensor | None:
+    """The scale of a `GradScaler`, on its device; None before the first loss. The public way waits for the device."""
+    scale: torch.Tensor | None = scaler._scale
+    return scale
+
+
+CLIPS_WITH_NORM = "_clip_grads_with_norm_"
+"""The function of `torch.nn.utils.clip_grad` to which every call of `clip_grad_norm_` leads, since torch 2.6.
+
+Its public name is another attribute of the same module's package; `clip_grad_norm_` does not look it up there.
+"""
+
+# Loaders
+
+
+def loader_iterators() -> type[Any]:
+    """The base class of all iterators of a `DataLoader`, with and without workers.
+
+    There is no hook for what a loader yields, and no public name for what yields it; iterators that were made before
+    could not be followed by their loader.
+    """
+    return torch.utils.data.dataloader._BaseDataLoaderIter
+
+
+def index_sampler_of(iterator: Any) -> Any:
+    """The sampler that draws the indices of an iterator's batches: one per loader, which the iterator does not know."""
+    return iterator._index_sampler
+
+
+def is_loader_worker(process: Any) -> bool:
+    """True for a process that loads data for a `DataLoader`: it runs a function of torch. There is no public mark."""
+    return getattr(getattr(process, "_target", None), "__module__", "") == "torch.utils.data._utils.worker"
+
+
+# Printing
+
+
+def print_options() -> dict[str, Any]:
+    """The options of `torch.set_printoptions` as they are now; publicly they can be set and not read."""
+    from torch import _tensor_str
+
+    return dict(vars(_tensor_str.PRINT_OPTS))
+
+
+# Pipelines
+
+PREPARES_STAGES = ("_initialize_stage", "_initialize_stages")
+"""Methods in which schedules of one stage, and of several, find out shapes before their first step."""
+
+
+def pipeline_classes() -> tuple[type[Any], type[Any], type[Any]] | None:
+    """Base classes of pipeline stages, of schedules with one stage per rank, and of those with several.
+
+    None unless `torch.distributed.pipelining` was imported: there is nothing to follow then. The classes are
+    private, but their subclasses are the public ones, and these inherit what is called for each micro-batch.
+    """
+    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    if schedules is None or stage is None:
+        return None
+    return stage._PipelineStageBase, schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """The stages of a pipeline's schedule that this rank works on. A schedule has no public attribute for them."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def num_chunks_of(schedule: Any) -> int:
+    """The number of micro-batches into which a schedule divides a batch. There is no public attribute for it."""
+    return int(schedule._n_microbatches)
+
+
+def runs_backward(schedule: Any) -> bool:
+    """True if a schedule runs backward passes now: not in `eval`. There is no public way to ask."""
+    return bool(schedule._has_backward)
+
+
+# FSDP
+
+
+def data_mesh_of(module: Any) -> Any:
+    """The mesh over which FSDP2 shards and replicates a module's parameters; None if it holds none of its own.
+
+    Parameters tell only the mesh of all that divides them, tensor parallelism too. There is no public way to ask.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    return None if group is None else group.mesh_info.mesh
+
+
+def is_fully_sharded(module: Any) -> bool:
+    """True if FSDP2 manages the module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def replicating_group(module: Any) -> Any:
+    """The ranks that hold copies of this rank's part of a module of FSDP1 (HYBRID_SHARD); None if no rank does.
+
+    There is no public way to ask; `process_group` is that of the ranks that divide the parameters.
+    """
+    return getattr(module, "_inter_node_pg", None)
+
+
+FLAT_PARAMETER = "_flat_param"
+"""The name of FSDP1's flat parameter where it is registered."""
+
+
+class FlatLayout(NamedTuple):
+    """How FSDP1 has laid out the parameters of a module in a flat one; entries are in order.
+
+    Attributes:
+        tensor: The flat parameter.
+        names: Names of the parameters in the wrapped module.
+        shapes: Their shapes.
+        ranges: The range of each that this rank holds; with `offset_in_shard`, `intra_param_start_idx`,
+            `numel_in_shard`.
+        shared: Further names of them; with `prim_module_name`, `prim_param_name`, `module_name`, `param_name`.
+        parameters: The module's own parameters, views of the flat one; None where that has replaced them.
+        local_size: Elements of the local part, with padding.
+        padded: Elements of each parameter and of the padding between them, and whether it is padding.
+    """
+
+    tensor: Any
+    names: Sequence[str]
+    shapes: Sequence[Any]
+    ranges: Sequence[Any]
+    shared: Sequence[Any]
+    parameters: Sequence[Any] | None
+    local_size: int
+    padded: Sequence[tuple[int, bool]]
+
+
+def flat_layout(module: Any) -> FlatLayout | None:
+    """The flat parameter of a module of FSDP1; None if it has none of its own.
+
+    There is no public way to ask what a flat parameter is made of; the attributes are described in the docstring of
+    torch.distributed.fsdp._flat_param.FlatParameter and have been the same since torch 2.1.
+    """
+    if module._handle is None:
+        return None
+    flat: Any = module._handle.flat_param
+    return FlatLayout(
+        tensor=flat,
+        names=flat._fqns,
+        shapes=flat._shapes,
+        ranges=flat._shard_param_infos,
+        shared=flat._shared_param_infos,
+        parameters=flat._params,
+        local_size=int(flat._sharded_size.numel()),
+        padded=list(zip(flat._numels_with_padding, flat._is_padding_mask, strict=True)),
+    )
+
+
+# Meshes and layouts
+
+TO_LOCAL = "_ToTorchTensorBackward"
+"""Name of the node of `DTensor.to_local`. It has `dtensor_spec`, the layout of the DTensor, and `grad_placements`."""
+
+
+def root_mesh(mesh: Any) -> Any:
+    """The mesh of which this one has some of the axes. There is no public way to ask."""
+    find = getattr(mesh, "_get_root_mesh", None)  # since torch 2.7
+    return mesh if find is None else find()
+
+
+def localized_layout(parameter: Any) -> Any:
+    """The layout of the DTensor for which a plain parameter stands, if DDP is used beside tensor parallelism; or None.
+
+    `torch.distributed.tensor.parallel.ddp` keeps it in an attribute of the parameter.
+    """
+    return getattr(parameter, "_st_info", None)
+
+
+# Collectives
+
+
+def is_asynchronous(tensor: torch.Tensor) -> bool:
+    """True for the result of a collective which may still be running. There is no public class."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
+
+
+def has_arrived(tensor: Any) -> bool:
+    """True if somebody has waited for an asynchronous tensor, so that reading it waits for nothing.
+
+    The tensor only knows of waits for itself. A wait for a view of it shows by no collective being waited for at all.
+    """
+    return bool(tensor.completed) or torch._C._distributed_c10d._get_work_registry_size() == 0
+
+
+def versions_of(tensor: Any) -> tuple[int, int]:
+    """Counters of the writes to an asynchronous tensor, and to the tensor for which it stands."""
+    return version_of(tensor), version_of(tensor.elem)
+
+
+def arrived(tensor: Any) -> torch.Tensor:
+    """The tensor for which an asynchronous one stands, after a wait if nobody has waited for it.
+
+    It does not take note of this wait, as it would of `trigger_wait`: the training waits as often as without it.
+    """
+    result: torch.Tensor = tensor.wait()
+    return result
+
+
+def default_store() -> Any:
+    """The key-value store through which the ranks of the default process group have found each other.
+
+    There is no public way to get it after `init_process_group` has made it; torch's own `monitored_barrier` and
+    elastic agents use it in the same way.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

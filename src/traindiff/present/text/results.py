@@ -1,0 +1,283 @@
+"""Comparisons, checks, verifications and investigations in the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from traindiff.analyse.check import Rule, Verdict
+from traindiff.analyse.compare import Comparison, SiteDifference, Verification
+from traindiff.analyse.compare.investigation import Investigation, Matrix
+from traindiff.analyse.compare.operator_localization import OperatorLocalization, OperatorRow, place_text
+from traindiff.analyse.findings import more_text, phase_text
+from traindiff.analyse.story import (
+    Chapter,
+    Emphasis,
+    PinnedStep,
+    Section,
+    Story,
+    closing,
+    conclusion,
+    count_text,
+    investigation_sections,
+    of_check,
+    of_comparison,
+    of_verification,
+    opening,
+)
+from traindiff.core.site import label
+
+_STYLES: Mapping[Emphasis, str] = {"title": "bold", "place": "bold cyan", "faint": "dim"}
+_WORD_STYLES = {
+    "identical": "bold green", "equivalent": "bold green", "healthy": "bold green",
+    "diverged": "bold red", "unhealthy": "bold red",
+}  # fmt: skip
+"""By the word of a verdict. All other words are yellow."""
+
+
+def columns(*, left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """An empty table without borders, from the names of its columns, by how these are aligned."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def print_section(
+    console: Console, section: Section, *, word: str = "", table: Callable[[], None] = lambda: None
+) -> None:
+    """Print the lines of a section.
+
+    Args:
+        console: Where to print; decides about colors and width.
+        section: The lines. Those that stand in place of a table are left out.
+        word: The word of the verdict, which decides how a verdict is styled.
+        table: Prints the table of the section: in place of these lines, or else at its end.
+    """
+    styles = {**_STYLES, "verdict": _WORD_STYLES.get(word, "bold yellow")}
+    missing = True
+    for line in section.lines:
+        if line[0][1] != "brief":
+            console.print(Text.assemble(*((text, styles.get(kind, "")) for text, kind in line)), soft_wrap=True)
+        elif missing:
+            table()
+            missing = False
+    if missing:
+        table()
+
+
+def print_comparison(console: Console, comparison: Comparison, *, top: int) -> None:
+    """Print a comparison: the verdict, the first divergence, the largest differences, what limits the verdict.
+
+    The baseline's own noise comes first, where it was measured.
+
+    Args:
+        console: Where to print; decides about colors and width.
+        comparison: What to print.
+        top: Rows per table at most; 0 prints no tables.
+    """
+    _print_story(console, of_comparison(comparison), top=top, comparison=comparison)
+
+
+def print_verification(console: Console, verification: Verification, *, top: int) -> None:
+    """Print the comparison of the free runs, what was pinned down, and what it took; see `print_comparison`."""
+    zoomed = verification.zoomed.comparison if verification.zoomed else None
+    _print_story(
+        console, of_verification(verification), top=top, comparison=verification.comparison, zoomed=zoomed
+    )  # fmt: skip
+
+
+def print_check(console: Console, verdict: Verdict, *, top: int) -> None:
+    """Print the verdict, the first finding and the first warning in full, further ones in tables, and what limits it.
+
+    Args:
+        console: Where to print; decides about colors and width.
+        verdict: What to print.
+        top: Rows of each table at most; 0 prints none.
+    """
+    _print_story(console, of_check(verdict), top=top)
+
+
+def print_verdict(console: Console, comparison: Comparison) -> None:
+    """Print the verdict of a comparison, and its first divergence."""
+    story = of_comparison(comparison)
+    for number, section in enumerate(opening(story)):
+        if number:
+            console.print()
+        print_section(console, section, word=story.word)
+
+
+def _print_story(
+    console: Console, story: Story, *, top: int, comparison: Comparison | None = None, zoomed: Comparison | None = None
+) -> None:
+    def table(section: Section) -> None:
+        about = section.about
+        if isinstance(about, Chapter):
+            if comparison is not None:
+                print_zooms(console, comparison, top=top)
+            _print_further(console, about, top=top)
+        elif isinstance(about, PinnedStep):
+            _print_pinned(console, about, top=top)
+        elif about == "operators" and zoomed is not None:
+            print_zooms(console, zoomed, top=top, further=False)
+
+    for number, section in enumerate(opening(story)):
+        if number:
+            console.print()
+        print_section(console, section, word=story.word, table=partial(table, section))
+    if comparison is not None:
+        _print_differences(console, comparison.differences, top=top)
+    for section in closing(story):
+        console.print()
+        print_section(console, section, table=partial(table, section))
+
+
+def _print_further(console: Console, chapter: Chapter, *, top: int) -> None:
+    groups = chapter.further
+    if not top or not groups:
+        return
+    sites = sum(len(group.paths) for group in groups)
+    shown = "" if len(groups) <= top else f", the first {top}"
+    several = "" if len(groups) == sites else f", at {sites} sites"
+    console.print(Text(f"\nFurther {chapter.noun}s: {len(groups)}{several}{shown}", style="bold"))
+    table = columns(left=("step", "phase", "site", "what"))
+    for group in groups[:top]:
+        one = group.first
+        table.add_row(*map(Text, (str(one.step), phase_text(one.phase, one.stage), group.site, one.message)))
+    console.print(table)
+
+
+def _print_differences(console: Console, differences: Sequence[SiteDifference], *, top: int) -> None:
+    largest = sorted(differences, key=lambda row: row.ratio, reverse=True)[:top]
+    shown = sorted((row for row in largest if row.difference > 0), key=lambda row: row.order)
+    if not top or not any(row.difference > 0 for row in differences):
+        return
+    equal = sum(row.num_identical_steps == row.num_steps for row in differences)
+    title = f"\nLargest differences, in execution order ({equal} of {len(differences)} sites are identical throughout)"
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    table = columns(left=("phase", "site"), right=("at step", "difference", "floor", "x floor"))
+    for row in shown:
+        site = label(row.path, row.slot) + (f" call {row.call}" if row.call else "")
+        cells = (phase_text(row.phase, row.stage), site, str(row.step))
+        sizes = map(_digits, (row.difference, row.floor, row.ratio))
+        table.add_row(*map(Text, (*cells, *sizes)), style="red" if row.ratio > 1 else None)
+    console.print(table)
+
+
+def _digits(value: float) -> str:
+    return f"{value:.2g}" if math.isfinite(value) else "-"
+
+
+def _print_pinned(console: Console, pinned: PinnedStep, *, top: int) -> None:
+    found = pinned.findings
+    if not found:
+        return
+    if not top:
+        console.print(Text(f"  {', '.join(f'{one.site} ({one.phase})' for one in found)}"), soft_wrap=True)
+        return
+    table = columns(left=("phase", "site", "what"), right=("x floor",))
+    for one in found[:top]:
+        table.add_row(*map(Text, (phase_text(one.phase, one.stage), one.site, one.message, f"{one.ratio:.3g}")))
+    console.print(table)
+    if len(found) > top:
+        console.print(Text(f"... and {len(found) - top} more."))
+
+
+def print_zooms(console: Console, comparison: Comparison, *, top: int, further: bool = True) -> None:
+    """Print the walk through the operators of the first finding's module; of further findings, what was found there.
+
+    Args:
+        console: Where to print.
+        comparison: What to print.
+        top: Rows per table at most; 0 prints no tables.
+        further: Also print what was found for further findings.
+    """
+    if not comparison.zooms:
+        return
+    first, *others = comparison.zooms
+    if top:
+        _print_walk(console, first)
+    if not further:
+        return
+    if same := [zoom for zoom in others if zoom.operator and zoom.operator == first.operator]:
+        named = " and ".join(f"the {zoom.phase} of {zoom.site}" for zoom in same[:3])
+        more = more_text(len(same) - 3, "site")
+        console.print(Text(f"The same operator is the first on the way to {named}{more}."), soft_wrap=True)
+    others = [zoom for zoom in others if zoom not in same]
+    for zoom in others[:top]:
+        _print_zoom_title(console, zoom)
+        console.print(Text(f"  {zoom.message}"), soft_wrap=True)
+    if len(others) > top:
+        more = more_text(len(others) - top, "finding", before="...").lstrip()
+        console.print(Text(f"{more} taken apart."))
+
+
+def _print_zoom_title(console: Console, zoom: OperatorLocalization) -> None:
+    title = f"\nOperators, step {zoom.step}, {zoom.phase} of {zoom.site}:"
+    console.print(Text(title, style="bold"), soft_wrap=True)
+
+
+def _print_walk(console: Console, zoom: OperatorLocalization) -> None:
+    _print_zoom_title(console, zoom)
+    table = columns(left=("operator", "", "called from"), right=("inputs", "outputs"))
+    for row in zoom.rows:
+        sizes = (_size_in(row, row.given), _size_in(row, row.made))
+        cells = (row.shown.path, row.message, place_text(row.shown), *sizes)
+        table.add_row(*map(Text, cells), style="red" if row.shown.path == zoom.operator else None)
+    console.print(table)
+
+
+def _size_in(row: OperatorRow, size: float) -> str:
+    return "" if row.baseline is None or row.candidate is None else _digits(size)
+
+
+def print_investigation(console: Console, investigation: Investigation, *, top: int) -> None:
+    """Print what is run, the stages with their conclusions, and the conclusion of all; see `print_conclusion`."""
+    for section in investigation_sections(investigation)[:-1]:
+        print_section(console, section)
+        console.print()
+    print_conclusion(console, investigation, top=top)
+
+
+def print_conclusion(console: Console, investigation: Investigation, *, top: int) -> None:
+    """Print the walk through the operators, the verdict, and what it took.
+
+    Args:
+        console: Where to print; decides about colors and width.
+        investigation: What to print.
+        top: Rows per table at most; 0 prints no tables.
+    """
+    deciding = investigation.deciding
+    if deciding is not None and deciding.zoomed is not None and top:
+        print_zooms(console, deciding.zoomed.comparison, top=top)
+        console.print()
+    print_section(console, conclusion(investigation), word=investigation.verdict)
+
+
+def print_matrix(console: Console, matrix: Matrix) -> None:
+    """Print a row for each combination, and how many have which verdict."""
+    console.print(Text(f"{matrix.recipe}; a report of each combination is below {matrix.output}"), soft_wrap=True)
+    console.print()
+    table = columns(left=("combination", "verdict", "first divergence, or why it was not run"), right=("time",))
+    for row in matrix.rows:
+        time = "kept" if row.kept else f"{row.seconds:.1f} s" if row.seconds else ""
+        table.add_row(*map(Text, (row.name, row.verdict, row.message, time)))
+    console.print(table)
+    console.print()
+    console.print(Text(count_text(matrix)), soft_wrap=True)
+
+
+def print_rules(console: Console, rules: Iterable[type[Rule]]) -> None:
+    """Print each rule's name, whether it warns, what it finds, and its limits as a configuration file sets them."""
+    table = columns(left=("rule", "", "what it finds", "limits"))
+    for rule in rules:
+        limits = "\n".join(f"{name} = {limit.default:g}" for name, limit in rule.limits.items())
+        table.add_row(*map(Text, (rule.name, "warns" if rule.warns else "", rule.finds, limits)))
+    console.print(table)

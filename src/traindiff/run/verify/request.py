@@ -1,0 +1,136 @@
+"""The request of a verification: which trainings, how they are run, and how they are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from traindiff.analyse.compare.verification import SideOfVerification, Sides
+from traindiff.analyse.merge.renames import parse_renames
+from traindiff.analyse.noise.tolerance import parse_tolerance
+from traindiff.core.setting_checks import parse_replica
+from traindiff.errors import ConfigError, Problem
+from traindiff.run.config.obstacles import obstacles
+from traindiff.run.config.setup import PLAIN, Setup, baseline_setup
+from traindiff.run.processes.launch import launch
+from traindiff.run.processes.present_ranks import PresentRanks
+from traindiff.run.processes.rank_end import Patience
+from traindiff.run.verify.recipe import Named, recipe_name
+from traindiff.run.verify.runs import REPLICAS, Progress, Runs
+
+Pin = Literal["divergence", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetupOptions:
+    """The setup as the user gave it; None for options that were left out.
+
+    `baseline_engine` is the engine of the trusted training; `further` has the settings of a `Setup` without own field.
+    """
+
+    engine: str | None = None
+    baseline_engine: str = "plain"
+    nproc: int | None = None
+    zero_stage: int | None = None
+    offload_device: str | None = None
+    further: dict[str, Any] = field(default_factory=dict)
+
+
+def candidate_setup(options: SetupOptions, *, world_size: int | None) -> Setup:
+    """The setup of the candidate, with defaults for options that were left out; `world_size` counts existing ranks."""
+    of_deepspeed = options.zero_stage is not None or options.offload_device is not None
+    engine: Any = options.engine or ("deepspeed" if of_deepspeed or options.further.get("deepcompile") else "plain")
+    usual = 1 if engine == "plain" else world_size or 2
+    offload: Any = options.offload_device or "none"
+    return Setup(
+        engine=engine, nproc=options.nproc or usual, zero_stage=options.zero_stage or 0, offload_device=offload,
+        **options.further,
+    )  # fmt: skip
+
+
+def trusted_setup(options: SetupOptions, candidate: Setup) -> Setup:
+    """The setup of the baseline: plain PyTorch, or `baseline_engine` on as many ranks as the candidate."""
+    if options.baseline_engine == "plain":
+        return baseline_setup(candidate)
+    engine: Any = options.baseline_engine
+    plain = Setup(engine=engine, nproc=candidate.nproc if candidate.nproc > 1 else options.nproc or 2)
+    return replace(
+        plain, dtype=candidate.dtype, gradient_accumulation_steps=candidate.gradient_accumulation_steps,
+        gradient_clipping=candidate.gradient_clipping, loss_scale=candidate.loss_scale,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRequest:
+    """Everything that a verification is asked: the arguments of `traindiff.verify`, with defaults filled in.
+
+    `asked_by` names the call in messages.
+    """
+
+    recipe: Named
+    candidate: Named
+    output: Path
+    baseline_setup: Setup = PLAIN
+    setup: Setup = PLAIN
+    steps: int = 4
+    seed: int = 0
+    repeat: bool = True
+    replicas: Sequence[str] = REPLICAS
+    pin: Pin = "divergence"
+    zoom: bool = False
+    rename: Mapping[str, str] | Sequence[str] | None = None
+    rtol: float | None = None
+    atol: float | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+    compiler_logs: bool = False
+    timeout: float | None = None
+    progress: Progress | None = None
+    asked_by: str = "verify(...)"
+
+    @property
+    def sides(self) -> Sides:
+        """The trusted training and the one in question, as reports name them."""
+        return _side(self.recipe, self.baseline_setup), _side(self.candidate, self.setup)
+
+    def runs(self, directory: Path, ranks: PresentRanks | None) -> Runs:
+        """Runs that go into a directory, on the ranks that exist already, or else on processes that are started."""
+        return Runs(
+            directory=directory, seed=self.seed, progress=self.progress, record=self.record, asked_by=self.asked_by,
+            patience=Patience(seconds=self.timeout), launcher=ranks.launch if ranks else launch,
+        )  # fmt: skip
+
+    def check(self, ranks: PresentRanks | None) -> None:
+        """Refuse settings that cannot be used, and setups that cannot be run here.
+
+        Raises:
+            ConfigError: Lists all problems.
+        """
+        problems = [
+            found
+            for one in self.replicas
+            if isinstance(found := parse_replica(one, where=f"replicas, {one!r}"), Problem)
+        ]
+        if self.pin not in get_args(Pin):
+            kind = "a moment to pin a fault down"
+            problems.append(Problem.unknown_name(where="pin", kind=kind, found=str(self.pin), known=get_args(Pin)))
+        if self.steps < 1:
+            what = "must be a whole number, at least 1."
+            problems.append(Problem(where=f"steps={self.steps}", what=what, fix="Write steps=4."))
+        if self.timeout is not None and not self.timeout > 0:
+            what, fix = "must be a number of seconds above 0.", "Write timeout=600, or leave it out."
+            problems.append(Problem(where=f"timeout={self.timeout:g}", what=what, fix=fix))
+        for setup in (self.baseline_setup, self.setup):
+            problems += [found for found in obstacles(setup) if found not in problems]
+        if problems:
+            raise ConfigError(self.asked_by, problems)
+        parse_renames(self.rename)
+        parse_tolerance(self.rtol, self.atol)
+        if ranks is not None:
+            for setup in (self.baseline_setup, self.setup):
+                ranks.refuse_other_sizes(setup.nproc, self.asked_by)
+
+
+def _side(recipe: Named, setup: Setup) -> SideOfVerification:
+    return SideOfVerification(recipe=recipe_name(recipe), setup=setup.to_json(), message=setup.message)
