@@ -159,7 +159,7 @@ def run_signs(recording: Recording, rename: Rename = str) -> Iterator[StepSigns]
         parts: dict[str, list[_Part]] = {}
         for step in steps:
             for row, seen in enumerate(step.observations):
-                kept = not seen.unobserved or row in step.stored.files
+                kept = (not seen.unobserved or row in step.stored.files) and not seen.shard.batched
                 if kept and (seen.phase, seen.stage, seen.slot) == ("grad", "", "grad"):
                     parts.setdefault(rename(seen.path), []).append((step, row))
         yield StepSigns(
