@@ -24,16 +24,11 @@ from benchmarks.mutation_tests import NO_TESTS, Measured, check_order, import_on
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("MUTATION.md")
-CODE = (
-    "findings", "merging", "alignment", "floors", "rules", "comparison", "rounding.py", "summary.py",
-)  # fmt: skip
-"""Of src/traindiff; those that there are."""
+CODE = ("analyse", "core/summary.py")
+"""The judging code: files and folders of src/traindiff."""
 
-TESTS = (
-    "findings", "merging", "alignment", "floors", "rules", "comparison", "health", "test_summary.py",
-    "test_merge_law.py",
-)  # fmt: skip
-"""Of tests; those that there are."""
+TESTS = ("analyse", "core/test_summary.py")
+"""Its tests: files and folders of tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +60,7 @@ def main() -> None:
     os.chdir(ROOT)
     source = ROOT / "src" / "traindiff"
     paths = [path.resolve() for path in options.paths] or [source / name for name in CODE]
-    tests = options.tests or [f"tests/{name}" for name in TESTS if (ROOT / "tests" / name).exists()]
+    tests = options.tests or [f"tests/{name}" for name in TESTS]
     began = perf_counter()
     mutants, num_places = sample(_files(paths), options.share)
     random.Random(0).shuffle(mutants)  # what is printed first is a sample, too
@@ -149,7 +144,7 @@ it is noticed if one of them fails, or does not end. Not noticed are also change
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
-        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.exists() else []
+        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
 def _module(path: Path) -> str:

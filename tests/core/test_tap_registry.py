@@ -34,11 +34,11 @@ def test_every_tap_is_there_once() -> None:
 def _filed_under() -> set[str]:
     """The names in calls of `guarded("name", ...)` and `partial(sink.guarded, "name")`."""
     found = set()
-    for folder in ("hooks", "session", "sharding"):
-        for path in (SOURCE / "observe" / "torch" / folder).glob("*.py"):
+    for folder in ("common", "torch/hooks", "torch/session", "torch/sharding"):
+        for path in (SOURCE / "observe" / folder).glob("*.py"):
             calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
             for called, argument in ((one, arg) for call in calls for one, arg in pairwise([call.func, *call.args])):
-                if getattr(called, "attr", "") == "guarded" and isinstance(argument, ast.Constant):
+                if getattr(called, "attr", "").lstrip("_") == "guarded" and isinstance(argument, ast.Constant):
                     found.add(argument.value)
     return found
 

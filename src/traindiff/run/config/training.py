@@ -139,6 +139,9 @@ class Training:
     def train_on(self, batch: Any) -> Any:
         """Call `step`, which every prepared training has.
 
+        Args:
+            batch: One of `batches`.
+
         Returns:
             What is to be logged: a loss, or numbers by name.
         """

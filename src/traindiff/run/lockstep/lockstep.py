@@ -184,7 +184,10 @@ class Lockstep:
         return self._finish()
 
     def step(self, batch: Any) -> bool:
-        """Train both sides on one batch of this rank, in a loop of your own; `finish` ends it.
+        """Train both sides on one batch, in a loop of your own; `finish` ends it.
+
+        Args:
+            batch: The batch of this rank.
 
         Returns:
             True if the sides agree in what was compared of this batch; the same on every rank.
