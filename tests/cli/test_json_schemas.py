@@ -279,11 +279,11 @@ def test_the_kinds_of_finding_are_those_of_the_code_and_of_the_documentation() -
 
 
 def kinds() -> Iterator[str]:
-    """Every kind that the code gives a finding: `kind="..."`, and constants of that name."""
+    """Every kind that the code gives a finding: `kind="..."`, constants of that name, and the `kinds` of rules."""
     for file in Path(traindiff.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             named = node.arg if isinstance(node, ast.keyword) else ""
             named = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else named
-            for one in ast.walk(node) if named in ("KIND", "kind") else ():
+            for one in ast.walk(node) if named in ("KIND", "kind", "kinds") else ():
                 if isinstance(one, ast.Constant) and isinstance(one.value, str) and re.fullmatch(r"[a-z-]+", one.value):
                     yield one.value
