@@ -284,6 +284,7 @@ def kinds() -> Iterator[str]:
         for node in ast.walk(ast.parse(file.read_text())):
             named = node.arg if isinstance(node, ast.keyword) else ""
             named = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else named
-            for one in ast.walk(node) if named in ("KIND", "kind", "kinds") else ():
+            of_rule = named == "kinds" and file.parent.name == "rules"
+            for one in ast.walk(node) if named in ("KIND", "kind") or of_rule else ():
                 if isinstance(one, ast.Constant) and isinstance(one.value, str) and re.fullmatch(r"[a-z-]+", one.value):
                     yield one.value
