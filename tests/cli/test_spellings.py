@@ -17,7 +17,7 @@ def read(command: str, given: str) -> tuple[dict[str, Any], Any]:
     context = get_command(app).commands[command].make_context(command, given.split())  # type: ignore[attr-defined]
     values = dict(context.params)
     setup = SetupOptions(**{one.name: values.pop(one.name) for one in fields(SetupOptions)})
-    return values, setup.asked()
+    return values, setup.requested()
 
 
 @pytest.mark.parametrize("command", ["verify", "investigate"])

@@ -23,7 +23,7 @@ from traindiff.compat.onnxruntime.merge_activation_summary import merge
 chapter = Chapter("Activations: subscribers, import, the table of a step", [])
 situation = chapter.situation
 
-WRITTEN = Path(__file__).parents[1] / "interop" / "onnxruntime" / "written_by_1_19"
+WRITTEN = Path(__file__).parents[1] / "compat" / "onnxruntime" / "written_by_1_19"
 
 
 @situation("a directory that holds the statistics of another run")

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from traindiff.analyse.check.verdict import MEANINGS as OF_CHECKS
 from typer.testing import CliRunner
 
 from tests.present.glossary_document import PAGE, document
 from traindiff.analyse.check import RULES
+from traindiff.analyse.check.checking import MEANINGS as OF_CHECKS
 from traindiff.analyse.story import MEANINGS
 from traindiff.cli.commands import app
 from traindiff.errors import ConfigError

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.test_settings import problems_of, settings
+from tests.core.test_settings import problems_of
 from traindiff.core.setting_checks import ReplicaSetting
+from traindiff.core.settings import record_settings
 
 
 @pytest.mark.parametrize(
@@ -19,12 +20,12 @@ from traindiff.core.setting_checks import ReplicaSetting
     ],
 )
 def test_a_replica_is_read_from_its_name(written: str | None, expected: ReplicaSetting | None) -> None:
-    assert settings(replica=written).replica == expected
+    assert record_settings(replica=written).replica == expected
 
 
 @pytest.mark.parametrize("written", ["ulp:1", "reorder:0", "float64"])
 def test_a_replica_is_written_as_it_is_read(written: str) -> None:
-    assert settings(replica=written).to_json()["replica"] == written
+    assert record_settings(replica=written).to_json()["replica"] == written
 
 
 @pytest.mark.parametrize(

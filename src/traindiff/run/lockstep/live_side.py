@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from traindiff.core.settings import record_settings
+from traindiff.core.torch_compat.execution import version_of
 from traindiff.errors import LockstepError
 from traindiff.observe.common.writing import StepWriter, on_disk
 from traindiff.observe.torch.hooks.nested import replaced, tensors
@@ -225,7 +226,7 @@ class BatchGuard:
         """Remember a new batch."""
         self._number += 1
         self._batch = batch
-        self._versions = [(tensor, _version(tensor)) for _, tensor in tensors(batch, "batch")]
+        self._versions = [(tensor, version_of(tensor)) for _, tensor in tensors(batch, "batch")]
         self._backup = _copied(batch) if self._copies or self._number == 0 else None
 
     def given(self) -> Any:
@@ -238,7 +239,7 @@ class BatchGuard:
         Raises:
             LockstepError: The side has changed the batch in place, and there is no copy.
         """
-        if self._copies or all(_version(tensor) == version for tensor, version in self._versions):
+        if self._copies or all(version_of(tensor) == version for tensor, version in self._versions):
             return
         if self._backup is None:
             raise LockstepError(
@@ -251,10 +252,6 @@ class BatchGuard:
         """Forget the batch."""
         self._batch = self._backup = None
         self._versions = []
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _copied(batch: Any) -> Any:
