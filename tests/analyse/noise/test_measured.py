@@ -252,11 +252,11 @@ def test_a_run_of_another_training_is_no_replica(edit: Edit, message: str, measu
     with pytest.raises(ConfigError) as caught:
         measured(same, scaled(FC, 1e-5), both(edit, scaled(FC, 1e-5)), build=draws)
 
-    message = str(caught.value)
-    assert "noise-2" in message
-    assert "is no other run of the baseline's training. In step 0:" in message
-    assert message in message
-    assert "Record it with the baseline's script, seed and data" in message
+    printed = str(caught.value)
+    assert "noise-2" in printed
+    assert "is no other run of the baseline's training. In step 0:" in printed
+    assert message in printed
+    assert "Record it with the baseline's script, seed and data" in printed
 
 
 def test_a_replica_of_another_model_has_nothing_in_common(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.observe.nonfinite.layers import Layer, layers
 from traindiff.observe.torch.nonfinite.calls import within
 from traindiff.observe.torch.nonfinite.capturing import CapturedCall, capture
+from traindiff.observe.torch.nonfinite.operations import NotWritableError
 from traindiff.observe.torch.nonfinite.rerunning import rerun
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of defaults that are to change
@@ -18,7 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of defaults th
 LAYERS = layers()
 
 NOT_DIFFERENTIATED = {
-    "CrossMapLRN2d": "out=",  # of its own backward pass the replay knows nothing
     "EmbeddingBag": "Autograd not support dtype", "sums of embeddings": "Autograd not support dtype",
     "largest of embeddings": "Autograd not support dtype",
     "SoftMarginLoss": "not differentiable with respect to argument 'target'",
@@ -69,6 +69,13 @@ def test_the_backward_pass_of_every_layer_is_run_again(name: str) -> None:
         else:
             assert run.failed == ""
             assert not call.trained or any(slot.startswith("grad ") for slot in run.results)
+
+
+def test_a_layer_that_writes_into_out_is_refused_in_words() -> None:
+    layer = Layer(module=torch.nn.CrossMapLRN2d(2), args=(torch.rand(2, 4, 8, 8),), kwargs={})
+
+    with pytest.raises(NotWritableError, match=r"aten.pow.Tensor_Scalar_out writes into out=, whose size"):
+        captured(layer)
 
 
 def test_what_is_called_in_inference_mode_is_captured_as_elsewhere() -> None:

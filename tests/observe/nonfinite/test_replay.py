@@ -264,9 +264,9 @@ def test_names_that_somebody_else_has_saved_are_no_codes_for_the_terminal(tmp_pa
 
 
 def test_what_is_no_saved_call_exits_with_2(tmp_path: Path) -> None:
-    code, _, message = run_command(str(tmp_path))
+    code, _, printed = run_command(str(tmp_path))
     assert code == 2
-    assert "holds no module.json" in message.replace("\n", " ")
+    assert "holds no module.json" in printed.replace("\n", " ")
 
     where = saved(nn.Sequential(Mlp()).half(), torch.randn(4, WIDTH).half() + 1, directory=tmp_path / "saved")
     text = (where / "module.json").read_text()
@@ -276,9 +276,9 @@ def test_what_is_no_saved_call_exits_with_2(tmp_path: Path) -> None:
         (text.replace('"operations"', '"operation"', 1), "is damaged"),
     ):
         (where / "module.json").write_text(content)
-        code, _, message = run_command(str(where))
+        code, _, printed = run_command(str(where))
         assert code == 2
-        assert message in message.replace("\n", " ")
+        assert message in printed.replace("\n", " ")
 
 
 def test_a_call_that_comes_out_finite_is_not_reproduced(tmp_path: Path) -> None:
