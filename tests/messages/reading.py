@@ -125,6 +125,15 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     read_all(here / "run")
 
 
+@situation("rank.json is of another rank")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    write(here / "run")
+    path = here / "run/rank-00000/rank.json"
+    content = manifest.load_rank(path.read_bytes(), where="")
+    path.write_bytes(manifest.dump({**content, "rank": 1}))
+    read_all(here / "run")
+
+
 @situation("a bit of the observations flipped")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     damaged(here, DATA, lambda data: data[:-500] + bytes([data[-500] ^ 1]) + data[-499:])
