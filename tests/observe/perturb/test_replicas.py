@@ -50,13 +50,19 @@ def test_a_replica_is_the_same_training_within_rounding(name: str, replica: str,
 @pytest.mark.parametrize("replica", REPLICAS)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_the_same_seed_makes_the_same_replica(name: str, replica: str, tmp_path: Path) -> None:
-    first, second, other = (
-        train(name, tmp_path / run, replica) for run, replica in (("1", "ulp:1"), ("again", "ulp:1"), ("2", "ulp:2"))
-    )
+    first, second = (train(name, tmp_path / run, replica) for run in ("first", "second"))
 
     assert_bitwise_equal(second, first)
-    assert fingerprints(tmp_path / "again") == fingerprints(tmp_path / "1")
-    assert any(not torch.equal(other[key], tensor) for key, tensor in first.items())
+    assert fingerprints(tmp_path / "second") == fingerprints(tmp_path / "first")
+
+
+@pytest.mark.parametrize("kind", ["ulp", "reorder"])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_another_seed_makes_another_replica(name: str, kind: str, tmp_path: Path) -> None:
+    first, other = (train(name, tmp_path / f"{seed}", f"{kind}:{seed}") for seed in (1, 2))
+
+    if (name, kind) != ("bfloat16", "reorder"):  # short sums in bfloat16 are rounded once, whatever their order
+        assert any(not torch.equal(other[key], tensor) for key, tensor in first.items())
 
 
 @pytest.mark.parametrize("replica", REPLICAS)
