@@ -74,6 +74,8 @@ def merged(parts: Iterable[tuple[Shard, Signs]], shape: tuple[int, ...]) -> Sign
     if len(held) == 1 and held[0][0].shape == shape:
         return held[0][1]
     size = prod(shape)
+    if any(shard.global_shape != shape for shard, _ in held):
+        return None  # parts of other tensors, or of a batch: only a stranger's recording has them at one site
     if sum(shard.size for shard, _ in held) < size:  # before allocating an array of that size
         return None
     there, positive, zero, nan = (_none(size) for _ in range(4))
