@@ -10,7 +10,6 @@ they are no formulas.
 from __future__ import annotations
 
 import csv
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
@@ -18,7 +17,7 @@ from typing import IO, Any
 from traindiff.analyse.check import Verdict
 from traindiff.analyse.compare import Comparison, SiteDifference, Verification
 from traindiff.analyse.compare.investigation import Matrix
-from traindiff.analyse.findings import Finding
+from traindiff.analyse.findings import Finding, finite
 from traindiff.core.site import ROOT
 
 COLUMNS = (
@@ -76,18 +75,14 @@ def _site(one: SiteDifference | Finding) -> tuple[object, ...]:
 def _of_site(row: SiteDifference) -> dict[str, Any]:
     return {
         "step": row.step, "phase": row.phase, "stage": row.stage, "site": row.path or ROOT, "slot": row.slot,
-        "call": row.call, "difference": _finite(row.difference), "floor": _finite(row.floor),
-        "ratio": _finite(row.ratio), "num_steps": row.num_steps, "num_identical_steps": row.num_identical_steps,
+        "call": row.call, "difference": finite(row.difference), "floor": finite(row.floor),
+        "ratio": finite(row.ratio), "num_steps": row.num_steps, "num_identical_steps": row.num_identical_steps,
     }  # fmt: skip
 
 
 def _of_finding(finding: Finding) -> dict[str, Any]:
     about = finding.to_json()
     return {name: about[name] for name in COLUMNS if name in about} | {"num_steps": finding.evidence.get("num_steps")}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 _BEGINS = "[=+\\-@\uff1d\uff0b\uff0d\uff20]"

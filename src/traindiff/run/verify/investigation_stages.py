@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from traindiff.analyse.compare import Comparison, Verification
 from traindiff.analyse.compare.investigation import Stage
 from traindiff.analyse.compare.verification import FailedRun
-from traindiff.analyse.findings import before_text, size_text, where_text
+from traindiff.analyse.findings import before_text, finite, size_text, where_text
 from traindiff.analyse.story import MEANINGS
 from traindiff.run.verify.determinism import CONTROLS
 
@@ -49,17 +49,17 @@ def seeds(losses: Mapping[int, Losses], failed: Mapping[int, FailedRun] | None =
         message = fails.lstrip() or "Not measured: no loss was recorded, or only one seed was run."
         return Stage(name="seeds", asks=asks, message=message, numbers={"spread": None})
     of_seeds = {seed: one[last] for seed, one in losses.items()}
-    finite = [value for value in of_seeds.values() if math.isfinite(value)]
-    spread = max(finite) - min(finite) if len(finite) > 1 else None
+    known = [value for value in of_seeds.values() if math.isfinite(value)]
+    spread = max(known) - min(known) if len(known) > 1 else None
     shown = ", ".join(f"{value:.6g} with seed {seed}" for seed, value in of_seeds.items())
     message = f"The loss of step {last} is {shown}" + ("." if spread is None else f": a spread of {spread:.2g}.")
-    if len(finite) < len(of_seeds):
-        message += " A loss that is not finite is left out of the spread." if finite else " No loss is finite."
+    if len(known) < len(of_seeds):
+        message += " A loss that is not finite is left out of the spread." if known else " No loss is finite."
     message += fails
     return Stage(
         name="seeds", asks=asks, message=message,
         numbers={
-            "step": last, "spread": spread, "losses": {str(seed): _finite(value) for seed, value in of_seeds.items()},
+            "step": last, "spread": spread, "losses": {str(seed): finite(value) for seed, value in of_seeds.items()},
         },
     )  # fmt: skip
 
@@ -71,7 +71,7 @@ def differs(free: Verification, losses: tuple[Losses, Losses], spread: float | N
     last = _last_step(losses)
     apart = None if last is None else abs(losses[1][last] - losses[0][last])
     against = _against_seeds(last, apart, spread)
-    numbers = {"verdict": word, "loss_apart": None if apart is None else _finite(apart)}
+    numbers = {"verdict": word, "loss_apart": None if apart is None else finite(apart)}
     if free.failed is not None:
         far = f" Up to there: {MEANINGS[comparison.verdict]}." if comparison.steps else " It has recorded nothing."
         message = f"The candidate fails. {free.failed.message}{far}"
@@ -168,10 +168,6 @@ def operators(steady: Verification) -> Stage:
         name="operators", asks=asks, message=message, numbers={"operators": [zoom.to_json() for zoom in zooms]},
         final=True,
     )  # fmt: skip
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _last_step(losses: Sequence[Losses]) -> int | None:
