@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import signal
+import subprocess
 import sys
 import sysconfig
 import traceback
@@ -181,7 +182,10 @@ _FORBIDDEN = frozenset(
 
 
 def _is_our_own(event: str, args: tuple[Any, ...]) -> bool:
-    """Whether this is what asks the server of `view`, or the process in which a call is replayed."""
+    """Whether this is what asks the server of `view` and interrupts it, or the process in which a call is replayed."""
+    if event == "os.kill":
+        frame = sys._getframe(2)  # what sends the signal
+        return args[0] == os.getpid() or frame.f_code is subprocess.Popen.send_signal.__code__
     if event == "subprocess.Popen":
         return str(args[0]) == sys.executable and "-P" in args[1]
     return event.startswith("socket.") and "127.0.0.1" in repr(args)
