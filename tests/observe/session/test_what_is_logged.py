@@ -180,3 +180,21 @@ def test_inspect_and_log_of_tensors_without_numbers_leave_the_taps_on(training: 
     assert not [one for one in caught if "observes nothing more" in str(one.message)]
     assert recorded(tmp_path, "logged.last") == [(0, "", 1.0)]
     assert rows(tmp_path / "run", path="inspected.last", slot="value")
+
+
+def test_a_value_that_is_logged_after_the_end_is_said_to_be_lost(tmp_path: Path) -> None:
+    model, path = mlp(), tmp_path / "run"
+    with traindiff.record(path, model, SGD(model.parameters(), lr=0.1)) as run:
+        run.log("within", 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.log("after", 2.0)
+        run.log("after", 3.0)
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert str(warning.message).startswith(
+        f"log('after', ...) recorded nothing: the recording {path} is closed. Log inside"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.log("as an error", 1.0)

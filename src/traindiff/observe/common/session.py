@@ -77,7 +77,8 @@ class Session(ABC, Generic[Buffer]):
         """Record a scalar, e.g. a loss or a gradient norm that the training reports.
 
         A value logged between an optimizer step and the next forward pass belongs to the step that has just ended.
-        A value that is not a number is not recorded: the recording says so, and a warning says it once per name.
+        A value that is not a number is not recorded: the recording says so, and a warning says it once per name. A
+        value that is logged after `close` is not recorded either, and a warning says so.
 
         Args:
             name: Its name in the recording.
@@ -92,7 +93,10 @@ class Session(ABC, Generic[Buffer]):
             where = f"log({name!r}, merge=...)"
             problem = Problem.unknown_name(where=where, kind="a way to merge", found=str(merge), known=("mean", "sum"))
             raise ConfigError("log(...)", [problem], consequence="the value was not recorded")
-        self._guarded("log", self._log)(name, value, merge, weight)
+        if self._writer is None:
+            self._refused.warn_of_closed(logged_name(name), self.path)
+        else:
+            self._guarded("log", self._log)(name, value, merge, weight)
 
     def ended_by(self, error: BaseException | None) -> None:
         """Note in the recording which error ended the training; None for no error. `close` follows."""

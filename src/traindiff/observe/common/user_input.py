@@ -108,18 +108,28 @@ class RefusedLogs:
         self._names: set[str] = set()
 
     def warn(self, name: str, why: str) -> None:
-        """Warn, unless that was done for this name. Never raises."""
+        """Warn of a value, unless that was done for this name. Never raises."""
+        self._warn(
+            name,
+            f"{why}. Give it a number, or a tensor with one element. The training is not affected, later calls are "
+            "recorded, and the recording says what it lacks.",
+        )
+
+    def warn_of_closed(self, name: str, path: str) -> None:
+        """Warn that the recording at a path was closed, unless a warning was given for this name. Never raises."""
+        self._warn(
+            name,
+            f"the recording {path} is closed. Log inside its `with` block, or before its close(). The training is not "
+            "affected.",
+        )
+
+    def _warn(self, name: str, why: str) -> None:
         if name in self._names or len(self._names) == _MOST_NAMES:
             return
         self._names.add(name)
         shown = ascii(name[:_LONGEST_NAME])
         try:
-            warnings.warn(
-                f"log({shown}, ...) recorded nothing: {why}. Give it a number, or a tensor with one element. The "
-                "training is not affected, later calls are recorded, and the recording says what it lacks.",
-                TraindiffWarning,
-                stacklevel=level_of_caller(),
-            )
+            warnings.warn(f"log({shown}, ...) recorded nothing: {why}", TraindiffWarning, stacklevel=level_of_caller())
         except TraindiffWarning as warning:  # the user turned warnings into errors
             _logger.warning("%s", warning)
 
