@@ -10,7 +10,7 @@ ORTMODULE := .venv-ortmodule
 
 .PHONY: help demo test test-all lint format unit no-torch package mindspore-if-installed \
 	test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns \
-	campaigns bench faults mutation clean
+	campaigns bench faults zoo mutation clean
 
 help:
 	@echo "make demo                train a small GPT three times, record it, and name the first divergence"
@@ -36,6 +36,7 @@ help:
 	@echo "make campaigns           kill, starve and overload trainings, and mutate recordings (hours; see RELIABILITY.md)"
 	@echo "make bench               what recording costs (minutes)"
 	@echo "make faults              which faults are found, and which legal changes are flagged (minutes)"
+	@echo "make zoo                 the same for trainings of other people's design (an hour)"
 	@echo "make mutation            how many changes of the judging code the tests notice (an hour)"
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -144,6 +145,9 @@ bench: $(VENV)/ready
 
 faults: $(VENV)/ready
 	$(BIN)/python -m benchmarks.faults
+
+zoo: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.zoo.measure
 
 mutation: $(MUTATION)/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(MUTATION)/bin/python -m benchmarks.mutation

@@ -1,0 +1,1 @@
+"""Trainings of other people's design, their legal variations and their faults: what traindiff says of each."""
