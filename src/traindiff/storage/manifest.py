@@ -139,6 +139,7 @@ RANK: Demand = shaped(
         "rank": whole(0, MOST_RANKS - 1),
         "model": TEXT,
         "modules": mapped(TEXT),
+        "module_settings": mapped(mapped(TEXT)),
         "parameters": _TENSORS,
         "buffers": _TENSORS,
         "tied": mapped(TEXT),

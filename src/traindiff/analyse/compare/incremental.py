@@ -22,6 +22,7 @@ from traindiff.analyse.compare.circumstances import (
     scale_factors,
     scale_note,
 )
+from traindiff.analyse.compare.configuration import Configurations
 from traindiff.analyse.compare.explanations import (
     batch_statistics_message,
     explained,
@@ -104,6 +105,9 @@ class RunningComparison:
         baseline, candidate = runs.runs
         self._facts = (run_facts(baseline), run_facts(candidate, rename))
         self._both = BothRuns(self._facts)
+        self._configurations = Configurations(
+            *([run.rank_content(rank) for rank in run.ranks] for run in runs.runs), rename
+        )
         self._forced = bool(candidate.run.get("forced_by"))
         coefficients = coefficient_error(run.rank_content(rank) for run in runs.runs for rank in run.ranks)
         self._history = history
@@ -223,7 +227,8 @@ class RunningComparison:
         first = replace(first, message=first.message + self._remarks, evidence=evidence)
         sizes = (self.runs.sides[0].data_parallel, self.runs.sides[1].data_parallel)
         first = with_each_ranks_own(first, self._facts[sizes.index(max(sizes))].modules, sizes)
-        return (self._operators.told(explained(first, *(run.run for run in self.runs.runs))), *rest)
+        first = self._operators.told(explained(first, *(run.run for run in self.runs.runs)))
+        return tuple(map(self._configurations.explained, (first, *rest)))
 
     def _further_notes(self) -> list[str]:
         """Notes that belong to every verdict."""
@@ -241,6 +246,7 @@ class RunningComparison:
         notes += other_dtypes(self._other_dtypes)
         notes += self._notes
         notes += self._operators.notes
+        notes += self._configurations.notes()
         notes += not_forced([candidate.rank_content(rank) for rank in candidate.ranks])
         return [*notes, *circumstances(baseline.run, candidate.run)]
 

@@ -21,6 +21,7 @@ from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.inert_on_copy import hide_from_scripting, leave_hooks_behind
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 from traindiff.observe.torch.perturb.replica import Replica, notice_compiled
+from traindiff.observe.torch.session.configuration import Configuration
 from traindiff.observe.torch.session.followed_optimizers import FollowedOptimizers
 from traindiff.observe.torch.session.observations import Containment
 from traindiff.observe.torch.session.targets import Targets
@@ -60,6 +61,7 @@ class Attachment:
     ) -> None:
         self._targets = targets
         self._described: dict[str, Any] = {}
+        self._configuration = Configuration()
         optimizers: dict[str, OptimizerTap] = {}
         context = TapContext(
             targets=targets,
@@ -131,8 +133,13 @@ class Attachment:
         self._on_discovery()
 
     def describe(self) -> dict[str, Any]:
-        """Names, shapes and dtypes of what is observed, for `rank.json`."""
-        return {**self._targets.describe(), "optimizers": self._optimizers.describe(), **self._described}
+        """Names, shapes, dtypes and settings of what is observed, for `rank.json`."""
+        return {
+            **self._targets.describe(),
+            "module_settings": self._configuration.of(self._targets.modules),
+            "optimizers": self._optimizers.describe(),
+            **self._described,
+        }
 
 
 def _attached(tap: str, context: TapContext) -> AbstractContextManager[object]:

@@ -1,0 +1,112 @@
+"""Differences between the settings of two runs' modules, parameters and optimizers, which may explain a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from traindiff.analyse.findings import Finding, more_text
+from traindiff.analyse.merge.renames import Rename
+from traindiff.core.site import ROOT
+
+_MOST_NAMED = 8
+_WITHOUT_EFFECT = frozenset({"training", "class", "forward", "inplace"})
+"""Settings that often differ between runs that compute the same; they explain a finding, and are not listed."""
+
+
+class Configurations:
+    """Settings that differ between the two runs.
+
+    Args:
+        baseline: Contents of the baseline's `rank.json` files.
+        candidate: The same of the candidate.
+        rename: Turns the candidate's paths into the baseline's.
+    """
+
+    def __init__(
+        self, baseline: Iterable[Mapping[str, Any]], candidate: Iterable[Mapping[str, Any]], rename: Rename = str
+    ) -> None:
+        before, after = _settings(baseline, str), _settings(candidate, rename)
+        self._differing: dict[str, dict[str, str]] = {}
+        for path in before.keys() & after.keys():
+            found = _differences(before[path], after[path])
+            if found:
+                self._differing[path] = found
+        self._order = {path: place for place, path in enumerate(before)}
+
+    def explained(self, finding: Finding) -> Finding:
+        """The finding, with the settings of its module or parameter that differ; they come first in its message."""
+        path = finding.path
+        found = self._differing.get(path) or self._differing.get(path.rpartition(".")[0])
+        if not found or finding.phase not in ("forward", "loss", "backward", "grad", "optimizer", "update"):
+            return finding
+        if path not in self._differing:
+            path = path.rpartition(".")[0]
+        told = list(found.values())[:_MOST_NAMED]
+        message = f"{path or ROOT}: {'; '.join(told)}. {finding.message}"
+        return replace(finding, message=message, evidence={**finding.evidence, "settings": told})
+
+    def notes(self) -> list[str]:
+        """One sentence that lists the settings that differ and are numbers or words of a module, or nothing."""
+        listed = [
+            f"{path or ROOT}: {text}"
+            for path in sorted(self._differing, key=lambda one: self._order.get(one, 0))
+            for name, text in self._differing[path].items()
+            if name not in _WITHOUT_EFFECT
+        ]
+        if not listed:
+            return []
+        more = more_text(len(listed) - _MOST_NAMED, "setting")
+        return [f"Settings differ: {'; '.join(listed[:_MOST_NAMED])}{more}."]
+
+
+def _settings(contents: Iterable[Mapping[str, Any]], rename: Rename) -> dict[str, dict[str, str]]:
+    """Settings by path, of modules, parameters and optimizers."""
+    found: dict[str, dict[str, str]] = {}
+    for content in contents:
+        for path, settings in content.get("module_settings", {}).items():
+            found.setdefault(rename(path), dict(settings))
+        for path, about in content.get("parameters", {}).items():
+            if "requires_grad" in about:
+                found.setdefault(rename(path), {"requires_grad": str(about["requires_grad"])})
+        for optimizer in content.get("optimizers", ()):
+            found.setdefault(optimizer["name"], {"type": optimizer["type"]})
+    return found
+
+
+def _differences(baseline: Mapping[str, str], candidate: Mapping[str, str]) -> dict[str, str]:
+    """A clause for each setting that differs, by its name."""
+    found = {}
+    for name in dict.fromkeys((*baseline, *candidate)):
+        before, after = baseline.get(name), candidate.get(name)
+        if before != after:
+            found[name] = _clause(name, before, after)
+    if "class" in found:  # which has other settings
+        return {"class": found["class"], **({"forward": found["forward"]} if "forward" in found else {})}
+    return found
+
+
+def _clause(name: str, before: str | None, after: str | None) -> str:
+    if name == "class":
+        return f"the module is {_short(before)} in the baseline and {_short(after)} in the candidate"
+    if name == "forward":
+        if before is None or after is None:
+            run, function = ("candidate", after) if before is None else ("baseline", before)
+            return f"its forward was replaced in the {run}, by {function}"
+        return f"its forward is {before} in the baseline and {after} in the candidate"
+    if name == "requires_grad":
+        return f"it is frozen in the {'candidate' if after == 'False' else 'baseline'} (requires_grad is False)"
+    if name == "training":
+        return (
+            f"it is in evaluation mode in the {'candidate' if after == 'False' else 'baseline'} when recording begins"
+        )
+    if before is None or after is None:
+        run, value = ("candidate", after) if before is None else ("baseline", before)
+        return f"{name} is set in the {run} only ({value})"
+    return f"{name} is {before} in the baseline and {after} in the candidate"
+
+
+def _short(name: str | None) -> str:
+    """A class without its module, if that is torch's."""
+    return "unknown" if name is None else name.rpartition(".")[2] if name.startswith("torch.") else name

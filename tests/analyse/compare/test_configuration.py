@@ -1,0 +1,96 @@
+"""Settings of modules that differ between two runs are the first thing that a finding there says."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import traindiff
+from traindiff.analyse.compare.configuration import Configurations
+from traindiff.observe.torch.session.configuration import settings_of
+from traindiff.storage import open_recording
+
+
+def net(*, eps: float = 1e-5, act: nn.Module | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8, eps=eps), act or nn.GELU(), nn.Linear(8, 3))
+
+
+def recorded(path: Path, model: nn.Module, **of_optimizer: Any) -> Path:
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2, **of_optimizer)
+    with traindiff.record(path, model, optimizer):
+        for step in range(3):
+            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+def test_another_eps_is_the_first_thing_said_of_a_norm(tmp_path: Path) -> None:
+    found = traindiff.compare(recorded(tmp_path / "a", net()), recorded(tmp_path / "b", net(eps=0.01)))
+    first = found.first_divergence
+    assert first is not None
+    assert first.path == "1"
+    assert first.message.startswith("1: eps is 1e-05 in the baseline and 0.01 in the candidate. The ")
+    assert first.evidence["settings"] == ["eps is 1e-05 in the baseline and 0.01 in the candidate"]
+    assert "Settings differ: 1: eps is 1e-05 in the baseline and 0.01 in the candidate." in found.notes
+
+
+def test_another_class_is_named_without_its_settings(tmp_path: Path) -> None:
+    found = traindiff.compare(recorded(tmp_path / "a", net()), recorded(tmp_path / "b", net(act=nn.ELU())))
+    first = found.first_divergence
+    assert first is not None
+    assert first.message.startswith("2: the module is GELU in the baseline and ELU in the candidate. ")
+
+
+def test_a_replaced_forward_and_a_frozen_parameter_are_named(tmp_path: Path) -> None:
+    model = net()
+    model[0].forward = partial(lambda module, x: nn.functional.linear(x, module.weight), model[0])
+    found = traindiff.compare(recorded(tmp_path / "a", net()), recorded(tmp_path / "b", model))
+    assert found.first_divergence is not None
+    assert found.first_divergence.message.startswith("0: its forward was replaced in the candidate, by tests.analyse.")
+    frozen = net()
+    frozen[3].requires_grad_(False)
+    found = traindiff.compare(tmp_path / "a", recorded(tmp_path / "c", frozen))
+    assert found.first_divergence is not None
+    assert "3.weight: it is frozen in the candidate (requires_grad is False). " in found.first_divergence.message
+
+
+def test_equal_runs_have_no_such_note_and_what_changes_no_number_is_not_listed(tmp_path: Path) -> None:
+    model = net(act=nn.ReLU(inplace=True))
+    found = traindiff.compare(
+        recorded(tmp_path / "a", net(act=nn.ReLU())), recorded(tmp_path / "b", model), rename=None
+    )
+    assert found.verdict == "identical"
+    assert not [note for note in found.notes if "Settings differ" in note]
+
+
+def test_settings_are_those_at_the_beginning_without_what_is_private_or_large(tmp_path: Path) -> None:
+    module = nn.Conv2d(3, 4, (3, 1), padding=(1, 0))
+    module.table = torch.ones(3)
+    module.names = ["x"] * 1000
+    module.title = "x" * 1000
+    found = settings_of(module)
+    assert found["class"] == "torch.nn.modules.conv.Conv2d"
+    assert (found["kernel_size"], found["padding"], found["groups"]) == ("(3, 1)", "(1, 0)", "1")
+    assert len(found["title"]) == 200
+    assert not {"table", "names", "weight"} & found.keys()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer):
+        model(torch.ones(2, 4)).sum().backward()
+        model[1].eps = 5.0  # type: ignore[union-attr]
+        optimizer.step()
+    held = open_recording(str(tmp_path / "run")).rank_content(0)["module_settings"]
+    assert held["1"]["eps"] == "1e-05"
+
+
+def test_another_optimizer_is_named_by_its_class() -> None:
+    sides = [{"optimizers": [{"name": "optimizer", "type": name, "groups": []}]} for name in ("Adam", "AdamW")]
+    found = Configurations([sides[0]], [sides[1]])
+    assert found.notes() == ["Settings differ: optimizer: type is Adam in the baseline and AdamW in the candidate."]
