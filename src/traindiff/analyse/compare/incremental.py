@@ -105,9 +105,8 @@ class RunningComparison:
         baseline, candidate = runs.runs
         self._facts = (run_facts(baseline), run_facts(candidate, rename))
         self._both = BothRuns(self._facts)
-        self._configurations = Configurations(
-            *([run.rank_content(rank) for rank in run.ranks] for run in runs.runs), rename
-        )
+        contents = [[run.rank_content(rank) for rank in run.ranks] for run in runs.runs]
+        self._configurations = Configurations(contents[0], contents[1], rename)
         self._forced = bool(candidate.run.get("forced_by"))
         coefficients = coefficient_error(run.rank_content(rank) for run in runs.runs for rank in run.ranks)
         self._history = history
