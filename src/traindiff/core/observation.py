@@ -54,6 +54,12 @@ SKIPPED = "skipped"
 RECOMPUTED = "recomputed"
 """Stage of tensors that activation checkpointing computes a second time."""
 
+EDITED = "edited"
+"""Stage of a parameter as a step found it, if something else than the optimizer changed it since the step before."""
+
+MODE = "mode"
+"""Stage of the flag `training` of a module that differs from what it was in the step before, or at the beginning."""
+
 OPERATOR = "operator"
 """Stage of the inputs and outputs of one operator inside a module; its path is `MODULE/OPERATOR[N]`."""
 

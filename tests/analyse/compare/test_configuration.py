@@ -94,3 +94,31 @@ def test_another_optimizer_is_named_by_its_class() -> None:
     sides = [{"optimizers": [{"name": "optimizer", "type": name, "groups": []}]} for name in ("Adam", "AdamW")]
     found = Configurations([sides[0]], [sides[1]])
     assert found.notes() == ["Settings differ: optimizer: type is Adam in the baseline and AdamW in the candidate."]
+
+
+def dropping(path: Path, *, evaluates_from: int) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(path, model, optimizer):
+        for step in range(4):
+            torch.manual_seed(step)
+            if step == evaluates_from:
+                model[1].eval()
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+def test_evaluation_mode_in_one_run_is_named_with_its_first_step(tmp_path: Path) -> None:
+    right = dropping(tmp_path / "a", evaluates_from=9)
+    for step in (0, 2):
+        found = traindiff.compare(right, dropping(tmp_path / f"from-{step}", evaluates_from=step))
+        first = found.first_divergence
+        assert first is not None
+        assert (first.step, first.phase, first.path) == (step, "forward", "1")
+        said = f"1: it is in evaluation mode in the candidate from step {step} on (eval() was called). "
+        assert first.message.startswith(said)
+    both = traindiff.compare(tmp_path / "from-2", dropping(tmp_path / "again", evaluates_from=2))
+    assert (both.verdict, both.notes) == ("identical", ())

@@ -15,9 +15,12 @@ from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, gradient_norm, is_loss_scale, loss_scale
 from traindiff.analyse.merge.unobserved import without_missing_samples
-from traindiff.core.observation import BOUNDARY, RECOMPUTED, SAMPLE
+from traindiff.core.observation import BOUNDARY, EDITED, MODE, RECOMPUTED, SAMPLE
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.storage import Run
+
+_NOT_PAIRED = frozenset({SAMPLE, BOUNDARY, EDITED, MODE, RECOMPUTED})
+"""Stages of sites that are not paired one by one."""
 
 Tables = tuple[dict[SiteKey, MergedSite], dict[SiteKey, MergedSite]]
 """One step of both runs, under the baseline's names."""
@@ -136,12 +139,12 @@ def sites_in_order(table: StepTable) -> dict[SiteKey, MergedSite]:
     """The sites that are paired one by one, in execution order.
 
     Left out are settings (compared by parameter), replayed optimizers (judged by a rule), single samples, clipping,
-    loss scales, boundaries of pipelines, and recomputed activations.
+    loss scales, boundaries of pipelines, recomputed activations, edited parameters, and modes of modules.
     """
     sites = (
         (key, entry)
         for key, entry in table.items()
-        if not (key.group or key.stage in (SAMPLE, BOUNDARY, RECOMPUTED) or is_clip(key) or is_loss_scale(key))
+        if not (key.group or key.stage in _NOT_PAIRED or is_clip(key) or is_loss_scale(key))
         and not (key.phase == "update" and key.stage)
     )
     return dict(sorted(sites, key=lambda item: item[1].order))

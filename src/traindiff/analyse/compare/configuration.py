@@ -8,10 +8,13 @@ from typing import Any
 
 from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.renames import Rename
+from traindiff.analyse.merge.site import StepTable
+from traindiff.core.observation import MODE
 from traindiff.core.site import ROOT
+from traindiff.core.summary import number
 
 _MOST_NAMED = 8
-_WITHOUT_EFFECT = frozenset({"training", "class", "forward", "inplace"})
+_WITHOUT_EFFECT = frozenset({"class", "forward", "inplace"})
 """Settings that often differ between runs that compute the same; they explain a finding, and are not listed."""
 
 
@@ -34,16 +37,38 @@ class Configurations:
             if found:
                 self._differing[path] = found
         self._order = {path: place for place, path in enumerate(before)}
+        self._modes = tuple({path: one.get("training") for path, one in side.items()} for side in (before, after))
+        self._is_first = True
+        self._evaluates: dict[str, tuple[str, int]] = {}  # by path: which run, and since when
+
+    def see(self, tables: tuple[StepTable, StepTable], *, step: int) -> None:
+        """Note which modules are in evaluation mode in one run only, before a step is judged."""
+        changed = False
+        for modes, table in zip(self._modes, tables, strict=True):
+            for key, entry in table.items():
+                if key.stage == MODE and not entry.unobserved:
+                    modes[key.path] = str(bool(number(entry.summary)))
+                    changed = True
+        if not (changed or self._is_first):
+            return
+        self._is_first = False
+        for path in self._modes[0].keys() & self._modes[1].keys():
+            before, after = (modes[path] for modes in self._modes)
+            if before != after and None not in (before, after):
+                self._evaluates.setdefault(path, ("candidate" if after == "False" else "baseline", step))
 
     def explained(self, finding: Finding) -> Finding:
         """The finding, with the settings of its module or parameter that differ; they come first in its message."""
-        path = finding.path
-        found = self._differing.get(path) or self._differing.get(path.rpartition(".")[0])
-        if not found or finding.phase not in ("forward", "loss", "backward", "grad", "optimizer", "update"):
+        if finding.phase not in ("forward", "loss", "backward", "grad", "optimizer", "update"):
             return finding
-        if path not in self._differing:
-            path = path.rpartition(".")[0]
-        told = list(found.values())[:_MOST_NAMED]
+        own, owner = finding.path, finding.path.rpartition(".")[0]
+        path = own if own in self._differing or own in self._evaluates else owner
+        told = list(self._differing.get(path, {}).values())[:_MOST_NAMED]
+        if path in self._evaluates and self._evaluates[path][1] <= finding.step:
+            run, step = self._evaluates[path]
+            told.insert(0, f"it is in evaluation mode in the {run} from step {step} on (eval() was called)")
+        if not told:
+            return finding
         message = f"{path or ROOT}: {'; '.join(told)}. {finding.message}"
         return replace(finding, message=message, evidence={**finding.evidence, "settings": told})
 
@@ -79,6 +104,8 @@ def _differences(baseline: Mapping[str, str], candidate: Mapping[str, str]) -> d
     """A clause for each setting that differs, by its name."""
     found = {}
     for name in dict.fromkeys((*baseline, *candidate)):
+        if name == "training":
+            continue  # which may change from step to step
         before, after = baseline.get(name), candidate.get(name)
         if before != after:
             found[name] = _clause(name, before, after)

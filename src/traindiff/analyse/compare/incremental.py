@@ -159,6 +159,7 @@ class RunningComparison:
 
     def _step(self, given: AlignedStep) -> list[Finding]:
         step, tables, pairs = given.step, given.tables, given.pairs
+        self._configurations.see(tables, step=step)
         for pair in pairs:
             if pair.baseline.dtype != pair.candidate.dtype:
                 dtypes = (pair.baseline.dtype, pair.candidate.dtype)

@@ -8,6 +8,7 @@ from typing import Any
 
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
+from traindiff.core.observation import EDITED
 from traindiff.core.summary import add
 from traindiff.storage import Run, StepObservations
 
@@ -26,7 +27,7 @@ class Updates:
     def derive(self, table: dict[SiteKey, MergedSite], *, step: int) -> tuple[list[MergedSite], dict[str, MergedSite]]:
         """Entries of phase `update`, and the parameters as this step found them, by path."""
         for key, entry in table.items():
-            if key.phase == "param" and key.stage == "before" and key.slot == "value":
+            if key.phase == "param" and key.stage in ("before", EDITED) and key.slot == "value":
                 self._parameters[key.path] = entry.without_parts()
                 self._ended.pop(key.path, None)
         # An update is unknown if ranks are missing before or after it.

@@ -2,6 +2,7 @@
 
 from traindiff.analyse.rules.adam import EpsIsSmall, SecondMomentsHold
 from traindiff.analyse.rules.batches import BatchesChange, SamplesDiffer, SamplesVary
+from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.learning_rates import LearningRateIsSet, ScheduleIsFollowed
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge
@@ -24,6 +25,7 @@ from traindiff.analyse.rules.weights import (
 RULES: tuple[type[Rule], ...] = (
     FiniteThroughout,
     CopiesAgree,
+    OptimizersAloneChangeParameters,
     BoundariesHold,
     UpdatesFollowSettings,
     ReportedNumbersFit,

@@ -1,4 +1,4 @@
-"""Observe parameters before a step, and buffers."""
+"""Observe what a step finds: parameters, buffers, and the modes of modules."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
+from traindiff.core.observation import EDITED, MODE
 from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
+from traindiff.observe.torch.hooks.nested import as_tensor
 
 
 def attach(context: TapContext) -> ExitStack:
@@ -26,7 +28,8 @@ class ModelStateTap:
 
     Parameters are recorded before the first step, and before each recorded step whose predecessor was not recorded,
     so that every update has both its ends. Parameters that require a gradient and that no optimizer holds are recorded
-    before steps 1, 2, 4, 8 and so on, too, to show whether they ever change.
+    before steps 1, 2, 4, 8 and so on, too, to show whether they ever change. Parameters that something else than their
+    optimizer changed since the step before are recorded as the step finds them.
 
     Buffers are recorded with the parameters. After a step, those are recorded that may have been written: floating-
     point buffers (batch normalization writes its statistics without moving their version counter), and others whose
@@ -41,6 +44,7 @@ class ModelStateTap:
         self._sink = context.sink
         self._seen: dict[str, tuple[ReferenceType[Tensor], int]] = {}
         self._recorded_step = -2
+        self._training = {path: module.training for path, module in context.targets.modules.items()}
 
     def before_step(self) -> None:
         """Record parameters and buffers, unless the step before was recorded."""
@@ -48,7 +52,10 @@ class ModelStateTap:
         recorded = {progress.step} if self._context.before_every_step else {progress.step, progress.step - 1}
         if not progress.observing:
             return
+        self._modes()
         if self._recorded_step in recorded:
+            if not self._context.before_every_step and self._computes_with_parameters:
+                self._edited_parameters()
             if progress.step & (progress.step - 1) == 0:
                 self._parameters_before(self._held_by_none())
             return
@@ -65,6 +72,26 @@ class ModelStateTap:
         for parameter in holders.values():
             pieces = [piece for piece in self._context.targets.pieces_of(parameter) or () if piece.path in paths]
             emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage="before")
+
+    def _modes(self) -> None:
+        """Record which modules are in training mode, as far as that has changed."""
+        for path, module in self._context.targets.modules.items():
+            if self._training.get(path) is not module.training:
+                self._training[path] = module.training
+                flag = as_tensor(module.training)
+                self._sink.emit(flag, phase="forward", path=path, slot="training", stage=MODE)
+
+    @property
+    def _computes_with_parameters(self) -> bool:
+        """False if an engine exchanges parameters for its own between steps."""
+        targets = self._context.targets
+        return not (list(targets.layout.flat) or self._context.gathering)
+
+    def _edited_parameters(self) -> None:
+        with self._sink.together():
+            for tap in self._context.optimizers.values():
+                for parameter, pieces in tap.edited():
+                    emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage=EDITED)
 
     def _held_by_none(self) -> Collection[str]:
         """Paths of the parameters that require a gradient and that no optimizer holds; none without optimizers."""

@@ -24,6 +24,7 @@ from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
+from traindiff.observe.torch.hooks.marks import Marks
 from traindiff.observe.torch.hooks.nested import as_tensor, tensors
 
 StepHook = Callable[..., Any]
@@ -137,6 +138,7 @@ class OptimizerTap:
 
     Attributes:
         was_held: Paths of the observed parameters that the optimizer, or the one before it, held in recorded steps.
+        marks: Of the parameters as its latest step left them, if that was recorded.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class OptimizerTap:
         self._calls_before_scaler = 0
         self._hooks = HeldHooks()
         self.was_held: set[str] = set()
+        self.marks = Marks()
         self._backward: tuple[Tensor, int, int] | None = None  # a parameter, its version, and the calls until then
 
     def attach(self) -> ExitStack:
@@ -212,6 +215,7 @@ class OptimizerTap:
                         f"{UNSEEN}: {UNSEEN_STEP}", phase=phase, path=ITSELF, slot=self.name, optimizer=self.name
                     )
         self._left_out = False
+        self.marks.forget()
         self._sink.progress.unseen = True
         self._end_step()
 
@@ -235,6 +239,7 @@ class OptimizerTap:
         If `step` is given a closure, that computes the gradients, and they are recorded after the step.
         """
         self._has_closure = has_closure(*call)
+        self.marks.forget()
         self._left_out = not self._counts_skipped and leaves_out(self.optimizer)
         if self._left_out or not self._sink.progress.observing:
             return
@@ -267,6 +272,8 @@ class OptimizerTap:
                     self._state(parameter, pieces)
                 if "param" in self._observe:
                     self._emit_pieces(parameter, pieces, phase="param", slot="value")
+        if "update" in self._observe:
+            self.marks.take(parameter for _, parameter, _ in self.updated())
         self._let_go(self.was_held - held)
         self.was_held |= held
 
@@ -323,6 +330,10 @@ class OptimizerTap:
                 if pieces is None:
                     pieces = (Piece(path=f"{self.name}.groups[{number}].params[{position}]"),)
                 yield number, parameter, pieces
+
+    def edited(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
+        """The observed parameters that something else has changed since the latest step of the optimizer."""
+        return ((parameter, pieces) for parameter, pieces in self._selected() if self.marks.is_changed(parameter))
 
     def _selected(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
         for _, parameter, pieces in self.held():

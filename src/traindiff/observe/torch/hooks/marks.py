@@ -1,0 +1,57 @@
+"""Marks of parameters: cheap numbers that change if any bit of a parameter does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from weakref import ReferenceType, ref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_LANES = 64
+_SHORT_BYTES = 4096
+
+
+def mark_of(tensor: Tensor) -> bytes | None:
+    """The bytes of a short tensor, or sums of a longer one's 64-bit words, in 64 lanes; None if it cannot be read.
+
+    A changed element changes a mark. Elements that change places within a lane do not.
+
+    Args:
+        tensor: Any shape and dtype. Only its part on this rank counts. Tensors on other devices than the CPU, which
+            reading would have to wait for, have no mark.
+    """
+    local: Tensor = tensor.detach()
+    local = local.to_local() if hasattr(local, "to_local") else local
+    if local.device.type != "cpu" or local.layout != torch.strided or local.is_nested:
+        return None
+    local = local.contiguous()  # held until its memory has been read
+    size, address = local.nbytes, local.data_ptr()
+    if size <= _SHORT_BYTES:
+        return ctypes.string_at(address, size) if size else b""
+    words = np.frombuffer((ctypes.c_char * size).from_address(address), np.int64, size // 8)
+    table = words[: words.size // _LANES * _LANES].reshape(-1, _LANES)
+    rest = size - table.nbytes
+    return table.sum(0).tobytes() + ctypes.string_at(address + table.nbytes, rest)
+
+
+class Marks:
+    """Marks of parameters as the latest step of an optimizer left them."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[ReferenceType[Tensor], bytes | None]] = {}
+
+    def take(self, parameters: Iterable[Tensor]) -> None:
+        """Mark parameters, which forgets all earlier ones."""
+        self._held = {id(one): (ref(one), mark_of(one)) for one in parameters}
+
+    def forget(self) -> None:
+        """Forget all marks: a step is about to change the parameters."""
+        self._held = {}
+
+    def is_changed(self, parameter: Tensor) -> bool:
+        """True if a parameter was marked and has other bits now."""
+        held = self._held.get(id(parameter))
+        return held is not None and held[0]() is parameter and held[1] is not None and held[1] != mark_of(parameter)

@@ -1,0 +1,130 @@
+"""A parameter that something else than its optimizer changes between two steps is recorded, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import traindiff
+from tests.observe.hooks.reading import rows
+from traindiff.observe.torch.hooks.marks import mark_of
+
+Edit = Callable[[nn.Module], Any]
+
+
+def nothing(_: nn.Module) -> None:
+    pass
+
+
+def in_memory(model: nn.Module) -> None:
+    """As another process, or a broken kernel, writes: no version counter moves."""
+    weight = model.get_parameter("2.weight").detach().numpy()
+    weight.flat[5] += 0.25
+
+
+def clamped(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.01, 0.01)
+
+
+def train(path: Path, edit: Edit = nothing, *, at: tuple[int, ...] = (2,), **settings: Any) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.GELU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with traindiff.record(path, model, optimizer, **settings):
+        for step in range(6):
+            model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in at:
+                edit(model)
+    return path
+
+
+def edited(path: Path) -> list[tuple[int, str]]:
+    return [(seen.step, seen.path) for seen, _ in rows(path, phase="param") if seen.stage == "edited"]
+
+
+def test_a_write_between_two_steps_is_the_first_divergence(tmp_path: Path) -> None:
+    right, wrong = train(tmp_path / "right"), train(tmp_path / "wrong", in_memory)
+    assert (edited(right), edited(wrong)) == ([], [(3, "2.weight")])
+    first = traindiff.compare(right, wrong).first_divergence
+    assert first is not None
+    assert (first.step, first.phase, first.path, first.kind) == (3, "param", "2.weight", "edited")
+    assert first.message == "In the candidate, 2.weight changed between step 2 and step 3, not by the optimizer."
+    verdict = traindiff.check(wrong)
+    assert verdict.verdict == "healthy"
+    (warning,) = verdict.warnings
+    assert warning.message == "2.weight changed between step 2 and step 3, not by the optimizer."
+
+
+def test_edits_of_both_runs_do_not_tell_them_apart(tmp_path: Path) -> None:
+    runs = [train(tmp_path / name, clamped, at=(0, 1, 2, 3)) for name in ("a", "b")]
+    found = traindiff.compare(*runs)
+    assert found.verdict == "identical"
+    assert [note for note in found.notes if "not by the optimizer" in note] == [
+        "In both runs: 0.weight, 0.bias, 2.weight and 3 more parameters changed between step 0 and step 1, not by the "
+        "optimizer."
+    ]
+
+
+def test_steps_that_are_not_recorded_hide_no_edit_and_make_none(tmp_path: Path) -> None:
+    assert edited(train(tmp_path / "every", in_memory, at=(2,), every=2)) == []
+    assert edited(train(tmp_path / "later", in_memory, at=(4,), steps="0,4,5")) == [(5, "2.weight")]
+
+
+def test_several_optimizers_and_closures_are_no_edits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    parts = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts.values()]
+    with traindiff.record(tmp_path / "two", {"a": parts["a"], "b": parts["b"]}, optimizers):
+        for step in range(4):
+            for part, optimizer in zip(parts.values(), optimizers, strict=True):
+                part(torch.ones(2, 4)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step % 2:
+                    part(torch.ones(2, 4)).square().sum().backward()
+                    optimizer.step()
+    assert edited(tmp_path / "two") == []
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).square().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    with traindiff.record(tmp_path / "closure", model, optimizer):
+        for _ in range(3):
+            optimizer.step(closure)
+    assert edited(tmp_path / "closure") == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (33, 31), (63, 257), (129, 4, 65)])
+def test_a_mark_shows_every_changed_element(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(shape, dtype=dtype)
+    before = mark_of(tensor)
+    assert before == mark_of(tensor.clone())
+    flat = tensor.view(-1)
+    for place in {0, 1, len(flat) // 2, len(flat) - 1} if len(flat) else ():
+        if place < len(flat):
+            flat[place] = 2
+            assert mark_of(tensor) != before
+            flat[place] = 1
+    assert mark_of(tensor) == before
+
+
+def test_tensors_that_cannot_be_read_here_have_no_mark() -> None:
+    assert mark_of(torch.ones(3, device="meta")) is None
+    assert mark_of(torch.ones(3).to_sparse()) is None
+    wide: Tensor = torch.arange(20_000.0).view(100, 200)
+    assert mark_of(wide.T) == mark_of(wide.T.contiguous())
