@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from typing import Any
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -31,10 +32,12 @@ def mark_of(tensor: Tensor) -> bytes | None:
     size, address = local.nbytes, local.data_ptr()
     if size <= _SHORT_BYTES:
         return ctypes.string_at(address, size) if size else b""
-    words = np.frombuffer((ctypes.c_char * size).from_address(address), np.int64, size // 8)
+    memory: Any = (ctypes.c_char * size).from_address(address)
+    words = np.frombuffer(memory, np.int64, size // 8)
     table = words[: words.size // _LANES * _LANES].reshape(-1, _LANES)
     rest = size - table.nbytes
-    return table.sum(0).tobytes() + ctypes.string_at(address + table.nbytes, rest)
+    sums: bytes = table.sum(0).tobytes()
+    return sums + ctypes.string_at(address + table.nbytes, rest)
 
 
 class Marks:
