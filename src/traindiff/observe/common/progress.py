@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from traindiff.core.observation import PLACE
 
@@ -191,7 +192,6 @@ class Progress:
             evaluating: It keeps no gradients.
             continues: The micro-step goes on, although a backward pass has ended; see `Rounds`.
         """
-        outer = self.batch, self.evaluating, self.in_forward
         if not evaluating and self.backward_done and self.chunk is None:
             self.backward_done = False
             if not continues:
@@ -199,15 +199,14 @@ class Progress:
                 self._calls.clear()
         if not evaluating and not self.forward_done:
             self.loss_scaled = False
-        self.batch, self.evaluating, self.in_forward = batch, evaluating, True
         if batch and not evaluating:
             self.latest_batch, self.samples = batch, batch.size
             if self.chunk is not None:
                 self._chunk_states[self.chunk.stage, self.micro_step].batch = batch
         try:
-            yield
+            with self._while(batch=batch, evaluating=evaluating, in_forward=True):
+                yield
         finally:
-            self.batch, self.evaluating, self.in_forward = outer
             self.forward_done = self.forward_done or not evaluating
 
     def end_backward(self) -> None:
@@ -220,36 +219,31 @@ class Progress:
         self.num_stages = num_stages
         self._chunks = self._chunks[1], self._chunks[1] + num_chunks
 
-    @contextmanager
-    def working_on(self, chunk: Chunk) -> Iterator[None]:
+    def working_on(self, chunk: Chunk) -> AbstractContextManager[None]:
         """Inside the forward or the backward pass of a stage on one micro-batch of the schedule."""
-        outer = self.chunk, self.micro_step, self._calls, self.latest_batch
-        self.chunk, self.micro_step = chunk, self._chunks[0] + chunk.number
-        state = self._chunk_states.setdefault((chunk.stage, self.micro_step), ChunkState())
-        self._calls, self.latest_batch = state.calls, state.batch
-        try:
-            yield
-        finally:
-            self.chunk, self.micro_step, self._calls, self.latest_batch = outer
+        micro_step = self._chunks[0] + chunk.number
+        state = self._chunk_states.setdefault((chunk.stage, micro_step), ChunkState())
+        return self._while(chunk=chunk, micro_step=micro_step, _calls=state.calls, latest_batch=state.batch)
 
-    @contextmanager
-    def before_all_chunks(self) -> Iterator[None]:
+    def before_all_chunks(self) -> AbstractContextManager[None]:
         """Inside it, observations come before everything on which a stage works."""
-        chunk, self.chunk = self.chunk, None
-        try:
-            yield
-        finally:
-            self.chunk = chunk
+        return self._while(chunk=None)
+
+    def hiding(self) -> AbstractContextManager[None]:
+        """Inside calls of the model's modules that are no part of the training."""
+        return self._while(hidden=True, observing=False)
 
     @contextmanager
-    def hiding(self) -> Iterator[None]:
-        """Inside calls of the model's modules that are no part of the training."""
-        outer = self.hidden, self.observing
-        self.hidden, self.observing = True, False
+    def _while(self, **values: Any) -> Iterator[None]:
+        """Inside it, some attributes have other values."""
+        outer = {name: getattr(self, name) for name in values}
+        for name, value in values.items():
+            setattr(self, name, value)
         try:
             yield
         finally:
-            self.hidden, self.observing = outer
+            for name, value in outer.items():
+                setattr(self, name, value)
 
     def end_step(self, optimizer: str, *, observing: bool) -> None:
         """Note that a call of `optimizer` has ended; `observing` tells whether the next step is recorded."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import atexit
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -15,8 +14,8 @@ from traindiff.core.settings import RecordSettings
 from traindiff.errors import ConfigError, Problem
 from traindiff.observe.common.circumstances import Ending, close_at_exit
 from traindiff.observe.common.faults import Faults
-from traindiff.observe.common.observed import ObservationBuffer
 from traindiff.observe.common.progress import Progress
+from traindiff.observe.common.sink import ObservationBuffer
 from traindiff.observe.common.user_input import NotLoggedError, RefusedLogs, logged_name, weight_of
 from traindiff.observe.common.writing import OpenWriter, StepWriter
 
@@ -92,7 +91,7 @@ class Session(ABC, Generic[Buffer]):
             where = f"log({name!r}, merge=...)"
             problem = Problem.unknown_name(where=where, kind="a way to merge", found=str(merge), known=("mean", "sum"))
             raise ConfigError("log(...)", [problem], consequence="the value was not recorded")
-        self._guarded("log", self._log)(name, value, merge, weight)
+        self._faults.guarded("log", self._log)(name, value, merge, weight)
 
     def ended_by(self, error: BaseException | None) -> None:
         """Note in the recording which error ended the training; None for no error. `close` follows."""
@@ -104,8 +103,8 @@ class Session(ABC, Generic[Buffer]):
         with undo:
             if self._writer is not None:
                 self._finish()
-                self._guarded("writer", self._write)()
-                self._guarded("writer", self._describe_end)()
+                self._faults.guarded("writer", self._write)()
+                self._faults.guarded("writer", self._describe_end)()
         self._writer = None
         self._progress.observing = False  # for hooks on a graph that outlives the recording
         self._observations.clear()
@@ -134,7 +133,7 @@ class Session(ABC, Generic[Buffer]):
         }  # fmt: skip
         self._writer = open_writer(self._run, rank, world_size)
         with ExitStack() as undo:
-            undo.callback(self._guarded("writer", self._close_writer, always=True))
+            undo.callback(self._faults.guarded("writer", self._close_writer, always=True))
             yield undo
             self._write_rank()
             undo.callback(atexit.unregister, close_at_exit(self, first=self._ending.at_exit))
@@ -155,10 +154,6 @@ class Session(ABC, Generic[Buffer]):
     @abstractmethod
     def _scalar(self, value: object) -> Any:
         """A logged value as the framework's tensor without axes; raises `NotLoggedError` for anything else."""
-
-    def _guarded(self, tap: str, hook: Callable[..., Any], *, always: bool = False) -> Callable[..., Any]:
-        """`hook`, made harmless: an error in it disables the tap and never reaches the training."""
-        return lambda *args: self._faults.run(tap, partial(hook, *args), always=always)
 
     def _is_late(self, name: str) -> bool:  # noqa: ARG002
         """Whether a value logged now under this name belongs to the step that has just ended."""
@@ -189,7 +184,7 @@ class Session(ABC, Generic[Buffer]):
         """Write the step that this optimizer has ended, and begin its next one."""
         if name == self._progress.optimizer:
             self._ending.step_ends()
-        self._guarded("writer", self._write)(name)
+        self._faults.guarded("writer", self._write)(name)
         following = self._progress.steps.get(name, 0) + 1
         self._progress.end_step(name, observing=self._settings.records(following) and self.is_recording)
 

@@ -15,8 +15,8 @@ from traindiff.core.observation import Merge
 from traindiff.core.shards import Shard
 from traindiff.core.summary import Detail
 from traindiff.errors import UnsupportedTensorError
-from traindiff.observe.common.observed import ObservationBuffer, Step
 from traindiff.observe.common.progress import Progress
+from traindiff.observe.common.sink import ObservationBuffer, Step
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SMALLEST_NORMAL_OF_BFLOAT16 = 2.0**-126
@@ -152,6 +152,6 @@ class Observations(ObservationBuffer):
     def _keep_now(self, summary: Any, detail: Detail | None, **about: Any) -> None:
         with self.lock:
             super()._keep_now(summary, detail, term=self.progress.data_rank, **about)
-            full = self._pending.full
+            full = self._is_full
         if full:
             self._on_full()

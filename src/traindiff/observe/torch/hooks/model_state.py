@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -13,12 +12,11 @@ from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 
 
-def attach(context: TapContext) -> ExitStack:
+def attach(context: TapContext) -> None:
     """Observe parameters and buffers around each step. The tap ends with the session, as all events do."""
     tap, guarded = ModelStateTap(context), partial(context.sink.guarded, "model_state")
     context.events.before_step.append(guarded(tap.before_step))
     context.events.after_step.append(guarded(tap.after_step))
-    return ExitStack()  # events end with the session
 
 
 class ModelStateTap:

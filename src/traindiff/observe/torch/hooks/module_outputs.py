@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
 from inspect import getattr_static
 from typing import Any
@@ -31,9 +30,9 @@ QUIET = (
 SCRIPTED = f"{NOT_CALLED}: TorchScript takes no hooks on modules"
 
 
-def attach(context: TapContext) -> ExitStack:
-    """Observe the selected modules. Close the result to remove the tap."""
-    return _ModuleOutputs(context).attach()
+def attach(context: TapContext) -> None:
+    """Observe the selected modules."""
+    _ModuleOutputs(context).attach()
 
 
 class _ModuleOutputs:
@@ -46,17 +45,15 @@ class _ModuleOutputs:
         self._silent = SilentModules(context.targets.modules, context.sink)
         self._guarded = partial(context.sink.guarded, "module_outputs")
 
-    def attach(self) -> ExitStack:
+    def attach(self) -> None:
         guarded, modules = self._guarded, self._context.targets.modules
         for event in (self._context.events.after_step, self._context.events.at_end):
             event.append(guarded(self._silent.report))
         self._context.events.after_step.append(guarded(self._silent.end_step))
-        with ExitStack() as undo:
-            undo.callback(self._activations.let_go)
-            taking = {path: module for path, module in modules.items() if takes_hooks(module)}
-            how = Following(hook=self._hook, lost=self._lost, grows=True)
-            undo.enter_context(self._context.followed.follow(taking, how))
-            return undo.pop_all()
+        self._context.undo.callback(self._activations.let_go)
+        taking = {path: module for path, module in modules.items() if takes_hooks(module)}
+        how = Following(hook=self._hook, lost=self._lost, grows=True)
+        self._context.undo.enter_context(self._context.followed.follow(taking, how))
 
     def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
         site, guarded = path_in_whole(path), self._guarded

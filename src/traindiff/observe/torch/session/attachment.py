@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -19,7 +19,6 @@ from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import trace_hooks
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.inert_on_copy import hide_from_scripting, leave_hooks_behind
-from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 from traindiff.observe.torch.perturb.replica import Replica, notice_compiled
 from traindiff.observe.torch.session.followed_optimizers import FollowedOptimizers
 from traindiff.observe.torch.session.observations import Containment
@@ -43,6 +42,9 @@ class Attachment:
         on_discovery: Called when more is known of this rank, e.g. an optimizer that was not given.
         containment: Guards hooks.
         on_schedule: Called with the root, a pipeline's schedule, and its stages on this rank, before it runs a batch.
+
+    Attributes:
+        optimizers: The optimizers that are followed.
     """
 
     def __init__(
@@ -60,7 +62,6 @@ class Attachment:
     ) -> None:
         self._targets = targets
         self._described: dict[str, Any] = {}
-        optimizers: dict[str, OptimizerTap] = {}
         context = TapContext(
             targets=targets,
             sink=sink,
@@ -71,35 +72,34 @@ class Attachment:
             counts_skipped=settings.counts_skipped,
             before_every_step=before_every_step,
             batch_axis=BatchAxis(settings.batch_axis, targets.modules),
-            optimizers=optimizers,
             describe=self._describe,
         )
         self._events = context.events
         self._on_discovery = on_discovery
-        upkeep = Upkeep(context, targets, on_change=on_discovery)
-        self._optimizers = FollowedOptimizers(
+        upkeep = Upkeep(context, on_change=on_discovery)
+        self.optimizers = FollowedOptimizers(
             context,
-            targets,
-            optimizers,
             on_step=on_step,
             on_discovery=on_discovery,
             before_step=upkeep.before_optimizer,
         )
         self._events.before_forward.append(self.settle)
         self._events.on_schedule.append(partial(on_schedule, targets.root))
-        with ExitStack() as undo:
+        self._undo = context.undo
+        with ExitStack() as on_error:
+            undo = on_error.enter_context(context.undo)
             if replica:  # before the taps, which see what it did
                 undo.enter_context(replica.attach(sink))
                 undo.enter_context(notice_compiled(targets.root, sink))
             for tap in TAPS:
                 if not tap.part_of and tap.is_wanted(context.observe):
-                    undo.enter_context(_attached(tap.name, context))
+                    import_module(f"traindiff.observe.torch.hooks.{tap.name}").attach(context)
             upkeep.attach()
-            undo.enter_context(self._optimizers.attach())  # whose steps are to be known before the rest is looked at
+            self.optimizers.attach()  # whose steps are to be known before the rest is looked at
             undo.enter_context(trace_hooks())
             undo.enter_context(hide_from_scripting())
             undo.enter_context(leave_hooks_behind([*targets.root.modules(), *targets.optimizers.values()]))
-            self._undo = undo.pop_all()
+            on_error.pop_all()
         report = partial(_report_unused, context.batch_axis, targets.layout)
         self._events.at_end.append(sink.guarded("batch_axis", report))
 
@@ -110,20 +110,14 @@ class Attachment:
     def finish(self) -> None:
         """Record what is known only at the end; to be called before the last observations are written."""
         self.settle()
-        self._optimizers.end_unseen_steps()
-        if elsewhere := self._optimizers.goes_on_elsewhere():
+        self.optimizers.end_unseen_steps()
+        if elsewhere := self.optimizers.goes_on_elsewhere():
             self._describe("goes_on_elsewhere", elsewhere)
-        for at_end in self._events.at_end:
-            at_end()
+        self._events.at_end()
 
     def settle(self) -> None:
         """End the steps that optimizers made in compiled code, which has returned by now."""
-        self._optimizers.settle()
-
-    @property
-    def optimizers(self) -> FollowedOptimizers:
-        """The optimizers that are followed."""
-        return self._optimizers
+        self.optimizers.settle()
 
     def _describe(self, name: str, value: Any) -> None:
         """Put a value into `rank.json`, and have that written."""
@@ -132,13 +126,7 @@ class Attachment:
 
     def describe(self) -> dict[str, Any]:
         """Names, shapes and dtypes of what is observed, for `rank.json`."""
-        return {**self._targets.describe(), "optimizers": self._optimizers.describe(), **self._described}
-
-
-def _attached(tap: str, context: TapContext) -> AbstractContextManager[object]:
-    """The tap with this name in the registry; only wanted taps are imported."""
-    attached: AbstractContextManager[object] = import_module(f"traindiff.observe.torch.hooks.{tap}").attach(context)
-    return attached
+        return {**self._targets.describe(), "optimizers": self.optimizers.describe(), **self._described}
 
 
 def _report_unused(batch_axis: BatchAxis, layout: Layout) -> None:

@@ -15,7 +15,7 @@ from traindiff.core.site import WRAPPERS, canonical_paths, part_name
 from traindiff.core.torch_compat.execution import is_compiled
 from traindiff.core.torch_compat.training import live_children_of
 from traindiff.errors import ConfigError, Problem, type_of
-from traindiff.observe.common.selection import examples, is_selected, near
+from traindiff.observe.common.user_input import examples, is_selected, near
 from traindiff.observe.torch.sharding.flat_parameters import FlatParameters
 from traindiff.observe.torch.sharding.registry import ENGINES
 

@@ -77,21 +77,17 @@ def _index(shard: Shard) -> tuple[Any, ...]:
     return tuple(boxes) if shard.spacing is None else (_rows(shard), *boxes[1:])
 
 
-def _is_flat(shard: Shard) -> bool:
-    return len(shard.shape) != len(shard.global_shape)
+def _whole_as(shard: Shard, whole: NDArray[Any]) -> NDArray[Any]:
+    """A view of the global tensor with the axes of a part; a part may be a range of all elements."""
+    return whole if len(shard.shape) == len(shard.global_shape) else whole.reshape(-1)
 
 
 def _at(whole: NDArray[Any], shard: Shard) -> NDArray[Any]:
-    if _is_flat(shard):
-        return whole.reshape(-1)[shard.offset[0] : shard.offset[0] + shard.shape[0]]
-    return np.asarray(whole[_index(shard)])
+    return np.asarray(_whole_as(shard, whole)[_index(shard)])
 
 
 def _put(whole: NDArray[Any], shard: Shard, values: Any) -> None:
-    if _is_flat(shard):
-        whole.reshape(-1)[shard.offset[0] : shard.offset[0] + shard.shape[0]] = values
-    else:
-        whole[_index(shard)] = np.reshape(values, shard.shape) if np.ndim(values) else values
+    _whole_as(shard, whole)[_index(shard)] = np.reshape(values, shard.shape) if np.ndim(values) else values
 
 
 FORCED_PHASES = frozenset({"forward", "backward", "grad", "optimizer", "param"})

@@ -4,122 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from traindiff.core.site import canonical_paths, matches
+from traindiff.core.site import canonical_paths
 from traindiff.core.torch_compat.training import children_of, parameters_of
+from traindiff.observe.common.user_input import is_selected
 from traindiff.observe.torch.hooks.context import TapContext
-from traindiff.observe.torch.hooks.followed_modules import FollowedModules, takes_hooks
-from traindiff.observe.torch.session.targets import Targets
+from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.sharding.registry import ENGINES
-
-
-class ChangedModel:
-    """Keeps the observed modules and parameters of a model up to date.
-
-    A module or parameter that is still part of the model keeps its path, wherever it is now. A new one takes the path
-    under which it is found, and so replaces the one that had this path and is no longer part of the model.
-
-    Args:
-        targets: What is observed; its mappings are changed.
-        followed: The modules with hooks.
-    """
-
-    def __init__(self, targets: Targets, followed: FollowedModules) -> None:
-        self._targets = targets
-        self._followed = followed
-        # An engine that exchanges parameters for its own says itself what they are.
-        self._replaces_parameters = not (list(targets.layout.flat) or targets.gathering)
-        self._tree: list[tuple[nn.Module, list[Any], list[int]]] = []
-        self._note()
-
-    def update(self, *, parameters: bool) -> bool:
-        """Note what was replaced since the last call; gives whether anything was.
-
-        Args:
-            parameters: Whether the parameters are those that are trained, and not exchanged temporarily.
-        """
-        if not self._is_changed():
-            return False
-        found = self._modules()
-        if parameters and self._replaces_parameters:
-            found |= self._parameters()
-        self._note()
-        return found
-
-    def _note(self) -> None:
-        """Remember the tree. Its parts are kept alive, so that no other object gets the id of one."""
-        self._tree = []
-        for module in self._targets.root.modules():
-            parts: list[Any] = [*children_of(module).values()]
-            if self._replaces_parameters:
-                parts += parameters_of(module).values()
-            self._tree.append((module, parts, [*map(id, parts)]))
-
-    def _is_changed(self) -> bool:
-        for module, _, ids in self._tree:
-            found = [*map(id, children_of(module).values())]
-            if self._replaces_parameters:
-                found += map(id, parameters_of(module).values())
-            if found != ids:
-                return True
-        return False
-
-    def _modules(self) -> bool:
-        modules: Any = self._targets.modules
-        present = dict(self._targets.root.named_modules(remove_duplicate=False))
-        alive = {id(one) for one in present.values()}
-        known = {id(one) for one in modules.values()}
-        changed = False
-        for name, path in canonical_paths(present).items():
-            module = present[name]
-            if id(module) in known or not takes_hooks(module) or not self._is_chosen(path):
-                continue
-            held = modules.get(path)
-            if held is not None and id(held) in alive:
-                continue  # the module with this path has been wrapped
-            modules[path] = module
-            known.add(id(module))
-            changed = True
-            if held is None:
-                self._followed.grow(path, module)
-            else:
-                self._followed.replace(path, module)
-        return changed
-
-    def _parameters(self) -> bool:
-        names: Any = self._targets.names
-        parameters: Any = self._targets.parameters
-        present = dict(self._targets.root.named_parameters(remove_duplicate=False))
-        alive = {id(one) for one in present.values()}
-        by_path = {path: key for key, path in names.items()}
-        changed = False
-        for name, found in canonical_paths(present).items():
-            parameter = present[name]
-            if id(parameter) in names or not isinstance(parameter, nn.Parameter) or _is_of_engine(parameter):
-                continue
-            path = self._targets.first_name(found)
-            if by_path.get(path) in alive:
-                path = found  # it was tied to another parameter before
-            if by_path.get(path) in alive:
-                continue
-            names.pop(by_path.get(path), None)
-            names[id(parameter)] = path
-            by_path[path] = id(parameter)
-            if path in parameters or self._is_chosen(path):
-                parameters[path] = parameter
-            changed = True
-        return changed
-
-    def _is_chosen(self, path: str) -> bool:
-        return any(matches(glob, path) for glob in self._targets.select)
-
-
-def _is_of_engine(parameter: nn.Parameter) -> bool:
-    return any(engine.global_shape(parameter) is not None for engine in ENGINES)
 
 
 class Upkeep:
@@ -130,19 +26,25 @@ class Upkeep:
     the optimizer, only the modules that the training loop calls are checked: without their hooks no forward pass is
     seen.
 
+    A module or parameter that is still part of the model keeps its path, wherever it is now. A new one takes the path
+    under which it is found, and so replaces the one that had this path and is no longer part of the model.
+
     A check of 1,000 modules takes about 0.3 ms: it looks up dicts and reads no tensor.
 
     Args:
-        context: The training, as taps see it.
-        targets: What is observed.
+        context: The training, as taps see it; the mappings of its targets are changed.
         on_change: Called when the model has other parts than before.
     """
 
-    def __init__(self, context: TapContext, targets: Targets, *, on_change: Callable[[], None]) -> None:
+    def __init__(self, context: TapContext, *, on_change: Callable[[], None]) -> None:
         self._context = context
+        self._targets = context.targets
         self._followed = context.followed
-        self._model = ChangedModel(targets, context.followed)
         self._on_change = on_change
+        # An engine that exchanges parameters for its own says itself what they are.
+        self._replaces_parameters = not (list(context.targets.layout.flat) or context.targets.gathering)
+        self._tree: list[tuple[nn.Module, list[Any]]] = []
+        self._note()
 
     def attach(self) -> None:
         """Have the training looked at in these events, which end with the session."""
@@ -174,5 +76,83 @@ class Upkeep:
             self._followed.look(called=False, everywhere=True)
 
     def _update(self, *, parameters: bool) -> None:
-        if self._model.update(parameters=parameters):
+        """Note what was replaced since the last call.
+
+        Args:
+            parameters: The parameters are those that are trained, and not exchanged temporarily.
+        """
+        if not self._is_changed():
+            return
+        found = self._new_modules()
+        if parameters and self._replaces_parameters:
+            found |= self._new_parameters()
+        self._note()
+        if found:
             self._on_change()
+
+    def _note(self) -> None:
+        """Remember the tree. Its parts are kept alive, so that no other object gets the id of one."""
+        self._tree = [(module, self._parts(module)) for module in self._targets.root.modules()]
+
+    def _is_changed(self) -> bool:
+        for module, parts in self._tree:
+            found = self._parts(module)
+            if len(found) != len(parts) or not all(map(is_, found, parts)):
+                return True
+        return False
+
+    def _parts(self, module: nn.Module) -> list[Any]:
+        parts: list[Any] = [*children_of(module).values()]
+        if self._replaces_parameters:
+            parts += parameters_of(module).values()
+        return parts
+
+    def _new_modules(self) -> bool:
+        modules: Any = self._targets.modules
+        present = dict(self._targets.root.named_modules(remove_duplicate=False))
+        alive = {id(one) for one in present.values()}
+        known = {id(one) for one in modules.values()}
+        changed = False
+        for name, path in canonical_paths(present).items():
+            module = present[name]
+            if id(module) in known or not takes_hooks(module) or not is_selected(self._targets.select, path):
+                continue
+            held = modules.get(path)
+            if held is not None and id(held) in alive:
+                continue  # the module with this path has been wrapped
+            modules[path] = module
+            known.add(id(module))
+            changed = True
+            if held is None:
+                self._followed.grow(path, module)
+            else:
+                self._followed.replace(path, module)
+        return changed
+
+    def _new_parameters(self) -> bool:
+        names: Any = self._targets.names
+        parameters: Any = self._targets.parameters
+        present = dict(self._targets.root.named_parameters(remove_duplicate=False))
+        alive = {id(one) for one in present.values()}
+        by_path = {path: key for key, path in names.items()}
+        changed = False
+        for name, found in canonical_paths(present).items():
+            parameter = present[name]
+            if id(parameter) in names or not isinstance(parameter, nn.Parameter) or _is_of_engine(parameter):
+                continue
+            path = self._targets.first_name(found)
+            if by_path.get(path) in alive:
+                path = found  # it was tied to another parameter before
+            if by_path.get(path) in alive:
+                continue
+            names.pop(by_path.get(path), None)
+            names[id(parameter)] = path
+            by_path[path] = id(parameter)
+            if path in parameters or is_selected(self._targets.select, path):
+                parameters[path] = parameter
+            changed = True
+        return changed
+
+
+def _is_of_engine(parameter: nn.Parameter) -> bool:
+    return any(engine.global_shape(parameter) is not None for engine in ENGINES)
