@@ -190,7 +190,7 @@ class Progress:
         Args:
             batch: The batch on which it works.
             evaluating: It keeps no gradients.
-            continues: The micro-step goes on, although a backward pass has ended; see `Rounds`.
+            continues: The micro-step goes on, although a backward pass has ended.
         """
         if not evaluating and self.backward_done and self.chunk is None:
             self.backward_done = False
@@ -259,28 +259,3 @@ class Progress:
             self._rows.clear()
             self._chunks = (0, 0)
             self._chunk_states.clear()
-
-
-class Rounds:
-    """Recognizes the begin of a micro-step: a call, after a backward pass, of the module with which the step began.
-
-    Gradients are accumulated like this: each micro-batch goes the same way, and its observations merge with those of
-    the others. In a GAN another module may come next, or another optimizer may have stepped in between: then the call
-    is a further part of the same micro-step.
-
-    Args:
-        progress: Where the training is.
-    """
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._turn = -1
-        self._first = ""
-
-    def continues(self, path: str) -> bool:
-        """True if a call of the module with this path, which keeps gradients, begins no micro-step."""
-        turn = sum(self._progress.steps.values())
-        if turn != self._turn:
-            self._turn, self._first = turn, path
-            return True
-        return path != self._first

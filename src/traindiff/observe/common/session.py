@@ -16,7 +16,7 @@ from traindiff.observe.common.circumstances import Ending, close_at_exit
 from traindiff.observe.common.faults import Faults
 from traindiff.observe.common.progress import Progress
 from traindiff.observe.common.sink import ObservationBuffer
-from traindiff.observe.common.user_input import NotLoggedError, RefusedLogs, logged_name, weight_of
+from traindiff.observe.common.user_input import NotLoggedError, logged_name, warn_of_refused, weight_of
 from traindiff.observe.common.writing import OpenWriter, StepWriter
 
 Buffer = TypeVar("Buffer", bound=ObservationBuffer)
@@ -45,7 +45,7 @@ class Session(ABC, Generic[Buffer]):
         self._faults = faults
         self._observations = observations
         self._ending = Ending(progress)
-        self._refused = RefusedLogs()
+        self._refused: set[str] = set()  # names of values that were not numbers
         self._run: dict[str, Any] = {}
         self._final: dict[str, Any] | None = None
         self._writer: StepWriter | None = None
@@ -112,8 +112,7 @@ class Session(ABC, Generic[Buffer]):
     @contextmanager
     def _open(
         self, open_writer: OpenWriter, rank: int, world_size: int, *, circumstances: Mapping[str, Any],
-        mesh: Mapping[str, Any] | None, engine: Mapping[str, Any] | None = None, forced_by: str | None = None,
-        recipe: str | None = None,
+        mesh: Mapping[str, Any] | None, **about: Any,
     ) -> Iterator[ExitStack]:  # fmt: skip
         """Open the files. The block attaches the taps, and adds to the result what removes them.
 
@@ -123,13 +122,12 @@ class Session(ABC, Generic[Buffer]):
             world_size: Number of ranks.
             circumstances: Versions, machine, flags and source revision.
             mesh: How the batch is divided; None for a single process.
-            engine: Settings of the engine that change numbers, if there is an engine.
-            forced_by: The recording whose tensors replace those of the training, if any.
-            recipe: Name of the recipe that prepared the training, if any.
+            about: `engine`, its settings that change numbers; `forced_by`, the recording whose tensors replace those of
+                the training; `recipe`, the name of the recipe that prepared the training; as far as there are any.
         """
         self._run = {
-            "world_size": world_size, "mesh": mesh, "engine": engine, "settings": self._settings.to_json(),
-            "forced_by": forced_by, "recipe": recipe, **circumstances,
+            "world_size": world_size, "mesh": mesh, "engine": None, "settings": self._settings.to_json(),
+            "forced_by": None, "recipe": None, **circumstances, **about,
         }  # fmt: skip
         self._writer = open_writer(self._run, rank, world_size)
         with ExitStack() as undo:
@@ -174,7 +172,7 @@ class Session(ABC, Generic[Buffer]):
             scalar, weighs = self._scalar(value), float(progress.samples) if weight is None else weight_of(weight)
         except NotLoggedError as error:
             self._observations.unobserved(str(error), phase="loss", path=name, slot="logged", call=call, late=late)
-            self._refused.warn(name, str(error))
+            warn_of_refused(name, str(error), self._refused)
             return
         self._observations.emit(
             scalar, phase="loss", path=name, slot="logged", merge=merge, late=late, call=call, weight=weighs

@@ -142,27 +142,21 @@ def logged_name(name: object) -> str:
     return str(name).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-class RefusedLogs:
-    """Warns once per name that a value was not recorded, and why."""
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-
-    def warn(self, name: str, why: str) -> None:
-        """Warn, unless that was done for this name. Never raises."""
-        if name in self._names or len(self._names) == _MOST_NAMES:
-            return
-        self._names.add(name)
-        shown = ascii(name[:_LONGEST_NAME])
-        try:
-            warnings.warn(
-                f"log({shown}, ...) recorded nothing: {why}. Give it a number, or a tensor with one element. The "
-                "training is not affected, later calls are recorded, and the recording says what it lacks.",
-                TraindiffWarning,
-                stacklevel=level_of_caller(),
-            )
-        except TraindiffWarning as warning:  # the user turned warnings into errors
-            _logger.warning("%s", warning)
+def warn_of_refused(name: str, why: str, warned: set[str]) -> None:
+    """Warn that a value was not recorded, and why, unless its name is among those `warned` of. Never raises."""
+    if name in warned or len(warned) == _MOST_NAMES:
+        return
+    warned.add(name)
+    shown = ascii(name[:_LONGEST_NAME])
+    try:
+        warnings.warn(
+            f"log({shown}, ...) recorded nothing: {why}. Give it a number, or a tensor with one element. The training "
+            "is not affected, later calls are recorded, and the recording says what it lacks.",
+            TraindiffWarning,
+            stacklevel=level_of_caller(),
+        )
+    except TraindiffWarning as warning:  # the user turned warnings into errors
+        _logger.warning("%s", warning)
 
 
 def of_one_element(tensor: Any) -> Any:

@@ -104,19 +104,8 @@ class Observations(ObservationBuffer):
     ) -> None:
         """Summarize an array, which is neither kept nor changed, and keep the observation.
 
-        Args:
-            array: With the batch axis in front, if it has one.
-            phase: See `Observation`.
-            path: Canonical path.
-            slot: Which tensor there.
-            stage: Part of the phase.
-            call: How often the cell had been called before in the micro-step.
-            optimizer: The optimizer whose step this is. Default: the one that counts forward passes.
-            shard: Which elements these are. Default: all.
-            merge: How it merges with others of its site in the step.
-            weight: Weight in a mean.
-            factor: The factor that the tensor was multiplied by.
-            late: File it under the step that has just ended.
+        The arguments are those of `Sink.emit`. The array has its batch axis in front, if it has one, and was multiplied
+        by `factor`; `late` files it under the step that has just ended.
         """
         array = np.asarray(array)
         dtype = array.dtype.name

@@ -43,7 +43,7 @@ class Activations:
         self._batch_axis = context.batch_axis
         self._forward = "forward" in context.observe
         self._backward = "backward" in context.observe
-        self._evaluation = context.evaluation
+        self._evaluation = context.settings.evaluation
         self._several_roots = context.targets.several_roots
         self._regions = context.targets.layout.regions_of
         self._guarded = partial(context.sink.guarded, tap)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from traindiff.core.settings import RecordSettings
 from traindiff.core.shards import Piece, Shard
 from traindiff.observe.common.batch_axis import BatchAxis
 from traindiff.observe.common.sink import Sink
@@ -80,26 +81,25 @@ class TapContext:
     """The training that is observed, and the sink for what is seen.
 
     Attributes:
-            targets: The modules, parameters and buffers to observe.
-            sink: Receives the observations, and guards hooks.
-            containment: Guards hooks that clean up even after an error has disabled their tap.
-            observe: Names of what is observed; see `traindiff.core.tap_registry`.
-            evaluation: Observe forward passes without gradients, too.
-            counts_skipped: Count a step that a loss scaler leaves out as a step.
-            before_every_step: Record parameters before each step, not only where the step before was not recorded.
-            batch_axis: Recognizes the batch axis.
-            events: Where taps ask to be called.
-            followed: The modules that have hooks of taps.
-            optimizers: The optimizers that are followed, by name; may grow.
-    X
+        targets: The modules, parameters and buffers to observe.
+        sink: Receives the observations, and guards hooks.
+        containment: Guards hooks that clean up even after an error has disabled their tap.
+        observe: Names of what is observed, with `param` for `update`; see `traindiff.core.tap_registry`.
+        settings: How it is observed.
+        before_every_step: Record parameters before each step, not only where the step before was not recorded.
+        batch_axis: Recognizes the batch axis.
+        events: Where taps ask to be called.
+        followed: The modules that have hooks of taps.
+        optimizers: The optimizers that are followed, by name; may grow.
+        describe: Put a value into `rank.json` under a name, and write that.
+        undo: Closed when the session ends: what removes the taps.
     """
 
     targets: Targets
     sink: Sink
     containment: Containment
     observe: frozenset[str]
-    evaluation: bool
-    counts_skipped: bool
+    settings: RecordSettings
     before_every_step: bool
     batch_axis: BatchAxis
     describe: Callable[[str, Any], None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from inspect import getattr_static
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +15,13 @@ from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.activations import Activations
 from traindiff.observe.torch.hooks.compiled import ModuleObserver, tap_compiled_module
 from traindiff.observe.torch.hooks.context import TapContext
-from traindiff.observe.torch.hooks.followed_modules import REMOVED, Following, HeldHooks, takes_hooks
+from traindiff.observe.torch.hooks.followed_modules import (
+    REMOVED,
+    Following,
+    HeldHooks,
+    has_forward,
+    takes_hooks,
+)
 from traindiff.observe.torch.hooks.nested import tensors
 
 COMPILED = (
@@ -51,7 +56,7 @@ class _ModuleOutputs:
             event.append(guarded(self._silent.report))
         self._context.events.after_step.append(guarded(self._silent.end_step))
         self._context.undo.callback(self._activations.let_go)
-        taking = {path: module for path, module in modules.items() if takes_hooks(module)}
+        taking = [(path, module) for path, module in modules.items() if takes_hooks(module)]
         how = Following(hook=self._hook, lost=self._lost, grows=True)
         self._context.undo.enter_context(self._context.followed.follow(taking, how))
 
@@ -113,10 +118,9 @@ class SilentModules:
     def __init__(self, modules: Mapping[str, nn.Module], sink: Sink) -> None:
         self._sink = sink
         self._modules = modules
-        self._callable = {path: module for path, module in modules.items() if _has_forward(module)}
+        self._callable = {path: module for path, module in modules.items() if has_forward(module)}
         self._silent = dict(self._callable)
         self._traced: set[str] = set()
-        self._reported = False
         self._heard: set[str] = set()
         self._now: set[str] = set()
         self._beside_roots: set[str] = set()
@@ -153,16 +157,15 @@ class SilentModules:
     def report(self) -> None:
         """Record the silent modules after the first recorded step in which the root has run."""
         progress = self._sink.progress
-        if self._reported or not (progress.observing and progress.forward_done):
+        if not (progress.observing and progress.forward_done):
             return
-        self._reported = True
         compiled = compiled_code_ran()
         for path, module in self._silent.items():
             scripted = not takes_hooks(module)
             if scripted or (compiled and not self._is_idle(path, module)):
                 reason = SCRIPTED if scripted else COMPILED
                 self._sink.unobserved(reason, phase="forward", path=path, slot="output[0]")
-        self._silent.clear()
+        self._silent.clear()  # once is enough
         self._callable.clear()
 
     def _is_idle(self, path: str, module: nn.Module) -> bool:
@@ -179,8 +182,3 @@ class SilentModules:
             if path in self._callable:
                 break
         return path
-
-
-def _has_forward(module: nn.Module) -> bool:
-    # Static: TorchScript computes the attribute, and cannot for a class.
-    return getattr_static(type(module), "forward") is not nn.Module.forward

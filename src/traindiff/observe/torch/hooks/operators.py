@@ -67,7 +67,7 @@ class _Operators:
         self._in_backward = False
         self._calls: list[tuple[nn.Module, ModuleCall]] = []
         self._thread = 0  # the thread of the outermost of these calls
-        self._without_mode = WithoutMode(self._mode)
+        self._without_mode: list[Any] = []  # handles of the hooks of the backward pass that is running
         self._nodes = GraphNodes()
         self._memory = UndefinedMemory()
         self._described: dict[str, dict[str, Any]] = {}
@@ -89,7 +89,7 @@ class _Operators:
         for path in zoomed.keys() - taking.keys():
             why = "TorchScript takes no hooks on modules"
             self._sink.unobserved(why, phase="forward", path=path, slot="output[0]", stage=OPERATOR)
-        undo.enter_context(self._context.followed.follow(taking, Following(hook=self._hook, lost=self._lost)))
+        undo.enter_context(self._context.followed.follow(taking.items(), Following(hook=self._hook, lost=self._lost)))
 
     def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
         hooks.before_forward(module, self._sink.guarded("operators", partial(self._enter, path_in_whole(path))))
@@ -135,7 +135,10 @@ class _Operators:
 
     def _begin_backward(self, roots: Sequence[Tensor]) -> None:
         if self._sink.progress.observing and self._nodes:
-            for node in self._without_mode.hook(roots):
+            for node in nodes_of(roots):
+                if not node.name().startswith(_COMPUTE_OTHERWISE):
+                    continue
+                self._without_mode += _run_without(self._mode, node)
                 if (made := self._nodes.find(node)) is not None:
                     inside = made.inside
                     path = f"{inside.path or ROOT}/{node.name()}[{inside.next_number('backward', node.name())}]"
@@ -147,8 +150,12 @@ class _Operators:
 
     def _end_backward(self) -> None:
         self._in_backward = False
-        self._without_mode.unhook()
+        self._unhook()
         self._switch()
+
+    def _unhook(self) -> None:
+        while self._without_mode:
+            self._without_mode.pop().remove()
 
     def _end_step(self) -> None:
         self._calls.clear()
@@ -163,7 +170,7 @@ class _Operators:
     def _let_go(self) -> None:
         self._calls.clear()
         self._in_backward = False
-        self._without_mode.unhook()
+        self._unhook()
         self._switch()
 
     def _switch(self) -> None:
@@ -261,37 +268,14 @@ These are all that were found among the operators that torch lists for its own t
 WITHOUT_MODE = "its backward pass computes other bits while it is looked into"
 
 
-class WithoutMode:
-    """Takes a mode off while nodes run that would compute other bits under it.
+def _run_without(mode: TorchDispatchMode, node: Any) -> tuple[Any, Any]:
+    """Take a mode off while a node runs; returns the handles of the hooks that do it."""
+    hidden = ExitStack()
 
-    Args:
-        mode: The mode.
-    """
+    def before(_: Any) -> None:
+        hidden.callback(hide_dispatch_mode(mode))
 
-    def __init__(self, mode: TorchDispatchMode) -> None:
-        self._mode = mode
-        self._handles: list[Any] = []
+    def after(_: Any, __: Any) -> None:
+        hidden.close()
 
-    def hook(self, roots: Sequence[Tensor]) -> list[Any]:
-        """Hook the nodes of a backward pass that would compute other bits; returns them."""
-        found = [node for node in nodes_of(roots) if node.name().startswith(_COMPUTE_OTHERWISE)]
-        for node in found:
-            self._handles += self._hooked(node)
-        return found
-
-    def unhook(self) -> None:
-        """Remove the hooks: the backward pass has ended."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _hooked(self, node: Any) -> tuple[Any, Any]:
-        hidden = ExitStack()
-
-        def before(_: Any) -> None:
-            hidden.callback(hide_dispatch_mode(self._mode))
-
-        def after(_: Any, __: Any) -> None:
-            hidden.close()
-
-        return node.register_prehook(before), node.register_hook(after)
+    return node.register_prehook(before), node.register_hook(after)

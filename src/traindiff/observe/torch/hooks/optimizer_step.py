@@ -126,7 +126,7 @@ class OptimizerTap:
         self._on_end = on_end
         self._unsettled = False
         self._has_closure = False
-        self._counts_skipped = context.counts_skipped
+        self._counts_skipped = context.settings.counts_skipped
         self._left_out = False
         self._calls = 0
         self._calls_before_scaler = 0

@@ -193,24 +193,21 @@ class FollowedOptimizers:
 
     def _follow(self, name: str, optimizer: Optimizer | EngineOptimizer) -> ExitStack:
         context = self._context
-        replayed = "replay" in context.observe
         if isinstance(optimizer, EngineOptimizer):
             engine_tap = EngineOptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
-            self.taps[name] = engine_tap
-            attach = engine_tap.attach
-            for one in engine_tap.replays() if replayed else ():
-                attach = partial(one.attach, around=attach)
-            return attach()
-        self._paths.setdefault(name, set()).update(self._paths_of(optimizer))
-        tap = OptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
-        self.taps[name] = tap
-        if not replayed:
-            return tap.attach()
-        replay = OptimizerReplayTap(
-            inner_optimizer(optimizer), name=name, held=partial(self._updated, tap), selects=context.targets.selects,
-            sink=context.sink,
-        )  # fmt: skip
-        return replay.attach(around=tap.attach)
+            self.taps[name], replays = engine_tap, engine_tap.replays()
+        else:
+            self._paths.setdefault(name, set()).update(self._paths_of(optimizer))
+            tap = OptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
+            replay = OptimizerReplayTap(
+                inner_optimizer(optimizer), name=name, held=partial(self._updated, tap),
+                selects=context.targets.selects, sink=context.sink,
+            )  # fmt: skip
+            self.taps[name], replays = tap, [replay]
+        attach = self.taps[name].attach
+        for one in replays if "replay" in context.observe else ():
+            attach = partial(one.attach, around=attach)
+        return attach()
 
     def _updated(self, tap: OptimizerTap) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
         for number, parameter, pieces in tap.updated():

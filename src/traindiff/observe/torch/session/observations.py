@@ -87,45 +87,6 @@ class Containment(Faults):
 
 OVERWRITTEN = "it was written to before anybody waited for the collective that computes it"
 
-
-class InFlight:
-    """Holds observed tensors that a collective is still computing.
-
-    Reading them now would wait for the collective earlier than the training does, and so overlap less with it.
-    """
-
-    def __init__(self) -> None:
-        self._held: list[tuple[Tensor, Observation, tuple[int, int]]] = []
-
-    def holds(self, tensor: Tensor, seen: Observation) -> bool:
-        """Keep the tensor for later if it has not arrived; gives whether it is kept."""
-        if not is_asynchronous(tensor) or has_arrived(tensor):
-            return False
-        self._held.append((tensor, seen, versions_of(tensor)))
-        return True
-
-    def arrived(self, *, all_of_them: bool = False) -> Iterator[tuple[Tensor, Observation, str]]:
-        """Remove and yield the tensors that can be read; one that was overwritten, with that reason.
-
-        Args:
-            all_of_them: Wait for the others too: the training did not use them in this step.
-        """
-        if not self._held:
-            return
-        held, self._held = self._held, []
-        for index, (tensor, seen, versions) in enumerate(held):
-            if versions_of(tensor) != versions:
-                yield tensor, seen, OVERWRITTEN
-            elif all_of_them or has_arrived(tensor):
-                yield arrived(tensor), seen, ""
-            else:
-                self._held.append(held[index])
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._held.clear()
-
-
 _SUMMARY_ALONE = OPERATOR_STAGES | {SAMPLE}
 """Stages of which only the summary is kept, whatever `detail` says."""
 
@@ -170,7 +131,9 @@ class Observations(ObservationBuffer):
         self._loss_scale: Tensor | None = None
         self._forced = forced
         self._summaries = SummaryStore(()) if settings.run_on_cpu else SummaryStore()
-        self._in_flight = InFlight()
+        # Tensors that a collective is still computing, with counters of the writes to them. To read one now would wait
+        # for the collective earlier than the training does, and so overlap less with it.
+        self._in_flight: list[tuple[Tensor, Observation, tuple[int, int]]] = []
 
     def emit(
         self,
@@ -209,7 +172,9 @@ class Observations(ObservationBuffer):
             # Random state is read when a forward pass ends, also where an error ends it.
             if self.last_seen is not None and path != "rng":
                 self.last_seen(seen)
-            if self._forced is not None or not self._in_flight.holds(part.tensor, seen):
+            if self._forced is None and is_asynchronous(part.tensor) and not has_arrived(part.tensor):
+                self._in_flight.append((part.tensor, seen, versions_of(part.tensor)))
+            else:
                 self._keep(part.tensor, seen)
 
     def together(self) -> AbstractContextManager[None]:
@@ -232,11 +197,17 @@ class Observations(ObservationBuffer):
         super().clear()
 
     def _read_arrived(self, *, all_of_them: bool = False) -> None:
-        for tensor, seen, reason in self._in_flight.arrived(all_of_them=all_of_them):
-            if reason:
-                self._append(replace(seen, unobserved=reason), None)
+        """Summarize tensors that were in flight and have arrived; with `all_of_them` wait for the others, too."""
+        if not self._in_flight:
+            return
+        held, self._in_flight = self._in_flight, []
+        for tensor, seen, versions in held:
+            if versions_of(tensor) != versions:
+                self._append(replace(seen, unobserved=OVERWRITTEN), None)
+            elif all_of_them or has_arrived(tensor):
+                self._keep(arrived(tensor), seen)
             else:
-                self._keep(tensor, seen)
+                self._in_flight.append((tensor, seen, versions))
 
     def _keep(self, tensor: Tensor, seen: Observation) -> None:
         """Summarize a tensor and keep its observation."""
