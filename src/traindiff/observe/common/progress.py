@@ -61,19 +61,6 @@ class Chunk:
 
 
 @dataclass(slots=True, kw_only=True)
-class ChunkState:
-    """The counters of one micro-batch on one stage, from its forward pass to its backward pass.
-
-    Attributes:
-        calls: Calls of modules so far.
-        batch: The batch that the stage received; None before that.
-    """
-
-    calls: dict[tuple[str, str], int] = field(default_factory=dict)
-    batch: Batch | None = None
-
-
-@dataclass(slots=True, kw_only=True)
 class Progress:
     """Counters that all taps of one session share. Only the training's own thread writes them.
 
@@ -123,7 +110,9 @@ class Progress:
     loss_scaled: bool = False
     unseen: bool = False
     _chunks: tuple[int, int] = (0, 0)  # of this step: before the running call of the schedule, and with it
-    _chunk_states: dict[tuple[int, int], ChunkState] = field(default_factory=dict)
+    # By stage and micro-step, from its forward pass to its backward pass: calls of modules so far, and the batch.
+    _calls_of_chunks: dict[tuple[int, int], dict[tuple[str, str], int]] = field(default_factory=dict)
+    _batches_of_chunks: dict[tuple[int, int], Batch] = field(default_factory=dict)
     _calls: dict[tuple[str, str], int] = field(default_factory=dict)
     _rows: dict[tuple[str, ...], int] = field(default_factory=dict)
 
@@ -202,7 +191,7 @@ class Progress:
         if batch and not evaluating:
             self.latest_batch, self.samples = batch, batch.size
             if self.chunk is not None:
-                self._chunk_states[self.chunk.stage, self.micro_step].batch = batch
+                self._batches_of_chunks[self.chunk.stage, self.micro_step] = batch
         try:
             with self._while(batch=batch, evaluating=evaluating, in_forward=True):
                 yield
@@ -222,8 +211,9 @@ class Progress:
     def working_on(self, chunk: Chunk) -> AbstractContextManager[None]:
         """Inside the forward or the backward pass of a stage on one micro-batch of the schedule."""
         micro_step = self._chunks[0] + chunk.number
-        state = self._chunk_states.setdefault((chunk.stage, micro_step), ChunkState())
-        return self._while(chunk=chunk, micro_step=micro_step, _calls=state.calls, latest_batch=state.batch)
+        calls = self._calls_of_chunks.setdefault((chunk.stage, micro_step), {})
+        batch = self._batches_of_chunks.get((chunk.stage, micro_step))
+        return self._while(chunk=chunk, micro_step=micro_step, _calls=calls, latest_batch=batch)
 
     def before_all_chunks(self) -> AbstractContextManager[None]:
         """Inside it, observations come before everything on which a stage works."""
@@ -258,4 +248,5 @@ class Progress:
             self._calls.clear()
             self._rows.clear()
             self._chunks = (0, 0)
-            self._chunk_states.clear()
+            self._calls_of_chunks.clear()
+            self._batches_of_chunks.clear()

@@ -163,21 +163,20 @@ class FollowedModules:
                 self._add(path, module, how)
             return undo.pop_all()
 
-    def look(self, *, called: bool, everywhere: bool) -> bool:
-        """Attach hooks again that are gone; returns True if any was.
+    def look(self, *, called: bool, everywhere: bool) -> None:
+        """Attach hooks again that are gone.
 
         Args:
             called: True if modules may have been called since the last look.
             everywhere: Look at all modules, not only at those that the loop calls.
         """
         if self._are_there(everywhere=everywhere):
-            return False
+            return
         gone = [one for one in self._places if (everywhere or one.how.calls_follow) and not one.is_attached]
         for place in gone:
             place.attach(place.module)
             place.how.lost(place.path, (REMOVED if called else "") if place.takes_hooks else TAKES_NO_HOOKS)
         self._looked_at.clear()
-        return bool(gone)
 
     def _are_there(self, *, everywhere: bool) -> bool:
         """True if all keys of hooks are where they were. It is quick: there may be thousands of modules."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -125,14 +125,12 @@ def attach(context: TapContext) -> None:
     From then on until the next step, everything that is computed from that loss is scaled: `Progress.loss_scaled`.
     The scale is read on its device.
     """
-    scaled = context.sink.guarded("loss_scale", partial(_scaled, context))
-    context.undo.enter_context(tap_loss_scaler(ScalerListener(scaled=scaled)))
 
+    def scaled(outputs: Any, scale: Tensor) -> None:
+        if may_reach([tensor for _, tensor in tensors(outputs, "")], context.targets.leaf_ids):
+            emit_loss_scale(context.sink, scale)
 
-def _scaled(context: TapContext, outputs: Any, scale: Tensor) -> None:
-    if not may_reach([tensor for _, tensor in tensors(outputs, "")], context.targets.leaf_ids):
-        return
-    emit_loss_scale(context.sink, scale)
+    context.undo.enter_context(tap_loss_scaler(ScalerListener(scaled=context.sink.guarded("loss_scale", scaled))))
 
 
 def emit_loss_scale(sink: Sink, scale: float | Tensor) -> None:

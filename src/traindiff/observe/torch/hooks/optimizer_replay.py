@@ -197,9 +197,9 @@ class OptimizerReplayTap:
             part=within,
             shard=whole if len(part) == whole.size else flat,
             rule=rule,
-            elements=_copy(parameter, within),
-            gradient=None if gradient is None else _copy(gradient, within),
-            state={name: _copy(moment, within) for name, moment in moments.items()},
+            elements=_part(parameter, within).clone(),
+            gradient=None if gradient is None else _part(gradient, within).clone(),
+            state={name: _part(moment, within).clone() for name, moment in moments.items()},
             step=step_of(self._optimizer.state.get(parameter, {})),
             scale=_left_with(self._optimizer, "grad_scale"),
             overflowed=_left_with(self._optimizer, "found_inf"),
@@ -235,7 +235,8 @@ class OptimizerReplayTap:
             return torch.zeros((), dtype=torch.float64, device=copied.elements.device)
         update = copied.rule.replay(before, copied.units)
         taken = copied.taken()
-        value = copied.unless_overflowed(update.value)
+        skipped = copied.overflowed
+        value = update.value if skipped is None else torch.where(skipped.bool(), 0.0, update.value)
         residual = _in_roundings(taken - value, update.rounding)
         for stage, tensor in (
             ("replayed", value), ("taken", taken), ("rounding", update.rounding), ("residual", residual)
@@ -351,10 +352,6 @@ class CopiedRange:
         """The elements as they are now minus what they were, float64, flat."""
         return _part(self.parameter, self.part).to(torch.float64) - self.elements.to(torch.float64)
 
-    def unless_overflowed(self, update: Tensor) -> Tensor:
-        """The update, or zeros if the step was skipped."""
-        return update if self.overflowed is None else torch.where(self.overflowed.bool(), 0.0, update)
-
 
 def obstacle(parameter: Tensor, piece: Piece) -> str:
     """Why the update of a parameter cannot be replayed; empty if it can."""
@@ -375,10 +372,6 @@ def obstacle(parameter: Tensor, piece: Piece) -> str:
     if piece.shard is not None and not piece.shard.contiguous:
         return "this rank holds a part of it that is no range of its elements"
     return ""
-
-
-def _copy(tensor: Tensor, part: slice) -> Tensor:
-    return _part(tensor, part).clone()
 
 
 def _part(tensor: Tensor, part: slice) -> Tensor:
