@@ -29,7 +29,7 @@ class Tap:
 
     Attributes:
         name: Name under which its faults are reported. Unless it is a part of another one, a tap is the module of this
-            name in `traindiff.observe.torch.hooks`, whose `attach(context)` returns a function that removes it.
+            name in `traindiff.observe.torch.hooks`, with a function `attach(context)`.
         observe: Names in `record(observe=...)`, each of which turns it on; empty if it is always on. Names that are
             not phases are its own.
         by_default: Whether its own names are observed by default.

@@ -12,24 +12,17 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any
 
 from traindiff._version import __version__
 from traindiff.observe.common.progress import Progress
 
 
-class Closable(Protocol):
-    """A session, which `close` ends."""
-
-    def close(self) -> None:
-        """End the session."""
-
-
-def close_at_exit(session: Closable, *, first: Callable[[], None] | None = None) -> Callable[[], None]:
+def close_at_exit(session: Any, *, first: Callable[[], None] | None = None) -> Callable[[], None]:
     """Close the session when the interpreter exits, without keeping it alive until then.
 
     Args:
-        session: The session.
+        session: Has a method `close`.
         first: Called before that if the session still exists; must not refer to it.
     """
     reference = weakref.ref(session)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import partial
+from operator import is_, setitem
 from typing import Any, TypeVar
 
 Kind = TypeVar("Kind")
@@ -77,29 +79,34 @@ def mapped(value: Any, kind: type[Kind], change: Callable[[Kind], Any], *, depth
         return change(value)
     if depth == _DEEPEST:
         return value
+    inner = partial(mapped, kind=kind, change=change, depth=depth + 1)
     if isinstance(value, Mapping):
-        return _with_items(value, {key: mapped(one, kind, change, depth=depth + 1) for key, one in value.items()})
+        return _with_changed(value, value.items(), inner, setitem)
     if isinstance(value, (list, tuple)):
-        return _with_entries(value, [mapped(one, kind, change, depth=depth + 1) for one in value])
+        return _with_entries(value, [inner(one) for one in value])
     if is_dataclass(value) and not isinstance(value, type):
-        present = {one.name: getattr(value, one.name, None) for one in fields(value)}
-        new = {name: mapped(one, kind, change, depth=depth + 1) for name, one in present.items()}
-        return _with_fields(value, new)
+        present = ((one.name, getattr(value, one.name, None)) for one in fields(value))
+        return _with_changed(value, present, inner, object.__setattr__)  # in frozen ones too
     return value
 
 
-def _with_items(mapping: Mapping[Any, Any], items: Mapping[Any, Any]) -> Any:
-    changed = {key: entry for key, entry in items.items() if entry is not mapping[key]}
-    if not changed or not isinstance(mapping, MutableMapping):
-        return mapping
-    result = copy(mapping)
-    for key, entry in changed.items():
-        result[key] = entry
+def _with_changed(
+    container: Any,
+    entries: Iterable[tuple[Any, Any]],
+    change: Callable[[Any], Any],
+    put: Callable[[Any, Any, Any], None],
+) -> Any:
+    changed = [(key, new) for key, entry in entries if (new := change(entry)) is not entry]
+    if not changed or (isinstance(container, Mapping) and not isinstance(container, MutableMapping)):
+        return container
+    result = copy(container)
+    for key, new in changed:
+        put(result, key, new)
     return result
 
 
 def _with_entries(sequence: Any, entries: list[Any]) -> Any:
-    if all(new is old for new, old in zip(entries, sequence, strict=True)):
+    if all(map(is_, entries, sequence)):
         return sequence
     if hasattr(sequence, "_make"):  # a named tuple
         return sequence._make(entries)
@@ -108,13 +115,3 @@ def _with_entries(sequence: Any, entries: list[Any]) -> Any:
         result[:] = entries
         return result
     return type(sequence)(entries)
-
-
-def _with_fields(value: Any, new: Mapping[str, Any]) -> Any:
-    changed = {name: entry for name, entry in new.items() if entry is not getattr(value, name, None)}
-    if not changed:
-        return value
-    result = copy(value)
-    for name, entry in changed.items():
-        object.__setattr__(result, name, entry)  # frozen ones too
-    return result

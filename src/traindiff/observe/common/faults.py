@@ -6,6 +6,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from traindiff.errors import LostFilesError, TraindiffWarning
@@ -71,6 +72,16 @@ class Faults:
             return None
         finally:
             self._running.hook = outer
+
+    def guarded(self, tap: str, hook: Callable[..., Any], *, always: bool = False) -> Callable[..., Any]:
+        """`hook`, made harmless: an error in it disables the tap and never reaches the training.
+
+        Args:
+            tap: The tap that an error disables.
+            hook: Observes something, or cleans up.
+            always: Run the hook even after its tap was disabled, because it cleans up.
+        """
+        return lambda *args: self.run(tap, partial(hook, *args), always=always)
 
     def is_running(self) -> bool:
         """True if `run` calls the code that is running on this thread."""

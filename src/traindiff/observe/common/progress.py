@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from traindiff.core.observation import PLACE
 
@@ -60,19 +61,6 @@ class Chunk:
 
 
 @dataclass(slots=True, kw_only=True)
-class ChunkState:
-    """The counters of one micro-batch on one stage, from its forward pass to its backward pass.
-
-    Attributes:
-        calls: Calls of modules so far.
-        batch: The batch that the stage received; None before that.
-    """
-
-    calls: dict[tuple[str, str], int] = field(default_factory=dict)
-    batch: Batch | None = None
-
-
-@dataclass(slots=True, kw_only=True)
 class Progress:
     """Counters that all taps of one session share. Only the training's own thread writes them.
 
@@ -122,7 +110,9 @@ class Progress:
     loss_scaled: bool = False
     unseen: bool = False
     _chunks: tuple[int, int] = (0, 0)  # of this step: before the running call of the schedule, and with it
-    _chunk_states: dict[tuple[int, int], ChunkState] = field(default_factory=dict)
+    # By stage and micro-step, from its forward pass to its backward pass: calls of modules so far, and the batch.
+    _calls_of_chunks: dict[tuple[int, int], dict[tuple[str, str], int]] = field(default_factory=dict)
+    _batches_of_chunks: dict[tuple[int, int], Batch] = field(default_factory=dict)
     _calls: dict[tuple[str, str], int] = field(default_factory=dict)
     _rows: dict[tuple[str, ...], int] = field(default_factory=dict)
 
@@ -189,9 +179,8 @@ class Progress:
         Args:
             batch: The batch on which it works.
             evaluating: It keeps no gradients.
-            continues: The micro-step goes on, although a backward pass has ended; see `Rounds`.
+            continues: The micro-step goes on, although a backward pass has ended.
         """
-        outer = self.batch, self.evaluating, self.in_forward
         if not evaluating and self.backward_done and self.chunk is None:
             self.backward_done = False
             if not continues:
@@ -199,15 +188,14 @@ class Progress:
                 self._calls.clear()
         if not evaluating and not self.forward_done:
             self.loss_scaled = False
-        self.batch, self.evaluating, self.in_forward = batch, evaluating, True
         if batch and not evaluating:
             self.latest_batch, self.samples = batch, batch.size
             if self.chunk is not None:
-                self._chunk_states[self.chunk.stage, self.micro_step].batch = batch
+                self._batches_of_chunks[self.chunk.stage, self.micro_step] = batch
         try:
-            yield
+            with self._while(batch=batch, evaluating=evaluating, in_forward=True):
+                yield
         finally:
-            self.batch, self.evaluating, self.in_forward = outer
             self.forward_done = self.forward_done or not evaluating
 
     def end_backward(self) -> None:
@@ -220,36 +208,32 @@ class Progress:
         self.num_stages = num_stages
         self._chunks = self._chunks[1], self._chunks[1] + num_chunks
 
-    @contextmanager
-    def working_on(self, chunk: Chunk) -> Iterator[None]:
+    def working_on(self, chunk: Chunk) -> AbstractContextManager[None]:
         """Inside the forward or the backward pass of a stage on one micro-batch of the schedule."""
-        outer = self.chunk, self.micro_step, self._calls, self.latest_batch
-        self.chunk, self.micro_step = chunk, self._chunks[0] + chunk.number
-        state = self._chunk_states.setdefault((chunk.stage, self.micro_step), ChunkState())
-        self._calls, self.latest_batch = state.calls, state.batch
-        try:
-            yield
-        finally:
-            self.chunk, self.micro_step, self._calls, self.latest_batch = outer
+        micro_step = self._chunks[0] + chunk.number
+        calls = self._calls_of_chunks.setdefault((chunk.stage, micro_step), {})
+        batch = self._batches_of_chunks.get((chunk.stage, micro_step))
+        return self._while(chunk=chunk, micro_step=micro_step, _calls=calls, latest_batch=batch)
 
-    @contextmanager
-    def before_all_chunks(self) -> Iterator[None]:
+    def before_all_chunks(self) -> AbstractContextManager[None]:
         """Inside it, observations come before everything on which a stage works."""
-        chunk, self.chunk = self.chunk, None
-        try:
-            yield
-        finally:
-            self.chunk = chunk
+        return self._while(chunk=None)
+
+    def hiding(self) -> AbstractContextManager[None]:
+        """Inside calls of the model's modules that are no part of the training."""
+        return self._while(hidden=True, observing=False)
 
     @contextmanager
-    def hiding(self) -> Iterator[None]:
-        """Inside calls of the model's modules that are no part of the training."""
-        outer = self.hidden, self.observing
-        self.hidden, self.observing = True, False
+    def _while(self, **values: Any) -> Iterator[None]:
+        """Inside it, some attributes have other values."""
+        outer = {name: getattr(self, name) for name in values}
+        for name, value in values.items():
+            setattr(self, name, value)
         try:
             yield
         finally:
-            self.hidden, self.observing = outer
+            for name, value in outer.items():
+                setattr(self, name, value)
 
     def end_step(self, optimizer: str, *, observing: bool) -> None:
         """Note that a call of `optimizer` has ended; `observing` tells whether the next step is recorded."""
@@ -264,29 +248,5 @@ class Progress:
             self._calls.clear()
             self._rows.clear()
             self._chunks = (0, 0)
-            self._chunk_states.clear()
-
-
-class Rounds:
-    """Recognizes the begin of a micro-step: a call, after a backward pass, of the module with which the step began.
-
-    Gradients are accumulated like this: each micro-batch goes the same way, and its observations merge with those of
-    the others. In a GAN another module may come next, or another optimizer may have stepped in between: then the call
-    is a further part of the same micro-step.
-
-    Args:
-        progress: Where the training is.
-    """
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._turn = -1
-        self._first = ""
-
-    def continues(self, path: str) -> bool:
-        """True if a call of the module with this path, which keeps gradients, begins no micro-step."""
-        turn = sum(self._progress.steps.values())
-        if turn != self._turn:
-            self._turn, self._first = turn, path
-            return True
-        return path != self._first
+            self._calls_of_chunks.clear()
+            self._batches_of_chunks.clear()

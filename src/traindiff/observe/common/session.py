@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import atexit
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -15,9 +14,16 @@ from traindiff.core.settings import RecordSettings
 from traindiff.errors import ConfigError, Problem
 from traindiff.observe.common.circumstances import Ending, close_at_exit
 from traindiff.observe.common.faults import Faults
-from traindiff.observe.common.observed import ObservationBuffer
 from traindiff.observe.common.progress import Progress
-from traindiff.observe.common.user_input import NotLoggedError, RefusedLogs, logged_name, weight_of
+from traindiff.observe.common.sink import ObservationBuffer
+from traindiff.observe.common.user_input import (
+    LOG_EARLIER,
+    NO_NUMBER_GIVEN,
+    NotLoggedError,
+    logged_name,
+    warn_of_refused,
+    weight_of,
+)
 from traindiff.observe.common.writing import OpenWriter, StepWriter
 
 Buffer = TypeVar("Buffer", bound=ObservationBuffer)
@@ -46,7 +52,7 @@ class Session(ABC, Generic[Buffer]):
         self._faults = faults
         self._observations = observations
         self._ending = Ending(progress)
-        self._refused = RefusedLogs()
+        self._refused: set[str] = set()  # names of values that were not numbers
         self._run: dict[str, Any] = {}
         self._final: dict[str, Any] | None = None
         self._writer: StepWriter | None = None
@@ -94,9 +100,9 @@ class Session(ABC, Generic[Buffer]):
             problem = Problem.unknown_name(where=where, kind="a way to merge", found=str(merge), known=("mean", "sum"))
             raise ConfigError("log(...)", [problem], consequence="the value was not recorded")
         if self._writer is None:
-            self._refused.warn_of_closed(logged_name(name), self.path)
+            warn_of_refused(logged_name(name), f"the recording {self.path} is closed. {LOG_EARLIER}", self._refused)
         else:
-            self._guarded("log", self._log)(name, value, merge, weight)
+            self._faults.guarded("log", self._log)(name, value, merge, weight)
 
     def ended_by(self, error: BaseException | None) -> None:
         """Note in the recording which error ended the training; None for no error. `close` follows."""
@@ -108,8 +114,8 @@ class Session(ABC, Generic[Buffer]):
         with undo:
             if self._writer is not None:
                 self._finish()
-                self._guarded("writer", self._write)()
-                self._guarded("writer", self._describe_end)()
+                self._faults.guarded("writer", self._write)()
+                self._faults.guarded("writer", self._describe_end)()
         self._writer = None
         self._progress.observing = False  # for hooks on a graph that outlives the recording
         self._observations.clear()
@@ -117,8 +123,7 @@ class Session(ABC, Generic[Buffer]):
     @contextmanager
     def _open(
         self, open_writer: OpenWriter, rank: int, world_size: int, *, circumstances: Mapping[str, Any],
-        mesh: Mapping[str, Any] | None, engine: Mapping[str, Any] | None = None, forced_by: str | None = None,
-        recipe: str | None = None,
+        mesh: Mapping[str, Any] | None, **about: Any,
     ) -> Iterator[ExitStack]:  # fmt: skip
         """Open the files. The block attaches the taps, and adds to the result what removes them.
 
@@ -128,17 +133,16 @@ class Session(ABC, Generic[Buffer]):
             world_size: Number of ranks.
             circumstances: Versions, machine, flags and source revision.
             mesh: How the batch is divided; None for a single process.
-            engine: Settings of the engine that change numbers, if there is an engine.
-            forced_by: The recording whose tensors replace those of the training, if any.
-            recipe: Name of the recipe that prepared the training, if any.
+            about: `engine`, its settings that change numbers; `forced_by`, the recording whose tensors replace those of
+                the training; `recipe`, the name of the recipe that prepared the training; as far as there are any.
         """
         self._run = {
-            "world_size": world_size, "mesh": mesh, "engine": engine, "settings": self._settings.to_json(),
-            "forced_by": forced_by, "recipe": recipe, **circumstances,
+            "world_size": world_size, "mesh": mesh, "engine": None, "settings": self._settings.to_json(),
+            "forced_by": None, "recipe": None, **circumstances, **about,
         }  # fmt: skip
         self._writer = open_writer(self._run, rank, world_size)
         with ExitStack() as undo:
-            undo.callback(self._guarded("writer", self._close_writer, always=True))
+            undo.callback(self._faults.guarded("writer", self._close_writer, always=True))
             yield undo
             self._write_rank()
             undo.callback(atexit.unregister, close_at_exit(self, first=self._ending.at_exit))
@@ -160,10 +164,6 @@ class Session(ABC, Generic[Buffer]):
     def _scalar(self, value: object) -> Any:
         """A logged value as the framework's tensor without axes; raises `NotLoggedError` for anything else."""
 
-    def _guarded(self, tap: str, hook: Callable[..., Any], *, always: bool = False) -> Callable[..., Any]:
-        """`hook`, made harmless: an error in it disables the tap and never reaches the training."""
-        return lambda *args: self._faults.run(tap, partial(hook, *args), always=always)
-
     def _is_late(self, name: str) -> bool:  # noqa: ARG002
         """Whether a value logged now under this name belongs to the step that has just ended."""
         progress = self._progress
@@ -183,7 +183,7 @@ class Session(ABC, Generic[Buffer]):
             scalar, weighs = self._scalar(value), float(progress.samples) if weight is None else weight_of(weight)
         except NotLoggedError as error:
             self._observations.unobserved(str(error), phase="loss", path=name, slot="logged", call=call, late=late)
-            self._refused.warn(name, str(error))
+            warn_of_refused(name, f"{error}. {NO_NUMBER_GIVEN}", self._refused)
             return
         self._observations.emit(
             scalar, phase="loss", path=name, slot="logged", merge=merge, late=late, call=call, weight=weighs
@@ -193,7 +193,7 @@ class Session(ABC, Generic[Buffer]):
         """Write the step that this optimizer has ended, and begin its next one."""
         if name == self._progress.optimizer:
             self._ending.step_ends()
-        self._guarded("writer", self._write)(name)
+        self._faults.guarded("writer", self._write)(name)
         following = self._progress.steps.get(name, 0) + 1
         self._progress.end_step(name, observing=self._settings.records(following) and self.is_recording)
 

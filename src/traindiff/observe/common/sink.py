@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from traindiff.core.observation import Observation
+from traindiff.core.observation import Merge, Observation
+from traindiff.core.shards import Region, Shard
 from traindiff.core.summary import SUMMARY, Detail, empty
+from traindiff.observe.common.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from traindiff.core.observation import Merge
-    from traindiff.core.shards import Region, Shard
-    from traindiff.observe.common.progress import Progress
-
 
 MOST_BYTES = 256 * 2**20
 """Memory that waiting observations may take; beyond it they are written early, as a part of their step.
@@ -24,58 +21,6 @@ MOST_BYTES = 256 * 2**20
 With the parts in the writer's queue (`writing.DEPTH`, and one that is being written), a recording holds four times
 this at most, and the one tensor that exceeded it.
 """
-
-_NOTHING = empty()
-_ROW_BYTES = SUMMARY.itemsize + 600  # with the rest of an observation
-
-
-@dataclass(slots=True)
-class _Step:
-    seen: list[Observation] = field(default_factory=list)
-    summaries: list[Any] = field(default_factory=list)
-    details: dict[int, Detail] = field(default_factory=dict)
-
-
-class Pending:
-    """Holds observations by the optimizer and step that they belong to, in order of arrival."""
-
-    def __init__(self) -> None:
-        self._steps: dict[tuple[str, int], _Step] = {}
-        self._bytes = 0
-
-    @property
-    def full(self) -> bool:
-        """True if more is held than `MOST_BYTES`."""
-        return self._bytes > MOST_BYTES
-
-    def append(self, seen: Observation, summary: Any, detail: Detail | None = None) -> None:
-        """Keep one observation; `summary` is None for an unobserved site."""
-        key = (seen.optimizer, seen.step)
-        step = self._steps.get(key)
-        if step is None:
-            step = self._steps[key] = _Step()
-        if detail is not None:
-            step.details[len(step.seen)] = detail
-            self._bytes += detail.num_bytes
-        step.seen.append(seen)
-        step.summaries.append(_NOTHING if summary is None else summary)
-        self._bytes += _ROW_BYTES
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._steps.clear()
-        self._bytes = 0
-
-    def take(self, optimizer: str | None = None) -> Iterator[tuple[list[Observation], list[Any], dict[int, Detail]]]:
-        """Remove and yield the observations of one optimizer, or of all: one item per step.
-
-        Summaries come as they were given; `traindiff.core.kernels.store.resolved` makes one array of them.
-        """
-        for key in sorted(key for key in self._steps if optimizer in (None, key[0])):
-            step = self._steps.pop(key)
-            details = sum(detail.num_bytes for detail in step.details.values())
-            self._bytes -= details + _ROW_BYTES * len(step.seen)
-            yield step.seen, step.summaries, step.details
 
 
 class Sink(Protocol):
@@ -114,8 +59,99 @@ class Sink(Protocol):
     def together(self) -> AbstractContextManager[None]:
         """Inside it, `emit` may postpone tensors to its end, and summarize them together."""
 
-    def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
+    def guarded(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """A safe `hook`: an error in it disables the tap and never reaches the training."""
 
     def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """The same for a hook that changes the training: its result is used, unless that is None."""
+
+
+Step = tuple[list[Observation], list[Any], dict[int, Detail]]
+"""Observations of one step of one optimizer, their summaries, and details by position."""
+
+_NOTHING = empty()
+_ROW_BYTES = SUMMARY.itemsize + 600  # with the rest of an observation
+
+
+class ObservationBuffer(ABC):
+    """Holds the observations of one session, in order of arrival, until they are written; whatever the framework.
+
+    Args:
+        progress: Where the training is.
+        on_full: Called when more waits to be written than `MOST_BYTES`.
+
+    Attributes:
+        progress: Where the training is.
+    """
+
+    def __init__(self, progress: Progress, on_full: Callable[[], None]) -> None:
+        self.progress = progress
+        self._on_full = on_full
+        self._steps: dict[tuple[str, int], Step] = {}
+        self._bytes = 0
+
+    @abstractmethod
+    def emit(self, *args: Any, **kwargs: Any) -> None:
+        """Summarize a tensor now and keep the observation."""
+
+    def unobserved(
+        self, reason: str, *, phase: str, path: str, slot: str, stage: str = "", optimizer: str | None = None,
+        call: int = 0, late: bool = False,
+    ) -> None:  # fmt: skip
+        """Record that nothing is known of a tensor, and why. `late` files it under the step that has just ended."""
+        self._keep_now(
+            None, None, phase=phase, path=path, slot=slot, stage=stage, optimizer=optimizer, call=call, late=late,
+            dtype="", shard=Shard.whole(()), unobserved=reason,
+        )  # fmt: skip
+
+    def take(self, optimizer: str | None = None) -> Iterator[Step]:
+        """Remove and yield the observations of one optimizer, or of all: one item per step.
+
+        Summaries come as they were given; `traindiff.core.kernels.store.resolved` makes one array of them.
+        """
+        for key in sorted(key for key in self._steps if optimizer in (None, key[0])):
+            step = self._steps.pop(key)
+            observations, _, details = step
+            self._bytes -= sum(detail.num_bytes for detail in details.values()) + _ROW_BYTES * len(observations)
+            yield step
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._steps.clear()
+        self._bytes = 0
+
+    @property
+    def _is_full(self) -> bool:
+        return self._bytes > MOST_BYTES
+
+    def _seen(
+        self, *, optimizer: str | None, late: bool = False, micro_step: int | None = None, **about: Any
+    ) -> Observation:
+        """The next observation of the current step, or with `late` of the step that has just ended."""
+        progress = self.progress
+        name = optimizer or progress.optimizer
+        return Observation(
+            step=progress.steps.get(name, 0) - late,
+            micro_step=progress.micro_step if micro_step is None else micro_step,
+            optimizer=name,
+            order=progress.next_order(late=late),
+            **about,
+        )
+
+    def _append(self, seen: Observation, summary: Any, detail: Detail | None = None) -> None:
+        """Keep one observation; `summary` is None for an unobserved site."""
+        key = (seen.optimizer, seen.step)
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = ([], [], {})
+        observations, summaries, details = step
+        if detail is not None:
+            details[len(observations)] = detail
+            self._bytes += detail.num_bytes
+        observations.append(seen)
+        summaries.append(_NOTHING if summary is None else summary)
+        self._bytes += _ROW_BYTES
+
+    def _keep_now(self, summary: Any, detail: Detail | None, **about: Any) -> None:
+        """Keep the next observation with its summary."""
+        self._append(self._seen(**about), summary, detail)

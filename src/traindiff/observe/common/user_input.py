@@ -1,16 +1,57 @@
-"""Check what a training hands over: optimizers of other models, and values to log."""
+"""What a training hands over, whatever the framework: paths and optimizers, and values to log."""
 
 from __future__ import annotations
 
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, SupportsFloat
 
-from traindiff.errors import TraindiffWarning, level_of_caller, type_of
+from traindiff.core.site import ROOT, matches
+from traindiff.errors import Problem, TraindiffWarning, level_of_caller, type_of
 
-_EXAMPLES = 3
+
+def is_selected(patterns: Iterable[str], path: str) -> bool:
+    """Whether at least one glob matches a canonical path."""
+    return any(matches(pattern, path) for pattern in patterns)
+
+
+def optimizers_by_name(given: object) -> dict[str, Any]:
+    """The optimizers of an argument by name: one, several, or several by name."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return {f"optimizer[{index}]": one for index, one in enumerate(given)}
+    return {"optimizer": given}
+
+
+def no_match(select: Sequence[str], paths: Sequence[str], *, kinds: str) -> Problem:
+    """The problem that `select` matches nothing.
+
+    Args:
+        select: As the user gave it.
+        paths: All canonical paths of the model.
+        kinds: The kinds of objects that have these paths.
+    """
+    return Problem(
+        where=f"record(select={list(select)!r})",
+        what=f"matches none of the model's {len(paths)} {kinds}.",
+        fix=f"{near(select, paths)}Paths look like: {examples(paths)} Use '*' for all of them.",
+    )
+
+
+def examples(paths: Iterable[str]) -> str:
+    """A few of the paths that a user can select."""
+    named = [path for path in paths if path] or [ROOT]
+    return ", ".join(named[:3]) + (", ..." if len(named) > 3 else ".")
+
+
+def near(patterns: Iterable[str], paths: Collection[str]) -> str:
+    """A suggestion for misspelt patterns; empty if no path is similar."""
+    similar = [match for pattern in patterns for match in get_close_matches(pattern.rstrip("*."), list(paths), n=1)]
+    return f"Did you mean {similar[0]!r}? " if similar else ""
 
 
 def warn_of_other_models(
@@ -37,10 +78,10 @@ def warn_of_other_models(
         held = list(parameters)
         if not held or not paths or is_frozen or any(map(is_ours, held)):
             continue
-        examples = ", ".join([*sorted(paths)[:_EXAMPLES], *(["..."] if len(paths) > _EXAMPLES else [])])
+        named = ", ".join([*sorted(paths)[:3], *(["..."] if len(paths) > 3 else [])])
         warnings.warn(
             f"{caller}(optimizer=...), {name}: this {kind} holds {len(held)} parameters, and none of the model's "
-            f"{len(paths)} ({examples}). Its steps are counted, and what it holds is observed; what changes the model "
+            f"{len(paths)} ({named}). Its steps are counted, and what it holds is observed; what changes the model "
             "is not. Give the optimizer of this model; if this is the one, the model's parameters were replaced after "
             "it was made: make it afterwards.",
             TraindiffWarning,
@@ -101,37 +142,23 @@ def logged_name(name: object) -> str:
     return str(name).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-class RefusedLogs:
-    """Warns once per name that a value was not recorded, and why."""
+NO_NUMBER_GIVEN = (
+    "Give it a number, or a tensor with one element. The training is not affected, later calls are recorded, and the "
+    "recording says what it lacks."
+)
+LOG_EARLIER = "Log inside its `with` block, or before its close(). The training is not affected."
 
-    def __init__(self) -> None:
-        self._names: set[str] = set()
 
-    def warn(self, name: str, why: str) -> None:
-        """Warn of a value, unless that was done for this name. Never raises."""
-        self._warn(
-            name,
-            f"{why}. Give it a number, or a tensor with one element. The training is not affected, later calls are "
-            "recorded, and the recording says what it lacks.",
-        )
-
-    def warn_of_closed(self, name: str, path: str) -> None:
-        """Warn that the recording at a path was closed, unless a warning was given for this name. Never raises."""
-        self._warn(
-            name,
-            f"the recording {path} is closed. Log inside its `with` block, or before its close(). The training is not "
-            "affected.",
-        )
-
-    def _warn(self, name: str, why: str) -> None:
-        if name in self._names or len(self._names) == _MOST_NAMES:
-            return
-        self._names.add(name)
-        shown = ascii(name[:_LONGEST_NAME])
-        try:
-            warnings.warn(f"log({shown}, ...) recorded nothing: {why}", TraindiffWarning, stacklevel=level_of_caller())
-        except TraindiffWarning as warning:  # the user turned warnings into errors
-            _logger.warning("%s", warning)
+def warn_of_refused(name: str, why: str, warned: set[str]) -> None:
+    """Warn that a value was not recorded, and why, unless its name is among those `warned` of. Never raises."""
+    if name in warned or len(warned) == _MOST_NAMES:
+        return
+    warned.add(name)
+    shown = ascii(name[:_LONGEST_NAME])
+    try:
+        warnings.warn(f"log({shown}, ...) recorded nothing: {why}", TraindiffWarning, stacklevel=level_of_caller())
+    except TraindiffWarning as warning:  # the user turned warnings into errors
+        _logger.warning("%s", warning)
 
 
 def of_one_element(tensor: Any) -> Any:

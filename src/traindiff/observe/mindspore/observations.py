@@ -15,8 +15,8 @@ from traindiff.core.observation import Merge
 from traindiff.core.shards import Shard
 from traindiff.core.summary import Detail
 from traindiff.errors import UnsupportedTensorError
-from traindiff.observe.common.observed import ObservationBuffer, Step
 from traindiff.observe.common.progress import Progress
+from traindiff.observe.common.sink import ObservationBuffer, Step
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SMALLEST_NORMAL_OF_BFLOAT16 = 2.0**-126
@@ -104,19 +104,8 @@ class Observations(ObservationBuffer):
     ) -> None:
         """Summarize an array, which is neither kept nor changed, and keep the observation.
 
-        Args:
-            array: With the batch axis in front, if it has one.
-            phase: See `Observation`.
-            path: Canonical path.
-            slot: Which tensor there.
-            stage: Part of the phase.
-            call: How often the cell had been called before in the micro-step.
-            optimizer: The optimizer whose step this is. Default: the one that counts forward passes.
-            shard: Which elements these are. Default: all.
-            merge: How it merges with others of its site in the step.
-            weight: Weight in a mean.
-            factor: The factor that the tensor was multiplied by.
-            late: File it under the step that has just ended.
+        The arguments are those of `Sink.emit`. The array has its batch axis in front, if it has one, and was multiplied
+        by `factor`; `late` files it under the step that has just ended.
         """
         array = np.asarray(array)
         dtype = array.dtype.name
@@ -152,6 +141,6 @@ class Observations(ObservationBuffer):
     def _keep_now(self, summary: Any, detail: Detail | None, **about: Any) -> None:
         with self.lock:
             super()._keep_now(summary, detail, term=self.progress.data_rank, **about)
-            full = self._pending.full
+            full = self._is_full
         if full:
             self._on_full()

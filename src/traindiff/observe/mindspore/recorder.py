@@ -96,7 +96,7 @@ class Recorder(Session[Observations]):
         faults = Faults(strict=settings.strict, report=self._record_fault)
         observations = Observations(
             progress=progress, detail=settings.detail, bounds=settings.bounds,
-            on_full=partial(faults.run, "writer", self._write),
+            on_full=faults.guarded("writer", self._write),
         )  # fmt: skip
         super().__init__(path, settings, progress=progress, faults=faults, observations=observations)
         self._logged: dict[str, int] = {}  # the step under which each name was logged last

@@ -11,8 +11,7 @@ from mindspore import Parameter, nn
 
 from traindiff.core.site import canonical_paths
 from traindiff.errors import ConfigError, Problem, type_of
-from traindiff.observe.common.selection import is_selected, no_match, optimizers_by_name
-from traindiff.observe.common.user_input import warn_of_other_models
+from traindiff.observe.common.user_input import is_selected, no_match, optimizers_by_name, warn_of_other_models
 from traindiff.observe.mindspore.observations import read
 
 Optimizers = nn.Cell | Sequence[nn.Cell] | Mapping[str, nn.Cell]

@@ -43,8 +43,8 @@ class Activations:
         self._batch_axis = context.batch_axis
         self._forward = "forward" in context.observe
         self._backward = "backward" in context.observe
-        self._evaluation = context.evaluation
-        self._several_roots = context.several_roots
+        self._evaluation = context.settings.evaluation
+        self._several_roots = context.targets.several_roots
         self._regions = context.targets.layout.regions_of
         self._guarded = partial(context.sink.guarded, tap)
         self._on_leaves: dict[tuple[str, str, int, int], RemovableHandle] = {}

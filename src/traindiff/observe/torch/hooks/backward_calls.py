@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -56,7 +55,7 @@ def nodes_of(roots: Iterable[Tensor]) -> Iterator[Any]:
                 waiting.append(following)
 
 
-def attach(context: TapContext) -> ExitStack:
+def attach(context: TapContext) -> None:
     """Follow calls of `Tensor.backward` and `torch.autograd.backward` that can reach the model's parameters.
 
     Each scalar root is recorded (phase `loss`), to be summed over the step: gradients are those of this sum, by
@@ -64,11 +63,8 @@ def attach(context: TapContext) -> ExitStack:
 
     There is no hook for these calls, so `torch.autograd.backward` (which `Tensor.backward` calls) is replaced while
     at least one tap is attached, and restored when the last one is removed.
-
-    Returns:
-        Close it to remove the tap.
     """
-    return _listeners.attach(_Listener(context))
+    context.undo.enter_context(_listeners.attach(_Listener(context)))
 
 
 class _Listener:
@@ -77,26 +73,12 @@ class _Listener:
     def __init__(self, context: TapContext) -> None:
         sink = self._sink = context.sink
         self._context = context
+        self.events = context.events
         self._is_concerned = True
         self._reach = sink.guarded("backward_calls", self._follow)
         self._observe_loss = "loss" in context.observe
         self.begin = sink.guarded("loss", self._begin)
         self.end = sink.guarded("backward_calls", sink.progress.end_backward)
-
-    def look(self) -> None:
-        """Tell the taps that a backward pass begins."""
-        for function in self._context.events.at_backward:
-            function()
-
-    def before(self, roots: Sequence[Tensor]) -> None:
-        """Tell the taps that the backward pass is about to run."""
-        for function in self._context.events.before_backward:
-            function(roots)
-
-    def after(self) -> None:
-        """Tell the taps that it has ended, also if it raised."""
-        for function in self._context.events.after_backward:
-            function()
 
     def concerns(self, roots: Sequence[Tensor]) -> bool:
         """True for a backward pass of the model; False for that of another model which is trained beside it."""
@@ -105,7 +87,7 @@ class _Listener:
         return self._is_concerned
 
     def _follow(self, roots: Sequence[Tensor]) -> None:
-        self._is_concerned = may_reach(roots, self._context.leaf_ids)
+        self._is_concerned = may_reach(roots, self._context.targets.leaf_ids)
 
     def _begin(self, roots: Sequence[Tensor]) -> None:
         progress, chunk = self._sink.progress, self._sink.progress.chunk
@@ -130,15 +112,15 @@ def _install() -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
         listeners = [listener for listener in _listeners if listener.concerns(roots)]
         for listener in listeners:
-            listener.look()
+            listener.events.at_backward()
             listener.begin(roots)
         try:
             for listener in listeners:
-                listener.before(roots)
+                listener.events.before_backward(roots)
             original(tensors, *args, **kwargs)
         finally:
             for listener in listeners:
-                listener.after()
+                listener.events.after_backward()
         for listener in listeners:
             listener.end()
 

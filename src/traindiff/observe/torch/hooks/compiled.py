@@ -52,28 +52,15 @@ class ModuleObserver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RootObserver:
-    """Observes the forward passes of the root in compiled code.
+class CallObserver:
+    """Observes the forward passes of the root, or the steps of an optimizer, in compiled code.
 
     Attributes:
-        begin: Called with the inputs by slot, and `evaluating`, when one begins.
-        end: Called when it has ended.
+        begin: Called before one, when nothing is written yet; for the root with the inputs by slot, and `evaluating`.
+        end: Called when it has ended; results of a step may be written only when the compiled code returns.
     """
 
     begin: Callable[..., None]
-    end: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepObserver:
-    """Observes the calls of an optimizer in compiled code.
-
-    Attributes:
-        begin: Called when one begins: nothing is written yet.
-        end: Called when it has ended; the results may be written only when the compiled code returns.
-    """
-
-    begin: Callable[[], None]
     end: Callable[[], None] = lambda: None
 
 
@@ -86,11 +73,12 @@ class _Observed:
 
 
 _modules: dict[int, _Observed] = {}
-_roots: dict[int, _Observed] = {}
-_optimizers: dict[int, _Observed] = {}
-_inspectors: list[ModuleObserver] = []
+_calls: dict[int, _Observed] = {}  # of roots and optimizers
 _numbers = count()
-_tracing: list[Callable[[], None]] = []
+_tracing: list[Callable[[], None]] = []  # per recording: restores the guards
+
+_INSPECTED = -1
+"""The number of the module to which inspected tensors belong."""
 
 
 def tap_compiled_module(module: nn.Module, observer: ModuleObserver) -> ExitStack:
@@ -98,42 +86,32 @@ def tap_compiled_module(module: nn.Module, observer: ModuleObserver) -> ExitStac
     return _attach(module, observer, _modules, lambda hooks: hooks.after_forward(module, _Traced(_output_hook)))
 
 
-def tap_compiled_root(root: nn.Module, observer: RootObserver) -> ExitStack:
-    """Have `observer` called around the root's forward passes in compiled code."""
+def tap_compiled_calls(owner: nn.Module | Optimizer, observer: CallObserver) -> ExitStack:
+    """Have `observer` called around the forward passes of a root, or the steps of an optimizer, in compiled code."""
 
     def hook(hooks: HeldHooks) -> None:
-        hooks.before_forward(root, _Traced(_begin_hook), with_kwargs=True, prepend=True)
-        hooks.after_forward(root, _Traced(_end_hook))
+        if isinstance(owner, nn.Module):
+            hooks.before_forward(owner, _Traced(_begin_hook), with_kwargs=True, prepend=True)
+            hooks.after_forward(owner, _Traced(_end_hook))
+        else:
+            hooks.before_step(owner, _Traced(_begin_step_hook))
+            hooks.after_step(owner, _Traced(_end_hook))
 
-    return _attach(root, observer, _roots, hook)
-
-
-def tap_compiled_optimizer(optimizer: Optimizer, observer: StepObserver) -> ExitStack:
-    """Have `observer` called around the optimizer's steps in compiled code."""
-
-    def hook(hooks: HeldHooks) -> None:
-        hooks.before_step(optimizer, _Traced(_before_step_hook))
-        hooks.after_step(optimizer, _Traced(_after_step_hook))
-
-    return _attach(optimizer, observer, _optimizers, hook)
+    return _attach(owner, observer, _calls, hook)
 
 
 def tap_compiled_inspection(observer: ModuleObserver) -> ExitStack:
     """Have `observer` called with tensors that compiled code inspects; the slot is their name."""
     operators()
-    _inspectors.append(observer)
+    _modules.setdefault(_INSPECTED, _Observed()).observers.append(observer)
     undo = ExitStack()
-    undo.callback(_inspectors.remove, observer)
+    undo.callback(_remove, observer, _INSPECTED, _modules)
     return undo
 
 
 def inspect_compiled(name: str, tensor: Tensor) -> None:
     """Observe an intermediate tensor; called while code is compiled."""
-    torch.ops.traindiff.inspect(tensor, name)
-    if tensor.requires_grad and tensor.is_leaf:
-        torch.ops.traindiff.inspect_no_gradient(name)
-    elif tensor.requires_grad:
-        tensor.register_hook(lambda gradient: torch.ops.traindiff.inspect_gradient(gradient, name))
+    _observe(tensor, None, name)
 
 
 def trace_hooks() -> ExitStack:
@@ -143,18 +121,16 @@ def trace_hooks() -> ExitStack:
     another of its class, and the hooks would record nothing.
     """
     forget_compiled_code()
-    if not _tracing:
-        _tracing.append(patch_hook_guards())
-    _tracing.append(_do_nothing)  # one per recording: the last one restores the guards
+    _tracing.append(_tracing[0] if _tracing else patch_hook_guards())
     undo = ExitStack()
     undo.callback(_trace_no_hooks)
     return undo
 
 
 def _trace_no_hooks() -> None:
-    _tracing.pop()
-    if len(_tracing) == 1:
-        _tracing.pop()()
+    restore = _tracing.pop()
+    if not _tracing:
+        restore()
 
 
 def _attach(
@@ -177,13 +153,17 @@ def _attach(
 
 
 def _detach(module: nn.Module | Optimizer, key: int, observer: Any, registry: dict[int, _Observed]) -> None:
+    _remove(observer, key, registry)
+    if not any(key in one for one in (_modules, _calls)):
+        module.__dict__.pop(NUMBER, None)  # compiled code is guarded by it, and compiled anew without us
+
+
+def _remove(observer: Any, key: int, registry: dict[int, _Observed]) -> None:
     observed = registry[key]
     if observer in observed.observers:
         observed.observers.remove(observer)
     if not observed.observers:  # the hooks serve all observers, so they go with the last
         registry.pop(key).hooks.remove()
-    if not any(key in one for one in (_modules, _roots, _optimizers)):
-        module.__dict__.pop(NUMBER, None)  # compiled code is guarded by it, and compiled anew without us
 
 
 class _Traced(InertOnCopy):
@@ -202,7 +182,7 @@ def _output_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         _observe(tensor, module._traindiff_number, slot)  # type: ignore[arg-type]  # set by _attach
 
 
-def _observe(tensor: Tensor, number: Tensor, slot: str) -> None:
+def _observe(tensor: Tensor, number: Tensor | None, slot: str) -> None:
     torch.ops.traindiff.observe(tensor, number, slot)
     if tensor.requires_grad and tensor.is_leaf:
         torch.ops.traindiff.observe_no_gradient(number, slot)
@@ -217,16 +197,12 @@ def _begin_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     torch.ops.traindiff.begin(module._traindiff_number, inputs, slots, not torch.is_grad_enabled())
 
 
-def _end_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
-    torch.ops.traindiff.end(module._traindiff_number)
+def _begin_step_hook(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+    torch.ops.traindiff.begin_step(optimizer._traindiff_number)
 
 
-def _before_step_hook(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-    torch.ops.traindiff.before_step(optimizer._traindiff_number)
-
-
-def _after_step_hook(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-    torch.ops.traindiff.after_step(optimizer._traindiff_number)
+def _end_hook(owner: Any, args: Any, other: Any) -> None:  # noqa: ARG001
+    torch.ops.traindiff.end(owner._traindiff_number)
 
 
 @cache
@@ -234,16 +210,12 @@ def operators() -> torch.library.Library:
     """Define the operators, once."""
     library = torch.library.Library("traindiff", "DEF")  # kept alive by the cache
     implementations: tuple[tuple[str, Callable[..., None]], ...] = (
-        ("observe(Tensor x, Tensor module, str slot) -> ()", partial(_tell_of_tensor, "output")),
-        ("observe_gradient(Tensor x, Tensor module, str slot) -> ()", partial(_tell_of_tensor, "gradient")),
-        ("observe_no_gradient(Tensor module, str slot) -> ()", partial(_tell, _modules, "no_gradient")),
+        ("observe(Tensor x, Tensor? module, str slot) -> ()", partial(_tell_of_tensor, "output")),
+        ("observe_gradient(Tensor x, Tensor? module, str slot) -> ()", partial(_tell_of_tensor, "gradient")),
+        ("observe_no_gradient(Tensor? module, str slot) -> ()", partial(_tell, _modules, "no_gradient")),
         ("begin(Tensor module, Tensor[] inputs, str slots, bool evaluating) -> ()", _tell_of_inputs),
-        ("end(Tensor module) -> ()", partial(_tell, _roots, "end")),
-        ("before_step(Tensor optimizer) -> ()", partial(_tell, _optimizers, "begin")),
-        ("after_step(Tensor optimizer) -> ()", partial(_tell, _optimizers, "end")),
-        ("inspect(Tensor x, str name) -> ()", partial(_tell_inspectors, "output")),
-        ("inspect_gradient(Tensor x, str name) -> ()", partial(_tell_inspectors, "gradient")),
-        ("inspect_no_gradient(str name) -> ()", partial(_tell_inspectors, "no_gradient")),
+        ("begin_step(Tensor optimizer) -> ()", partial(_tell, _calls, "begin")),
+        ("end(Tensor owner) -> ()", partial(_tell, _calls, "end")),
     )
     for schema, run in implementations:
         library.define(schema)
@@ -259,25 +231,19 @@ def _do_nothing(*_: Any) -> None:
     """Stand for the operators while shapes are inferred."""
 
 
-def _tell(registry: dict[int, _Observed], function: str, number: Tensor, *about: Any, **named: Any) -> None:
-    """Call a function of all observers of the module, root or optimizer with this number."""
+def _tell(registry: dict[int, _Observed], function: str, number: Tensor | None, *about: Any, **named: Any) -> None:
+    """Call a function of all observers of the module or optimizer with this number; None for inspected tensors."""
     with out_of_sight():
-        observed = registry.get(int(number))
+        observed = registry.get(_INSPECTED if number is None else int(number))
     for observer in list(observed.observers) if observed else ():
         getattr(observer, function)(*about, **named)
 
 
-def _tell_of_tensor(function: str, x: Tensor | None, module: Tensor, slot: str) -> None:
+def _tell_of_tensor(function: str, x: Tensor | None, module: Tensor | None, slot: str) -> None:
     if x is not None:  # else backward did not come this way
         _tell(_modules, function, module, x, slot)
 
 
 def _tell_of_inputs(module: Tensor, inputs: list[Tensor], slots: str, evaluating: bool) -> None:  # noqa: FBT001
     found = list(zip(slots.split("\n") if slots else [], inputs, strict=True))
-    _tell(_roots, "begin", module, found, evaluating=evaluating)
-
-
-def _tell_inspectors(function: str, *about: Any) -> None:
-    if about[0] is not None:
-        for observer in _inspectors:
-            getattr(observer, function)(*about)
+    _tell(_calls, "begin", module, found, evaluating=evaluating)

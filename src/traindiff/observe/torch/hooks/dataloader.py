@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import ExitStack
 from functools import wraps
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -32,7 +31,7 @@ NO_TENSOR = "no tensor was found in what it yields"
 ELSEWHERE = "it is iterated over by another thread: what it yields belongs to no step yet"
 
 
-def attach(context: TapContext) -> ExitStack:
+def attach(context: TapContext) -> None:
     """Record the batches of every `torch.utils.data.DataLoader` of this process (phase `batch`, stage `loaded`).
 
     A batch belongs to the step and micro-step in which the training *receives* it: that whose forward pass comes next.
@@ -42,13 +41,10 @@ def attach(context: TapContext) -> ExitStack:
 
     There is no hook for it, so the method that yields is replaced while at least one tap is attached, also for
     iterators that are there already, and restored when the last one is removed. No batch is kept.
-
-    Returns:
-        Close it to remove the tap.
     """
     tap = _Loaders(context)
     context.events.after_step.append(context.sink.guarded("dataloader", tap.say_elsewhere))
-    return _listeners.attach(context.sink.guarded("dataloader", tap.yielded))
+    context.undo.enter_context(_listeners.attach(context.sink.guarded("dataloader", tap.yielded)))
 
 
 class _Moment(NamedTuple):

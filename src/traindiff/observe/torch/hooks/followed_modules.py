@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ from traindiff.core.torch_compat.training import (
 def takes_hooks(module: nn.Module) -> bool:
     """True if hooks on the module are called; TorchScript calls none."""
     return not isinstance(module, torch.jit.ScriptModule)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """True if a module can be called at all; a `ModuleList` cannot."""
+    # Static: TorchScript computes the attribute, and cannot for a class.
+    return getattr_static(type(module), "forward") is not nn.Module.forward
 
 
 class HeldHooks:
@@ -146,31 +153,30 @@ class FollowedModules:
     _growing: list[Following] = field(default_factory=list)
     _looked_at: dict[bool, list[tuple[dict[str, Any], str, int]]] = field(default_factory=dict)
 
-    def follow(self, modules: Mapping[str, nn.Module] | Iterable[tuple[str, nn.Module]], how: Following) -> ExitStack:
-        """Follow some modules. Close the result to end it."""
+    def follow(self, modules: Iterable[tuple[str, nn.Module]], how: Following) -> ExitStack:
+        """Follow some modules, given by path. Close the result to end it."""
         with ExitStack() as undo:
             undo.callback(self._end, how)
             if how.grows:
                 self._growing.append(how)
-            for path, module in modules.items() if isinstance(modules, Mapping) else modules:
+            for path, module in modules:
                 self._add(path, module, how)
             return undo.pop_all()
 
-    def look(self, *, called: bool, everywhere: bool) -> bool:
-        """Attach hooks again that are gone; returns True if any was.
+    def look(self, *, called: bool, everywhere: bool) -> None:
+        """Attach hooks again that are gone.
 
         Args:
             called: True if modules may have been called since the last look.
             everywhere: Look at all modules, not only at those that the loop calls.
         """
         if self._are_there(everywhere=everywhere):
-            return False
+            return
         gone = [one for one in self._places if (everywhere or one.how.calls_follow) and not one.is_attached]
         for place in gone:
             place.attach(place.module)
             place.how.lost(place.path, (REMOVED if called else "") if place.takes_hooks else TAKES_NO_HOOKS)
         self._looked_at.clear()
-        return bool(gone)
 
     def _are_there(self, *, everywhere: bool) -> bool:
         """True if all keys of hooks are where they were. It is quick: there may be thousands of modules."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -23,46 +21,7 @@ from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_sc
 from traindiff.observe.torch.hooks.nested import as_tensor
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clipping:
-    """One call that clips gradients.
-
-    Attributes:
-        parameters: The parameters whose gradients are clipped.
-        limit: The largest norm of all gradients together, or the largest magnitude of an element.
-    """
-
-    parameters: Sequence[Tensor]
-    limit: float | Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClippingListener:
-    """Is called when gradients are clipped.
-
-    Attributes:
-        before: Called before the gradients change.
-        after: Called after it, with the norm that they had; None if elements are clipped.
-    """
-
-    before: Callable[[Clipping], None]
-    after: Callable[[Clipping, Tensor | None], None]
-
-
 _depth = [0]
-
-
-def tap_clipping(listener: ClippingListener) -> ExitStack:
-    """Have a listener called when gradients are clipped.
-
-    There are no hooks for it, so the functions are replaced while at least one tap is attached, and restored when the
-    last one is removed. Since torch 2.6, `clip_grad_norm_` is followed where it multiplies the gradients, wherever a
-    training has imported it from; `clip_grad_value_` only if it is called as an attribute of `torch.nn.utils`.
-
-    Close the result to remove the tap.
-    """
-    return _listeners.attach(listener)
 
 
 def _install() -> None:
@@ -102,31 +61,30 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     _listeners.replace(owner, name, function)
 
 
-_listeners: Listeners[ClippingListener] = Listeners(_install)
+_listeners: Listeners[_GradientStages] = Listeners(_install)
 
 
 def _with_norm(
     original: Callable[..., Any], parameters: Any, max_norm: Any, total_norm: Tensor, *rest: Any, **named: Any
 ) -> Any:
-    clipping = Clipping(parameters=_listed(parameters), limit=max_norm)
-    call = partial(original, clipping.parameters, max_norm, total_norm, *rest, **named)
-    return _followed(clipping, call, norm_of=lambda _: total_norm)
+    clipped = _listed(parameters)
+    call = partial(original, clipped, max_norm, total_norm, *rest, **named)
+    return _followed(clipped, max_norm, call, norm_of=lambda _: total_norm)
 
 
 def _norm(original: Callable[..., Any], parameters: Any, max_norm: Any, *rest: Any, **named: Any) -> Any:
-    clipping = Clipping(parameters=_listed(parameters), limit=max_norm)
-    return _followed(clipping, partial(original, clipping.parameters, max_norm, *rest, **named))
+    clipped = _listed(parameters)
+    return _followed(clipped, max_norm, partial(original, clipped, max_norm, *rest, **named))
 
 
 def _of_fsdp(original: Callable[..., Any], module: Any, max_norm: Any, *rest: Any, **named: Any) -> Any:
-    clipping = Clipping(parameters=list(module.parameters()), limit=max_norm)
-    return _followed(clipping, partial(original, module, max_norm, *rest, **named))
+    return _followed(list(module.parameters()), max_norm, partial(original, module, max_norm, *rest, **named))
 
 
 def _value(original: Callable[..., Any], parameters: Any, clip_value: float, *rest: Any, **named: Any) -> Any:
-    clipping = Clipping(parameters=_listed(parameters), limit=clip_value)
-    call = partial(original, clipping.parameters, clip_value, *rest, **named)
-    return _followed(clipping, call, norm_of=lambda _: None)
+    clipped = _listed(parameters)
+    call = partial(original, clipped, clip_value, *rest, **named)
+    return _followed(clipped, clip_value, call, norm_of=lambda _: None)
 
 
 def _listed(parameters: Any) -> list[Tensor]:
@@ -134,20 +92,34 @@ def _listed(parameters: Any) -> list[Tensor]:
 
 
 def _followed(
-    clipping: Clipping, call: Callable[[], Any], *, norm_of: Callable[[Any], Tensor | None] = lambda result: result
+    clipped: Sequence[Tensor],
+    limit: float | Tensor,
+    call: Callable[[], Any],
+    *,
+    norm_of: Callable[[Any], Tensor | None] = lambda result: result,
 ) -> Any:
-    """Call a function that clips, and the listeners around it; `norm_of` finds the norm in the function's result."""
+    """Call a function that clips the gradients of some parameters to a limit, and the listeners around it.
+
+    `norm_of` finds the norm in the function's result; None if it clips elements, not the norm of all together.
+    """
     for listener in _listeners:
-        listener.before(clipping)
+        listener.before_clipping(clipped)
     result = call()
     for listener in _listeners:
-        listener.after(clipping, norm_of(result))
+        listener.after_clipping(clipped, limit, norm_of(result))
     return result
 
 
-def attach(context: TapContext) -> ExitStack:
-    """Record each call that clips gradients, and on request the gradients before. Close the result to end it."""
-    return _GradientStages(context).attach()
+def attach(context: TapContext) -> None:
+    """Record each call that clips gradients, and on request the gradients before.
+
+    There are no hooks for clipping, so the functions are replaced while at least one tap is attached, and restored when
+    the last one is removed. Since torch 2.6, `clip_grad_norm_` is followed where it multiplies the gradients, wherever
+    a training has imported it from; `clip_grad_value_` only if it is called as an attribute of `torch.nn.utils`.
+    """
+    stages = _GradientStages(context)
+    context.undo.enter_context(tap_loss_scaler(stages.scaler))
+    context.undo.enter_context(_listeners.attach(stages))
 
 
 class _GradientStages:
@@ -159,29 +131,17 @@ class _GradientStages:
     """
 
     def __init__(self, context: TapContext) -> None:
+        guarded = partial(context.sink.guarded, "gradient_stages")
         self._optimizers = context.optimizers
         self._names = context.targets.names
         self._sink = context.sink
         self._observe_gradients = "grad.stages" in context.observe
         self._stages: dict[str, tuple[int, str]] = {}  # by optimizer: the step, and the next stage to be recorded
-
-    def attach(self) -> ExitStack:
-        guarded = partial(self._sink.guarded, "gradient_stages")
-        with ExitStack() as undo:
-            undo.enter_context(
-                tap_loss_scaler(
-                    ScalerListener(
-                        before_unscaling=guarded(self._before_unscaling),
-                        after_unscaling=guarded(self._after_unscaling),
-                    )
-                )
-            )
-            undo.enter_context(
-                tap_clipping(
-                    ClippingListener(before=guarded(self._before_clipping), after=guarded(self._after_clipping))
-                )
-            )
-            return undo.pop_all()
+        self.scaler = ScalerListener(
+            before_unscaling=guarded(self._before_unscaling), after_unscaling=guarded(self._after_unscaling)
+        )
+        self.before_clipping = guarded(self._before_clipping)
+        self.after_clipping = guarded(self._after_clipping)
 
     def _before_unscaling(self, optimizer: Optimizer) -> None:
         for tap in self._optimizers.values():
@@ -193,25 +153,21 @@ class _GradientStages:
             if tap.optimizer is optimizer:
                 self._next(tap, "unscaled")
 
-    def _before_clipping(self, clipping: Clipping) -> None:
-        for tap in self._concerned(clipping):
+    def _before_clipping(self, clipped: Sequence[Tensor]) -> None:
+        for tap in self._concerned(clipped):
             self._record(tap)
 
-    def _after_clipping(self, clipping: Clipping, norm: Tensor | None) -> None:
-        concerned = self._concerned(clipping)
+    def _after_clipping(self, clipped: Sequence[Tensor], limit: float | Tensor, norm: Tensor | None) -> None:
+        concerned = self._concerned(clipped)
         for tap in concerned:
             self._next(tap, "")
-        if (
-            not any(id(parameter) in self._names for parameter in clipping.parameters)
-            or not self._sink.progress.observing
-        ):
-            return
-        optimizer = concerned[0].name if concerned else None
-        emit_clipping(self._sink, norm=norm, limit=clipping.limit, optimizer=optimizer)
+        if self._sink.progress.observing and any(id(parameter) in self._names for parameter in clipped):
+            optimizer = concerned[0].name if concerned else None
+            emit_clipping(self._sink, norm=norm, limit=limit, optimizer=optimizer)
 
-    def _concerned(self, clipping: Clipping) -> list[OptimizerTap]:
-        held = {id(parameter) for parameter in clipping.parameters}
-        return [tap for tap in self._optimizers.values() if any(id(one) in held for _, one, _ in tap.held())]
+    def _concerned(self, clipped: Sequence[Tensor]) -> list[OptimizerTap]:
+        ids = {id(parameter) for parameter in clipped}
+        return [tap for tap in self._optimizers.values() if any(id(one) in ids for _, one, _ in tap.held())]
 
     def _record(self, tap: OptimizerTap) -> None:
         """Record gradients that a call is about to change, unless their stage was recorded already."""

@@ -54,8 +54,8 @@ class _NoHook(InertOnCopy):
         pass
 
 
-def leave_hooks_behind(things: Iterable[Any] = ()) -> ExitStack:
-    """Have modules and optimizers copied and pickled as if no session were attached to them.
+def leave_hooks_behind(things: Iterable[Any]) -> ExitStack:
+    """Have modules and optimizers copied, pickled and scripted as if no session were attached to them.
 
     Hooks lie in dicts that are attributes, and `torch.save` pickles attributes: it would write names of functions that
     `torch.load` refuses unless it is told to trust the file.
@@ -76,6 +76,9 @@ def leave_hooks_behind(things: Iterable[Any] = ()) -> ExitStack:
 def _install() -> None:
     for kind in (nn.Module, Optimizer):
         _sessions.replace(kind, "__reduce_ex__", _reduced_without_hooks(kind.__reduce_ex__))
+    compiler = script_compiler()
+    without_hooks = _scripted_without_hooks(compiler.create_script_module)
+    _sessions.replace(compiler, "create_script_module", without_hooks)
 
 
 def _replace_methods(kind: type) -> None:
@@ -172,18 +175,7 @@ def _with_others(entries: dict[Any, Any], ours: Iterable[Any]) -> dict[Any, Any]
     return kept
 
 
-_sessions: Listeners[None] = Listeners(_install)
-
-
-def hide_from_scripting() -> ExitStack:
-    """Have `torch.jit.script` see modules without our hooks. Close the result to end it."""
-    return _scripting.attach(None)
-
-
-def _replace_compiler() -> None:
-    compiler = script_compiler()
-    original = compiler.create_script_module
-
+def _scripted_without_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as undo:
@@ -191,7 +183,7 @@ def _replace_compiler() -> None:
                 undo.enter_context(_as_it_was(module))
             return original(nn_module, *args, **kwargs)
 
-    _scripting.replace(compiler, "create_script_module", create_script_module)
+    return create_script_module
 
 
 @contextmanager
@@ -213,4 +205,4 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
             vars(module)[NUMBER] = number
 
 
-_scripting: Listeners[None] = Listeners(_replace_compiler)
+_sessions: Listeners[None] = Listeners(_install)

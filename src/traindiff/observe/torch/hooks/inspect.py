@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from traindiff.observe.torch.hooks.context import TapContext
 
 T = TypeVar("T")
@@ -55,8 +53,8 @@ def _observe(name: str, tensor: object) -> None:
         observe(name, tensor)
 
 
-def attach(context: TapContext) -> ExitStack:
-    """Observe the tensors that `inspect` is called with. Close the result to remove the tap."""
+def attach(context: TapContext) -> None:
+    """Observe the tensors that `inspect` is called with."""
     from torch import Tensor
 
     from traindiff.errors import type_of
@@ -71,25 +69,14 @@ def attach(context: TapContext) -> ExitStack:
         else:
             activations.unobserved(name, "value", f"it is {type_of(tensor)}, and inspect observes tensors")
 
-    def observe_compiled(tensor: Tensor, name: str) -> None:
-        activations.compiled_output(name, tensor, "value")
-
-    def observe_gradient(gradient: Tensor, name: str) -> None:
-        activations.compiled_gradient(name, gradient, "value")
-
-    def observe_leaf(name: str) -> None:
-        activations.compiled_leaf(name, "value")
-
     compiled = ModuleObserver(
-        output=guard("inspect", observe_compiled),
-        gradient=guard("inspect", observe_gradient),
-        no_gradient=guard("inspect", observe_leaf),
+        output=guard("inspect", lambda tensor, name: activations.compiled_output(name, tensor, "value")),
+        gradient=guard("inspect", lambda gradient, name: activations.compiled_gradient(name, gradient, "value")),
+        no_gradient=guard("inspect", lambda name: activations.compiled_leaf(name, "value")),
     )
-    with ExitStack() as undo:
-        undo.callback(activations.let_go)
-        undo.enter_context(_listed(_observers, guard("inspect", observe)))
-        undo.enter_context(tap_compiled_inspection(compiled))
-        return undo.pop_all()
+    context.undo.callback(activations.let_go)
+    context.undo.enter_context(_listed(_observers, guard("inspect", observe)))
+    context.undo.enter_context(tap_compiled_inspection(compiled))
 
 
 def alter_inspected(alter: Callable[[str, Any], Any]) -> ExitStack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -22,10 +22,6 @@ from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import as_tensor, tensors
 
 
-def _nothing(*_: Any) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerListener:
     """Is called when a scaler works.
@@ -38,11 +34,11 @@ class ScalerListener:
         scaled: Called after `scale`, with its result and the scale, on its device. A disabled scaler does not call it.
     """
 
-    before: Callable[[Optimizer], None] = _nothing
-    after: Callable[[Optimizer], None] = _nothing
-    before_unscaling: Callable[[Optimizer], None] = _nothing
-    after_unscaling: Callable[[Optimizer], None] = _nothing
-    scaled: Callable[[Any, Tensor], None] = _nothing
+    before: Callable[[Optimizer], None] = lambda _: None
+    after: Callable[[Optimizer], None] = lambda _: None
+    before_unscaling: Callable[[Optimizer], None] = lambda _: None
+    after_unscaling: Callable[[Optimizer], None] = lambda _: None
+    scaled: Callable[[Any, Tensor], None] = lambda *_: None
 
 
 _running: set[tuple[int, str]] = set()
@@ -123,20 +119,18 @@ def _step(
     return result
 
 
-def attach(context: TapContext) -> ExitStack:
+def attach(context: TapContext) -> None:
     """Record the scale (phase `loss`, path `loss_scale`) when a scaler multiplies a loss of the model by it.
 
     From then on until the next step, everything that is computed from that loss is scaled: `Progress.loss_scaled`.
-    The scale is read on its device. Close the result to remove the tap.
+    The scale is read on its device.
     """
-    scaled = partial(_scaled, context)
-    return tap_loss_scaler(ScalerListener(scaled=context.sink.guarded("loss_scale", scaled)))
 
+    def scaled(outputs: Any, scale: Tensor) -> None:
+        if may_reach([tensor for _, tensor in tensors(outputs, "")], context.targets.leaf_ids):
+            emit_loss_scale(context.sink, scale)
 
-def _scaled(context: TapContext, outputs: Any, scale: Tensor) -> None:
-    if not may_reach([tensor for _, tensor in tensors(outputs, "")], context.leaf_ids):
-        return
-    emit_loss_scale(context.sink, scale)
+    context.undo.enter_context(tap_loss_scaler(ScalerListener(scaled=context.sink.guarded("loss_scale", scaled))))
 
 
 def emit_loss_scale(sink: Sink, scale: float | Tensor) -> None:

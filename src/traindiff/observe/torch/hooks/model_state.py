@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -15,12 +14,11 @@ from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.nested import as_tensor
 
 
-def attach(context: TapContext) -> ExitStack:
+def attach(context: TapContext) -> None:
     """Observe parameters and buffers around each step. The tap ends with the session, as all events do."""
     tap, guarded = ModelStateTap(context), partial(context.sink.guarded, "model_state")
     context.events.before_step.append(guarded(tap.before_step))
     context.events.after_step.append(guarded(tap.after_step))
-    return ExitStack()  # events end with the session
 
 
 class ModelStateTap:
@@ -85,7 +83,7 @@ class ModelStateTap:
     def _computes_with_parameters(self) -> bool:
         """False if an engine exchanges parameters for its own between steps."""
         targets = self._context.targets
-        return not (list(targets.layout.flat) or self._context.gathering)
+        return not (list(targets.layout.flat) or targets.gathering)
 
     def _edited_parameters(self) -> None:
         with self._sink.together():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
-from inspect import getattr_static
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +15,13 @@ from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.activations import Activations
 from traindiff.observe.torch.hooks.compiled import ModuleObserver, tap_compiled_module
 from traindiff.observe.torch.hooks.context import TapContext
-from traindiff.observe.torch.hooks.followed_modules import REMOVED, Following, HeldHooks, takes_hooks
+from traindiff.observe.torch.hooks.followed_modules import (
+    REMOVED,
+    Following,
+    HeldHooks,
+    has_forward,
+    takes_hooks,
+)
 from traindiff.observe.torch.hooks.nested import tensors
 
 COMPILED = (
@@ -31,9 +35,9 @@ QUIET = (
 SCRIPTED = f"{NOT_CALLED}: TorchScript takes no hooks on modules"
 
 
-def attach(context: TapContext) -> ExitStack:
-    """Observe the selected modules. Close the result to remove the tap."""
-    return _ModuleOutputs(context).attach()
+def attach(context: TapContext) -> None:
+    """Observe the selected modules."""
+    _ModuleOutputs(context).attach()
 
 
 class _ModuleOutputs:
@@ -46,17 +50,15 @@ class _ModuleOutputs:
         self._silent = SilentModules(context.targets.modules, context.sink)
         self._guarded = partial(context.sink.guarded, "module_outputs")
 
-    def attach(self) -> ExitStack:
+    def attach(self) -> None:
         guarded, modules = self._guarded, self._context.targets.modules
         for event in (self._context.events.after_step, self._context.events.at_end):
             event.append(guarded(self._silent.report))
         self._context.events.after_step.append(guarded(self._silent.end_step))
-        with ExitStack() as undo:
-            undo.callback(self._activations.let_go)
-            taking = {path: module for path, module in modules.items() if takes_hooks(module)}
-            how = Following(hook=self._hook, lost=self._lost, grows=True)
-            undo.enter_context(self._context.followed.follow(taking, how))
-            return undo.pop_all()
+        self._context.undo.callback(self._activations.let_go)
+        taking = [(path, module) for path, module in modules.items() if takes_hooks(module)]
+        how = Following(hook=self._hook, lost=self._lost, grows=True)
+        self._context.undo.enter_context(self._context.followed.follow(taking, how))
 
     def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
         site, guarded = path_in_whole(path), self._guarded
@@ -116,10 +118,9 @@ class SilentModules:
     def __init__(self, modules: Mapping[str, nn.Module], sink: Sink) -> None:
         self._sink = sink
         self._modules = modules
-        self._callable = {path: module for path, module in modules.items() if _has_forward(module)}
+        self._callable = {path: module for path, module in modules.items() if has_forward(module)}
         self._silent = dict(self._callable)
         self._traced: set[str] = set()
-        self._reported = False
         self._heard: set[str] = set()
         self._now: set[str] = set()
         self._beside_roots: set[str] = set()
@@ -156,16 +157,15 @@ class SilentModules:
     def report(self) -> None:
         """Record the silent modules after the first recorded step in which the root has run."""
         progress = self._sink.progress
-        if self._reported or not (progress.observing and progress.forward_done):
+        if not (progress.observing and progress.forward_done):
             return
-        self._reported = True
         compiled = compiled_code_ran()
         for path, module in self._silent.items():
             scripted = not takes_hooks(module)
             if scripted or (compiled and not self._is_idle(path, module)):
                 reason = SCRIPTED if scripted else COMPILED
                 self._sink.unobserved(reason, phase="forward", path=path, slot="output[0]")
-        self._silent.clear()
+        self._silent.clear()  # once is enough
         self._callable.clear()
 
     def _is_idle(self, path: str, module: nn.Module) -> bool:
@@ -182,8 +182,3 @@ class SilentModules:
             if path in self._callable:
                 break
         return path
-
-
-def _has_forward(module: nn.Module) -> bool:
-    # Static: TorchScript computes the attribute, and cannot for a class.
-    return getattr_static(type(module), "forward") is not nn.Module.forward

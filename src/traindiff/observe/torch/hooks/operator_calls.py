@@ -32,26 +32,12 @@ _LONGEST_CODE = 120
 """Characters: generated code may be one line."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceLine:
-    """A line of source.
+SourceLine = dict[str, str | int]
+"""A line of source, as JSON.
 
-    Attributes:
-        file: Path; relative if the file is below the working directory.
-        line: Its number, from 1.
-        function: Name of the function.
-        code: The line itself without indentation, cut after 120 characters; empty if the file cannot be read.
-    """
-
-    file: str
-    line: int
-    function: str
-    code: str
-
-    def to_json(self) -> dict[str, str | int]:
-        """As JSON values."""
-        return {"file": self.file, "line": self.line, "function": self.function, "code": self.code}
-
+`file` is relative if the file is below the working directory; `line` counts from 1; `function` is the name of the
+function; `code` is the line itself without indentation, cut after 120 characters, and empty if the file cannot be read.
+"""
 
 _OURS = Path(traindiff.__file__ or "").absolute().parent
 _OF_TORCH, _OF_OURS = f"{TORCH_FILES}{os.sep}", f"{_OURS}{os.sep}"
@@ -95,10 +81,8 @@ def _is_inner(path: str) -> bool:
 def _line(code: CodeType, number: int) -> SourceLine:
     path = code.co_filename
     here = f"{Path.cwd()}{os.sep}"
-    return SourceLine(
-        file=path.removeprefix(here), line=number, function=code.co_name,
-        code=linecache.getline(path, number).strip()[:_LONGEST_CODE],
-    )  # fmt: skip
+    text = linecache.getline(path, number).strip()[:_LONGEST_CODE]
+    return {"file": path.removeprefix(here), "line": number, "function": code.co_name, "code": text}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,14 +113,14 @@ class Made:
     """The maker of a node of the graph.
 
     Attributes:
-        inside: The call of a module; None outside of the modules whose operators are recorded.
+        inside: The call of a module whose operators are recorded.
         operator: Path of the operator.
         source: The line that called it.
     """
 
-    inside: ModuleCall | None
-    operator: str = ""
-    source: SourceLine | None = None
+    inside: ModuleCall
+    operator: str
+    source: SourceLine | None
 
 
 class GraphNodes:
@@ -149,7 +133,7 @@ class GraphNodes:
 
     def __init__(self) -> None:
         self._first: list[int] = []
-        self._made: list[Made] = []
+        self._made: list[Made | None] = []  # None outside of the modules whose operators are recorded
 
     def __bool__(self) -> bool:
         return bool(self._made)
@@ -166,16 +150,13 @@ class GraphNodes:
         number = next_node_number()
         if self._first and number > self._first[-1]:
             self._first.append(number)
-            self._made.append(Made(inside=None))
+            self._made.append(None)
 
     def find(self, node: Any) -> Made | None:
         """The maker of a node; None for nodes of other modules, and for those that accumulate gradients."""
         number = node_number(node)
         place = bisect_right(self._first, number) - 1
-        if place < 0 or number >= 1 << 63:
-            return None
-        made = self._made[place]
-        return made if made.inside is not None else None
+        return None if place < 0 or number >= 1 << 63 else self._made[place]
 
     def clear(self) -> None:
         """Forget all nodes: the step has ended."""
@@ -327,9 +308,7 @@ class UndefinedMemory:
             for _, tensor in tensors(value, "") if name in schema.written else ():
                 self._wrote(tensor)
         for _, tensor in tensors(output, ""):
-            if (
-                _address(tensor) not in given
-            ):  # neither a view nor written in place: it is new, whatever was at its address before
+            if _address(tensor) not in given:  # neither a view nor written in place: it is new, and so is what it holds
                 self._unwritten.pop(_address(tensor), None)
         if schema.workspaces and isinstance(output, (list, tuple)):
             for place in schema.workspaces:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ from traindiff.observe.torch.hooks.operator_calls import (
     Made,
     ModuleCall,
     Schema,
-    SourceLine,
     UndefinedMemory,
     called_from,
     inputs_of,
@@ -41,17 +40,15 @@ _FRAME_BYTES = 250
 UNDEFINED = "it holds whatever was in memory: nothing was written to it yet"
 
 
-def attach(context: TapContext) -> ExitStack:
+def attach(context: TapContext) -> None:
     """Observe operators in the modules that were chosen for it (phases `forward` and `backward`, stage `operator`).
 
     A `TorchDispatchMode` sees each operator below autograd. It is on only inside these modules, and during the
     backward pass of a step in which one of them was called. There it asks autograd for the node that runs, and the
     number of the node tells which module's forward pass made it. So nothing is hooked to the graph, and operators of a
     `torch.autograd.Function`, or of activation checkpointing, are seen like all others.
-
-    Close the result to remove the tap.
     """
-    return _Operators(context).attach()
+    _Operators(context).attach()
 
 
 class _Running(NamedTuple):
@@ -70,7 +67,7 @@ class _Operators:
         self._in_backward = False
         self._calls: list[tuple[nn.Module, ModuleCall]] = []
         self._thread = 0  # the thread of the outermost of these calls
-        self._without_mode = WithoutMode(self._mode)
+        self._without_mode: list[Any] = []  # handles of the hooks of the backward pass that is running
         self._nodes = GraphNodes()
         self._memory = UndefinedMemory()
         self._described: dict[str, dict[str, Any]] = {}
@@ -79,21 +76,20 @@ class _Operators:
         self.begin = context.sink.altering("operators", self._begin)
         self.end = context.sink.guarded("operators", self._end)
 
-    def attach(self) -> ExitStack:
+    def attach(self) -> None:
         guarded, events = partial(self._sink.guarded, "operators"), self._context.events
         events.before_forward.append(guarded(self._begin_forward))
         for event in (events.after_step, events.at_end):
             event.append(guarded(self._end_step))
         events.before_backward.append(guarded(self._begin_backward))
         events.after_backward.append(self._context.containment.guarded("operators", self._end_backward, always=True))
-        with ExitStack() as undo:
-            undo.callback(self._let_go)
-            taking = {path: module for path, module in self._context.targets.zoomed.items() if takes_hooks(module)}
-            for path in self._context.targets.zoomed.keys() - taking.keys():
-                why = "TorchScript takes no hooks on modules"
-                self._sink.unobserved(why, phase="forward", path=path, slot="output[0]", stage=OPERATOR)
-            undo.enter_context(self._context.followed.follow(taking, Following(hook=self._hook, lost=self._lost)))
-            return undo.pop_all()
+        undo, zoomed = self._context.undo, self._context.targets.zoomed
+        undo.callback(self._let_go)
+        taking = {path: module for path, module in zoomed.items() if takes_hooks(module)}
+        for path in zoomed.keys() - taking.keys():
+            why = "TorchScript takes no hooks on modules"
+            self._sink.unobserved(why, phase="forward", path=path, slot="output[0]", stage=OPERATOR)
+        undo.enter_context(self._context.followed.follow(taking.items(), Following(hook=self._hook, lost=self._lost)))
 
     def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
         hooks.before_forward(module, self._sink.guarded("operators", partial(self._enter, path_in_whole(path))))
@@ -139,8 +135,12 @@ class _Operators:
 
     def _begin_backward(self, roots: Sequence[Tensor]) -> None:
         if self._sink.progress.observing and self._nodes:
-            for node in self._without_mode.hook(roots):
-                if (made := self._nodes.find(node)) is not None and (inside := made.inside) is not None:
+            for node in nodes_of(roots):
+                if not node.name().startswith(_COMPUTE_OTHERWISE):
+                    continue
+                self._without_mode += _run_without(self._mode, node)
+                if (made := self._nodes.find(node)) is not None:
+                    inside = made.inside
                     path = f"{inside.path or ROOT}/{node.name()}[{inside.next_number('backward', node.name())}]"
                     self._sink.unobserved(
                         WITHOUT_MODE, phase="backward", path=path, slot="output[0]", stage=inside.stage
@@ -150,8 +150,12 @@ class _Operators:
 
     def _end_backward(self) -> None:
         self._in_backward = False
-        self._without_mode.unhook()
+        self._unhook()
         self._switch()
+
+    def _unhook(self) -> None:
+        while self._without_mode:
+            self._without_mode.pop().remove()
 
     def _end_step(self) -> None:
         self._calls.clear()
@@ -166,7 +170,7 @@ class _Operators:
     def _let_go(self) -> None:
         self._calls.clear()
         self._in_backward = False
-        self._without_mode.unhook()
+        self._unhook()
         self._switch()
 
     def _switch(self) -> None:
@@ -180,13 +184,13 @@ class _Operators:
 
     def _begin(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Running | None:
         """Record the inputs of an operator; None if it is not one to record."""
-        node = None
+        node: Any = None
         if self._calls:
             phase, inside, made = "forward", self._calls[-1][1], None
         else:
             node = running_node()
             made = None if node is None else self._nodes.find(node)
-            if made is None or made.inside is None:
+            if made is None:
                 return None
             phase, inside = "backward", made.inside
         schema = schema_of(operator)
@@ -197,7 +201,15 @@ class _Operators:
         source = called_from(in_backward=node is not None)
         if made is None:
             self._nodes.note(Made(inside=inside, operator=path, source=source))
-        self._describe(phase, path, partial(settings_of, schema, args, kwargs), source, node=node, made=made)
+        described = self._described.setdefault(phase, {})
+        if path not in described and self._described_bytes <= MOST_DESCRIBED_BYTES:  # once for all calls and steps
+            about: dict[str, Any] = {"settings": settings_of(schema, args, kwargs)}
+            if made is not None:
+                about |= {"node": node.name(), "of": made.operator}
+                source = source or made.source
+            described[path] = about if source is None else {**about, "source": source}
+            self._described_bytes += len(str(described[path])) + len(path) + _FRAME_BYTES
+            self._is_written = False
         running = _Running(schema, phase, path, inside)
         for slot, tensor in given:
             self._emit(running, slot, tensor)
@@ -220,28 +232,6 @@ class _Operators:
             tensor, phase=running.phase, path=running.path, slot=slot, stage=inside.stage, call=inside.call,
             scaled=False,
         )  # fmt: skip
-
-    def _describe(
-        self,
-        phase: str,
-        path: str,
-        settings: Callable[[], dict[str, str]],
-        source: SourceLine | None,
-        *,
-        node: Any,
-        made: Made | None,
-    ) -> None:
-        """Note, once for all calls and steps, the source line and the settings of an operator."""
-        of_phase = self._described.setdefault(phase, {})
-        if path in of_phase or self._described_bytes > MOST_DESCRIBED_BYTES:
-            return
-        self._is_written = False
-        about: dict[str, Any] = {"settings": settings()}
-        if made is not None:
-            about |= {"node": node.name(), "of": made.operator}
-            source = source or made.source
-        of_phase[path] = about = about if source is None else {**about, "source": source.to_json()}
-        self._described_bytes += len(str(about)) + len(path) + _FRAME_BYTES
 
 
 class _Mode(TorchDispatchMode):
@@ -278,37 +268,14 @@ These are all that were found among the operators that torch lists for its own t
 WITHOUT_MODE = "its backward pass computes other bits while it is looked into"
 
 
-class WithoutMode:
-    """Takes a mode off while nodes run that would compute other bits under it.
+def _run_without(mode: TorchDispatchMode, node: Any) -> tuple[Any, Any]:
+    """Take a mode off while a node runs; returns the handles of the hooks that do it."""
+    hidden = ExitStack()
 
-    Args:
-        mode: The mode.
-    """
+    def before(_: Any) -> None:
+        hidden.callback(hide_dispatch_mode(mode))
 
-    def __init__(self, mode: TorchDispatchMode) -> None:
-        self._mode = mode
-        self._handles: list[Any] = []
+    def after(_: Any, __: Any) -> None:
+        hidden.close()
 
-    def hook(self, roots: Sequence[Tensor]) -> list[Any]:
-        """Hook the nodes of a backward pass that would compute other bits; returns them."""
-        found = [node for node in nodes_of(roots) if node.name().startswith(_COMPUTE_OTHERWISE)]
-        for node in found:
-            self._handles += self._hooked(node)
-        return found
-
-    def unhook(self) -> None:
-        """Remove the hooks: the backward pass has ended."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _hooked(self, node: Any) -> tuple[Any, Any]:
-        hidden = ExitStack()
-
-        def before(_: Any) -> None:
-            hidden.callback(hide_dispatch_mode(self._mode))
-
-        def after(_: Any, __: Any) -> None:
-            hidden.close()
-
-        return node.register_prehook(before), node.register_hook(after)
+    return node.register_prehook(before), node.register_hook(after)

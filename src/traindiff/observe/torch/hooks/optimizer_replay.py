@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from traindiff.core.kernels.torch_arrays import is_abstract
 from traindiff.core.shards import Piece, Shard
 from traindiff.observe.common.sink import Sink
-from traindiff.observe.torch.hooks.compiled import StepObserver, tap_compiled_optimizer
+from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.optimizer_step import has_closure, hook_after_step, hook_before_step
 from traindiff.observe.torch.hooks.replay_formulas import (
     Before,
@@ -109,8 +109,8 @@ class OptimizerReplayTap:
             undo.callback(hook_after_step(self._optimizer, guarded(self.after_step)).remove)
             undo.enter_context(around())
             undo.callback(hook_before_step(self._optimizer, guarded(self.before_step)).remove)
-            observer = StepObserver(begin=guarded(self._say_compiled))
-            undo.enter_context(tap_compiled_optimizer(self._optimizer, observer))
+            observer = CallObserver(begin=guarded(self._say_compiled))
+            undo.enter_context(tap_compiled_calls(self._optimizer, observer))
             return undo.pop_all()
 
     def before_step(self, *call: Any) -> None:
@@ -158,8 +158,8 @@ class OptimizerReplayTap:
         for place in [*range(first, len(parameters)), *range(first)]:
             piece, parameter, rule = parameters[place]
             path, size = piece.path, parameter.numel() if piece.shard is None else piece.shard.size
-            state = moments_of(self._optimizer, self._optimizer.state.get(parameter, {}))
-            sources = [parameter, *state.values(), *([] if parameter.grad is None else [parameter.grad])]
+            moments = moments_of(self._optimizer, self._optimizer.state.get(parameter, {}))
+            sources = [parameter, *moments.values(), *([] if parameter.grad is None else [parameter.grad])]
             size_bytes = sum(one.element_size() for one in sources)
             start = self._reached.get(path, 0)
             count = min(RANGE, size - start, max(1, self._capacity // size_bytes))
@@ -174,7 +174,36 @@ class OptimizerReplayTap:
             room -= count * size_bytes
             self._reached[path] = (start + count) % size
             part = range(start, start + count)
-            self._copied.append(copy_range(self._optimizer, parameter, piece, rule, part, has_closure=has_closure))
+            gradient = None if has_closure else parameter.grad
+            self._copied.append(self._copy_range(piece, parameter, rule, part, gradient=gradient, moments=moments))
+
+    def _copy_range(
+        self,
+        piece: Piece,
+        parameter: Tensor,
+        rule: Rule,
+        part: range,
+        *,
+        gradient: Tensor | None,
+        moments: Mapping[str, Tensor],
+    ) -> CopiedRange:
+        """Copy a range of a piece of a parameter, of its gradient and of its moments."""
+        whole = piece.shard or Shard.whole(tuple(parameter.shape))
+        flat = Shard(shape=(len(part),), global_shape=whole.global_shape, offset=(whole.start + part.start,))
+        within = slice(piece.first + part.start, piece.first + part.stop)
+        return CopiedRange(
+            path=piece.path,
+            parameter=parameter,
+            part=within,
+            shard=whole if len(part) == whole.size else flat,
+            rule=rule,
+            elements=_part(parameter, within).clone(),
+            gradient=None if gradient is None else _part(gradient, within).clone(),
+            state={name: _part(moment, within).clone() for name, moment in moments.items()},
+            step=step_of(self._optimizer.state.get(parameter, {})),
+            scale=_left_with(self._optimizer, "grad_scale"),
+            overflowed=_left_with(self._optimizer, "found_inf"),
+        )
 
     def _parameters(self, *, has_closure: bool) -> Iterator[tuple[Piece, Tensor, Rule]]:
         """Yield the parameters that this step will change and that can be replayed."""
@@ -206,7 +235,8 @@ class OptimizerReplayTap:
             return torch.zeros((), dtype=torch.float64, device=copied.elements.device)
         update = copied.rule.replay(before, copied.units)
         taken = copied.taken()
-        value = copied.unless_overflowed(update.value)
+        skipped = copied.overflowed
+        value = update.value if skipped is None else torch.where(skipped.bool(), 0.0, update.value)
         residual = _in_roundings(taken - value, update.rounding)
         for stage, tensor in (
             ("replayed", value), ("taken", taken), ("rounding", update.rounding), ("residual", residual)
@@ -322,42 +352,6 @@ class CopiedRange:
         """The elements as they are now minus what they were, float64, flat."""
         return _part(self.parameter, self.part).to(torch.float64) - self.elements.to(torch.float64)
 
-    def unless_overflowed(self, update: Tensor) -> Tensor:
-        """The update, or zeros if the step was skipped."""
-        return update if self.overflowed is None else torch.where(self.overflowed.bool(), 0.0, update)
-
-
-def copy_range(
-    optimizer: Optimizer, parameter: Tensor, piece: Piece, rule: Rule, part: range, *, has_closure: bool
-) -> CopiedRange:
-    """Copy a range of a parameter, with gradient and state.
-
-    Args:
-        optimizer: The optimizer.
-        parameter: A tensor that it holds.
-        piece: The elements of one of the model's parameters in that tensor, as one range.
-        rule: The formula and settings by which the optimizer should update it.
-        part: The elements of the piece to copy.
-        has_closure: The gradient is yet to be computed.
-    """
-    state = optimizer.state.get(parameter, {})
-    whole = piece.shard or Shard.whole(tuple(parameter.shape))
-    flat = Shard(shape=(len(part),), global_shape=whole.global_shape, offset=(whole.start + part.start,))
-    within = slice(piece.first + part.start, piece.first + part.stop)
-    return CopiedRange(
-        path=piece.path,
-        parameter=parameter,
-        part=within,
-        shard=whole if len(part) == whole.size else flat,
-        rule=rule,
-        elements=_copy(parameter, within),
-        gradient=None if has_closure or parameter.grad is None else _copy(parameter.grad, within),
-        state={name: _copy(moment, within) for name, moment in moments_of(optimizer, state).items()},
-        step=step_of(state),
-        scale=_left_with(optimizer, "grad_scale"),
-        overflowed=_left_with(optimizer, "found_inf"),
-    )
-
 
 def obstacle(parameter: Tensor, piece: Piece) -> str:
     """Why the update of a parameter cannot be replayed; empty if it can."""
@@ -378,10 +372,6 @@ def obstacle(parameter: Tensor, piece: Piece) -> str:
     if piece.shard is not None and not piece.shard.contiguous:
         return "this rank holds a part of it that is no range of its elements"
     return ""
-
-
-def _copy(tensor: Tensor, part: slice) -> Tensor:
-    return _part(tensor, part).clone()
 
 
 def _part(tensor: Tensor, part: slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""Find optimizers when they first step, and observe what each step reads and writes."""
+"""Observe what each step of an optimizer reads and writes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from traindiff.core.observation import ITSELF, MAYBE_UNSEEN, SKIPPED, UNSEEN
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.execution import version_of
 from traindiff.core.torch_compat.training import is_nested_step
-from traindiff.observe.torch.hooks.compiled import StepObserver, tap_compiled_optimizer
+from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
@@ -68,34 +66,6 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
         return optimizer
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, Optimizer) else optimizer
-
-
-def tap_optimizer_discovery(
-    parameter_ids: Collection[int], found: Callable[..., None], *, known: WeakSet[Optimizer]
-) -> ExitStack:
-    """Call `found` before the first step of each optimizer that holds one of the parameters.
-
-    Args:
-        parameter_ids: Ids of the model's parameters.
-        found: Called with the optimizer and the arguments of its `step`, inside `step` and before the optimizer's own
-            hooks: hooks that it registers run in this very step.
-        known: The optimizers that were looked at, which is done once; extended. One that is removed is found again.
-
-    Returns:
-        Close it to remove the tap.
-    """
-
-    def before_step(optimizer: Optimizer, *call: Any) -> None:
-        if optimizer in known:
-            return
-        known.update((optimizer, inner_optimizer(optimizer)))
-        if any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):
-            found(optimizer, *call)
-
-    undo = ExitStack()
-    undo.enter_context(tap_loss_scaler(ScalerListener(before=before_step)))  # a scaler may skip the very first step
-    undo.callback(register_optimizer_step_pre_hook(before_step).remove)
-    return undo
 
 
 MOST_BYTES = 2**30
@@ -158,7 +128,7 @@ class OptimizerTap:
         self._on_end = on_end
         self._unsettled = False
         self._has_closure = False
-        self._counts_skipped = context.counts_skipped
+        self._counts_skipped = context.settings.counts_skipped
         self._left_out = False
         self._calls = 0
         self._calls_before_scaler = 0
@@ -175,8 +145,8 @@ class OptimizerTap:
             self._hooks.before_step(self.optimizer, _Once(guarded(self.before_step)))
             self._hooks.after_step(self.optimizer, _Once(guarded(self.after_step)))
             self._hooks.after_step(self.optimizer, _Once(self._end_step))
-            compiled = StepObserver(begin=guarded(self._begin_compiled), end=guarded(self._end_compiled))
-            undo.enter_context(tap_compiled_optimizer(self.optimizer, compiled))
+            compiled = CallObserver(begin=guarded(self._begin_compiled), end=guarded(self._end_compiled))
+            undo.enter_context(tap_compiled_calls(self.optimizer, compiled))
             scaler = ScalerListener(before=self._before_scaler, after=partial(self._after_scaler, guarded(self._skip)))
             undo.enter_context(tap_loss_scaler(scaler))
             return undo.pop_all()

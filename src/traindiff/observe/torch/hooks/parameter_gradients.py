@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -11,21 +10,22 @@ from torch import Tensor, nn
 
 from traindiff.core.shards import Piece
 from traindiff.core.site import canonical_path
-from traindiff.observe.torch.hooks.context import PiecesOf, TapContext, emit_pieces
+from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.optimizer_step import as_dense
 
+PiecesOf = Callable[[Tensor, int], tuple[Piece, ...] | None]
+"""Gives the pieces of the model's parameters in a leaf of the graph whose gradient has so many elements."""
 
-def attach(context: TapContext) -> ExitStack:
+
+def attach(context: TapContext) -> None:
     """Summarize each contribution before it is added to `.grad` (phase `grad`, stage `micro`).
 
     Contributions are terms of a sum. The gradients that the optimizer sees are compared with that sum, which shows a
-    contribution that was lost, doubled or scaled on the way. Close the result to remove the tap.
+    contribution that was lost, doubled or scaled on the way.
     """
-    with ExitStack() as undo:
-        undo.enter_context(_Leaves(context).attach())
-        undo.enter_context(_gathered(context))
-        return undo.pop_all()
+    _Leaves(context).attach()
+    _hook_gathered(context)
 
 
 class _Leaves:
@@ -35,15 +35,13 @@ class _Leaves:
         self._context = context
         self._hooks: dict[int, tuple[Tensor, HeldHooks]] = {}
 
-    def attach(self) -> ExitStack:
+    def attach(self) -> None:
         look = self._context.sink.guarded("parameter_gradients", self._look)
         self._context.events.before_forward.append(look)
         self._context.events.before_backward.append(look)
         self._context.events.after_step.append(look)
-        with ExitStack() as undo:
-            undo.callback(self._remove)
-            self._follow()
-            return undo.pop_all()
+        self._context.undo.callback(self._remove)
+        self._follow()
 
     def _follow(self) -> None:
         for leaf in self._context.targets.leaves:
@@ -67,10 +65,10 @@ class _Leaves:
         self._hooks.clear()
 
 
-def _gathered(context: TapContext) -> ExitStack:
+def _hook_gathered(context: TapContext) -> None:
     """Hook the parameters that FSDP2 gathers, and puts in the places of a module's own while that computes."""
     hooked: dict[int, Tensor] = {}  # keeps the tensors alive, so that no other gets the id of one
-    undo = ExitStack()
+    undo = context.undo
 
     def before_forward(prefix: str, module: nn.Module, *_: Any) -> None:
         for name, parameter in module.named_parameters():
@@ -81,14 +79,13 @@ def _gathered(context: TapContext) -> ExitStack:
             undo.callback(parameter.register_hook(_hook(context, parameter, _whole(path))).remove)
 
     undo.callback(hooked.clear)
-    for prefix, module in context.gathering.items():
+    for prefix, module in context.targets.gathering.items():
         hook = context.sink.guarded("parameter_gradients", partial(before_forward, prefix))
         undo.callback(module.register_forward_pre_hook(hook).remove)  # behind the hook that gathers
-    return undo
 
 
 def _whole(path: str) -> PiecesOf:
-    return lambda parameter, size=None: (Piece(path=path),)  # noqa: ARG005
+    return lambda *_: (Piece(path=path),)
 
 
 def _hook(context: TapContext, leaf: Tensor, pieces_of: PiecesOf) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ _CHUNK_METHODS = {
 """Methods that a schedule calls for each micro-batch, with their kind; see `Chunk`."""
 
 
-def attach(context: TapContext) -> ExitStack:
+def attach(context: TapContext) -> None:
     """Follow stages of `torch.distributed.pipelining`, if it was imported, that hold the model's modules.
 
     The sink's `progress` is told the micro-batches on which the stages work. Passes in which a schedule finds out
@@ -36,11 +36,10 @@ def attach(context: TapContext) -> ExitStack:
     schedule does not call `backward`.
 
     There are no hooks for it, so the methods that schedules call for each micro-batch are replaced while at least one
-    tap is attached, and restored when the last one is removed. Close the result to remove the tap.
+    tap is attached, and restored when the last one is removed.
     """
-    if pipeline_classes() is None:
-        return ExitStack()
-    return _listeners.attach(_Listener(context))
+    if pipeline_classes() is not None:
+        context.undo.enter_context(_listeners.attach(_Listener(context)))
 
 
 class _Listener:
@@ -61,8 +60,7 @@ class _Listener:
             return
         self._count = num_chunks_of(schedule)
         if runs_backward(schedule):
-            for on_schedule in self._on_schedule:
-                on_schedule(schedule, stages)
+            self._on_schedule(schedule, stages)
             self._sink.progress.begin_schedule(num_stages=stages[0].num_stages, num_chunks=self._count)
         hidden.enter_context(self._sink.progress.hiding())
 

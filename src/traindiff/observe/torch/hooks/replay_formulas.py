@@ -15,7 +15,7 @@ The names of variants are part of the recording format (stage `variant[NAME]`); 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -261,15 +261,8 @@ def _of_adam(rule: Adam) -> Iterator[tuple[str, Adam]]:
     yield "state-late", replace(rule, late=True)
     yield "step-one-behind", replace(rule, shift=-1)
     yield "step-one-ahead", replace(rule, shift=1)
-    for beta in BETAS1:
-        if _differs(rule.beta1, beta):
-            yield f"beta1={beta:g}", replace(rule, beta1=beta)
-    for beta in BETAS2:
-        if _differs(rule.beta2, beta):
-            yield f"beta2={beta:g}", replace(rule, beta2=beta)
-    for eps in EPSILONS:
-        if _differs(rule.eps, eps):
-            yield f"eps={eps:g}", replace(rule, eps=eps)
+    for setting, values in (("beta1", BETAS1), ("beta2", BETAS2), ("eps", EPSILONS)):
+        yield from _with_others(rule, setting, values)
     if rule.amsgrad:
         yield "no-amsgrad", replace(rule, amsgrad=False)
 
@@ -282,9 +275,14 @@ def _of_sgd(rule: Sgd) -> Iterator[tuple[str, Sgd]]:
         yield "state-one-step-late", replace(rule, late=True)
         yield f"dampening={float(rule.momentum):g}", replace(rule, dampening=rule.momentum)
         yield "dampening=0", replace(rule, dampening=0.0)
-    for momentum in MOMENTA:
-        if _differs(rule.momentum, momentum):
-            yield f"momentum={momentum:g}", replace(rule, momentum=momentum)
+    yield from _with_others(rule, "momentum", MOMENTA)
+
+
+def _with_others(rule: Any, setting: str, values: Iterable[float]) -> Iterator[tuple[str, Any]]:
+    """Yield the rule with other values of a setting."""
+    for value in values:
+        if _differs(getattr(rule, setting), value):
+            yield f"{setting}={value:g}", replace(rule, **{setting: value})
 
 
 def _differs(setting: Number, other: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import ITSELF, UNSEEN
 from traindiff.core.torch_compat.execution import inside_backward
 from traindiff.observe.common.batch_axis import batch_first
-from traindiff.observe.common.progress import Progress, Rounds
-from traindiff.observe.torch.hooks.compiled import RootObserver, tap_compiled_root
+from traindiff.observe.common.progress import Progress
+from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
 from traindiff.observe.torch.hooks.nested import tensors
@@ -47,9 +47,9 @@ _UNSEEN_PHASES = (("batch", ""), ("forward", ""), ("loss", ""), ("backward", "")
 """Phases and stages that are unknown, or misplaced, in a step whose forward pass was not seen."""
 
 
-def attach(context: TapContext) -> ExitStack:
-    """Follow the root's forward passes. Close the result to remove the tap."""
-    return RootForwardTap(context).attach()
+def attach(context: TapContext) -> None:
+    """Follow the root's forward passes."""
+    RootForwardTap(context).attach()
 
 
 class RootForwardTap:
@@ -74,31 +74,29 @@ class RootForwardTap:
         self._num_nested = 0
         self._num_passes = 0  # since the latest backward pass, or the beginning of the step
         self._most_passes = 0  # before any backward pass so far
-        self._rounds = Rounds(context.sink.progress)
-        self._calls_several = context.several_roots
-        self._paths = {**context.root_paths, **{id(part): path for path, part in context.parts.items()}}
+        self._first = -1, ""  # the number of steps until now, and the path of the module that was called first since
+        self._calls_several = context.targets.several_roots
+        parts = {id(part): path for path, part in context.targets.parts.items()}
+        self._paths = {**context.targets.root_paths, **parts}
         # An error in looking at the batch must not stop the counting of micro-steps.
         self._observe_inputs = self._sink.guarded("batch", self._inputs)
-        self._observe_end = self._sink.guarded("batch", self._random_state_after)
+        self._observe_end = self._sink.guarded("batch", partial(self._random_state, "after"))
 
-    def attach(self) -> ExitStack:
-        """Follow the passes. Close the result to remove the tap."""
-        followed = self._context.followed
-        with ExitStack() as undo:
-            roots = [(self._paths[id(root)], root) for root in self._context.targets.roots]
-            undo.enter_context(followed.follow(roots, Following(hook=self._hook, lost=self._lost, calls_follow=True)))
-            parts = {path: part for path, part in self._context.parts.items() if takes_hooks(part)}
-            how = Following(hook=self._hook_part, lost=self._lost_part, calls_follow=True)
-            undo.enter_context(followed.follow(parts, how))
-            return undo.pop_all()
+    def attach(self) -> None:
+        """Follow the passes."""
+        targets, follow, undo = self._context.targets, self._context.followed.follow, self._context.undo
+        roots = [(self._paths[id(root)], root) for root in targets.roots]
+        undo.enter_context(follow(roots, Following(hook=self._hook, lost=self._lost, calls_follow=True)))
+        parts = [(path, part) for path, part in targets.parts.items() if takes_hooks(part)]
+        undo.enter_context(follow(parts, Following(hook=self._hook_part, lost=self._lost_part, calls_follow=True)))
 
     def _hook(self, path: str, root: nn.Module, hooks: HeldHooks) -> None:
         guarded = partial(self._sink.guarded, "root_forward")
-        self._paths[id(root)] = self._context.root_paths[id(root)] = path
+        self._paths[id(root)] = self._context.targets.root_paths[id(root)] = path
         hooks.before_forward(root, guarded(self._begin), with_kwargs=True, prepend=True)
         hooks.after_forward(root, guarded(self._end), with_kwargs=True, always_call=True)
-        compiled = RootObserver(begin=guarded(partial(self._begin_with, path)), end=guarded(self._end))
-        hooks.undo.enter_context(tap_compiled_root(root, compiled))
+        compiled = CallObserver(begin=guarded(partial(self._begin_with, path)), end=guarded(self._end))
+        hooks.undo.enter_context(tap_compiled_calls(root, compiled))
 
     def _hook_part(self, path: str, part: nn.Module, hooks: HeldHooks) -> None:
         guarded = partial(self._sink.guarded, "root_forward")
@@ -158,12 +156,10 @@ class RootForwardTap:
             self._running.append(nullcontext())
             progress.given = frozenset()
             return
-        for before_forward in self._context.events.before_forward:
-            before_forward()
+        self._context.events.before_forward()
         if not evaluating and not progress.forward_done and progress.batch is None:
             with progress.before_all_chunks():
-                for before_step in self._context.events.before_step:
-                    before_step()
+                self._context.events.before_step()
         if not evaluating:
             self._count_pass()
         given = given_to_training(inputs, progress, several=self._calls_several)
@@ -171,13 +167,26 @@ class RootForwardTap:
         forward = progress.forward(
             self._batch_axis.of_batch(self._shape(*one) for one in inputs),
             evaluating=evaluating,
-            continues=self._calls_several and not evaluating and self._rounds.continues(path),
+            continues=self._calls_several and not evaluating and self._continues(path),
         )
         forward.__enter__()
         self._running.append(forward)
         if self._observes:
             # Tensors that a pipeline stage hands to the next are no inputs of the whole model.
             self._observe_inputs(path, inputs if chunk is None or chunk.is_first else inputs[handed_on:])
+
+    def _continues(self, path: str) -> bool:
+        """True if a call, after a backward pass, of the module with this path begins no micro-step.
+
+        A call of the module with which the step began does. Gradients are accumulated like this: each micro-batch goes
+        the same way, and its observations merge with those of the others. In a GAN another module may come next, or
+        another optimizer may have stepped in between: then the call is a further part of the same micro-step.
+        """
+        steps = sum(self._sink.progress.steps.values())
+        if steps != self._first[0]:
+            self._first = steps, path
+            return True
+        return path != self._first[1]
 
     def _count_pass(self) -> None:
         if self._sink.progress.backward_done or not self._sink.progress.forward_done:
@@ -189,7 +198,7 @@ class RootForwardTap:
         if self._sink.progress.hidden:
             return
         if not self._running:  # the hooks were attached inside a forward pass, or the hook before it is gone
-            self._ended()
+            self._context.events.after_forward()
             return
         if self._num_nested:
             self._num_nested -= 1
@@ -199,16 +208,16 @@ class RootForwardTap:
         self._running.pop().__exit__(None, None, None)
         if observes:
             self._observe_end()
-        self._ended()
-
-    def _ended(self) -> None:
-        for after_forward in self._context.events.after_forward:
-            after_forward()
+        self._context.events.after_forward()
 
     @property
     def _observes(self) -> bool:
         progress = self._sink.progress
-        return progress.observing and self._observe_batch and (self._context.evaluation or not progress.evaluating)
+        return (
+            progress.observing
+            and self._observe_batch
+            and (self._context.settings.evaluation or not progress.evaluating)
+        )
 
     def _is_nested(self) -> bool:
         """True if a call of a root is part of another root's: made by it, or repeated in the backward pass."""
@@ -230,18 +239,15 @@ class RootForwardTap:
             rows = batch_first(tensor, axis)
             self._sink.emit(rows, phase=phase, path=path, slot=slot, stage=stage, call=call, shard=shard, region=region)
         if not progress.evaluating:
-            self._random_state(call=progress.next_call("", "rng before"), stage="before")
+            self._random_state("before")
 
     def _shape(self, slot: str, tensor: Tensor) -> tuple[int, ...]:
         """The shape of an input; the global shape if ranks hold parts of it."""
         regions = self._context.targets.layout.regions_of(tensor, "", slot)
         return regions.value.shape if regions else shape_of(tensor)
 
-    def _random_state_after(self) -> None:
-        self._random_state(call=self._sink.progress.next_call("", "rng after"), stage="after")
-
-    def _random_state(self, *, call: int, stage: str) -> None:
-        chunk = self._sink.progress.chunk
+    def _random_state(self, stage: str) -> None:
+        chunk, call = self._sink.progress.chunk, self._sink.progress.next_call("", f"rng {stage}")
         call = call if chunk is None else chunk.stage  # each rank has generators of its own
         for device, read in _generators():
             self._sink.emit(read(), phase="batch", path="rng", slot=device, stage=stage, call=call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,40 +19,33 @@ MOST = 512
 """The most samples of an input and micro-batch; no sample of a larger batch is observed."""
 
 
-def attach(context: TapContext) -> ExitStack:
-    """Summarize each sample of the inputs of the roots (phase `batch`, stage `sample`). Close the result to end it."""
-    hook = context.sink.guarded("samples", _Samples(context).inputs)
+def attach(context: TapContext) -> None:
+    """Summarize each sample of the inputs of the roots (phase `batch`, stage `sample`)."""
+    hook = context.sink.guarded("samples", partial(_inputs, context))
 
     def hook_root(_: str, root: nn.Module, hooks: HeldHooks) -> None:
         hooks.before_forward(root, hook, with_kwargs=True)
 
     # `root_forward` records what is lost with these hooks.
     how = Following(hook=hook_root, lost=lambda *_: None, calls_follow=True)
-    return context.followed.follow([(context.root_paths[id(root)], root) for root in context.targets.roots], how)
+    roots = [(context.targets.root_paths[id(root)], root) for root in context.targets.roots]
+    context.undo.enter_context(context.followed.follow(roots, how))
 
 
-class _Samples:
-    """The hook on the roots."""
-
-    def __init__(self, context: TapContext) -> None:
-        self._sink = context.sink
-        self._batch_axis = context.batch_axis
-        self._root_paths = context.root_paths
-
-    def inputs(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        progress = self._sink.progress
-        path = self._root_paths[id(root)]
-        chunk = progress.chunk
-        if not progress.observing or progress.evaluating or not torch.is_grad_enabled():
-            return
-        inputs = [] if chunk is not None and not chunk.is_first else list(tensors(args, "input"))
-        call = progress.next_call(path, "samples")
-        for slot, tensor in [*inputs, *tensors(kwargs, "input")]:
-            if slot not in progress.given:
-                continue
-            axis = self._batch_axis.axis_of_samples(tensor, progress.current_batch, path=path, slot=slot)
-            if axis is not None and not call:
-                emit_samples(self._sink, batch_first(tensor, axis), path=path, slot=slot)
+def _inputs(context: TapContext, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    progress = context.sink.progress
+    path = context.targets.root_paths[id(root)]
+    chunk = progress.chunk
+    if not progress.observing or progress.evaluating or not torch.is_grad_enabled():
+        return
+    inputs = [] if chunk is not None and not chunk.is_first else list(tensors(args, "input"))
+    call = progress.next_call(path, "samples")
+    for slot, tensor in [*inputs, *tensors(kwargs, "input")]:
+        if slot not in progress.given:
+            continue
+        axis = context.batch_axis.axis_of_samples(tensor, progress.current_batch, path=path, slot=slot)
+        if axis is not None and not call:
+            emit_samples(context.sink, batch_first(tensor, axis), path=path, slot=slot)
 
 
 def emit_samples(sink: Sink, batch: Tensor, *, path: str, slot: str, micro_step: int | None = None) -> None:

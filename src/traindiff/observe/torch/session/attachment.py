@@ -1,32 +1,37 @@
-"""All taps of a session, attached to one training."""
+"""All taps of a session, attached to one training, and kept attached if it removes hooks or replaces what it trains."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
+from operator import is_
 from typing import Any
 
+import torch
 from torch import nn
 
 from traindiff.core.settings import RecordSettings
+from traindiff.core.site import canonical_paths
 from traindiff.core.tap_registry import TAPS
+from traindiff.core.torch_compat.training import children_of, parameters_of
 from traindiff.errors import TraindiffWarning, level_of_caller
 from traindiff.observe.common.batch_axis import BatchAxis
 from traindiff.observe.common.sink import Sink
+from traindiff.observe.common.user_input import is_selected
 from traindiff.observe.torch.hooks.compiled import trace_hooks
 from traindiff.observe.torch.hooks.context import TapContext
-from traindiff.observe.torch.hooks.inert_on_copy import hide_from_scripting, leave_hooks_behind
-from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
+from traindiff.observe.torch.hooks.followed_modules import takes_hooks
+from traindiff.observe.torch.hooks.inert_on_copy import leave_hooks_behind
 from traindiff.observe.torch.perturb.replica import Replica, notice_compiled
 from traindiff.observe.torch.session.configuration import Configuration
 from traindiff.observe.torch.session.followed_optimizers import FollowedOptimizers
 from traindiff.observe.torch.session.observations import Containment
 from traindiff.observe.torch.session.targets import Targets
-from traindiff.observe.torch.session.upkeep import Upkeep
 from traindiff.observe.torch.sharding.layout import Layout
+from traindiff.observe.torch.sharding.registry import ENGINES
 
 _LISTED = "traindiff show RECORDING lists the sites that there are."
 
@@ -44,6 +49,9 @@ class Attachment:
         on_discovery: Called when more is known of this rank, e.g. an optimizer that was not given.
         containment: Guards hooks.
         on_schedule: Called with the root, a pipeline's schedule, and its stages on this rank, before it runs a batch.
+
+    Attributes:
+        optimizers: The optimizers that are followed.
     """
 
     def __init__(
@@ -62,46 +70,42 @@ class Attachment:
         self._targets = targets
         self._described: dict[str, Any] = {}
         self._configuration = Configuration()
-        optimizers: dict[str, OptimizerTap] = {}
         context = TapContext(
             targets=targets,
             sink=sink,
             containment=containment,
             # An update is the difference of two observations of a parameter.
             observe=settings.observe | ({"param"} if "update" in settings.observe else frozenset()),
-            evaluation=settings.evaluation,
-            counts_skipped=settings.counts_skipped,
+            settings=settings,
             before_every_step=before_every_step,
             batch_axis=BatchAxis(settings.batch_axis, targets.modules),
-            optimizers=optimizers,
             describe=self._describe,
         )
         self._events = context.events
         self._on_discovery = on_discovery
-        upkeep = Upkeep(context, targets, on_change=on_discovery)
-        self._optimizers = FollowedOptimizers(
+        upkeep = Upkeep(context, on_change=on_discovery)
+        self.optimizers = FollowedOptimizers(
             context,
-            targets,
-            optimizers,
             on_step=on_step,
             on_discovery=on_discovery,
             before_step=upkeep.before_optimizer,
         )
         self._events.before_forward.append(self.settle)
         self._events.on_schedule.append(partial(on_schedule, targets.root))
-        with ExitStack() as undo:
+        self._undo = context.undo
+        with ExitStack() as on_error:
+            undo = on_error.enter_context(context.undo)
             if replica:  # before the taps, which see what it did
                 undo.enter_context(replica.attach(sink))
                 undo.enter_context(notice_compiled(targets.root, sink))
             for tap in TAPS:
                 if not tap.part_of and tap.is_wanted(context.observe):
-                    undo.enter_context(_attached(tap.name, context))
+                    import_module(f"traindiff.observe.torch.hooks.{tap.name}").attach(context)
             upkeep.attach()
-            undo.enter_context(self._optimizers.attach())  # whose steps are to be known before the rest is looked at
+            self.optimizers.attach()  # whose steps are to be known before the rest is looked at
             undo.enter_context(trace_hooks())
-            undo.enter_context(hide_from_scripting())
             undo.enter_context(leave_hooks_behind([*targets.root.modules(), *targets.optimizers.values()]))
-            self._undo = undo.pop_all()
+            on_error.pop_all()
         report = partial(_report_unused, context.batch_axis, targets.layout)
         self._events.at_end.append(sink.guarded("batch_axis", report))
 
@@ -112,20 +116,14 @@ class Attachment:
     def finish(self) -> None:
         """Record what is known only at the end; to be called before the last observations are written."""
         self.settle()
-        self._optimizers.end_unseen_steps()
-        if elsewhere := self._optimizers.goes_on_elsewhere():
+        self.optimizers.end_unseen_steps()
+        if elsewhere := self.optimizers.goes_on_elsewhere():
             self._describe("goes_on_elsewhere", elsewhere)
-        for at_end in self._events.at_end:
-            at_end()
+        self._events.at_end()
 
     def settle(self) -> None:
         """End the steps that optimizers made in compiled code, which has returned by now."""
-        self._optimizers.settle()
-
-    @property
-    def optimizers(self) -> FollowedOptimizers:
-        """The optimizers that are followed."""
-        return self._optimizers
+        self.optimizers.settle()
 
     def _describe(self, name: str, value: Any) -> None:
         """Put a value into `rank.json`, and have that written."""
@@ -137,15 +135,9 @@ class Attachment:
         return {
             **self._targets.describe(),
             "module_settings": self._configuration.of(self._targets.modules),
-            "optimizers": self._optimizers.describe(),
+            "optimizers": self.optimizers.describe(),
             **self._described,
         }
-
-
-def _attached(tap: str, context: TapContext) -> AbstractContextManager[object]:
-    """The tap with this name in the registry; only wanted taps are imported."""
-    attached: AbstractContextManager[object] = import_module(f"traindiff.observe.torch.hooks.{tap}").attach(context)
-    return attached
 
 
 def _report_unused(batch_axis: BatchAxis, layout: Layout) -> None:
@@ -156,3 +148,140 @@ def _report_unused(batch_axis: BatchAxis, layout: Layout) -> None:
         warnings.warn(message, TraindiffWarning, stacklevel=level_of_caller())
     for message in layout.declarations.unused:
         warnings.warn(f"record(shards=...): {message} {_LISTED}", TraindiffWarning, stacklevel=level_of_caller())
+
+
+class Upkeep:
+    """Checks several times in each step that all hooks are there and that the model has the same parts as before.
+
+    All modules are checked before and after each forward pass of a root: a hook that is missing after the pass was
+    lost in it, and a hook that is missing before it is restored in time. Before a backward pass and before the step of
+    the optimizer, only the modules that the training loop calls are checked: without their hooks no forward pass is
+    seen.
+
+    A module or parameter that is still part of the model keeps its path, wherever it is now. A new one takes the path
+    under which it is found, and so replaces the one that had this path and is no longer part of the model.
+
+    A check of 1,000 modules takes about 0.3 ms: it looks up dicts and reads no tensor.
+
+    Args:
+        context: The training, as taps see it; the mappings of its targets are changed.
+        on_change: Called when the model has other parts than before.
+    """
+
+    def __init__(self, context: TapContext, *, on_change: Callable[[], None]) -> None:
+        self._context = context
+        self._targets = context.targets
+        self._followed = context.followed
+        self._on_change = on_change
+        # An engine that exchanges parameters for its own says itself what they are.
+        self._replaces_parameters = not (list(context.targets.layout.flat) or context.targets.gathering)
+        self._tree: list[tuple[nn.Module, list[Any]]] = []
+        self._note()
+
+    def attach(self) -> None:
+        """Have the training looked at in these events, which end with the session."""
+        guarded, events = partial(self._context.sink.guarded, "upkeep"), self._context.events
+        events.before_forward.insert(0, guarded(self._before_forward))
+        events.after_forward.append(guarded(self._after_forward))
+        events.at_backward.append(guarded(partial(self._followed.look, called=True, everywhere=False)))
+        events.after_step.append(guarded(self._after_step))
+
+    def before_optimizer(self) -> None:
+        """An optimizer is about to step."""
+        self._update(parameters=True)
+        # Every forward pass that counts has a backward pass, so none was missed since the last backward pass.
+        self._followed.look(called=not self._context.sink.progress.backward_done, everywhere=False)
+
+    def _before_forward(self) -> None:
+        self._update(parameters=torch.is_grad_enabled())
+        self._followed.look(called=False, everywhere=self._context.sink.progress.observing)
+
+    def _after_forward(self) -> None:
+        self._followed.look(called=True, everywhere=self._context.sink.progress.observing)
+
+    def _after_step(self) -> None:
+        if not self._context.sink.progress.unseen:  # an unseen step has ended earlier
+            self._update(parameters=True)
+            self._followed.look(called=False, everywhere=True)
+
+    def _update(self, *, parameters: bool) -> None:
+        """Note what was replaced since the last call.
+
+        Args:
+            parameters: The parameters are those that are trained, and not exchanged temporarily.
+        """
+        if not self._is_changed():
+            return
+        found = self._new_modules()
+        if parameters and self._replaces_parameters:
+            found |= self._new_parameters()
+        self._note()
+        if found:
+            self._on_change()
+
+    def _note(self) -> None:
+        """Remember the tree. Its parts are kept alive, so that no other object gets the id of one."""
+        self._tree = [(module, self._parts(module)) for module in self._targets.root.modules()]
+
+    def _is_changed(self) -> bool:
+        for module, parts in self._tree:
+            found = self._parts(module)
+            if len(found) != len(parts) or not all(map(is_, found, parts)):
+                return True
+        return False
+
+    def _parts(self, module: nn.Module) -> list[Any]:
+        parts: list[Any] = [*children_of(module).values()]
+        if self._replaces_parameters:
+            parts += parameters_of(module).values()
+        return parts
+
+    def _new_modules(self) -> bool:
+        modules: Any = self._targets.modules
+        present = dict(self._targets.root.named_modules(remove_duplicate=False))
+        alive = {id(one) for one in present.values()}
+        known = {id(one) for one in modules.values()}
+        changed = False
+        for name, path in canonical_paths(present).items():
+            module = present[name]
+            if id(module) in known or not takes_hooks(module) or not is_selected(self._targets.select, path):
+                continue
+            held = modules.get(path)
+            if held is not None and id(held) in alive:
+                continue  # the module with this path has been wrapped
+            modules[path] = module
+            known.add(id(module))
+            changed = True
+            if held is None:
+                self._followed.grow(path, module)
+            else:
+                self._followed.replace(path, module)
+        return changed
+
+    def _new_parameters(self) -> bool:
+        names: Any = self._targets.names
+        parameters: Any = self._targets.parameters
+        present = dict(self._targets.root.named_parameters(remove_duplicate=False))
+        alive = {id(one) for one in present.values()}
+        by_path = {path: key for key, path in names.items()}
+        changed = False
+        for name, found in canonical_paths(present).items():
+            parameter = present[name]
+            if id(parameter) in names or not isinstance(parameter, nn.Parameter) or _is_of_engine(parameter):
+                continue
+            path = self._targets.first_name(found)
+            if by_path.get(path) in alive:
+                path = found  # it was tied to another parameter before
+            if by_path.get(path) in alive:
+                continue
+            names.pop(by_path.get(path), None)
+            names[id(parameter)] = path
+            by_path[path] = id(parameter)
+            if path in parameters or is_selected(self._targets.select, path):
+                parameters[path] = parameter
+            changed = True
+        return changed
+
+
+def _is_of_engine(parameter: nn.Parameter) -> bool:
+    return any(engine.global_shape(parameter) is not None for engine in ENGINES)

@@ -15,20 +15,16 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.training import is_nested_step, is_stepping
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
+from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
 from traindiff.observe.torch.hooks.optimizer_replay import OptimizerReplayTap
-from traindiff.observe.torch.hooks.optimizer_step import (
-    OptimizerTap,
-    has_closure,
-    inner_optimizer,
-    tap_optimizer_discovery,
-)
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap, has_closure, inner_optimizer
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
-from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.deepspeed_optimizer import EngineOptimizer
 from traindiff.observe.torch.sharding.deepspeed_step import EngineOptimizerTap
 
@@ -41,8 +37,6 @@ class FollowedOptimizers:
 
     Args:
         context: The training, as taps see it.
-        targets: What is observed.
-        taps: Filled with the tap of each followed optimizer, by its name.
         on_step: Called with an optimizer's name when an observed step of it has ended.
         on_discovery: Called when an optimizer was found.
         before_step: Called before each step of a followed optimizer.
@@ -54,16 +48,14 @@ class FollowedOptimizers:
     def __init__(
         self,
         context: TapContext,
-        targets: Targets,
-        taps: dict[str, OptimizerTap],
         *,
         on_step: Callable[[str], None],
         on_discovery: Callable[[], None],
         before_step: Callable[[], None],
     ) -> None:
         self._context = context
-        self._targets = targets
-        self.taps = taps
+        self._targets = context.targets
+        self.taps = context.optimizers
         self._on_step = on_step
         self._on_discovery = on_discovery
         self._before_step = before_step
@@ -77,28 +69,29 @@ class FollowedOptimizers:
         self._elsewhere: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._made_before: WeakSet[Optimizer] | None = None
 
-    def attach(self) -> ExitStack:
-        """Follow the optimizers. Close the result to end it."""
-        with ExitStack() as undo:
-            undo.callback(self._follow_no_more)
-            self._listen()
-            for name, optimizer in self._targets.optimizers.items():
-                self._following[name] = self._follow(name, optimizer)
-            events, guarded = self._context.events, self._context.sink.guarded
-            events.after_backward.append(guarded("optimizer_step", self._after_backward))
-            for event in (events.before_forward, events.at_backward):
-                event.insert(0, guarded("optimizer_step", self.look))
-            events.after_step.append(guarded("optimizer_step", self.look))
-            given = [one for one in self._targets.optimizers.values() if isinstance(one, Optimizer)]
-            self._known.update([*given, *map(inner_optimizer, given)])
-            self._made_before = WeakSet(given) if given else None
-            if not self._targets.optimizers:
-                found = self._context.sink.guarded("optimizer_discovery", self._discover)
-                undo.enter_context(tap_optimizer_discovery(self._targets.names, found, known=self._known))
-            return undo.pop_all()
+    def attach(self) -> None:
+        """Follow the optimizers."""
+        undo, events, guarded = self._context.undo, self._context.events, self._context.sink.guarded
+        undo.callback(self._follow_no_more)
+        self._listen()
+        for name, optimizer in self._targets.optimizers.items():
+            self._following[name] = self._follow(name, optimizer)
+        events.after_backward.append(guarded("optimizer_step", self._after_backward))
+        for event in (events.before_forward, events.at_backward):
+            event.insert(0, guarded("optimizer_step", self.look))
+        events.after_step.append(guarded("optimizer_step", self.look))
+        given = [one for one in self._targets.optimizers.values() if isinstance(one, Optimizer)]
+        self._known.update([*given, *map(inner_optimizer, given)])
+        self._made_before = WeakSet(given) if given else None
+        if not self._targets.optimizers:
+            undo.enter_context(tap_loss_scaler(ScalerListener(before=self.follow)))  # it may skip the very first step
+            undo.callback(register_optimizer_step_pre_hook(self.follow).remove)
 
     def follow(self, optimizer: Optimizer, *call: Any) -> None:
-        """Follow an optimizer that is about to step and was made after the given ones, if it is of this training."""
+        """Follow an optimizer that is about to step, unless it is known or not of this training.
+
+        Hooks that are added to it now run in this very step.
+        """
         if optimizer in self._known:
             return
         self._known.update((optimizer, inner_optimizer(optimizer)))
@@ -200,24 +193,21 @@ class FollowedOptimizers:
 
     def _follow(self, name: str, optimizer: Optimizer | EngineOptimizer) -> ExitStack:
         context = self._context
-        replayed = "replay" in context.observe
         if isinstance(optimizer, EngineOptimizer):
             engine_tap = EngineOptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
-            self.taps[name] = engine_tap
-            attach = engine_tap.attach
-            for one in engine_tap.replays() if replayed else ():
-                attach = partial(one.attach, around=attach)
-            return attach()
-        self._paths.setdefault(name, set()).update(self._paths_of(optimizer))
-        tap = OptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
-        self.taps[name] = tap
-        if not replayed:
-            return tap.attach()
-        replay = OptimizerReplayTap(
-            inner_optimizer(optimizer), name=name, held=partial(self._updated, tap), selects=context.targets.selects,
-            sink=context.sink,
-        )  # fmt: skip
-        return replay.attach(around=tap.attach)
+            self.taps[name], replays = engine_tap, engine_tap.replays()
+        else:
+            self._paths.setdefault(name, set()).update(self._paths_of(optimizer))
+            tap = OptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
+            replay = OptimizerReplayTap(
+                inner_optimizer(optimizer), name=name, held=partial(self._updated, tap),
+                selects=context.targets.selects, sink=context.sink,
+            )  # fmt: skip
+            self.taps[name], replays = tap, [replay]
+        attach = self.taps[name].attach
+        for one in replays if "replay" in context.observe else ():
+            attach = partial(one.attach, around=attach)
+        return attach()
 
     def _updated(self, tap: OptimizerTap) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
         for number, parameter, pieces in tap.updated():
@@ -264,8 +254,7 @@ class FollowedOptimizers:
         self._elsewhere.clear()
         with out_of_sight():
             if name == self._context.sink.progress.optimizer:
-                for after_step in self._context.events.after_step:
-                    after_step()
+                self._context.events.after_step()
             self._on_step(name)
 
 

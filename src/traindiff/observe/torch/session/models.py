@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from traindiff.core.site import WRAPPERS, canonical_paths, part_name
 from traindiff.core.torch_compat.execution import is_compiled
 from traindiff.core.torch_compat.training import live_children_of
 from traindiff.errors import ConfigError, Problem, type_of
-from traindiff.observe.common.selection import examples, is_selected, near
+from traindiff.observe.common.user_input import examples, is_selected, near
+from traindiff.observe.torch.hooks.followed_modules import has_forward
 from traindiff.observe.torch.sharding.flat_parameters import FlatParameters
 from traindiff.observe.torch.sharding.registry import ENGINES
 
@@ -103,11 +103,6 @@ def trained_parts(model: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from trained_parts(child)
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called at all; a `ModuleList` cannot."""
-    return getattr_static(type(module), "forward") is not nn.Module.forward
 
 
 _EMPTY = nn.Module()

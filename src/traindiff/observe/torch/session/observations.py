@@ -14,13 +14,14 @@ from torch.compiler import is_compiling
 from traindiff.core.kernels.store import SummaryStore
 from traindiff.core.kernels.torch_arrays import detail_of, dtype_name, shape_of
 from traindiff.core.observation import LOSS_SCALE, OPERATOR_STAGES, SAMPLE, Merge, Observation
+from traindiff.core.settings import RecordSettings
 from traindiff.core.shards import Region, Shard
 from traindiff.core.torch_compat.execution import exclude_from_compilation, is_tracing
 from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynchronous, versions_of
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.common.faults import Faults
-from traindiff.observe.common.observed import ObservationBuffer, Step
 from traindiff.observe.common.progress import Progress
+from traindiff.observe.common.sink import ObservationBuffer, Step
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.perturb.replica import NAME as REPLICA
@@ -71,14 +72,8 @@ class Containment(Faults):
         with out_of_sight(functions=not alters):
             return super().run(tap, hook, always=always)
 
-    def guarded(self, tap: str, hook: Callable[..., None], *, always: bool = False) -> Callable[..., Any]:
-        """`hook`, made harmless. It returns None, which tells torch to change nothing.
-
-        Args:
-            tap: The tap that an error disables.
-            hook: Observes something, or cleans up.
-            always: Run the hook even after its tap was disabled, because it cleans up.
-        """
+    def guarded(self, tap: str, hook: Callable[..., Any], *, always: bool = False) -> Callable[..., Any]:
+        """`Faults.guarded`; the result returns None, which tells torch to change nothing."""
         return _Guard(self, tap, hook, always=always, alters=False)
 
     def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,45 +87,6 @@ class Containment(Faults):
 
 OVERWRITTEN = "it was written to before anybody waited for the collective that computes it"
 
-
-class InFlight:
-    """Holds observed tensors that a collective is still computing.
-
-    Reading them now would wait for the collective earlier than the training does, and so overlap less with it.
-    """
-
-    def __init__(self) -> None:
-        self._held: list[tuple[Tensor, Observation, tuple[int, int]]] = []
-
-    def holds(self, tensor: Tensor, seen: Observation) -> bool:
-        """Keep the tensor for later if it has not arrived; gives whether it is kept."""
-        if not is_asynchronous(tensor) or has_arrived(tensor):
-            return False
-        self._held.append((tensor, seen, versions_of(tensor)))
-        return True
-
-    def arrived(self, *, all_of_them: bool = False) -> Iterator[tuple[Tensor, Observation, str]]:
-        """Remove and yield the tensors that can be read; one that was overwritten, with that reason.
-
-        Args:
-            all_of_them: Wait for the others too: the training did not use them in this step.
-        """
-        if not self._held:
-            return
-        held, self._held = self._held, []
-        for index, (tensor, seen, versions) in enumerate(held):
-            if versions_of(tensor) != versions:
-                yield tensor, seen, OVERWRITTEN
-            elif all_of_them or has_arrived(tensor):
-                yield arrived(tensor), seen, ""
-            else:
-                self._held.append(held[index])
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._held.clear()
-
-
 _SUMMARY_ALONE = OPERATOR_STAGES | {SAMPLE}
 """Stages of which only the summary is kept, whatever `detail` says."""
 
@@ -141,13 +97,11 @@ class Observations(ObservationBuffer):
     Args:
         progress: Where the training is.
         layout: How this rank's tensors lie in those of the whole training.
-        detail: What is kept of a tensor beyond its summary.
-        bounds: Bounds of the intervals in which elements of parameters' gradients are counted.
+        settings: What is kept of a tensor beyond its summary, and where that is computed.
         containment: Guards hooks.
         on_full: Called when more waits to be written than should.
         forced: Values that replace the observed tensors, if any.
         last_seen: Called with each observation before anything else is done with it, if given.
-        run_on_cpu: Summarize tensors of other devices on the CPU.
 
     Attributes:
         layout: May be replaced as soon as more is known of it.
@@ -161,25 +115,25 @@ class Observations(ObservationBuffer):
         *,
         progress: Progress,
         layout: Layout,
-        detail: frozenset[str],
-        bounds: Sequence[float],
+        settings: RecordSettings,
         containment: Containment,
         on_full: Callable[[], None],
         forced: ForcedValues | None,
         last_seen: Callable[[Observation], None] | None = None,
-        run_on_cpu: bool = False,
     ) -> None:
         super().__init__(progress, on_full)
         self.layout = layout
         self.guarded = containment.guarded
         self.altering = containment.altering
         self.last_seen = last_seen
-        self._detail = detail
-        self._bounds = bounds
+        self._detail = settings.detail
+        self._bounds = settings.bounds
         self._loss_scale: Tensor | None = None
         self._forced = forced
-        self._summaries = SummaryStore(()) if run_on_cpu else SummaryStore()
-        self._in_flight = InFlight()
+        self._summaries = SummaryStore(()) if settings.run_on_cpu else SummaryStore()
+        # Tensors that a collective is still computing, with counters of the writes to them. To read one now would wait
+        # for the collective earlier than the training does, and so overlap less with it.
+        self._in_flight: list[tuple[Tensor, Observation, tuple[int, int]]] = []
 
     def emit(
         self,
@@ -218,7 +172,9 @@ class Observations(ObservationBuffer):
             # Random state is read when a forward pass ends, also where an error ends it.
             if self.last_seen is not None and path != "rng":
                 self.last_seen(seen)
-            if self._forced is not None or not self._in_flight.holds(part.tensor, seen):
+            if self._forced is None and is_asynchronous(part.tensor) and not has_arrived(part.tensor):
+                self._in_flight.append((part.tensor, seen, versions_of(part.tensor)))
+            else:
                 self._keep(part.tensor, seen)
 
     def together(self) -> AbstractContextManager[None]:
@@ -241,11 +197,17 @@ class Observations(ObservationBuffer):
         super().clear()
 
     def _read_arrived(self, *, all_of_them: bool = False) -> None:
-        for tensor, seen, reason in self._in_flight.arrived(all_of_them=all_of_them):
-            if reason:
-                self._pending.append(replace(seen, unobserved=reason), None)
+        """Summarize tensors that were in flight and have arrived; with `all_of_them` wait for the others, too."""
+        if not self._in_flight:
+            return
+        held, self._in_flight = self._in_flight, []
+        for tensor, seen, versions in held:
+            if versions_of(tensor) != versions:
+                self._append(replace(seen, unobserved=OVERWRITTEN), None)
+            elif all_of_them or has_arrived(tensor):
+                self._keep(arrived(tensor), seen)
             else:
-                self._keep(tensor, seen)
+                self._in_flight.append((tensor, seen, versions))
 
     def _keep(self, tensor: Tensor, seen: Observation) -> None:
         """Summarize a tensor and keep its observation."""
@@ -262,10 +224,10 @@ class Observations(ObservationBuffer):
             seen = replace(seen, unobserved=str(error))
         kept = seen.path != "rng" and seen.stage not in _SUMMARY_ALONE and summary is not None
         detail = detail_of(tensor, self._detail, bounds=self._bounds_of(seen), summary=summary) if kept else None
-        self._pending.append(seen, summary, detail)
+        self._append(seen, summary, detail)
         if self._forced is not None:
             self._forced.overwrite(tensor, seen)
-        if self._pending.full:
+        if self._is_full:
             self._on_full()
 
     def _bounds_of(self, seen: Observation) -> Sequence[float]:

@@ -81,13 +81,11 @@ class Recorder(Session[Observations]):
         observations = Observations(
             progress=progress,
             layout=layout,
-            detail=settings.detail,
-            bounds=settings.bounds,
+            settings=settings,
             containment=self._containment,
             on_full=self._containment.guarded("writer", self._write),
             forced=forced,
             last_seen=last_seen,
-            run_on_cpu=settings.run_on_cpu,
         )
         super().__init__(path, settings, progress=progress, faults=self._containment, observations=observations)
         self._forced = forced
@@ -156,7 +154,7 @@ class Recorder(Session[Observations]):
 
     def write(self) -> None:
         """Write what was logged since the last step ended, instead of waiting for the next step."""
-        self._guarded("writer", self._write)()
+        self._containment.guarded("writer", self._write)()
 
     def close(self) -> None:
         """Remove every tap, complete the files and let go of the model. Later calls do nothing."""
@@ -164,9 +162,6 @@ class Recorder(Session[Observations]):
         with self._out_of_sight():
             super().close()
         self._attachment = None
-
-    def _guarded(self, tap: str, hook: Callable[..., Any], *, always: bool = False) -> Callable[..., Any]:
-        return self._containment.guarded(tap, hook, always=always)
 
     def _follow_pipeline(self, model: nn.Module, schedule: Any, stages: list[Any]) -> None:
         """Read how a pipeline's schedule divides the batch, which is known only when it is about to run one."""
@@ -187,10 +182,10 @@ class Recorder(Session[Observations]):
     def _finish(self) -> None:
         if self._attachment is not None:
             self._attachment.finish()
-        self._guarded("in_flight", self._observations.settle)()
+        self._containment.guarded("in_flight", self._observations.settle)()
 
     def _end_step(self, name: str) -> None:
-        self._guarded("in_flight", self._observations.settle)()
+        self._containment.guarded("in_flight", self._observations.settle)()
         super()._end_step(name)
 
     def _rank_content(self) -> dict[str, Any]:

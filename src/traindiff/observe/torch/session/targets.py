@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,8 +17,14 @@ from traindiff.core.site import canonical_path, canonical_paths, path_in_whole
 from traindiff.core.torch_compat.training import is_fully_sharded
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, level_of_caller, type_of
 from traindiff.observe.common.containers import is_of
-from traindiff.observe.common.selection import examples, is_selected, near, no_match, optimizers_by_name
-from traindiff.observe.common.user_input import warn_of_other_models
+from traindiff.observe.common.user_input import (
+    examples,
+    is_selected,
+    near,
+    no_match,
+    optimizers_by_name,
+    warn_of_other_models,
+)
 from traindiff.observe.torch.hooks.model_state import present_buffers
 from traindiff.observe.torch.session.models import (
     ModelParts,
@@ -41,7 +48,7 @@ Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 """One model, several parts of one, or several models by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Targets:
     """The modules, parameters, buffers and optimizers that a session observes.
 
@@ -77,15 +84,18 @@ class Targets:
     optimizers: Mapping[str, Optimizer | EngineOptimizer]
     zoomed: Mapping[str, nn.Module]
 
-    @property
+    @cached_property
     def root_paths(self) -> dict[int, str]:
-        """Canonical path of each root, by id; the parts of one model have the path of the model."""
+        """Canonical path of each root, by id; the parts of one model have the path of the model.
+
+        It changes where a root is replaced.
+        """
         if isinstance(self.root, ModelParts):
             return {id(root): "" for root in self.roots}
         paths = {id(module): canonical_path(name) for name, module in self.root.named_modules()}
         return {id(root): paths.get(id(root), "") for root in self.roots}
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, nn.Module]:
         """The modules that the loop may call in place of the model: its outermost trained parts, by path."""
         if len(self.roots) > 1:
@@ -119,11 +129,23 @@ class Targets:
         path = self.names.get(id(parameter))
         return None if path is None else (Piece(path=path),)
 
-    @property
+    @cached_property
     def gathering(self) -> dict[str, nn.Module]:
         """Modules whose parameters FSDP2 replaces by gathered ones to compute with, by canonical path."""
         modules = self.root.named_modules()
         return {canonical_path(name): module for name, module in modules if is_fully_sharded(module)}
+
+    @property
+    def several_roots(self) -> bool:
+        """True if the training loop calls several modules, whose inputs may be outputs of others."""
+        return len(set(self.root_paths.values())) > 1
+
+    @property
+    def leaf_ids(self) -> Collection[int]:
+        """Ids of all parameters, and of those that FSDP2 has swapped in: the possible leaves of the graph."""
+        if not self.gathering:
+            return self.names.keys()
+        return self.names.keys() | {id(one) for module in self.gathering.values() for one in module.parameters()}
 
     def first_name(self, path: str) -> str:
         """The path under which the parameter with this path is filed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,21 +76,17 @@ def _index(shard: Shard) -> tuple[Any, ...]:
     return tuple(boxes) if shard.spacing is None else (_rows(shard), *boxes[1:])
 
 
-def _is_flat(shard: Shard) -> bool:
-    return len(shard.shape) != len(shard.global_shape)
+def _whole_as(shard: Shard, whole: NDArray[Any]) -> NDArray[Any]:
+    """A view of the global tensor with the axes of a part; a part may be a range of all elements."""
+    return whole if len(shard.shape) == len(shard.global_shape) else whole.reshape(-1)
 
 
 def _at(whole: NDArray[Any], shard: Shard) -> NDArray[Any]:
-    if _is_flat(shard):
-        return whole.reshape(-1)[shard.offset[0] : shard.offset[0] + shard.shape[0]]
-    return np.asarray(whole[_index(shard)])
+    return np.asarray(_whole_as(shard, whole)[_index(shard)])
 
 
 def _put(whole: NDArray[Any], shard: Shard, values: Any) -> None:
-    if _is_flat(shard):
-        whole.reshape(-1)[shard.offset[0] : shard.offset[0] + shard.shape[0]] = values
-    else:
-        whole[_index(shard)] = np.reshape(values, shard.shape) if np.ndim(values) else values
+    _whole_as(shard, whole)[_index(shard)] = np.reshape(values, shard.shape) if np.ndim(values) else values
 
 
 FORCED_PHASES = frozenset({"forward", "backward", "grad", "optimizer", "param"})
@@ -106,27 +101,14 @@ Perturbation = Callable[[Tensor, str], Tensor]
 """Rounds a tensor at random; its second argument names the observation."""
 
 
-class _Site(NamedTuple):
-    step: int
-    phase: str
-    stage: str
-    path: str
-    slot: str
-    call: int
-    optimizer: str
+_Site = tuple[int, str, str, str, str, int, str]
+"""Step, phase, stage, path, slot, call and optimizer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    micro_step: int
-    shard: Shard
+class _Part(NamedTuple):
+    seen: Observation
     within: StepObservations
     row: int
-
-    @property
-    def seen(self) -> Observation:
-        """The observation."""
-        return self.within.observations[self.row]
 
 
 class ForcedValues:
@@ -158,9 +140,8 @@ class ForcedValues:
             for step in recording.steps(rank):
                 for row, seen in enumerate(step.observations):
                     if seen.phase in FORCED_PHASES and seen.stage in _FORCED_STAGES and not seen.unobserved:
-                        part = _Part(micro_step=seen.micro_step, shard=seen.shard, within=step, row=row)
-                        self._parts.setdefault(_site(seen), []).append(part)
-        self._steps = {site.step for site in self._parts}
+                        self._parts.setdefault(_site(seen), []).append(_Part(seen, step, row))
+        self._steps = {step for step, *_ in self._parts}
 
     def overwrite(self, tensor: Tensor, seen: Observation) -> None:
         """Overwrite a tensor that has just been observed with the recorded value, unseen by autograd.
@@ -204,7 +185,9 @@ class ForcedValues:
             return None, "a loss scale is in it in one of the runs only"
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             return None, "its elements share memory"
-        found = elements_of(seen.shard, [(part.shard, partial(self._load, part)) for part in self._usable(parts, seen)])
+        found = elements_of(
+            seen.shard, [(part.seen.shard, partial(self._load, part)) for part in self._usable(parts, seen)]
+        )
         if found is None:
             return None, "the recording has no such rows of it"
         value = torch.from_numpy(np.array(found)).reshape(tensor.shape).to(tensor.dtype)
@@ -221,22 +204,21 @@ class ForcedValues:
         axis (e.g. a position embedding) is a sum over other samples, which the recording does not have.
         """
         shard = seen.shard
-        if shard.batched and all(part.shard.batched for part in parts):
-            if not any(_same_rows(part.shard, shard) for part in parts):
+        if shard.batched and all(part.seen.shard.batched for part in parts):
+            if not any(_same_rows(part.seen.shard, shard) for part in parts):
                 self._split_otherwise.add(seen.step)
             return parts
         if seen.phase not in _EACH_MICRO_STEP:
             return parts
         if seen.step in self._split_otherwise:
             return ()
-        return [part for part in parts if part.micro_step == seen.micro_step]
+        return [part for part in parts if part.seen.micro_step == seen.micro_step]
 
     def _load(self, part: _Part) -> NDArray[Any] | None:
-        summary = part.within.summaries[part.row]
-        seen = part.seen
+        seen, summary = part.seen, part.within.summaries[part.row]
         if seen.dtype.startswith("float8"):
             return None
-        if int(summary["count"]) == 1 and not part.shard.shape and seen.dtype.startswith("float"):
+        if int(summary["count"]) == 1 and not seen.shard.shape and seen.dtype.startswith("float"):
             return np.asarray(number(summary))  # the summary has the value; not for integers
         return self._recording.tensors(part.within, part.row).get("value")
 
@@ -247,4 +229,4 @@ def _same_rows(recorded: Shard, shard: Shard) -> bool:
 
 def _site(seen: Observation) -> _Site:
     stage = "" if seen.stage == RECOMPUTED else seen.stage
-    return _Site(seen.step, seen.phase, stage, seen.path, seen.slot, seen.call, seen.optimizer)
+    return seen.step, seen.phase, stage, seen.path, seen.slot, seen.call, seen.optimizer
