@@ -207,6 +207,14 @@ def number(summary: Any) -> float:
     return -math.inf if int(summary["negative_infinity"]) else float(summary["sum"])
 
 
+def extremes(summary: Any) -> tuple[float, float]:
+    """Smallest and largest element, infinite ones included; NaN if an element is NaN or there are no elements."""
+    if int(summary["nan"]) or not int(summary["count"]):
+        return math.nan, math.nan
+    smallest = -math.inf if int(summary["negative_infinity"]) else float(summary["minimum"])
+    return smallest, math.inf if int(summary["positive_infinity"]) else float(summary["maximum"])
+
+
 def mean(summaries: Any) -> NDArray[np.float64]:
     """Mean of the finite elements; NaN if there are none."""
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from traindiff.analyse.signs.run_signs import Stored
 from traindiff.compat.msprobe import tables
 from traindiff.compat.msprobe.gradients import (
     Kept,
@@ -60,7 +61,7 @@ class StepFiles:
             content = io.BytesIO()
             np.save(content, gradient.signs.positive.reshape(gradient.shape), allow_pickle=False)
             put(direction_file(self._directory, step, name), content.getvalue())
-        return gradient.row(self._columns, name=name)
+        return gradient.row(self._columns, name)
 
 
 class LiveFiles:
@@ -95,17 +96,13 @@ class LiveFiles:
             if is_gradient(seen) and not is_whole(seen):
                 self.partial[seen.path] = None
                 continue
-            kept.append(Kept(seen=seen, rank=self._rank, summary=summaries[row], read=_Reader(details.get(row))))
+            read = partial(_stored, details.get(row))
+            kept.append(Kept(seen=seen, rank=self._rank, summary=summaries[row], read=read))
         if kept:
             self._files.write(kept[0].seen.step, whole_gradients(kept, self._bounds))
 
 
-class _Reader:
-    """Gives what a recording keeps of an observation, without the way over its file."""
-
-    def __init__(self, detail: Detail | None) -> None:
-        self._detail = detail
-
-    def __call__(self) -> Mapping[str, NDArray[np.generic]]:
-        tensors = {} if self._detail is None else self._detail.tensors
-        return {name: np.frombuffer(one.data, dtype=one.dtype).reshape(one.shape) for name, one in tensors.items()}
+def _stored(detail: Detail | None) -> Stored:
+    """What a recording keeps of an observation, without the way over its file."""
+    tensors = {} if detail is None else detail.tensors
+    return {name: np.frombuffer(one.data, dtype=one.dtype).reshape(one.shape) for name, one in tensors.items()}

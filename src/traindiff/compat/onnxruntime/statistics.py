@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from traindiff.compat.imported import numbered
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import NotARecordingError
 from traindiff.storage.location import file_name
@@ -248,21 +249,9 @@ def _is_name(name: str) -> bool:
 
 def steps_in(directory: Path) -> dict[int, Path]:
     """Directories of steps by number, ascending."""
-    return _numbered(directory, _STEP)
+    return numbered(directory, _STEP, kind=os.path.isdir, refuse=_damaged)
 
 
 def ranks_in(directory: Path) -> dict[int, Path]:
     """Directories of ranks by number, ascending; rank 0 is the directory itself where there is one rank."""
-    return {0: directory} if steps_in(directory) else _numbered(directory, _RANK)
-
-
-def _numbered(directory: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    if not directory.is_dir():
-        return {}
-    folder, found = Folder.of(directory, refuse=_damaged), {}
-    for one in directory.iterdir():
-        if match := pattern.fullmatch(one.name):
-            folder.within(one.name)
-            if os.path.isdir(one):  # noqa: PTH112  which never raises
-                found[int(match[1])] = one
-    return dict(sorted(found.items()))
+    return {0: directory} if steps_in(directory) else numbered(directory, _RANK, kind=os.path.isdir, refuse=_damaged)
