@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from traindiff.compat.msprobe.configuration import read_configuration
-from traindiff.compat.msprobe.live_files import LiveFiles
+from traindiff.compat.msprobe.exporting import LiveFiles
 from traindiff.compat.msprobe.monitor import monitor_mindspore, monitor_torch, recording_of
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, type_of
 from traindiff.observe.common.containers import is_of

@@ -83,9 +83,7 @@ def concerns_gradients(seen: Observation) -> bool:
 def whole_gradients(parts: Iterable[Kept], bounds: tuple[float, ...]) -> Iterator[WholeGradient]:
     """The gradients of one step of which all elements are there, in execution order; one at a time is read.
 
-    Args:
-        parts: Of one rank, or of all ranks: what `concerns_gradients`.
-        bounds: Of the intervals that were counted.
+    The parts are those of one rank, or of all ranks: what `concerns_gradients`.
     """
     held = list(parts)
     by_path: dict[str, list[Kept]] = {}

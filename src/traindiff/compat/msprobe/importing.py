@@ -32,10 +32,7 @@ _BOOL = "|b1"
 
 
 def booleans(data: bytes) -> NDArray[np.bool_]:
-    """The array in a `.npy` file.
-
-    Args:
-        data: The file's content.
+    """The array in the content of a `.npy` file.
 
     Raises:
         ValueError: It is not a whole file of booleans; the message is a clause that says why.

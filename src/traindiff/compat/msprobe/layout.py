@@ -61,12 +61,7 @@ def direction_steps_in(rank: Path) -> dict[int, Path]:
 
 
 def content(rank: Path, path: Path, *, limit: int = MOST_TABLE_BYTES) -> bytes:
-    """The content of a file in the directory of a rank.
-
-    Args:
-        rank: The directory of the rank.
-        path: The file.
-        limit: How many bytes it may have.
+    """The content of a file in the directory of a rank, which may have `limit` bytes.
 
     Raises:
         NotARecordingError: It is no regular file inside of the monitor's directory, or is larger.

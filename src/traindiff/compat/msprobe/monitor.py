@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from traindiff.compat.msprobe.configuration import TASK, Configuration
+from traindiff.compat.msprobe.exporting import LiveFiles, StepFiles
 from traindiff.compat.msprobe.layout import make_room, rank_directory, ranks_in
-from traindiff.compat.msprobe.live_files import LiveFiles, StepFiles
 from traindiff.compat.msprobe.tables import Columns
 from traindiff.core.settings import RecordSettings, record_settings
 from traindiff.core.site import canonical_path, canonical_paths

@@ -33,17 +33,10 @@ if TYPE_CHECKING:
 def measured(
     tensor: Tensor, summaries: SummaryStore, *, name: str, direction: Direction, depth: int
 ) -> tuple[Statistics, np.void]:
-    """What a tensor's file says of it, and its summary. Waits for its device.
+    """What a tensor's file says of it, and its summary, which `summaries` makes. Waits for its device.
 
     Moments are added up in float64. As in torch, extremes and mean are NaN where an element is, and the mean is
     infinite, or NaN, where some are.
-
-    Args:
-        tensor: Any dense tensor; never changed.
-        summaries: Makes its summary.
-        name: What it is called.
-        direction: Whether it is an activation, or the gradient of one.
-        depth: Of its module.
 
     Raises:
         UnsupportedTensorError: It has no dense elements that could be read.
@@ -127,15 +120,7 @@ Rows = list[tuple[Observation, Any]]
 
 
 class KeptRecording:
-    """A recording of activations alone, which are told one by one.
-
-    Args:
-        path: Directory of the recording.
-        model: Its modules; knows the sites of outputs when they are told.
-        rank: This rank.
-        world_size: Number of ranks.
-        overwrite: Replace a recording that is there.
-    """
+    """A recording of activations alone, which are told one by one; `model` knows their sites by then."""
 
     def __init__(self, path: str, model: Model, *, rank: int, world_size: int, overwrite: bool) -> None:
         self._model = model

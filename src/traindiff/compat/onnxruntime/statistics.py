@@ -107,10 +107,6 @@ def dump(found: Statistics) -> str:
 def load(text: str, *, where: str) -> Statistics:
     """Read what `dump`, or ONNX Runtime, wrote.
 
-    Args:
-        text: Content of the file.
-        where: Its path, for messages.
-
     Raises:
         NotARecordingError: It is something else.
     """
@@ -204,10 +200,7 @@ def statistics_file(name: str, direction: Direction) -> str:
 
 
 def order_of(step: Path) -> list[str]:
-    """Names of the files of a step in the order in which they were written, each once.
-
-    Args:
-        step: Its directory.
+    """Names of the files of a step, whose directory it is, in the order in which they were written, each once.
 
     Raises:
         NotARecordingError: Nothing says so, or what does names something else than files of the step.
@@ -225,11 +218,7 @@ def order_of(step: Path) -> list[str]:
 
 
 def text_of(step: Path, name: str) -> str:
-    """The text of a file of a step.
-
-    Args:
-        step: Its directory.
-        name: The file.
+    """The text of a file in the directory of a step.
 
     Raises:
         NotARecordingError: It is no regular file inside of the directory, or too large.
