@@ -88,8 +88,8 @@ def test_the_fields_merge_as_the_document_says() -> None:
 
     functions: Mapping[str, tuple[str, ...]] = {
         "sum": (*summary._COUNTS, *summary._FINGERPRINTS, *summary._SUMS),
-        "min": summary._MINIMA,
-        "max": summary._MAXIMA,
+        "min": summary.MINIMA,
+        "max": summary.MAXIMA,
     }
     for names, _, _, merges in rows("\n## The summary"):
         words = merges.split(", ") if ", " in merges else [merges] * len(named(names))

@@ -128,7 +128,7 @@ def test_a_recording_that_could_not_begin_keeps_no_lock_and_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("traindiff.storage.writer.write_all", full)
+    monkeypatch.setattr("traindiff.storage.written_files.WrittenFiles.append", full)
     with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
         write(tmp_path / "deep" / "run")
     monkeypatch.undo()

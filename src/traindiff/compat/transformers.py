@@ -130,11 +130,8 @@ class DebugUnderflowOverflow:
         self._largest = None  # as in the original: a traced batch ends the limit
 
     def _print_frames(self) -> None:
-        print(f"\nDetected inf/nan during batch_number={self.batch_number}")  # noqa: T201
-        print(f"Last {len(self._frames)} forward frames:")  # noqa: T201
-        print(HEAD)  # noqa: T201
-        print("\n".join(self._frames))  # noqa: T201
-        print("\n\n")  # noqa: T201
+        head = f"\nDetected inf/nan during batch_number={self.batch_number}\nLast {len(self._frames)} forward frames:"
+        print(head, HEAD, *self._frames, "\n\n", sep="\n")  # noqa: T201
         self._forget()
 
 

@@ -207,11 +207,7 @@ def record_settings(**options: Unpack[RecordOptions]) -> RecordSettings:
 
 
 def takes_settings(options: type) -> Callable[[_Function], _Function]:
-    """Decorator that has `inspect.signature`, and so `help`, show the settings in place of `**settings`.
-
-    Args:
-        options: The TypedDict that the function unpacks.
-    """
+    """Decorator that has `inspect.signature`, and so `help`, show the keys of a TypedDict in place of `**settings`."""
     hints = get_type_hints(options)
     shown = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[name])

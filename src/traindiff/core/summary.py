@@ -94,8 +94,9 @@ Summaries = NDArray[np.void]
 _COUNTS = ("count", "nan", "positive_infinity", "negative_infinity", "zero", "negative", "subnormal")
 _FINGERPRINTS = ("fingerprint", "multiset", "nonfinite")
 _SUMS = ("sum", "sum_of_squares", "sketch", "row_squares", "column_squares")
-_MINIMA = ("minimum", "smallest")
-_MAXIMA = ("maximum", "row_largest", "column_largest")
+MINIMA = ("minimum", "smallest")
+MAXIMA = ("maximum", "row_largest", "column_largest")
+"""Fields that merge to the smallest, and to the largest."""
 
 SUMMARY = np.dtype(
     [
@@ -141,9 +142,9 @@ def merge(parts: Sequence[Any] | Summaries) -> Any:
     with np.errstate(over="ignore", invalid="ignore"):  # moments that overflowed float64
         for name in (*_COUNTS, *_FINGERPRINTS, *_SUMS):
             merged[name] = stacked[name].sum(axis=0, dtype=stacked[name].dtype)
-    for name in _MINIMA:
+    for name in MINIMA:
         merged[name] = stacked[name].min(axis=0, initial=np.inf)
-    for name in _MAXIMA:
+    for name in MAXIMA:
         low = -np.inf if name == "maximum" else 0.0
         merged[name] = stacked[name].max(axis=0, initial=low)
     return merged if merged.shape else merged[()]
@@ -163,7 +164,7 @@ def add(parts: Sequence[Any] | Summaries, weights: Sequence[float] | NDArray[np.
     stacked = np.asarray(parts, dtype=SUMMARY)
     factor = np.ones(len(stacked)) if weights is None else np.asarray(weights, dtype=np.float64)
     result = empty(stacked.shape[1:])
-    for name in ("minimum", "maximum", "smallest", *_MAXIMA, "row_squares", "column_squares"):
+    for name in ("minimum", "maximum", "smallest", *MAXIMA, "row_squares", "column_squares"):
         result[name] = np.nan
     result["count"] = stacked["count"].max(axis=0, initial=0)
     for name in ("nan", "positive_infinity", "negative_infinity"):
@@ -205,6 +206,14 @@ def number(summary: Any) -> float:
     if int(summary["positive_infinity"]):
         return math.inf
     return -math.inf if int(summary["negative_infinity"]) else float(summary["sum"])
+
+
+def extremes(summary: Any) -> tuple[float, float]:
+    """Smallest and largest element, infinite ones included; NaN if an element is NaN or there are no elements."""
+    if int(summary["nan"]) or not int(summary["count"]):
+        return math.nan, math.nan
+    smallest = -math.inf if int(summary["negative_infinity"]) else float(summary["minimum"])
+    return smallest, math.inf if int(summary["positive_infinity"]) else float(summary["maximum"])
 
 
 def mean(summaries: Any) -> NDArray[np.float64]:

@@ -48,10 +48,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class ReservedNote:
-    """The file of a gap, whose space is reserved with blanks; a note replaces them later.
-
-    Args:
-        path: Local path of the file, which does not exist yet.
+    """The local file of a gap, whose space is reserved with blanks; a note replaces them later.
 
     Raises:
         OSError: The disk has no room for it.

@@ -195,20 +195,14 @@ def _rank_of(name: str) -> int:
 
 
 class RecordingLock:
-    """A lock on a file until `release` or the end of this process; readers ignore it.
-
-    Args:
-        path: Local path of the file.
+    """A lock on a local file until `release` or the end of this process; readers ignore it.
 
     Attributes:
-        is_held: Whether this process has the lock. False if another recording has it, the file does not exist, or the
-            file system has no locks.
-        is_taken: Whether another recording has it.
+        is_taken: Whether another recording has it. False if the file does not exist, or the file system has no locks.
     """
 
     def __init__(self, path: str) -> None:
         self.is_taken = False
-        self.is_held = False
         self._fd = -1
         _LOCKS.add(self)
         try:
@@ -217,7 +211,6 @@ class RecordingLock:
             _release_in_forks()
             self._fd = os.open(path, os.O_RDWR)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.is_held = True
         except BlockingIOError:
             self.is_taken = True
             self.release()
@@ -230,7 +223,6 @@ class RecordingLock:
     def release(self) -> None:
         """Release the lock. Later calls do nothing."""
         fd, self._fd = self._fd, -1
-        self.is_held = False
         _LOCKS.discard(self)
         if fd >= 0:
             os.close(fd)

@@ -43,8 +43,7 @@ class Ended:
 def ended(content: Mapping[str, Any]) -> Ended:
     """The end of a rank from its `rank.json`; empty for a rank that was killed, or of another writer.
 
-    Args:
-        content: Content of its `rank.json`. Entries that make no sense are ignored.
+    Entries that make no sense are ignored.
     """
     said = content.get("ended")
     if not isinstance(said, dict):

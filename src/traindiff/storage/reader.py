@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from itertools import count, islice
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -174,14 +174,7 @@ class Recording:
             CorruptRecordingError: The bytes are not those that were written, or a file with tensors of a step is
                 missing or damaged (each is checked once). A stream that is merely cut off ends at its last whole step.
         """
-        known = self._num_verified.get(rank, 0)
-        steps = self._stream(rank).steps()
-        yield from islice(steps, known)
-        for number in count(known + 1):
-            if not (here := [*map(self._verified, islice(steps, 1))]):
-                return
-            self._num_verified[rank] = max(number, self._num_verified.get(rank, 0))
-            yield here.pop()
+        yield from map(self._verified, count(), self._stream(rank).steps())  # which keeps no step that it has given
 
     def tensors(self, step: StepObservations, row: int) -> dict[str, NDArray[np.generic]]:
         """Tensors that were kept of an observation in a separate file; empty if there are none.
@@ -207,8 +200,10 @@ class Recording:
         tensor_files.check_content(name, zlib.crc32(data), where=self._folder.path(within))
         return tensor_files.load(data, where=self._folder.path(within), shard=shard)
 
-    def _verified(self, step: StepObservations) -> StepObservations:
-        """The step, after checking that each of its files is as it was written."""
+    def _verified(self, number: int, step: StepObservations) -> StepObservations:
+        """The step, after checking, the first time, that each of its files is as it was written."""
+        if number < self._num_verified.get(step.rank, 0):
+            return step
         for row, name in step.stored.files.items():
             within = f"{rank_directory(step.rank)}/{name}"
             checksum = 0
@@ -216,6 +211,7 @@ class Recording:
                 while block := file.read(_BLOCK_BYTES):
                     checksum = zlib.crc32(block, checksum)
             tensor_files.check_content(name, checksum, where=self._folder.path(within))
+        self._num_verified[step.rank] = number + 1
         return step
 
     def _most_bytes(self, shard: Shard) -> int:

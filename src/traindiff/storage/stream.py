@@ -122,12 +122,7 @@ class _Seal(NamedTuple):
 
 
 class RankStream:
-    """The data of one rank, step by step.
-
-    Args:
-        folder: The rank's directory.
-        rank: Its number.
-    """
+    """The data of one rank, step by step, from its directory."""
 
     def __init__(self, folder: Folder, rank: int) -> None:
         self._folder = folder
@@ -185,16 +180,16 @@ class RankStream:
         yield from map(self._unpacked, self._packed_steps())
 
     def _unpacked(self, packed: _Packed) -> StepObservations:
-        with self._step(packed.step):
+        with self._checking(f"step {packed.step}"):
             return unpacked(packed, self._rank)
 
     @contextmanager
-    def _step(self, step: int) -> Iterator[None]:
-        """Turn `Malformed` into an error that names the step."""
+    def _checking(self, what: str) -> Iterator[None]:
+        """Turn `Malformed` into an error that names a step or a message."""
         try:
             yield
         except Malformed as malformed:
-            raise damaged(self._path(DATA), f"step {step} is malformed: {malformed}") from None
+            raise damaged(self._path(DATA), f"{what} is malformed: {malformed}") from None
 
     def _found_gap(self) -> gap.Gap | None:
         if not self._folder.exists(gap.GAP_FILE):
@@ -211,7 +206,7 @@ class RankStream:
         begun: dict[str, int] = {}
         for part in self._messages():
             if part.optimizer in held and held[part.optimizer].step == part.step:
-                with self._step(part.step):
+                with self._checking(f"step {part.step}"):
                     held[part.optimizer].append(part)
                 continue
             before = begun.get(part.optimizer)
@@ -250,10 +245,15 @@ class RankStream:
                     return
                 if number == 0:
                     _check_schema(message, self._path(DATA))
+                elif message == _END_OF_STREAM:
+                    closed = True
                 elif len(message) <= len(_END_OF_STREAM):
-                    closed = self._is_end(message, number)
+                    what = f"message {number} has {len(message)} bytes and is not the end of the stream"
+                    raise damaged(self._path(DATA), what)
                 else:
-                    yield self._packed(message, number)
+                    with self._checking(f"message {number}"):
+                        part = _packed(message)
+                    yield part
 
     def _message(self, file: IO[bytes], number: int, sealed: _Seal, size: int) -> bytes | None:
         """A message; None if it was cut off."""
@@ -274,19 +274,6 @@ class RankStream:
                 "Restore both files from where they were copied, or record again."
             )
         return message
-
-    def _is_end(self, message: bytes, number: int) -> bool:
-        if message != _END_OF_STREAM:
-            raise damaged(
-                self._path(DATA), f"message {number} has {len(message)} bytes and is not the end of the stream"
-            )
-        return True
-
-    def _packed(self, message: bytes, number: int) -> _Packed:
-        try:
-            return _packed(message)
-        except Malformed as malformed:
-            raise damaged(self._path(DATA), f"message {number} is malformed: {malformed}") from None
 
     def _seals(self) -> Iterator[_Seal | None]:
         """The seals of a rank's messages, followed by None if the last line of the file was cut off.
@@ -316,7 +303,8 @@ class RankStream:
                     yield None
                     return
                 else:
-                    raise _damaged_seal(self._path(SEALS), number)
+                    what = f"line {number} is not a checksum that follows the ones before it"
+                    raise damaged(self._path(SEALS), what)
 
     def _size(self) -> int:
         """Size of the data; 0 if there is no file yet."""
@@ -376,7 +364,3 @@ def _packed(message: bytes) -> _Packed:
         packed_bytes=len(message),
         unpacked_bytes=size,
     )
-
-
-def _damaged_seal(where: str, line: int) -> CorruptRecordingError:
-    return damaged(where, f"line {line} is not a checksum that follows the ones before it")

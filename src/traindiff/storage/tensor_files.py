@@ -21,20 +21,15 @@ from traindiff.storage.batch_metadata import too_much
 from traindiff.storage.location import file_name
 from traindiff.storage.schema import MOST_ELEMENTS
 
-_NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
-    "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+_KNOWN = {
+    "float64": ("F64", "<f8"), "float32": ("F32", "<f4"), "float16": ("F16", "<f2"), "bfloat16": ("BF16", "<u2"),
+    "float8_e4m3fn": ("F8_E4M3", "u1"), "float8_e5m2": ("F8_E5M2", "u1"), "int64": ("I64", "<i8"),
+    "int32": ("I32", "<i4"), "int16": ("I16", "<i2"), "int8": ("I8", "i1"), "uint64": ("U64", "<u8"),
+    "uint32": ("U32", "<u4"), "uint16": ("U16", "<u2"), "uint8": ("U8", "u1"), "bool": ("BOOL", "?"),
 }  # fmt: skip
-_PLAIN: dict[str, np.dtype[np.generic]] = {
-    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"), "U64": np.dtype("<u8"),
-    "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"), "BOOL": np.dtype("?"),
-}  # fmt: skip
+"""Dtypes as torch spells them, as safetensors spells them, and as NumPy does; the bits where it lacks one."""
 
-_ITEM_BYTES = {
-    name: _PLAIN[name].itemsize if name in _PLAIN else 2 if name == "BF16" else 1 for name in _NAMES.values()
-}
+_NUMPY: dict[str, np.dtype[np.generic]] = {name: np.dtype(form) for name, form in _KNOWN.values()}
 
 MOST_HEADER_BYTES = 1 << 16
 """Limit for the size of a file's header."""
@@ -42,7 +37,7 @@ MOST_HEADER_BYTES = 1 << 16
 _HEADER = mapped(
     shaped(
         {
-            "dtype": one_of(_ITEM_BYTES),
+            "dtype": one_of(_NUMPY),
             "shape": listed(whole(0, MOST_ELEMENTS)),
             "data_offsets": listed(whole(0), least=2, most=2),
         }
@@ -67,13 +62,9 @@ _NOTHING = RawTensor(dtype="uint8", shape=(0,), data=b"")
 
 
 def tensor_file(*, step: int, row: int, site: str, content: bytes) -> str:
-    """Path of an observation's file in its rank's directory.
+    """Path of an observation's file in its rank's directory; `row` is its row in the whole stream.
 
-    Args:
-        step: Its step.
-        row: Its row in the whole stream.
-        site: Site of the observation.
-        content: Content of the file. Its checksum is part of the name, which is written in a sealed message.
+    The checksum of the content is part of the name, which is written in a sealed message.
     """
     return f"tensors/step-{step:06d}/{row:08d}-{file_name(site)}.{zlib.crc32(content):08x}.safetensors"
 
@@ -105,7 +96,7 @@ def dump(tensors: Mapping[str, RawTensor], *, site: str) -> bytes:
     for name, tensor in tensors.items():
         end = begin + len(tensor.data)
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": _KNOWN[tensor.dtype][0],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
@@ -118,10 +109,7 @@ def dump(tensors: Mapping[str, RawTensor], *, site: str) -> bytes:
 def load(data: bytes, *, where: str, shard: Shard) -> dict[str, NDArray[np.generic]]:
     """Tensors of a file by name. bfloat16 becomes float32; other dtypes that NumPy lacks become their bits.
 
-    Args:
-        data: The file's content.
-        where: The file, for messages.
-        shard: The part that was observed, whose size the tensors must have.
+    They must have the size of `shard`, the part that was observed.
 
     Raises:
         CorruptRecordingError: The content is not as `dump` writes it.
@@ -170,7 +158,7 @@ def _read(data: bytes, where: str) -> dict[str, _Raw]:
     end = 0
     for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         first, last = about["data_offsets"]
-        size = prod(about["shape"]) * _ITEM_BYTES[about["dtype"]]
+        size = prod(about["shape"]) * _NUMPY[about["dtype"]].itemsize
         if (first, last) != (end, end + size):
             raise damaged(where, f"{quoted(name)} lies at bytes {first} to {last}, and {size} from {end} are expected")
         found[name] = _Raw(dtype=about["dtype"], shape=tuple(about["shape"]), data=content[first:last])
@@ -208,7 +196,7 @@ def _decompressed(name: str, one: _Raw, where: str, shard: Shard) -> tuple[str, 
 
 
 def _array(one: _Raw) -> NDArray[np.generic]:
+    found = np.frombuffer(one.data, dtype=_NUMPY[one.dtype])
     if one.dtype == "BF16":
-        bits = np.frombuffer(one.data, dtype=np.dtype("<u2")).astype(np.uint32) << np.uint32(16)
-        return np.asarray(bits.view(np.float32).reshape(one.shape))
-    return np.asarray(np.frombuffer(one.data, dtype=_PLAIN.get(one.dtype, np.dtype("u1"))).reshape(one.shape))
+        found = (found.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return np.asarray(found.reshape(one.shape))

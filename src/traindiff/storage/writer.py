@@ -22,7 +22,7 @@ from traindiff.storage.batch_metadata import too_much
 from traindiff.storage.gap import GAP_FILE, Gap, ReservedNote, dumped, reason_of
 from traindiff.storage.location import DATA, SEALS, RecordingLock, file_system, make_room, rank_directory, unusable
 from traindiff.storage.schema import SCHEMA, Stored, to_batch
-from traindiff.storage.written_files import Lost, WrittenFiles, write_all
+from traindiff.storage.written_files import Lost, WrittenFiles
 
 _HEAD = {"format": manifest.FORMAT_NAME, "version": manifest.FORMAT_VERSION}
 _WITHOUT = {
@@ -79,7 +79,6 @@ class RecordingWriter:
         self._note: ReservedNote | None = None
         self._gap: Gap | None = None
         self._offset = 0
-        self._sealed = 0
         self._rows = 0
         self._num_steps = 0
         self._latest: dict[str, int] = {}
@@ -288,15 +287,9 @@ class RecordingWriter:
 
     def _append(self, message: bytes) -> None:
         # Nothing may follow a half-written message (the disk is full), so the seal comes first.
-        line = seal(self._offset, message)
-        write_all(self._seals, line)
-        self._seals.flush()
-        write_all(self._data, message)
-        self._data.flush()
+        self._files.append(self._crc, self._seals, seal(self._offset, message))
+        self._files.append(self._arrows, self._data, message)
         self._offset += len(message)
-        self._sealed += len(line)
-        self._files.grow(self._arrows, self._offset)
-        self._files.grow(self._crc, self._sealed)
 
 
 def _saying(message: str, error: OSError) -> OSError:

@@ -96,7 +96,7 @@ class WrittenFiles:
         self._made += made
 
     def open(self, path: str) -> IO[bytes]:
-        """Open a new file that is written piece by piece; `grow` notes its size."""
+        """Open a new file that `append` writes piece by piece."""
         if not self.is_local:
             self._written[path] = _Written(size=0)
             file: IO[bytes] = self._fs.open(path, "wb")
@@ -105,9 +105,11 @@ class WrittenFiles:
         self._written[path] = _Written(size=0, fd=file.fileno())
         return file
 
-    def grow(self, path: str, size: int) -> None:
-        """Note the new size of an open file."""
-        self._written[path].size = size
+    def append(self, path: str, file: IO[bytes], content: bytes) -> None:
+        """Write to the end of an open file, and hand it to the file system."""
+        write_all(file, content)
+        file.flush()
+        self._written[path].size += len(content)
 
     def put(self, path: str, content: bytes) -> None:
         """Write a whole file atomically: a reader sees the old one or the new one."""

@@ -389,11 +389,11 @@ def test_names_in_param_list_are_no_patterns(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_files_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from traindiff.compat.msprobe import live_files as step_files
+    from traindiff.compat.msprobe import exporting
 
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(step_files, "put", full)
+    monkeypatch.setattr(exporting, "put", full)
     with pytest.warns(traindiff.TraindiffWarning, match="No space left"):
         assert len(monitored(tmp_path)) == 3

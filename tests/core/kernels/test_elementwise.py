@@ -47,16 +47,16 @@ def unpacked(bits: Any, size: int) -> Any:
 
 @given(ARRAYS)
 def test_signs_are_those_of_the_elements(found: Any) -> None:
-    signs = packed_signs(found)
-    signless = (found == 0) | np.isnan(found)
+    positive, signless, nan = packed_signs(found)
+    expected = (found == 0) | np.isnan(found)
 
-    np.testing.assert_array_equal(unpacked(signs.positive, found.size), found > 0)
-    assert bool(signs.signless.size) == bool(signless.any())
-    assert bool(signs.nan.size) == bool(np.isnan(found).any())
-    if signs.signless.size:
-        np.testing.assert_array_equal(unpacked(signs.signless, found.size), signless)
-    if signs.nan.size:
-        np.testing.assert_array_equal(unpacked(signs.nan, found.size), np.isnan(found))
+    np.testing.assert_array_equal(unpacked(positive, found.size), found > 0)
+    assert bool(signless.size) == bool(expected.any())
+    assert bool(nan.size) == bool(np.isnan(found).any())
+    if signless.size:
+        np.testing.assert_array_equal(unpacked(signless, found.size), expected)
+    if nan.size:
+        np.testing.assert_array_equal(unpacked(nan, found.size), np.isnan(found))
 
 
 @given(ARRAYS)
@@ -93,11 +93,11 @@ def test_the_example_of_the_gradient_monitor() -> None:
 def test_signs_and_intervals_go_on_from_chunk_to_chunk() -> None:
     found = np.random.default_rng(0).standard_normal(2 * elementwise._CHUNK + 11).astype(np.float32)
     found[[3, elementwise._CHUNK + 5, -1]] = [0.0, np.nan, 0.0]
-    signs = packed_signs(found)
+    positive, signless, nan = packed_signs(found)
 
-    np.testing.assert_array_equal(unpacked(signs.positive, found.size), found > 0)
-    assert np.flatnonzero(unpacked(signs.signless, found.size)).tolist() == [3, elementwise._CHUNK + 5, found.size - 1]
-    assert np.flatnonzero(unpacked(signs.nan, found.size)).tolist() == [elementwise._CHUNK + 5]
+    np.testing.assert_array_equal(unpacked(positive, found.size), found > 0)
+    assert np.flatnonzero(unpacked(signless, found.size)).tolist() == [3, elementwise._CHUNK + 5, found.size - 1]
+    assert np.flatnonzero(unpacked(nan, found.size)).tolist() == [elementwise._CHUNK + 5]
     assert intervals(found, [0.0]).tolist() == [int((found <= 0).sum()), int((found > 0).sum())]
 
 

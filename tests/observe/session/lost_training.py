@@ -35,7 +35,7 @@ def main(path: str, what: str) -> None:
         optimizer.step()
         print(loss.item().hex(), flush=True)  # noqa: T201  compared with that of other runs
     if what == "hang at the end":
-        WrittenFiles.grow = _hang  # type: ignore[method-assign]
+        WrittenFiles.append = _hang  # type: ignore[method-assign]
     if run is not None and what != "hang and exit":
         run.close()
     sys.exit(5)
@@ -50,7 +50,7 @@ def _act(path: str, what: str) -> None:
     elif what == "cut":
         os.truncate(f"{rank}/observations.arrows", 4000)
     elif what in ("hang", "hang and exit"):
-        WrittenFiles.grow = _hang  # type: ignore[method-assign]
+        WrittenFiles.append = _hang  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

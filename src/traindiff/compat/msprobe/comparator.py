@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -125,7 +123,7 @@ def _write(directory: Path, names: Mapping[str, str], found: Similarities) -> No
     rows = [["step", *map(str, found.steps)]]
     rows += [[defused(names[path]), *(_cell(one) for one in row)] for path, row in found.parameters.items()]
     rows.append([SUMMARY, *(_cell(one) for one in found.summary)])
-    put(directory / "similarities.csv", _table(rows))
+    put(directory / "similarities.csv", tables.encoded(rows))
     broken = [["step", "param_name", "similarity", "before"]]
     broken += [
         [
@@ -134,18 +132,12 @@ def _write(directory: Path, names: Mapping[str, str], found: Similarities) -> No
         ]
         for one in found.broken
     ]  # fmt: skip
-    put(directory / "broken_rule.csv", _table(broken))
+    put(directory / "broken_rule.csv", tables.encoded(broken))
     draw(found, directory / "similarities_picture", names)
 
 
 def _cell(one: Agreement | None) -> str:
     return "" if one is None or one.share is None else repr(one.share)
-
-
-def _table(rows: list[list[str]]) -> bytes:
-    text = io.StringIO(newline="")
-    csv.writer(text).writerows(rows)
-    return b"\xef\xbb\xbf" + text.getvalue().encode("utf-8", "surrogatepass")
 
 
 def _warn(rank: int, found: Similarities, steps: Sequence[Collection[int]]) -> None:

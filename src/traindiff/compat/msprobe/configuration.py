@@ -95,15 +95,15 @@ def _object(source: str) -> Mapping[str, Any]:
     try:
         found = json.loads(Path(source).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        problem = Problem(where=f"configuration {source}", what=f"cannot be read: {error.strerror or error}.", fix=fix)
-        raise ConfigError("PrecisionDebugger(...)", [problem], consequence="nothing is monitored") from None
+        what = f"cannot be read: {error.strerror or error}."
     except (ValueError, RecursionError) as error:
-        problem = Problem(where=f"configuration {source}", what=f"is not JSON: {error}.", fix=fix)
-        raise ConfigError("PrecisionDebugger(...)", [problem], consequence="nothing is monitored") from None
-    if not isinstance(found, dict):
-        problem = Problem(where=f"configuration {source}", what="holds no JSON object.", fix=fix)
-        raise ConfigError("PrecisionDebugger(...)", [problem], consequence="nothing is monitored")
-    return found
+        what = f"is not JSON: {error}."
+    else:
+        if isinstance(found, dict):
+            return found
+        what = "holds no JSON object."
+    problem = Problem(where=f"configuration {source}", what=what, fix=fix)
+    raise ConfigError("PrecisionDebugger(...)", [problem], consequence="nothing is monitored")
 
 
 def _check_names(found: Mapping[str, Any], own: Mapping[str, Any], problems: list[Problem]) -> None:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from traindiff.compat.msprobe.configuration import read_configuration
-from traindiff.compat.msprobe.live_files import LiveFiles
-from traindiff.compat.msprobe.session import recording_of
+from traindiff.compat.msprobe.exporting import LiveFiles
+from traindiff.compat.msprobe.monitor import monitor_mindspore, monitor_torch, recording_of
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, type_of
 from traindiff.observe.common.containers import is_of
 
@@ -62,16 +62,12 @@ class PrecisionDebugger:
             raise _refused("monitor(...)", what="comes second: another model is monitored.", fix=fix)
         several = model if isinstance(model, (list, tuple)) else (model,)
         if any(is_of(one, "mindspore") for one in several):
-            from traindiff.compat.msprobe import mindspore_monitor
-
             for one in several:
                 _check_optimizer(one)
-            self._recorder, self._files = mindspore_monitor.attach(self._configuration, model)
+            self._recorder, self._files = monitor_mindspore(self._configuration, model)
         else:
-            from traindiff.compat.msprobe import torch_monitor
-
             _check_model(model)
-            self._recorder, self._files = torch_monitor.attach(self._configuration, model)
+            self._recorder, self._files = monitor_torch(self._configuration, model)
         self._monitored = model
 
     def stop(self) -> None:

@@ -15,6 +15,7 @@ from traindiff.analyse.merge.step_table import step_table
 from traindiff.analyse.signs.run_signs import Signs, Stored, merged, part_signs
 from traindiff.compat.msprobe.tables import Columns, Row
 from traindiff.core.observation import LOSS_SCALE, Observation
+from traindiff.core.summary import extremes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +48,13 @@ class WholeGradient:
     md5: str
     signs: Signs | None
 
-    def row(self, columns: Columns, *, name: str = "") -> Row:
-        """Its row in a table; numbers are rounded to float32, as msprobe has them.
-
-        Args:
-            columns: Of the table.
-            name: What the parameter is called there; its path where that is left out.
-        """
-        maximum, minimum, norm = _extremes_and_norm(self.summary)
+    def row(self, columns: Columns, name: str) -> Row:
+        """Its row in a table, where the parameter is called `name`; numbers are rounded to float32, as by msprobe."""
+        minimum, maximum = extremes(self.summary)
         digest = self.md5 if columns.digest == "MD5" else f"{int(self.summary['fingerprint']):016x}"
         return Row(
-            name=name or self.path, shape=self.shape, maximum=_float32(maximum), minimum=_float32(minimum),
-            norm=_float32(norm), digest=digest, shares=self._shares(columns),
+            name=name, shape=self.shape, maximum=_float32(maximum), minimum=_float32(minimum),
+            norm=_float32(_norm(self.summary)), digest=digest, shares=self._shares(columns),
         )  # fmt: skip
 
     def _shares(self, columns: Columns) -> tuple[float, ...]:
@@ -87,9 +83,7 @@ def concerns_gradients(seen: Observation) -> bool:
 def whole_gradients(parts: Iterable[Kept], bounds: tuple[float, ...]) -> Iterator[WholeGradient]:
     """The gradients of one step of which all elements are there, in execution order; one at a time is read.
 
-    Args:
-        parts: Of one rank, or of all ranks: what `concerns_gradients`.
-        bounds: Of the intervals that were counted.
+    The parts are those of one rank, or of all ranks: what `concerns_gradients`.
     """
     held = list(parts)
     by_path: dict[str, list[Kept]] = {}
@@ -145,20 +139,19 @@ def _counts(stored: Stored, summary: Any, bounds: tuple[float, ...]) -> NDArray[
     if not bounds or int(summary["count"]) != 1:
         return None
     counts = np.zeros(len(bounds) + 1, dtype=np.int64)
-    maximum, _, _ = _extremes_and_norm(summary)
+    _, maximum = extremes(summary)
     if not math.isnan(maximum):
         counts[np.searchsorted(np.array(bounds, dtype=np.float64), maximum)] = 1
     return counts
 
 
-def _extremes_and_norm(summary: Any) -> tuple[float, float, float]:
-    """Largest and smallest of all elements and their norm; a summary has those of the finite ones, and counts."""
-    if int(summary["nan"]) or not int(summary["count"]):
-        return math.nan, math.nan, math.nan if int(summary["nan"]) else 0.0
-    infinite = [-math.inf] * bool(summary["negative_infinity"]) + [math.inf] * bool(summary["positive_infinity"])
-    maximum = max(float(summary["maximum"]), *infinite, -math.inf)
-    minimum = min(float(summary["minimum"]), *infinite, math.inf)
-    return maximum, minimum, math.inf if infinite else math.sqrt(max(0.0, float(summary["sum_of_squares"])))
+def _norm(summary: Any) -> float:
+    """Norm of all elements; a summary has that of the finite ones."""
+    if int(summary["nan"]):
+        return math.nan
+    if int(summary["positive_infinity"]) or int(summary["negative_infinity"]):
+        return math.inf
+    return math.sqrt(max(0.0, float(summary["sum_of_squares"])))
 
 
 def _float32(value: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from traindiff.compat.imported import rank_writer, run_content
+from traindiff.compat.imported import import_ranks, rank_content
 from traindiff.compat.msprobe import tables
 from traindiff.compat.msprobe.layout import content, damaged, direction_file, direction_steps_in, ranks_in, summaries_in
 from traindiff.compat.msprobe.tables import Row, Table
@@ -32,10 +32,7 @@ _BOOL = "|b1"
 
 
 def booleans(data: bytes) -> NDArray[np.bool_]:
-    """The array in a `.npy` file.
-
-    Args:
-        data: The file's content.
+    """The array in the content of a `.npy` file.
 
     Raises:
         ValueError: It is not a whole file of booleans; the message is a clause that says why.
@@ -97,9 +94,7 @@ def import_gradients(directory: str, recording: str, *, overwrite: bool = False)
         ConfigError: `recording` is taken.
         NotARecordingError: `directory` holds no such files, or one that cannot be read.
     """
-    root = Path(directory)
-    every = ranks_in(root) if root.is_dir() else {}
-    ranks = {rank: path for rank, path in every.items() if summaries_in(path)}
+    ranks = {rank: path for rank, path in ranks_in(Path(directory)).items() if summaries_in(path)}
     if not ranks:
         raise NotARecordingError(
             f"{directory} holds no rank0/grad_summary_0.csv or the like, so msprobe's gradient monitor has not written "
@@ -112,32 +107,16 @@ def import_gradients(directory: str, recording: str, *, overwrite: bool = False)
             f"{directory} holds rank{max(ranks)} beside others, and no training has so many ranks. Move what is of "
             "another run to a directory of its own."
         )
-    world_size = max(ranks) + 1
     _, first = next(_tables(next(iter(ranks.values()))))
     detail = ["summary", "signs"] if any(direction_steps_in(path) for path in ranks.values()) else ["summary"]
-    run = _run(list(ranks), world_size, detail=detail, bounds=first.columns.bounds or (), source=directory)
-    count = 0
-    for rank, path in ranks.items():
-        with rank_writer(recording, run=run, rank=rank, world_size=world_size, overwrite=overwrite) as writer:
-            count += _write_rank(writer, path, world_size)
-    return count
+    settings = {"observe": ["grad"], "detail": detail, "bounds": list(first.columns.bounds or ())}
+    command = ["traindiff", "import", "msprobe", directory]
+    return import_ranks(recording, ranks, _write_rank, settings=settings, command=command, overwrite=overwrite)
 
 
 def _tables(rank: Path) -> Iterator[tuple[int, Table]]:
     for step, path in summaries_in(rank).items():
         yield step, tables.load(content(rank, path), where=str(path))
-
-
-def _run(
-    ranks: Sequence[int], world_size: int, *, detail: Sequence[str], bounds: Sequence[float], source: str
-) -> dict[str, Any]:
-    settings = {
-        "observe": ["grad"],
-        "detail": list(detail),
-        "bounds": list(bounds),
-        "ranks": None if len(ranks) == world_size else list(ranks),
-    }
-    return run_content(world_size, settings=settings, command=["traindiff", "import", "msprobe", source])
 
 
 def _write_rank(writer: RecordingWriter, rank: Path, world_size: int) -> int:
@@ -162,13 +141,8 @@ def _write_rank(writer: RecordingWriter, rank: Path, world_size: int) -> int:
             writer.write_step(seen, np.array(summaries), details)
         count += len(seen)
     parameters = {path: {"shape": list(shape), "dtype": "", "requires_grad": True} for path, shape in shapes.items()}
-    writer.write_rank(
-        {
-            "model": "", "modules": {}, "parameters": parameters, "buffers": {}, "tied": {},
-            "optimizers": [{"name": "optimizer", "type": "", "groups": [list(parameters)]}],
-            "world_size": world_size, "mesh": None,
-        }
-    )  # fmt: skip
+    optimizers = [{"name": "optimizer", "type": "", "groups": [list(parameters)]}]
+    writer.write_rank(rank_content(world_size, parameters=parameters, optimizers=optimizers))
     return count
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from os.path import isdir, isfile  # which never raise
 from pathlib import Path
 
+from traindiff.compat.imported import check_room, numbered
 from traindiff.core.untrusted.folder import Folder
-from traindiff.errors import ConfigError, NotARecordingError, Problem
+from traindiff.errors import NotARecordingError
 from traindiff.storage.location import file_name
 
 _UNFINISHED = ".unfinished"
@@ -46,31 +47,21 @@ def direction_file(rank: Path, step: int, name: str) -> Path:
 
 def ranks_in(directory: Path) -> dict[int, Path]:
     """Directories of ranks by number, ascending."""
-    return _numbered(directory, _RANK, isdir)
-
-
-def ranks_left(directory: Path) -> set[int]:
-    """Ranks that have a directory, where there may be none at all."""
-    return {*ranks_in(directory)} if directory.is_dir() else set()
+    return numbered(directory, _RANK, kind=isdir, refuse=damaged)
 
 
 def summaries_in(rank: Path) -> dict[int, Path]:
     """Tables in the directory of a rank, by step, ascending."""
-    return _numbered(rank, _SUMMARY, isfile)
+    return numbered(rank, _SUMMARY, kind=isfile, refuse=damaged)
 
 
 def direction_steps_in(rank: Path) -> dict[int, Path]:
     """Directories with directions, by step, ascending."""
-    return _numbered(rank, _STEP, isdir)
+    return numbered(rank, _STEP, kind=isdir, refuse=damaged)
 
 
 def content(rank: Path, path: Path, *, limit: int = MOST_TABLE_BYTES) -> bytes:
-    """The content of a file in the directory of a rank.
-
-    Args:
-        rank: The directory of the rank.
-        path: The file.
-        limit: How many bytes it may have.
+    """The content of a file in the directory of a rank, which may have `limit` bytes.
 
     Raises:
         NotARecordingError: It is no regular file inside of the monitor's directory, or is larger.
@@ -107,19 +98,14 @@ def make_room(directory: Path, *, ranks: Collection[int] | None, overwrite: bool
     Raises:
         ConfigError: It is a file, or holds what must not be removed.
     """
-    if directory.exists() and not directory.is_dir():
-        raise _unusable(where, what="is a file, and files are written into a directory.", fix="Give another path.")
-    found = ranks_in(directory) if directory.exists() else {}
-    stale = {rank: path for rank, path in found.items() if ranks is None or rank in ranks}
-    other = sorted(str(one.relative_to(directory)) for path in stale.values() for one in _foreign(path))
-    if other:
-        named = ", ".join(other[:3])
-        what = f"holds other things than directions and tables of gradients ({named})."
-        raise _unusable(where, what=what, fix="Give the path of a directory that does not exist yet.")
-    if stale and not overwrite:
-        named = ", ".join(path.name for path in stale.values())
-        raise _unusable(where, what=f"already holds gradients of another run ({named}).", fix=fix)
-    for path in stale.values():
+    stale = [path for rank, path in ranks_in(directory).items() if ranks is None or rank in ranks]
+    other = sorted(str(one.relative_to(directory)) for path in stale for one in _foreign(path))
+    earlier = f"gradients of another run ({', '.join(path.name for path in stale)})"
+    check_room(
+        directory, source="the gradient monitor", where=where, content="directions and tables of gradients",
+        other=other, earlier=earlier if stale and not overwrite else "", fix=fix,
+    )  # fmt: skip
+    for path in stale:
         shutil.rmtree(path)
 
 
@@ -130,22 +116,3 @@ def _foreign(rank: Path) -> list[Path]:
     for step in direction_steps_in(rank).values():
         found += [one for one in step.iterdir() if one.suffix not in (".npy", _UNFINISHED)]
     return found
-
-
-def _numbered(directory: Path, pattern: re.Pattern[str], kind: Callable[[Path], bool]) -> dict[int, Path]:
-    folder = Folder.of(directory, refuse=damaged)
-    found: dict[int, Path] = {}
-    for one in sorted(directory.iterdir()):
-        if match := pattern.fullmatch(one.name):
-            folder.within(one.name)
-            if kind(one):
-                if (number := int(match[1])) in found:
-                    raise damaged(one, f"{found[number].name} beside it has the same number")
-                found[number] = one
-    return dict(sorted(found.items()))
-
-
-def _unusable(where: str, *, what: str, fix: str) -> ConfigError:
-    return ConfigError(
-        "the gradient monitor", [Problem(where=where, what=what, fix=fix)], consequence="nothing was written"
-    )

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from traindiff.core.setting_checks import interval_names
 from traindiff.errors import NotARecordingError
@@ -78,13 +79,18 @@ class Table:
 
 def dump(columns: Columns, rows: Iterable[Row]) -> bytes:
     """The content of a table's file."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow(columns.header)
+    lines: list[list[Any]] = [columns.header]
     for row in rows:
         digest = [row.digest] if columns.digest else []
         shares = row.shares if columns.bounds is not None else ()
-        writer.writerow([defused(row.name), *digest, *shares, row.maximum, row.minimum, row.norm, list(row.shape)])
+        lines.append([defused(row.name), *digest, *shares, row.maximum, row.minimum, row.norm, list(row.shape)])
+    return encoded(lines)
+
+
+def encoded(lines: Iterable[Iterable[Any]]) -> bytes:
+    """Comma-separated values as msprobe writes them."""
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(lines)
     return b"\xef\xbb\xbf" + text.getvalue().encode("utf-8", "surrogatepass")
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from traindiff.compat.imported import rank_writer, run_content
+from traindiff.compat.imported import import_ranks, rank_content
 from traindiff.compat.onnxruntime.statistics import (
     NUM_SAMPLES,
     ORDER,
@@ -73,29 +73,14 @@ def import_statistics(directory: str, recording: str, *, overwrite: bool = False
             f"{directory} holds no step_0/{ORDER} or the like, so ONNX Runtime's StatisticsSubscriber has not written "
             "it. Give the directory that its output_dir named."
         )
-    world_size = max(ranks) + 1
-    recorded = None if len(ranks) == world_size else list(ranks)
     command = ["traindiff", "import", "onnxruntime", directory]
-    run = run_content(world_size, settings={**SETTINGS, "ranks": recorded}, command=command)
-    count = 0
-    for rank, path in ranks.items():
-        with rank_writer(recording, run=run, rank=rank, world_size=world_size, overwrite=overwrite) as writer:
-            count += _write_rank(writer, steps_in(path), world_size=world_size)
-    return count
+    return import_ranks(recording, ranks, _write_rank, settings=SETTINGS, command=command, overwrite=overwrite)
 
 
-def rank_content(modules: Mapping[str, str], *, world_size: int) -> dict[str, Any]:
-    """Content of `rank.json` of a recording of activations alone."""
-    return {
-        "model": modules.get("", ""), "modules": dict(modules), "parameters": {}, "buffers": {}, "tied": {},
-        "optimizers": [], "world_size": world_size, "mesh": None,
-    }  # fmt: skip
-
-
-def _write_rank(writer: RecordingWriter, steps: Mapping[int, Path], *, world_size: int) -> int:
+def _write_rank(writer: RecordingWriter, rank: Path, world_size: int) -> int:
     modules: dict[str, str] = {}
     count = 0
-    for step, directory in steps.items():
+    for step, directory in steps_in(rank).items():
         rows: list[Row] = []
         for found in _statistics(directory):
             rows += _rows(found, step=step, order=len(rows))
@@ -103,7 +88,7 @@ def _write_rank(writer: RecordingWriter, steps: Mapping[int, Path], *, world_siz
         if rows:
             writer.write_step([seen for seen, _ in rows], np.array([summary for _, summary in rows]))
         modules |= {seen.path: seen.path.rpartition("_")[0] for seen, _ in rows}
-    writer.write_rank(rank_content(modules, world_size=world_size))
+    writer.write_rank(rank_content(world_size, model=modules.get("", ""), modules=modules))
     return count
 
 

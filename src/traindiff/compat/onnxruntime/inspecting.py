@@ -122,10 +122,7 @@ class _InspectActivation:
 class Telling:
     """Tells all subscribers of one tensor. It is told of a forward pass, then of the gradients of it.
 
-    Args:
-        context: Has the subscribers.
-        after: Called with the tensor in place of the subscribers.
-        before: Called with its gradient in place of the subscribers.
+    `after` is called with the tensor in place of the subscribers, and `before` with its gradient.
     """
 
     def __init__(self, context: RuntimeStates, *, after: Tell | None = None, before: Tell | None = None) -> None:

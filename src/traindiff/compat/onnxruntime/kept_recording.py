@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from traindiff.compat.imported import run_content
-from traindiff.compat.onnxruntime.importing import SETTINGS, rank_content
+from traindiff.compat.imported import rank_content, run_content
+from traindiff.compat.onnxruntime.importing import SETTINGS
 from traindiff.compat.onnxruntime.statistics import NUM_SAMPLES, Direction, Statistics
 from traindiff.core.kernels.parts import parts_of
 from traindiff.core.kernels.store import SummaryStore, resolved
 from traindiff.core.kernels.torch_arrays import as_real, check_supported, dtype_name, shape_of
 from traindiff.core.observation import Observation
 from traindiff.core.shards import Shard
-from traindiff.core.summary import empty
+from traindiff.core.summary import empty, extremes
 from traindiff.core.torch_compat.training import print_options
 from traindiff.errors import TraindiffWarning
 from traindiff.observe.torch.session.environment import describe
@@ -33,17 +33,10 @@ if TYPE_CHECKING:
 def measured(
     tensor: Tensor, summaries: SummaryStore, *, name: str, direction: Direction, depth: int
 ) -> tuple[Statistics, np.void]:
-    """What a tensor's file says of it, and its summary. Waits for its device.
+    """What a tensor's file says of it, and its summary, which `summaries` makes. Waits for its device.
 
     Moments are added up in float64. As in torch, extremes and mean are NaN where an element is, and the mean is
     infinite, or NaN, where some are.
-
-    Args:
-        tensor: Any dense tensor; never changed.
-        summaries: Makes its summary.
-        name: What it is called.
-        direction: Whether it is an activation, or the gradient of one.
-        depth: Of its module.
 
     Raises:
         UnsupportedTensorError: It has no dense elements that could be read.
@@ -58,11 +51,13 @@ def measured(
     infinities = int(summary["negative_infinity"]), int(summary["positive_infinity"])
     total, squares = _moments(real, summary)
     mean = _mean(total, count, num_nan, infinities)
-    below, above = _extremes(summary, num_nan, infinities, whole=not real.dtype.is_floating_point)
+    minimum, maximum = extremes(summary)
+    if count and not real.dtype.is_floating_point:
+        minimum, maximum = int(minimum), int(maximum)
     num_negative, num_zero = int(summary["negative"]), int(summary["zero"])
     statistics = Statistics(
         name=name, direction=direction, depth=depth, shape=tuple(tensor.shape), dtype=dtype_name(tensor),
-        minimum=below, maximum=above, mean=mean, std=_std(squares, mean, count),
+        minimum=minimum, maximum=maximum, mean=mean, std=_std(squares, mean, count),
         num_nan=num_nan, num_infinite=sum(infinities), num_negative=num_negative,
         num_positive=count - num_nan - num_negative - num_zero, num_zero=num_zero, samples=_samples(real),
     )  # fmt: skip
@@ -96,16 +91,6 @@ def _std(squares: float, mean: float, count: int) -> float:
     return math.sqrt(max(0.0, squares / count - mean * mean) * count / (count - 1))
 
 
-def _extremes(
-    summary: np.void, num_nan: int, infinities: tuple[int, int], *, whole: bool
-) -> tuple[float | int, float | int]:
-    if num_nan or not int(summary["count"]):
-        return math.nan, math.nan
-    below = -math.inf if infinities[0] else float(summary["minimum"])
-    above = math.inf if infinities[1] else float(summary["maximum"])
-    return (int(below), int(above)) if whole else (below, above)
-
-
 def _samples(tensor: Tensor) -> str:
     """The first elements as the original prints them."""
     flat = Shard(shape=(tensor.numel(),), global_shape=(tensor.numel(),), offset=(0,))
@@ -135,15 +120,7 @@ Rows = list[tuple[Observation, Any]]
 
 
 class KeptRecording:
-    """A recording of activations alone, which are told one by one.
-
-    Args:
-        path: Directory of the recording.
-        model: Its modules; knows the sites of outputs when they are told.
-        rank: This rank.
-        world_size: Number of ranks.
-        overwrite: Replace a recording that is there.
-    """
+    """A recording of activations alone, which are told one by one; `model` knows their sites by then."""
 
     def __init__(self, path: str, model: Model, *, rank: int, world_size: int, overwrite: bool) -> None:
         self._model = model
@@ -151,51 +128,13 @@ class KeptRecording:
         self._steps: dict[int, Rows] = {}
         self._next = 0
         self._has_warned = False
-        about = describe()
-        self._writer = RecordingWriter(
-            path,
-            run=run_content(world_size, settings=SETTINGS, **about),
-            rank=rank,
-            world_size=world_size,
-            overwrite=overwrite,
-        )
+        run = run_content(world_size, settings=SETTINGS, **describe())
+        self._writer = RecordingWriter(path, run=run, rank=rank, world_size=world_size, overwrite=overwrite)
 
-    def keep(self, tensor: Tensor, summary: np.void, *, name: str, step: int, call: int, phase: str) -> None:
-        """Keep the summary of an activation, or of its gradient."""
-        self._add(
-            summary,
-            shape=shape_of(as_real(tensor)),
-            dtype=dtype_name(tensor),
-            name=name,
-            step=step,
-            call=call,
-            phase=phase,
-        )
-
-    def unobserved(self, tensor: Tensor, reason: str, *, name: str, step: int, call: int, phase: str) -> None:
-        """Keep why there are no numbers of one."""
-        self._add(
-            empty(), shape=(), dtype=dtype_name(tensor), name=name, step=step, call=call, phase=phase, unobserved=reason
-        )
-
-    def close(self) -> None:
-        """Write what is left, and complete the files."""
-        self._write(latest=None)
-        self._writer.write_rank(rank_content(self._model.modules, world_size=self._world_size))
-        self._writer.close()
-
-    def _add(
-        self,
-        summary: Any,
-        *,
-        shape: tuple[int, ...],
-        dtype: str,
-        name: str,
-        step: int,
-        call: int,
-        phase: str,
-        unobserved: str = "",
+    def keep(
+        self, tensor: Tensor, summary: np.void | None, *, name: str, step: int, call: int, phase: str, why: str = ""
     ) -> None:
+        """Keep the summary of an activation, or of its gradient; where that is None, `why` there is none."""
         if step < self._next:
             message = (
                 f"StatisticsSubscriber: gradients of step {step} came after more than {HELD} further steps. They are "
@@ -206,17 +145,25 @@ class KeptRecording:
             self._has_warned = True
             return
         path, slot = self._model.sites.get(name, (name, "value"))
+        shape = () if summary is None else shape_of(as_real(tensor))
         rows = self._steps.setdefault(step, [])
         rows.append(
             (
                 Observation(
                     step=step, micro_step=0, optimizer="optimizer", phase=phase, stage="", path=path, slot=slot,
-                    call=call, order=len(rows), dtype=dtype, shard=Shard.whole(shape), unobserved=unobserved,
+                    call=call, order=len(rows), dtype=dtype_name(tensor), shard=Shard.whole(shape), unobserved=why,
                 ),
-                summary,
+                empty() if summary is None else summary,
             )
         )  # fmt: skip
         self._write(latest=step)
+
+    def close(self) -> None:
+        """Write what is left, and complete the files."""
+        self._write(latest=None)
+        modules = self._model.modules
+        self._writer.write_rank(rank_content(self._world_size, model=modules.get("", ""), modules=modules))
+        self._writer.close()
 
     def _write(self, *, latest: int | None) -> None:
         """Write the steps that have ended when one has begun, in their order; None for all."""

@@ -16,7 +16,7 @@ from traindiff.core.torch_compat.execution import can_tell_backward, inside_back
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
     from traindiff.compat.onnxruntime.manager import Model
@@ -104,9 +104,15 @@ class RuntimeStates:
         self._on_leaves: tuple[int, list[RemovableHandle]] = -1, []
         self._hooked: tuple[weakref.ref[Tensor], tuple[int, int], list[OnGradient]] | None = None
 
-    def number(self, module: nn.Module) -> None:
+    def number(self, module: nn.Module, depth: int = 1) -> None:
         """Give a model's modules their numbers: each once, depth first."""
-        self._number(module, 1)
+        states = self.global_states
+        index = len(states.module_to_module_index)
+        states.module_to_module_index[module] = index
+        states.module_index_to_depth[index] = depth
+        for child in module.children():
+            if child not in states.module_to_module_index:
+                self.number(child, depth + 1)
 
     def next_call(self, name: str, step: int) -> int:
         """How often a name was used before in a step; more, where another name is the same with that number."""
@@ -148,15 +154,6 @@ class RuntimeStates:
         for handle in self._on_leaves[1]:
             handle.remove()
         self._on_leaves[1].clear()
-
-    def _number(self, module: nn.Module, depth: int) -> None:
-        states = self.global_states
-        index = len(states.module_to_module_index)
-        states.module_to_module_index[module] = index
-        states.module_index_to_depth[index] = depth
-        for child in module.children():
-            if child not in states.module_to_module_index:
-                self._number(child, depth + 1)
 
 
 def is_traced() -> bool:

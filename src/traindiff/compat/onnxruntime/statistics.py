@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from traindiff.compat.imported import numbered
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import NotARecordingError
 from traindiff.storage.location import file_name
@@ -105,10 +106,6 @@ def dump(found: Statistics) -> str:
 
 def load(text: str, *, where: str) -> Statistics:
     """Read what `dump`, or ONNX Runtime, wrote.
-
-    Args:
-        text: Content of the file.
-        where: Its path, for messages.
 
     Raises:
         NotARecordingError: It is something else.
@@ -203,10 +200,7 @@ def statistics_file(name: str, direction: Direction) -> str:
 
 
 def order_of(step: Path) -> list[str]:
-    """Names of the files of a step in the order in which they were written, each once.
-
-    Args:
-        step: Its directory.
+    """Names of the files of a step, whose directory it is, in the order in which they were written, each once.
 
     Raises:
         NotARecordingError: Nothing says so, or what does names something else than files of the step.
@@ -224,11 +218,7 @@ def order_of(step: Path) -> list[str]:
 
 
 def text_of(step: Path, name: str) -> str:
-    """The text of a file of a step.
-
-    Args:
-        step: Its directory.
-        name: The file.
+    """The text of a file in the directory of a step.
 
     Raises:
         NotARecordingError: It is no regular file inside of the directory, or too large.
@@ -248,21 +238,9 @@ def _is_name(name: str) -> bool:
 
 def steps_in(directory: Path) -> dict[int, Path]:
     """Directories of steps by number, ascending."""
-    return _numbered(directory, _STEP)
+    return numbered(directory, _STEP, kind=os.path.isdir, refuse=_damaged)
 
 
 def ranks_in(directory: Path) -> dict[int, Path]:
     """Directories of ranks by number, ascending; rank 0 is the directory itself where there is one rank."""
-    return {0: directory} if steps_in(directory) else _numbered(directory, _RANK)
-
-
-def _numbered(directory: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    if not directory.is_dir():
-        return {}
-    folder, found = Folder.of(directory, refuse=_damaged), {}
-    for one in directory.iterdir():
-        if match := pattern.fullmatch(one.name):
-            folder.within(one.name)
-            if os.path.isdir(one):  # noqa: PTH112  which never raises
-                found[int(match[1])] = one
-    return dict(sorted(found.items()))
+    return {0: directory} if steps_in(directory) else numbered(directory, _RANK, kind=os.path.isdir, refuse=_damaged)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from traindiff.compat.imported import check_room
 from traindiff.compat.onnxruntime.kept_recording import KeptRecording, measured
 from traindiff.compat.onnxruntime.run_context import SubscriberBase
 from traindiff.compat.onnxruntime.statistics import (
@@ -26,7 +27,7 @@ from traindiff.compat.onnxruntime.statistics import (
 )
 from traindiff.core.kernels.registry import PUT_OFF
 from traindiff.core.kernels.store import SummaryStore
-from traindiff.errors import ConfigError, NotARecordingError, Problem, TraindiffWarning, UnsupportedTensorError
+from traindiff.errors import NotARecordingError, TraindiffWarning, UnsupportedTensorError
 from traindiff.observe.torch.session.environment import rank_and_world_size
 
 if TYPE_CHECKING:
@@ -103,17 +104,16 @@ class StatisticsSubscriber(SubscriberBase):
 
     def _saw(self, tensor: Tensor, *, name: str, depth: int, step: int, call: int, forward: bool) -> None:
         direction: Direction = "forward" if forward else "backward"
+        own = called(name, call)
         try:
-            statistics, summary = measured(
-                tensor, self._summaries, name=called(name, call), direction=direction, depth=depth
-            )
+            statistics, summary = measured(tensor, self._summaries, name=own, direction=direction, depth=depth)
         except UnsupportedTensorError as error:
             if self._recording is not None:
-                self._recording.unobserved(tensor, str(error), name=name, step=step, call=call, phase=direction)
+                self._recording.keep(tensor, None, name=name, step=step, call=call, phase=direction, why=str(error))
             return
         folder = step_directory(self._directory, step)
         folder.mkdir(parents=True, exist_ok=True)
-        file = statistics_file(called(name, call), direction)
+        file = statistics_file(own, direction)
         with (folder / ORDER).open("a", encoding="utf-8") as order:
             order.write(f"{file}\n")
         (folder / file).write_text(dump(statistics), encoding="utf-8")
@@ -146,20 +146,17 @@ def earlier_steps(directory: Path, *, overwrite: bool) -> list[Path]:
     Raises:
         ConfigError: It is a file, or holds what must not be removed.
     """
-    where = f"StatisticsSubscriber(output_dir={str(directory)!r})"
-    if directory.exists() and not directory.is_dir():
-        raise _unusable(where, what="is a file, and files are written into a directory.", fix="Give another path.")
-    steps = steps_in(directory)
-    known = {*steps.values(), directory / RECORDING}
-    other = sorted(one.name for one in directory.iterdir() if one not in known) if directory.exists() else []
-    other += [name for one in steps.values() for name in _others(one)]
-    if other:
-        what = f"holds other things than statistics of activations ({', '.join(other[:3])})."
-        raise _unusable(where, what=what, fix="Give the path of a directory that does not exist yet.")
-    if steps and not overwrite:
-        what = f"already holds statistics of another run ({len(steps)} steps)."
-        raise _unusable(where, what=what, fix="Give another path, or override_output_dir=True to replace them.")
-    return list(steps.values())
+    steps = list(steps_in(directory).values())
+    known = {*steps, directory / RECORDING}
+    other = sorted(one.name for one in directory.iterdir() if one not in known) if directory.is_dir() else []
+    other += [name for one in steps for name in _others(one)]
+    check_room(
+        directory, source="StatisticsSubscriber", where=f"StatisticsSubscriber(output_dir={str(directory)!r})",
+        content="statistics of activations", other=other,
+        earlier=f"statistics of another run ({len(steps)} steps)" if steps and not overwrite else "",
+        fix="Give another path, or override_output_dir=True to replace them.",
+    )  # fmt: skip
+    return steps
 
 
 def _others(step: Path) -> list[str]:
@@ -171,8 +168,3 @@ def _others(step: Path) -> list[str]:
     except NotARecordingError:
         return [f"{step.name}/{ORDER}"]
     return sorted(f"{step.name}/{one.name}" for one in step.iterdir() if one.name not in known or one.is_dir())
-
-
-def _unusable(where: str, *, what: str, fix: str) -> ConfigError:
-    problem = Problem(where=where, what=what, fix=fix)
-    return ConfigError("StatisticsSubscriber", [problem], consequence="nothing was written")

@@ -25,21 +25,6 @@ _CHUNK = 1 << 15
 Bits = NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedSigns:
-    """One bit per element, the first element in the lowest bit of the first byte.
-
-    Attributes:
-        positive: Set if x > 0.
-        signless: Set if x is zero or NaN; empty if there is no such element.
-        nan: Set if x is NaN; empty if there is no such element.
-    """
-
-    positive: Bits
-    signless: Bits
-    nan: Bits
-
-
 def exponents(values: NDArray[np.generic]) -> NDArray[np.int64]:
     """Histogram of the elements by binary exponent.
 
@@ -60,12 +45,15 @@ def exponents(values: NDArray[np.generic]) -> NDArray[np.int64]:
     return counts
 
 
-def packed_signs(values: NDArray[Any], *, may_be_signless: bool = True) -> PackedSigns:
-    """Masks of the positive elements, of those without a sign, and of NaN.
+def packed_signs(values: NDArray[Any], *, may_be_signless: bool = True) -> tuple[Bits, Bits, Bits]:
+    """Masks with one bit per element, the first element in the lowest bit of the first byte.
 
     Args:
         values: Any real dtype, one axis.
         may_be_signless: False if it is known that no element is zero or NaN, which saves the search.
+
+    Returns:
+        Set if x > 0; if x is zero or NaN; if x is NaN. The second and the third are empty if there is no such element.
     """
     num_bytes = -(-values.size // 8)
     positive = np.empty(num_bytes, dtype=np.uint8)
@@ -81,8 +69,7 @@ def packed_signs(values: NDArray[Any], *, may_be_signless: bool = True) -> Packe
                 nan[first:end] = np.packbits(is_nan, bitorder="little")
                 signless[first:end] = np.packbits(is_nan | (chunk == 0), bitorder="little")
             first = end
-    none = np.zeros(0, dtype=np.uint8)
-    return PackedSigns(positive=positive, signless=signless if signless.any() else none, nan=nan if nan.any() else none)
+    return positive, signless if signless.any() else signless[:0], nan if nan.any() else nan[:0]
 
 
 def intervals(values: NDArray[Any], bounds: Sequence[float]) -> NDArray[np.int64]:
@@ -177,12 +164,11 @@ def detail_of_elements(
         kept["value"] = RawTensor(dtype=dtype, shape=tuple(shape), data=found.bits.tobytes())
     if "signs" in wanted:
         known = isinstance(summary, np.void)  # not still on its way from a device
-        signs = packed_signs(
-            found.values, may_be_signless=not known or bool(int(summary["zero"]) + int(summary["nan"]))
-        )
-        kept |= {"positive": _raw(signs.positive), "signless": _raw(signs.signless)}
-        if signs.nan.size:
-            kept["nan"] = _raw(signs.nan)
+        may_be_signless = not known or bool(int(summary["zero"]) + int(summary["nan"]))
+        positive, signless, nan = packed_signs(found.values, may_be_signless=may_be_signless)
+        kept |= {"positive": _raw(positive), "signless": _raw(signless)}
+        if nan.size:
+            kept["nan"] = _raw(nan)
     if bounds:
         counts = intervals(found.values, bounds)
         kept["intervals"] = RawTensor(dtype="int64", shape=counts.shape, data=counts.astype("<i8").tobytes())

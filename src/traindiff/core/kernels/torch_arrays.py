@@ -76,6 +76,18 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
         raise _unreadable(error) from error
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Where the tensor's first element is.
+
+    Raises:
+        UnsupportedTensorError: Its elements cannot be read: fake tensors, those inside a transform of `torch.func`.
+    """
+    try:
+        return tensor.data_ptr()
+    except RuntimeError as error:
+        raise UnsupportedTensorError(f"its elements cannot be read: {error}") from error
+
+
 def elements(tensor: torch.Tensor) -> Elements:
     """Values and bits of a real tensor that `check_supported` accepts. Copies only what is strided.
 
@@ -109,17 +121,7 @@ def _elements(tensor: torch.Tensor) -> Elements:
 def detail_of(
     tensor: Tensor, wanted: Collection[str], *, bounds: Sequence[float] = (), summary: Any = None
 ) -> Detail | None:
-    """The wanted parts of a tensor that can be summarized; see `detail_of_elements`.
-
-    Args:
-        tensor: Any tensor that `traindiff.core.kernels.summarize` takes.
-        wanted: Some of `traindiff.core.setting_checks.DETAILS`.
-        bounds: Ascending bounds of intervals in which elements are counted; may be empty.
-        summary: Summary of the tensor, if it is known already.
-
-    Returns:
-        The parts; None if nothing was wanted.
-    """
+    """The wanted parts of a tensor that `traindiff.core.kernels.summarize` takes; see `detail_of_elements`."""
     if not (set(wanted) - {"summary"} or bounds):
         return None
     real = as_real(tensor)

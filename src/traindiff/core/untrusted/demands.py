@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -26,12 +27,7 @@ _MOST_QUOTED = 80
 
 
 def damaged(where: str, what: str) -> CorruptRecordingError:
-    """The error for a damaged file of a recording.
-
-    Args:
-        where: The file.
-        what: The damage, as a clause without a full stop.
-    """
+    """The error for a damaged file of a recording; `what` is a clause without a full stop."""
     return CorruptRecordingError(
         f"{printable(where)} is damaged: {what}. Restore the file from where it was copied, or record again."
     )
@@ -61,18 +57,13 @@ _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def parse(data: bytes, *, where: str, refuse: Refuse = damaged, most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """The value of a JSON text. If an object has a key twice, the last one counts.
+    """The value of a JSON text in UTF-8, the content of the file `where`.
 
-    `NaN` and `Infinity`, which Python writes, become floats.
-
-    Args:
-        data: UTF-8.
-        where: The file, for messages.
-        refuse: Makes the error.
-        most_bytes: Limit for the size.
+    If an object has a key twice, the last one counts. `NaN` and `Infinity`, which Python writes, become floats.
 
     Raises:
-        TraindiffError: It is not JSON, is too large, is nested too deep, or has too many values or digits.
+        TraindiffError: It is not JSON, has more than `most_bytes`, is nested too deep, or has too many values or
+            digits; `refuse` has made the error.
     """
     if len(data) > most_bytes:
         raise refuse(where, f"it has {len(data)} bytes, and may have {most_bytes}")
@@ -112,16 +103,10 @@ class Unmet(Exception):  # noqa: N818
 
 
 def demanded(value: Any, demand: Demand, *, where: str, refuse: Refuse = damaged) -> Any:
-    """The value, if it is as demanded.
-
-    Args:
-        value: A parsed value.
-        demand: The demand on it.
-        where: The file, for messages.
-        refuse: Makes the error.
+    """The parsed value of the file `where`, if it is as demanded.
 
     Raises:
-        TraindiffError: It is not.
+        TraindiffError: It is not; `refuse` has made the error.
     """
     try:
         demand(value, "")
@@ -238,19 +223,11 @@ def _anything(value: Any, place: str) -> None:
     del value, place
 
 
-def _text(value: Any, place: str) -> None:
-    _is(str, value, place)
-
-
-def _flag(value: Any, place: str) -> None:
-    _is(bool, value, place)
-
-
 ANYTHING: Demand = _anything
 """Any value; only its text is used."""
 
-TEXT: Demand = _text
+TEXT: Demand = partial(_is, str)
 NUMBER: Demand = _number
 """An integer or a float; infinities are allowed, NaN is not."""
 
-FLAG: Demand = _flag
+FLAG: Demand = partial(_is, bool)

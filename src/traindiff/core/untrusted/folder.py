@@ -89,11 +89,7 @@ class Folder:
         return int(self._fs.size(self.path(name)))
 
     def open(self, name: str, *, limit: int | None = None) -> IO[bytes]:
-        """Open a file to read it piece by piece.
-
-        Args:
-            name: The file.
-            limit: Limit for its size in bytes; None for no limit.
+        """Open a file, which may have `limit` bytes, to read it piece by piece.
 
         Raises:
             TraindiffError: There is no regular file of this name inside the directory, or it is larger.
@@ -126,11 +122,7 @@ class Folder:
         return opened
 
     def read(self, name: str, *, limit: int) -> bytes:
-        """The content of a file.
-
-        Args:
-            name: The file.
-            limit: Limit for its size in bytes. No more are read.
+        """The content of a file, which may have `limit` bytes; no more are read.
 
         Raises:
             TraindiffError: There is no regular file of this name inside the directory, or it is larger.

@@ -23,11 +23,7 @@ def host() -> str:
 
 
 def machine_code(name: str, build: Callable[[], ir.Module]) -> Callable[..., Any]:
-    """Build a module, once per process; takes 0.1 to 0.2 s.
-
-    Args:
-        name: What the module is filed under.
-        build: Makes it.
+    """Build a module, once per process and name; takes 0.1 to 0.2 s.
 
     Returns:
         A function that returns a function of the module, by its name and the ctypes of its arguments. That function
@@ -183,9 +179,9 @@ class Code:
         self.builder.position_at_end(after)
 
     @contextmanager
-    def when(self, condition: Value, *, likely: bool | None = None) -> Iterator[None]:
+    def when(self, condition: Value) -> Iterator[None]:
         """Run the body only where `condition` holds."""
-        with self.builder.if_then(condition.ir, likely=likely):
+        with self.builder.if_then(condition.ir):
             yield
 
     @contextmanager

@@ -18,7 +18,7 @@ from traindiff.core.kernels.cpu.code import Code, Variable, machine_code
 from traindiff.core.kernels.cpu.layout import DTYPES, FloatDtype
 from traindiff.core.kernels.cpu.values import F64, I64, POINTER, Value
 from traindiff.core.kernels.extent import Extent
-from traindiff.errors import UnsupportedTensorError
+from traindiff.core.kernels.torch_arrays import address
 
 NAMES = {
     getattr(torch, name): name
@@ -51,13 +51,10 @@ def extent(tensor: torch.Tensor) -> Extent:
         return Extent(float("nan"), float("nan"), 0)
     if not _is_dense(tensor):
         tensor = tensor.detach().contiguous()
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError as error:  # fake tensors, and those inside a transform of torch.func
-        raise UnsupportedTensorError(f"its elements cannot be read: {error}") from error
+    first = address(tensor)
     if not hasattr(_scratch, "found"):
         _scratch.found = (ctypes.c_double * 2)()
-    _function(NAMES[tensor.dtype])(address, count, _scratch.found)
+    _function(NAMES[tensor.dtype])(first, count, _scratch.found)
     smallest, largest = _scratch.found
     return Extent(smallest, largest, count)
 

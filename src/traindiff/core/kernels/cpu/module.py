@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from llvmlite import ir
 
-from traindiff.core.kernels.cpu import floats, integers
+from traindiff.core.kernels.cpu import totals
 from traindiff.core.kernels.cpu.code import Code, machine_code
-from traindiff.core.kernels.cpu.layout import COUNTS, DTYPES, FIELDS, SIZE, Dtype, FloatDtype, IntegerDtype
+from traindiff.core.kernels.cpu.layout import COUNTS, DTYPES, FIELDS, SIZE, FloatDtype, IntegerDtype
 from traindiff.core.kernels.cpu.profiles import place_function, profiles_function
 from traindiff.core.kernels.cpu.values import F32, F64, I64, POINTER, Value, vector
 from traindiff.core.kernels.reference import BLOCK
@@ -65,10 +64,8 @@ def build_module(name: str) -> ir.Module:
     if name == "frame":
         _begin_function(module)
         _finish_function(module)
-    elif isinstance(dtype := DTYPES[name], FloatDtype):
-        _add_floats_function(module, dtype)
     else:
-        _add_integers_function(module, dtype)
+        _add_function(module, DTYPES[name])
     return module
 
 
@@ -76,71 +73,36 @@ def _function(module: str, name: str, *arguments: Any) -> Any:
     return machine_code(module, lambda: build_module(module))(name, *arguments)
 
 
-def _add_floats_function(module: ir.Module, dtype: FloatDtype) -> None:
-    blocks, elements = floats.blocks_function(module, dtype), floats.elements_function(module, dtype)
-    place, profiles = place_function(module), profiles_function(module, dtype)
-    with _runs(module, dtype) as run:
-        code, x, state = run.code, run.x, run.state
-        code.call(place, run.start, state, *run.grid)
-        code.call(elements, x, run.zero, run.head, run.start, state)
-        code.call(profiles, x, run.zero, run.head, state, *run.grid)
-        with code.loop(run.head, run.body, CHUNK) as first:
-            end = first + CHUNK
-            stop = (end < run.body).choose(end, run.body)
-            code.call(blocks, x, first, stop, (run.start + first) >> 6, state)
-            code.call(profiles, x, first, stop, state, *run.grid)
-        code.call(elements, x, run.body, run.length, run.start + run.body, state)
-        code.call(profiles, x, run.body, run.length, state, *run.grid)
-
-
-def _add_integers_function(module: ir.Module, dtype: IntegerDtype) -> None:
-    blocks, elements = integers.blocks_function(module, dtype), integers.elements_function(module, dtype)
-    with _runs(module, dtype) as run:
-        code, x, state = run.code, run.x, run.state
-        code.call(elements, x, run.zero, run.head, run.start, state)
-        code.call(blocks, x, run.head, run.body, (run.start + run.head) >> 6, state)
-        code.call(elements, x, run.body, run.length, run.start + run.body, state)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """One run of elements.
-
-    Attributes:
-        x: Pointer to its first element.
-        start: Global index of that.
-        head: Elements up to the next block.
-        body: Elements up to the end of its last whole block.
-        length: All of its elements.
-        grid: Columns, row block and column block.
-    """
-
-    code: Code
-    x: Value
-    start: Value
-    zero: Value
-    head: Value
-    body: Value
-    length: Value
-    grid: tuple[Value, ...]
-    state: Value
-
-
-@contextmanager
-def _runs(module: ir.Module, dtype: Dtype) -> Iterator[_Run]:
-    """Define `add_...` (see `Add`), whose body is repeated for every run."""
-    signature = ir.FunctionType(ir.VoidType(), [POINTER, *[I64] * 8, POINTER])
-    code = Code(ir.Function(module, signature, f"add_{dtype.name}"))
+def _add_function(module: ir.Module, dtype: FloatDtype | IntegerDtype) -> None:
+    """Define `add_...`; see `Add`."""
+    blocks, elements = totals.blocks_function(module, dtype), totals.elements_function(module, dtype)
+    code = Code(
+        ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, *[I64] * 8, POINTER]), f"add_{dtype.name}")
+    )
     base, runs, length, x_step, index, index_step, *grid, state = code.arguments
     zero = code.constant(I64, 0)
     with code.loop(zero, runs, 1) as run:
         start = index + run * index_step
         ahead = (zero - start) & (BLOCK - 1)
-        head = (ahead < length).choose(ahead, length)
-        yield _Run(
-            code=code, x=code.at(base, run * x_step, dtype.stored), start=start, zero=zero, head=head,
-            body=head + (((length - head) >> 6) << 6), length=length, grid=tuple(grid), state=state,
-        )  # fmt: skip
+        head = (ahead < length).choose(ahead, length)  # elements up to the next block
+        x = code.at(base, run * x_step, dtype.stored)
+        body = head + (((length - head) >> 6) << 6)  # elements up to the end of the last whole block
+        if isinstance(dtype, FloatDtype):
+            place, profiles = place_function(module), profiles_function(module, dtype)
+            code.call(place, start, state, *grid)
+            code.call(elements, x, zero, head, start, state)
+            code.call(profiles, x, zero, head, state, *grid)
+            with code.loop(head, body, CHUNK) as first:
+                end = first + CHUNK
+                stop = (end < body).choose(end, body)
+                code.call(blocks, x, first, stop, (start + first) >> 6, state)
+                code.call(profiles, x, first, stop, state, *grid)
+            code.call(elements, x, body, length, start + body, state)
+            code.call(profiles, x, body, length, state, *grid)
+        else:
+            code.call(elements, x, zero, head, start, state)
+            code.call(blocks, x, head, body, (start + head) >> 6, state)
+            code.call(elements, x, body, length, start + body, state)
     code.finish()
 
 

@@ -13,9 +13,9 @@ import torch
 from traindiff.core.kernels.cpu.layout import DTYPES, SIZE
 from traindiff.core.kernels.cpu.module import add, frame
 from traindiff.core.kernels.parts import parts_of, run_length, runs
+from traindiff.core.kernels.torch_arrays import address
 from traindiff.core.shards import Shard
 from traindiff.core.summary import SUMMARY
-from traindiff.errors import UnsupportedTensorError
 
 NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 """Dtypes that the kernel reads."""
@@ -53,7 +53,7 @@ def _add(tensor: torch.Tensor, shard: Shard, state: int) -> None:
     accumulate = add(NAMES[tensor.dtype])
     plan = _plan(shard)
     if plan.contiguous and tensor.is_contiguous():
-        accumulate(_address(tensor), 1, plan.size, 0, plan.start, 0, *plan.grid, state)
+        accumulate(address(tensor), 1, plan.size, 0, plan.start, 0, *plan.grid, state)
         return
     tensor = tensor.detach()
     if tensor.shape == shard.shape and run_length(*shard.axes(tensor.stride())) >= SHORTEST_RUN:
@@ -68,10 +68,10 @@ def _add(tensor: torch.Tensor, shard: Shard, state: int) -> None:
 
 def _add_runs(tensor: torch.Tensor, shard: Shard, plan: _Plan, accumulate: Callable[..., None], state: int) -> None:
     """Add the elements of a box, or of a flat range, run by run."""
-    address, size, start = _address(tensor), tensor.element_size(), shard.start
+    first, size, start = address(tensor), tensor.element_size(), shard.start
     for part in runs(*shard.axes(tensor.stride())):
         accumulate(
-            address + size * part.memory, part.count, part.length, part.memory_step, start + part.index,
+            first + size * part.memory, part.count, part.length, part.memory_step, start + part.index,
             part.index_step, *plan.grid, state,
         )  # fmt: skip
 
@@ -90,13 +90,6 @@ class _Plan:
 def _plan(shard: Shard) -> _Plan:
     grid = shard.grid
     return _Plan(shard.contiguous, shard.size, shard.start, (grid.columns, grid.row_block, grid.column_block))
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError as error:  # fake tensors, and those inside a transform of torch.func
-        raise UnsupportedTensorError(f"its elements cannot be read: {error}") from error
 
 
 def _state() -> int:

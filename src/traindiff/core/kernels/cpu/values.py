@@ -187,15 +187,15 @@ class Value:
 
     def total(self) -> Value:
         """Sum of the lanes: neighbors first, then pairs of neighbors, as a tree of fixed shape."""
-        return self._tree(lambda left, right: left + right)
+        return self._tree(Value.__add__)
 
     def least(self) -> Value:
         """Smallest lane."""
-        return self._tree(lambda left, right: left.smaller(right))
+        return self._tree(Value.smaller)
 
     def greatest(self) -> Value:
         """Largest lane."""
-        return self._tree(lambda left, right: left.larger(right))
+        return self._tree(Value.larger)
 
     def _tree(self, combine: Any) -> Value:
         level = list(self.lanes())

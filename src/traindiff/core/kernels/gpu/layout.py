@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from traindiff.core.summary import SUMMARY
+from traindiff.core.summary import MAXIMA, MINIMA, SUMMARY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +59,6 @@ WORDS = SUMMARY.itemsize // 8
 ADD_INTEGERS, ADD_FLOATS, MINIMUM, MAXIMUM = range(4)
 """How a word merges."""
 
-_MINIMA = ("minimum", "smallest")
-_MAXIMA = ("maximum", "row_largest", "column_largest")
-
 
 def first_word(name: str) -> int:
     """Index of the first word of a field."""
@@ -73,9 +70,9 @@ def merging() -> NDArray[np.int64]:
     """How each word merges, int64 of shape (WORDS,)."""
     ways = np.empty((), dtype=[(name, "<i8", SUMMARY[name].shape) for name in SUMMARY.names or ()])
     for name in SUMMARY.names or ():
-        if name in _MINIMA:
+        if name in MINIMA:
             ways[name] = MINIMUM
-        elif name in _MAXIMA:
+        elif name in MAXIMA:
             ways[name] = MAXIMUM
         else:
             ways[name] = ADD_FLOATS if SUMMARY[name].base.kind == "f" else ADD_INTEGERS

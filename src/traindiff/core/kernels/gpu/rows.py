@@ -13,8 +13,9 @@ import torch
 from traindiff.core.kernels.gpu import launch
 from traindiff.core.kernels.gpu.layout import DTYPES, WORDS, merging
 from traindiff.core.kernels.gpu.plan import ELEMENTS_PER_PART
-from traindiff.core.kernels.gpu.table import Table, address, in_order, make_table, pieces, reads, to_device
+from traindiff.core.kernels.gpu.table import Table, in_order, make_table, pieces, reads, to_device
 from traindiff.core.kernels.reference import BLOCK, LANE_WEIGHTS
+from traindiff.core.kernels.torch_arrays import address
 from traindiff.core.shards import Shard
 from traindiff.core.summary import SUMMARY, Summaries
 

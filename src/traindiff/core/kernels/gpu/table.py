@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from traindiff.core.kernels.gpu.launch import INTERPRETED, TABLE_HEAD
 from traindiff.core.kernels.gpu.layout import DTYPES, Dtype
 from traindiff.core.kernels.gpu.plan import Piece, Planned, plan
+from traindiff.core.kernels.torch_arrays import address
 from traindiff.core.shards import Shard
-from traindiff.errors import UnsupportedTensorError
 
 
 def reads(tensor: torch.Tensor) -> bool:
@@ -31,18 +31,6 @@ def in_order(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
     """The tensor with its elements in row-major order, in the shard's shape. Copies a strided one."""
     tensor = tensor.contiguous()
     return tensor if tensor.shape == shard.shape else tensor.reshape(-1)  # a flat range
-
-
-def address(tensor: torch.Tensor) -> int:
-    """Where the tensor's first element is.
-
-    Raises:
-        UnsupportedTensorError: Its elements cannot be read, as inside a transform of `torch.func`.
-    """
-    try:
-        return tensor.data_ptr()
-    except RuntimeError as error:
-        raise UnsupportedTensorError(f"its elements cannot be read: {error}") from error
 
 
 def pieces(tensor: torch.Tensor, shard: Shard, elements_per_part: int) -> tuple[Planned, ...]:
