@@ -50,7 +50,6 @@ class SecondMomentsHold(RepeatedRule):
 
     name = "zero-second-moment"
     finds = "Adam's second moments are 0 where gradients are not."
-    kinds = ("zero-second-moment",)
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.1, message="largest share of all elements with a first moment"),
         "least_steps": Limit(default=5, message="steps in a row in which it must be so"),
@@ -89,7 +88,6 @@ class EpsIsSmall(RepeatedRule):
 
     name = "eps-dominates"
     finds = "Adam's eps is larger than the roots of most second moments."
-    kinds = ("eps-dominates",)
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of all elements that such parameters may have"),

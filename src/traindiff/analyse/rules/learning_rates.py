@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, is_loss_scale
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, is_loss_scale
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule, RunFacts
 from traindiff.core.observation import SKIPPED
 from traindiff.core.summary import nonfinite_count, number
@@ -33,7 +33,6 @@ class ScheduleIsFollowed(Rule):
 
     name = "unchanged-learning-rate"
     finds = "The learning rate never changes, although there is a scheduler."
-    kinds = ("unchanged-learning-rate",)
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=200, message="steps that a run must have; schedules by epoch wait for long"),
@@ -73,10 +72,7 @@ class ScheduleIsFollowed(Rule):
                 f"The learning rate of {path} is {rate.value:g} in all of {rate.num_steps} steps, although a scheduler "
                 "was made for it. Does anything call scheduler.step()?"
             )
-            evidence = {"learning_rate": rate.value, "num_steps": rate.num_steps}
-            yield finding_at(
-                rate.entry, step=rate.first, kind="unchanged-learning-rate", message=message, evidence=evidence
-            )
+            yield self.finding(rate.entry, message, step=rate.first, learning_rate=rate.value, num_steps=rate.num_steps)
 
 
 def may_be_left_out(table: StepTable) -> bool:
@@ -139,7 +135,6 @@ class LearningRateIsSet(RepeatedRule):
 
     name = "zero-learning-rate"
     finds = "All learning rates are 0, step after step."
-    kinds = ("zero-learning-rate",)
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=10, message="steps in a row in which it must be so; warm-ups begin with one"),
     }

@@ -10,7 +10,7 @@ from statistics import median
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.core.summary import number
 
@@ -73,7 +73,6 @@ class LossDecreases(_LossTrend):
     ends = 16
     name = "stalled-loss"
     finds = "The loss does not decrease."
-    kinds = ("stalled-loss",)
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=100, message="steps that a run must have; fewer may be warm-up"),
@@ -92,8 +91,7 @@ class LossDecreases(_LossTrend):
             f"over the last {self.ends} of {self._num_steps}. Look at the learning rate, at the labels, and whether "
             "the loss depends on what is trained."
         )
-        evidence = {"began": began, "ended": ended, "num_steps": self._num_steps}
-        yield finding_at(entry, step=step, kind="stalled-loss", message=message, evidence=evidence)
+        yield self.finding(entry, message, step=step, began=began, ended=ended, num_steps=self._num_steps)
 
 
 class LossDoesNotDiverge(_LossTrend):
@@ -107,7 +105,6 @@ class LossDoesNotDiverge(_LossTrend):
     ends = 5
     name = "diverging-loss"
     finds = "The loss ends far above where it began."
-    kinds = ("diverging-loss",)
     limits: ClassVar[Mapping[str, Limit]] = {
         "factor": Limit(default=2.0, message="largest multiple of the first losses that the last ones may be"),
         "least_steps": Limit(default=20, message="steps that a run must have"),
@@ -126,5 +123,4 @@ class LossDoesNotDiverge(_LossTrend):
             f"The loss ends at {ended:.4g}, {ended / began:.3g} x the largest of the first {self.ends} steps "
             f"({began:.4g}). Lower the learning rate, warm it up, or clip gradients."
         )
-        evidence = {"began": began, "ended": ended}
-        yield finding_at(entry, step=step, kind="diverging-loss", message=message, evidence=evidence)
+        yield self.finding(entry, message, step=step, began=began, ended=ended)

@@ -40,7 +40,6 @@ class FiniteThroughout(Rule):
 
     name = "non-finite"
     finds = "The first NaN or infinity in execution order, whose inputs are finite."
-    kinds = ("non-finite",)
     judges_unfinished = True
 
     def begin(self) -> None:

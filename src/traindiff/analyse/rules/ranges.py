@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, is_loss_scale
+from traindiff.analyse.merge.site import MergedSite, StepTable, is_loss_scale
 from traindiff.analyse.rules.learning_rates import has_loss_scale, is_left_out
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.site import label
@@ -50,8 +50,7 @@ class LossScaleSettles(Rule):
                 f"Step {step} is left out although the loss scale is down to {scale:g}: the gradients overflow by "
                 f"themselves, first that of {where.key.path}. Look there for what is infinite or NaN; no scale helps."
             )
-            evidence = {"scale": scale}
-            yield finding_at(where, step=step, kind="loss-scale-floor", message=message, evidence=evidence)
+            yield self.finding(where, message, step=step, kind="loss-scale-floor", scale=scale)
         count = sum(self._left_out)
         if count > self.limit("most") and not self._told:
             self._told = True
@@ -60,8 +59,7 @@ class LossScaleSettles(Rule):
                 f"{scale:g}: the parameters hardly move. The first gradient that is not finite is that of "
                 f"{where.key.path}."
             )
-            evidence = {"left_out": count, "of": len(self._left_out), "scale": scale}
-            yield finding_at(where, step=step, kind="skipped-steps", message=message, evidence=evidence)
+            yield self.finding(where, message, step=step, left_out=count, of=len(self._left_out), scale=scale)
 
 
 def _first_overflow(table: StepTable) -> MergedSite | None:
@@ -93,7 +91,6 @@ class FarFromOverflow(Rule):
 
     name = "near-overflow"
     finds = "A tensor comes near the largest number of its dtype."
-    kinds = ("near-overflow",)
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "headroom": Limit(
@@ -119,8 +116,7 @@ class FarFromOverflow(Rule):
                 f"{label(key.path, key.slot)} reaches {size:.3g}, and {entry.dtype} ends at {end:.5g}: "
                 f"{end / size:.2g} x as much is infinite. Use bfloat16 or float32 here, or find what makes it so large."
             )
-            evidence = {"largest": size, "end": end}
-            yield finding_at(entry, step=step, kind="near-overflow", message=message, evidence=evidence)
+            yield self.finding(entry, message, step=step, largest=size, end=end)
 
 
 FEW = 64
@@ -137,7 +133,6 @@ class FarFromUnderflow(RepeatedRule):
 
     name = "underflow"
     finds = "Most elements of a gradient are subnormal in its dtype: smaller ones become 0."
-    kinds = ("underflow",)
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="share of the elements that are not zero that may be subnormal"),

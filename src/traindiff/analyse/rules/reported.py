@@ -182,14 +182,9 @@ class ReportedNumbersFit(Rule):
             apart = abs(reported / actual - 1.0)
             evidence = {"what": what, "reported": reported, "recomputed": actual}
             yield finding_at(
-                entry,
-                step=step,
-                kind="reported-norm",
-                message=message,
-                evidence=evidence,
-                difference=apart,
-                floor=tolerance,
-            )
+                entry, step=step, kind="reported-norm", message=message, evidence=evidence,
+                difference=apart, floor=tolerance,
+            )  # fmt: skip
 
 
 def _scalings(table: StepTable, gradients: Gradients, *, step: int) -> Iterable[Finding]:

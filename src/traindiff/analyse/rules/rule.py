@@ -92,8 +92,8 @@ class Rule:
     finds: ClassVar[str]
     """A sentence about what it finds."""
 
-    kinds: ClassVar[tuple[str, ...]]
-    """Kinds of its findings (docs/findings.md)."""
+    kinds: ClassVar[tuple[str, ...]] = ()
+    """Kinds of its findings (docs/findings.md); its name, unless it says otherwise."""
 
     limits: ClassVar[Mapping[str, Limit]] = {}
     """Limits that users can set, by name."""
@@ -107,6 +107,10 @@ class Rule:
     tells_runs_apart: ClassVar[bool] = False
     """Whether `traindiff compare` asks it too. Most faults it finds by itself, and better."""
 
+    def __init_subclass__(cls) -> None:
+        if not cls.kinds and hasattr(cls, "name"):
+            cls.kinds = (cls.name,)
+
     def __init__(self, facts: RunFacts, *, strictness: float = 1.0, limits: Mapping[str, float] | None = None) -> None:
         self.facts = facts
         self.strictness = strictness
@@ -119,6 +123,10 @@ class Rule:
     def limit(self, name: str) -> float:
         """One of `limits`, as the user or the rule sets it."""
         return self._chosen.get(name, self.limits[name].default)
+
+    def finding(self, entry: MergedSite, message: str, *, step: int, kind: str = "", **evidence: Any) -> Finding:
+        """A finding of the rule at a site; its kind is the first of `kinds` if none is given."""
+        return finding_at(entry, step=step, kind=kind or self.kinds[0], message=message, evidence=evidence)
 
     def step(self, table: StepTable, *, step: int) -> Iterable[Finding]:  # noqa: ARG002
         """Findings of a step.
@@ -194,10 +202,7 @@ class RepeatedRule(Rule, ABC):
     def end(self) -> Iterator[Finding]:
         """Faults that lasted for at least `least_steps` steps."""
         for row in self._kept.values():
-            evidence = {**row.numbers, "num_steps": row.num_steps}
-            yield finding_at(
-                row.site, step=row.first, kind=self.kinds[0], message=self._message(row), evidence=evidence
-            )
+            yield self.finding(row.site, self._message(row), step=row.first, **row.numbers, num_steps=row.num_steps)
 
     @abstractmethod
     def _wrong(self, table: StepTable) -> Found | None:
@@ -238,15 +243,9 @@ class RunJudge:
         self._found: set[tuple[str, str]] = set()
         self.unknown: dict[str, None] = {}
 
-    def step(self, table: StepTable, *, step: int) -> list[Finding]:
-        """Findings of a step, in the order of execution."""
-        return self._judged(self._rules, table, step=step)
-
-    def unfinished(self, table: StepTable, *, step: int) -> list[Finding]:
-        """Findings of a step that ended before the optimizer was called, in the order of execution."""
-        return self._judged([rule for rule in self._rules if rule.judges_unfinished], table, step=step)
-
-    def _judged(self, rules: Iterable[Rule], table: StepTable, *, step: int) -> list[Finding]:
+    def step(self, table: StepTable, *, step: int, finished: bool = True) -> list[Finding]:
+        """Findings of a step, in the order of execution; fewer rules judge one without a call of the optimizer."""
+        rules = [rule for rule in self._rules if finished or rule.judges_unfinished]
         found = [finding for rule in rules for finding in rule.step(table, step=step)]
         self._found.update((finding.kind, finding.path) for finding in found)
         return sorted(found, key=lambda finding: finding.order)

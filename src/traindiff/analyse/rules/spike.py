@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.recorded_calls import clips
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.learning_rates import may_be_left_out
 from traindiff.analyse.rules.losses import loss_of
 from traindiff.analyse.rules.rule import Limit, Rule
@@ -169,12 +169,9 @@ class NothingSpikes(Rule):
             gained = max(0.0, max(self._first_losses) - usual)
             least = max(abs(usual), 0.5 * gained, self.limit("deviations") * spread)
             if value - usual > least:
-                message = (
-                    f"The loss jumps to {value:.4g} from a median of {usual:.4g}{_deviations(value - usual, spread)}."
-                )
-                yield self._finding(
-                    entry, kind="loss-spike", message=message, value=value, usual=usual, cause=cause, step=step
-                )
+                away = _deviations(value - usual, spread)
+                message = f"The loss jumps to {value:.4g} from a median of {usual:.4g}{away}."
+                yield self._jump(entry, message, cause, step=step, kind="loss-spike", value=value, median=usual)
         if len(self._first_losses) < BEGINNING:
             self._first_losses.append(value)
         self._losses.append(value)
@@ -188,26 +185,21 @@ class NothingSpikes(Rule):
             if value > least:
                 away = _deviations(value - usual, spread)
                 message = f"The norm of all gradients jumps to {value:.4g} from a median of {usual:.4g}{away}."
-                yield self._finding(
-                    entry, kind="gradient-spike", message=message, value=value, usual=usual, cause=cause, step=step
-                )
+                yield self._jump(entry, message, cause, step=step, kind="gradient-spike", value=value, median=usual)
         self._largest_norm = max(self._largest_norm, value)
         self._norms.append(value)
 
-    def _finding(
-        self, entry: MergedSite, *, kind: str, message: str, value: float, usual: float, cause: Moved | None, step: int
+    def _jump(
+        self, entry: MergedSite, message: str, cause: Moved | None, *, step: int, kind: str, **evidence: Any
     ) -> Finding:
-        evidence: dict[str, Any] = {"value": value, "median": usual}
         if cause is None:
-            return finding_at(
-                entry, step=step, kind=kind, message=f"{message} No tensor moved before it.", evidence=evidence
-            )
+            return self.finding(entry, f"{message} No tensor moved before it.", step=step, kind=kind, **evidence)
         key = cause.entry.key
         where = f"the learning rate of {key.path}" if key.group else f"{key.phase} {label(key.path, key.slot)}"
         when = "" if cause.step == step else f" in step {cause.step}"
         message += f" What moved first is {where}{when}, {cause.factor:.3g} x as large as usual."
         evidence |= {"moved_first": where, "moved_in_step": cause.step, "moved_factor": cause.factor}
-        return finding_at(entry, step=step, kind=kind, message=message, evidence=evidence)
+        return self.finding(entry, message, step=step, kind=kind, **evidence)
 
 
 def _deviations(away: float, spread: float) -> str:
