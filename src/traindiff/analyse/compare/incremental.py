@@ -33,7 +33,7 @@ from traindiff.analyse.compare.explanations import (
 from traindiff.analyse.compare.judge import BothRuns, Judge, recomputation_findings
 from traindiff.analyse.compare.limits import hints, limits
 from traindiff.analyse.compare.operator_search import OperatorSearch
-from traindiff.analyse.compare.step_judge import StepInput
+from traindiff.analyse.compare.step_judge import StepInput, judge_step
 from traindiff.analyse.compare.verdict import Comparison, Word
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.history import DifferenceHistory
@@ -149,7 +149,7 @@ class RunningComparison:
             unaligned=self.runs.presence.sides(),
             steps=tuple(dict.fromkeys(self.runs.compared)),
             notes=tuple(notes),
-            differences=tuple(sorted(self._judge.judged.differences.values(), key=lambda row: row.order)),
+            differences=tuple(sorted(self._judge.differences.values(), key=lambda row: row.order)),
             history=self._history,
             zooms=tuple(self._operators.found),
         )
@@ -177,7 +177,8 @@ class RunningComparison:
             pairs = [*pairs, *gradient_norms(pairs)]
         agreed = not self._judge.findings
         micro_steps = [num_micro_steps(table) for table in tables]
-        found = self._judge.judge(
+        found = judge_step(
+            self._judge,
             StepInput(
                 step=step,
                 first=given.first,
@@ -194,7 +195,7 @@ class RunningComparison:
                 calibration=self._measured.calibration,
                 factors=tuple(scale_factors(*scales)),
                 clipped=tuple(clip_factor(*clipped)),
-            )
+            ),
         )
         if agreed and self._judge.findings:
             first = self._judge.findings[0]
@@ -229,13 +230,13 @@ class RunningComparison:
         """Notes that belong to every verdict."""
         baseline, candidate = self.runs.runs
         notes = [*self._both.shared.values(), *self._both.unknown, *hints(self.runs)]
-        if self._judge.judged.turned:
+        if self._judge.turned:
             notes.append(
                 f"A choice of rows (of a router, of a mask) that rounding may turn was made otherwise, first at "
-                f"{self._judge.judged.turned[0]}. What follows in such a step was not judged."
+                f"{self._judge.turned[0]}. What follows in such a step was not judged."
             )
-        if self._judge.judged.nan_in_both:
-            notes.append(f"NaN at the same places in both runs, first at {self._judge.judged.nan_in_both[0]}.")
+        if self._judge.nan_in_both:
+            notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
         notes += other_models((self.runs.sides[0].model, self.runs.sides[1].model), self.runs.presence.known)
         notes += other_dtypes(self._other_dtypes)
@@ -249,7 +250,7 @@ class RunningComparison:
             return "misaligned" if findings[0].kind in EXACT_KINDS else "diverged"
         if incomplete:
             return "incomplete"
-        return "identical" if self._judge.judged.all_equal else "equivalent"
+        return "identical" if self._judge.all_equal else "equivalent"
 
 
 def _is_of_candidate(finding: Finding) -> bool:
