@@ -238,7 +238,7 @@ class RunningComparison:
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
-        notes += other_models((self.runs.sides[0].model, self.runs.sides[1].model), self.runs.presence.known)
+        notes += other_models(*self.runs.sides)
         notes += other_dtypes(self._other_dtypes)
         notes += self._notes
         notes += self._operators.notes

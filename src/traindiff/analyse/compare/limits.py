@@ -129,7 +129,7 @@ def _not_recorded(runs: TwoRuns) -> tuple[list[str], bool]:
             notes.append(f"Not recorded in the {name}, so not compared: {', '.join(missing)}.")
             # Evaluation and micro-batches are extras; without a whole phase the comparison is partial.
             partly |= bool(missing.keys() - {"evaluation", *NOT_BY_DEFAULT})
-    if all("operators" in one and one <= {"operators", "evaluation"} for one in runs.presence.recorded):
+    if all("operators" in side.recorded <= {"operators", "evaluation"} for side in runs.sides):
         notes.append(
             "Both runs have recorded operators alone, which have no verdict, so nothing was compared. Record what "
             "modules return, too: leave out observe, and choose modules by operators=."

@@ -11,6 +11,7 @@ from traindiff.analyse.align.exact import (
     check_hyper_parameters,
     check_initial_parameter,
     check_random_state,
+    settings_of,
 )
 from traindiff.analyse.align.side import Side, SideStep, StepsOnDemand
 from traindiff.analyse.findings import Finding
@@ -154,7 +155,8 @@ class Calibrating:
         side = self._replicas.sides[index]
         tables = expected.table, actual.table
         found: list[Finding] = [*check_random_state(*tables, step=step)]
-        found += check_hyper_parameters((tables[0], self._groups), (tables[1], side.groups), step=step)
+        settings = settings_of(tables[0], self._groups), settings_of(tables[1], side.groups)
+        found += check_hyper_parameters(*settings, step=step)
         for pair in pairs:
             if pair.baseline.key.phase == "batch":
                 found += filter(None, [check_batch(pair, step=step)])
