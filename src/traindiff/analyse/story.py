@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from traindiff.analyse.findings import (
@@ -146,15 +146,11 @@ def of_verification(verification: Verification) -> Story:
     """What a report of a verification says."""
     comparison, word = verification.comparison, verification.verdict
     free = of_comparison(comparison)
-    return Story(
+    return replace(
+        free,
         word=word,
         sentence=free.sentence if word == free.word else f"{word}; the free runs are {free.sentence}",
-        recordings=free.recordings,
         runs=what_is_run(verification.sides, verification.output),
-        noise=free.noise,
-        chapters=free.chapters,
-        alone=free.alone,
-        notes=free.notes,
         failed=verification.failed,
         compiler=verification.compiler.message if verification.compiler else "",
         pin_note=verification.pin_note,
@@ -184,7 +180,7 @@ def representation_note(found: Sequence[Finding]) -> str:
 
 
 def what_is_run(sides: Sides, output: str) -> tuple[str, ...]:
-    """See `runs_section`."""
+    """What is run on both sides, and where its files are, a line each."""
     baseline, candidate = sides
     return (
         f"baseline   {baseline.recipe} ({baseline.message})",
@@ -313,7 +309,7 @@ def investigation_sections(investigation: Investigation) -> list[Section]:
 
 
 def runs_section(sides: Sides, output: str) -> Section:
-    """The lines on what is run, and on where its files are."""
+    """The lines of `what_is_run`."""
     return _section(*what_is_run(sides, output))[0]
 
 

@@ -41,8 +41,7 @@ from traindiff.analyse.merge.recorded_calls import clips, contributions, samples
 from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import Part, SiteKey, loss_scale, num_micro_steps
-from traindiff.analyse.noise.calibration import Calibration
-from traindiff.analyse.noise.measured import StepNoise
+from traindiff.analyse.noise.measured import Calibration, StepNoise
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import run_facts
 from traindiff.analyse.story import representation_note

@@ -22,9 +22,8 @@ from traindiff.analyse.merge.distance import (
 )
 from traindiff.analyse.merge.recorded_calls import Samples
 from traindiff.analyse.merge.site import SiteKey, finding_at, only_rank
-from traindiff.analyse.noise.calibration import Calibration
 from traindiff.analyse.noise.gradients import common_factor
-from traindiff.analyse.noise.measured import StepNoise
+from traindiff.analyse.noise.measured import Calibration, StepNoise
 from traindiff.analyse.noise.site_floors import SiteFloors
 from traindiff.core.summary import nonfinite_count, norm
 

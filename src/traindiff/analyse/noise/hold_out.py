@@ -18,10 +18,11 @@ from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair, size_of
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
 from traindiff.analyse.merge.site import MergedSite, SiteKey
-from traindiff.analyse.noise.calibration import Calibration, NoiseRecording
 from traindiff.analyse.noise.gradients import summed_rows, terms_by_module
 from traindiff.analyse.noise.measured import (
     FEW,
+    Calibration,
+    NoiseRecording,
     NoiseRun,
     Replicas,
     StepNoise,
