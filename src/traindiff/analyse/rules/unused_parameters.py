@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
-from traindiff.analyse.rules.learning_rates import (
+from traindiff.analyse.rules.optimizers import (
     largest_rate,
     learning_rates,
     may_be_left_out,

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from traindiff.analyse.merge.recorded_calls import clips
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
-from traindiff.analyse.rules.learning_rates import (
+from traindiff.analyse.rules.optimizers import (
     largest_rate,
     learning_rates,
     moves_parameters,
