@@ -170,17 +170,12 @@ class TwoRuns:
 
     def _comparable(self, tables: Tables, steps: tuple[RunStep, RunStep]) -> Tables:
         """The tables with derived gradient stages, and without what is unknown in one of them."""
-        asked = ["grad.stages" in side.recorded for side in self.sides]
-        tables = (
-            with_gradient_stages(tables[0], tables[1], asked=asked[0]),
-            with_gradient_stages(tables[1], tables[0], asked=asked[1]),
-        )
         lost = (*self.failed[0].lost, *self.failed[1].lost)
-        tables = without_lost(tables[0], lost), without_lost(tables[1], lost)
-        tables = without_unplaced(tables[0], tables[1]), without_unplaced(tables[1], tables[0])
-        if steps[0].missing == steps[1].missing:
-            return tables  # both runs lack the same ranks, so the rest is comparable
-        return (
-            self.sides[0].without_missing(tables[0], steps[0]),
-            self.sides[1].without_missing(tables[1], steps[1]),
+        baseline, candidate = (
+            without_lost(with_gradient_stages(own, other, asked="grad.stages" in side.recorded), lost)
+            for side, own, other in zip(self.sides, tables, tables[::-1], strict=True)
         )
+        baseline, candidate = without_unplaced(baseline, candidate), without_unplaced(candidate, baseline)
+        if steps[0].missing == steps[1].missing:
+            return baseline, candidate  # both runs lack the same ranks, so the rest is comparable
+        return self.sides[0].without_missing(baseline, steps[0]), self.sides[1].without_missing(candidate, steps[1])

@@ -162,52 +162,50 @@ class Moved:
     factor: float
 
 
-class UsualSizes:
-    """Follows the sizes of all tensors, with two numbers for each site."""
+UsualSizes = dict[SiteKey, _Usual]
+"""Two numbers and a count for each site."""
 
-    def __init__(self) -> None:
-        self._usual: dict[SiteKey, _Usual] = {}
 
-    def see(self, table: StepTable, *, step: int) -> tuple[Moved | None, Moved | None]:
-        """Note a step.
+def moved_first(table: StepTable, usual: UsualSizes, *, step: int) -> tuple[Moved | None, Moved | None]:
+    """Note the sizes of a step in `usual`.
 
-        Returns:
-            The first tensor that has moved among batch, activations and gradients, and the first among learning rates
-            and updates.
-        """
-        computed: Moved | None = None
-        done: Moved | None = None
-        for key, entry in table.items():
-            within = key.phase in _WITHIN
-            rate = bool(key.group) and key.slot == "lr"
-            if key.stage or entry.unobserved or not (within or rate or key.phase == "update"):
-                continue
-            size = abs(number(entry.summary)) if rate else _size(entry)
-            if not size or not math.isfinite(size):
-                continue
-            factor = self._factor(key, math.log(size))
-            if factor == 1.0:
-                continue
-            moved = Moved(step=step, entry=entry.without_parts(), factor=factor)
-            if within:
-                computed = computed or moved
-            else:
-                done = done or moved
-        return computed, done
+    Returns:
+        The first tensor that has moved among batch, activations and gradients, and the first among learning rates and
+        updates.
+    """
+    computed: Moved | None = None
+    done: Moved | None = None
+    for key, entry in table.items():
+        within = key.phase in _WITHIN
+        rate = bool(key.group) and key.slot == "lr"
+        if key.stage or entry.unobserved or not (within or rate or key.phase == "update"):
+            continue
+        size = abs(number(entry.summary)) if rate else _size(entry)
+        if not size or not math.isfinite(size):
+            continue
+        if key not in usual:
+            usual[key] = _Usual(size=math.log(size))
+            continue
+        factor = _factor(usual[key], math.log(size))
+        if factor == 1.0:
+            continue
+        moved = Moved(step=step, entry=entry.without_parts(), factor=factor)
+        if within:
+            computed = computed or moved
+        else:
+            done = done or moved
+    return computed, done
 
-    def _factor(self, key: SiteKey, size: float) -> float:
-        """Ratio of a size to its usual size; 1 if that is not unusual."""
-        usual = self._usual.get(key)
-        if usual is None:
-            self._usual[key] = _Usual(size=size)
-            return 1.0
-        away = size - usual.size
-        unusual = abs(away) > max(math.log(FACTOR), TIMES * usual.distance)
-        known = usual.num_steps >= LEAST_STEPS
-        usual.num_steps += 1
-        usual.size += MEMORY * away
-        usual.distance += MEMORY * (abs(away) - usual.distance)
-        return math.exp(min(away, 700.0)) if known and unusual else 1.0
+
+def _factor(usual: _Usual, size: float) -> float:
+    """Ratio of a size to its usual size, which it changes; 1 if that is not unusual."""
+    away = size - usual.size
+    unusual = abs(away) > max(math.log(FACTOR), TIMES * usual.distance)
+    known = usual.num_steps >= LEAST_STEPS
+    usual.num_steps += 1
+    usual.size += MEMORY * away
+    usual.distance += MEMORY * (abs(away) - usual.distance)
+    return math.exp(min(away, 700.0)) if known and unusual else 1.0
 
 
 def _size(entry: MergedSite) -> float:
@@ -262,12 +260,12 @@ class NothingSpikes(Rule):
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._first_losses: list[float] = []
         self._largest_norm = 0.0
-        self._usual = UsualSizes()
+        self._usual: UsualSizes = {}
         self._done_before: Moved | None = None
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
-        computed, done = self._usual.see(table, step=step)
+        computed, done = moved_first(table, self._usual, step=step)
         cause, self._done_before = self._done_before or computed, done
         if (loss := loss_of(table)) is not None:
             yield from self._loss(*loss, cause, step=step)
