@@ -166,7 +166,10 @@ class RunningComparison:
             *given.findings,
             *clipping_findings(*clipped, step=step),
             *recomputation_findings(*tables, step=step),
-            *map(self._with_names, self._both.findings(tables, step=step)),
+            *(
+                with_names(one, self.runs.copies[RUNS.index(one.evidence["run"])], self._rename)
+                for one in self._both.findings(tables, step=step)
+            ),
         ]
         place = in_baseline_order(given.aligned.pairs)
         found = [replace(one, order=place(one.order)) if _is_of_candidate(one) else one for one in found]
@@ -203,10 +206,6 @@ class RunningComparison:
             statistics = batch_statistics_message(first, self._facts[0].modules, given.aligned, divided)
             self._remarks = statistics + unseen_labels_message(first, pairs) + hop
         return found
-
-    def _with_names(self, finding: Finding) -> Finding:
-        copies = self.runs.copies[RUNS.index(finding.evidence["run"])]
-        return with_names(finding, copies, self._rename)
 
     def _noise(self, given: AlignedStep) -> StepNoise | None:
         noise = self._measured.of_step(given)
