@@ -176,7 +176,7 @@ class UnitsLive(Rule):
         self._layers: dict[SiteKey, _Layer] = {}
         self._last_step = 0
 
-    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
         self._last_step = step
         for key, entry in table.items():
@@ -189,7 +189,6 @@ class UnitsLive(Rule):
                 zeros = np.zeros(BUCKETS, dtype=np.int64)
                 layer = self._layers[key] = _Layer(entry=entry.without_parts(), units=_units(entry.shape), steps=zeros)
             layer.steps = np.where(_largest(entry) == 0.0, layer.steps + 1, 0)
-        return ()
 
     def end(self) -> Iterator[Finding]:
         """Findings of the whole run."""

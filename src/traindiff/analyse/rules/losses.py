@@ -46,7 +46,7 @@ class _LossTrend(Rule):
         self._positive = True
         self._began: tuple[int, MergedSite] | None = None
 
-    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
         loss = loss_of(table)
         if loss is not None:
@@ -57,7 +57,6 @@ class _LossTrend(Rule):
             if len(self._first) < self.ends:
                 self._first.append(value)
             self._last.append((step, value, entry.order))
-        return ()
 
     @property
     def _is_judged(self) -> bool:

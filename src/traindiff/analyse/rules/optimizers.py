@@ -44,7 +44,7 @@ class ScheduleIsFollowed(Rule):
         self._rates: dict[str, _Rate] = {}
         self._changing: set[str] = set()
 
-    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
         for key, entry in table.items():
             if (
@@ -62,7 +62,6 @@ class ScheduleIsFollowed(Rule):
                 self._changing.add(key.path)
                 del self._rates[key.path]
             rate.num_steps += 1
-        return ()
 
     def end(self) -> Iterator[Finding]:
         """Findings of the whole run."""

@@ -128,14 +128,14 @@ class Rule:
         """A finding of the rule at a site; its kind is the first of `kinds` if none is given."""
         return finding_at(entry, step=step, kind=kind or self.kinds[0], message=message, evidence=evidence)
 
-    def step(self, table: StepTable, *, step: int) -> Iterable[Finding]:  # noqa: ARG002
-        """Findings of a step.
+    def step(self, table: StepTable, *, step: int) -> Iterable[Finding] | None:  # noqa: ARG002
+        """Findings of a step; None if there are only findings of the whole run.
 
         Args:
             table: The step; empty again when the next step begins, so keep no part of it.
             step: Its number.
         """
-        return ()
+        return None
 
     def unknown(self, table: StepTable) -> Iterable[str]:  # noqa: ARG002
         """Why the rule cannot judge a part of a step: sentences that hold for the whole run."""
@@ -181,11 +181,11 @@ class RepeatedRule(Rule, ABC):
         self._running: dict[tuple[str, Hashable], Repeated] = {}
         self._kept: dict[tuple[str, Hashable], Repeated] = {}
 
-    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> None:
         """Count how long faults last; the findings come at the end."""
         found = self._wrong(table)
         if found is None:
-            return ()
+            return
         series = self._series(table)
         for row in [row for row in self._running if row[0] == series and row[1] not in found]:
             del self._running[row]
@@ -197,7 +197,6 @@ class RepeatedRule(Rule, ABC):
             self._running[row].num_steps += 1
             if self._running[row].num_steps >= self.limit("least_steps"):
                 self._kept.setdefault(row, self._running[row])
-        return ()
 
     def end(self) -> Iterator[Finding]:
         """Faults that lasted for at least `least_steps` steps."""
@@ -246,7 +245,7 @@ class RunJudge:
     def step(self, table: StepTable, *, step: int, finished: bool = True) -> list[Finding]:
         """Findings of a step, in the order of execution; fewer rules judge one without a call of the optimizer."""
         rules = [rule for rule in self._rules if finished or rule.judges_unfinished]
-        found = [finding for rule in rules for finding in rule.step(table, step=step)]
+        found = [finding for rule in rules for finding in rule.step(table, step=step) or ()]
         self._found.update((finding.kind, finding.path) for finding in found)
         return sorted(found, key=lambda finding: finding.order)
 

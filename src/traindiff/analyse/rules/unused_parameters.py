@@ -81,7 +81,7 @@ class GradientsArrive(Rule):
         self._without: dict[str, _Without] = {}
         self._seen: set[str] = set()
 
-    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
         moves = moves_parameters(table)
         for key, entry in table.items():
@@ -97,7 +97,6 @@ class GradientsArrive(Rule):
                 one = self._without.setdefault(key.path, _Without(entry=entry.without_parts(), first=step))
                 one.num_none += none
                 one.num_zero += zero
-        return ()
 
     def end(self) -> Iterator[Finding]:
         """Findings of the whole run."""
@@ -174,7 +173,7 @@ class ParametersMove(Rule):
         self._moved: set[str] = set()
         self._unheld = self.facts.trainable - self.facts.held_in.keys() if self.facts.held_in else frozenset[str]()
 
-    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
         rates = learning_rates(table)
         after = dict(_parameters(table, stage=""))
@@ -191,7 +190,6 @@ class ParametersMove(Rule):
             self._resting[path].pass_over(step)
         for path, entry in after.items():
             self._see(path, entry)
-        return ()
 
     def end(self) -> Iterator[Finding]:
         """Findings of the whole run."""
