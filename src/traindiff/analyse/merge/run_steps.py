@@ -51,7 +51,8 @@ class StepMerger:
     def __init__(self, run: Run, copies: Copies = NO_COPIES) -> None:
         own = group_paths(group_numbers(run))
         self._names = {rank: {**own.get(rank, {}), **copies.get(rank, {})} for rank in {*own, *copies}}
-        self._ranks = frozenset(range(run.world_size))
+        self._ranks = range(run.world_size)
+        self._missing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # ranks of a step, and the missing ones
         # A call of the optimizer is visible by its settings; if these are not recorded, by the sites of earlier steps.
         self._called = "optimizer" in run.run["settings"].get("observe", ())
         self._shows_calls: set[str] = set()
@@ -77,9 +78,16 @@ class StepMerger:
             finished = shown or not (self._called or optimizer in self._shows_calls)
         return RunStep(
             optimizer=optimizer, step=step, table=table, finished=finished, operators=operators,
-            missing=tuple(sorted(self._ranks - {one.rank for one in of_ranks})),
+            missing=self._without(tuple(one.rank for one in of_ranks)),
             last={one.rank: one.observations[-1] for one in of_ranks if one.observations},
         )  # fmt: skip
+
+    def _without(self, there: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks that are missing; cached, because most steps miss the same ones."""
+        if there != self._missing[0]:
+            here = frozenset(there)
+            self._missing = there, tuple(rank for rank in self._ranks if rank not in here)
+        return self._missing[1]
 
 
 def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunStep]:
