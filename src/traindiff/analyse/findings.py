@@ -35,6 +35,11 @@ def before_text(finding: Finding) -> str:
     return f"Everything before it agrees, up to {after}." if after else ""
 
 
+def sizes_of(finding: Finding) -> tuple[str, ...]:
+    """The size of a finding against its noise floor, and how far inputs agree; as far as these are known."""
+    return tuple(filter(None, (size_text(finding), before_text(finding))))
+
+
 def more_text(count: int, what: str, *, before: str = " and") -> str:
     """` and 2 more sites`; empty for none."""
     return f"{before} {count} more {what}{'s' if count > 1 else ''}" if count > 0 else ""
@@ -94,6 +99,16 @@ class Group:
         """Site of the first finding, and the number of further ones."""
         more = len(self.paths) - 1
         return label(self.first.path, self.first.slot) + (f" and {more} more" if more else "")
+
+    @property
+    def where(self) -> str:
+        """Step, phase and site of the first finding."""
+        return where_text(self.first)
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """Sentences after the message of the first finding: its size, what agrees before it, where else it holds."""
+        return tuple(filter(None, (*sizes_of(self.first), also_text(self.paths))))
 
 
 def grouped(findings: Iterable[Finding]) -> list[Group]:

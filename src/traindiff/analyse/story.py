@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from traindiff.analyse.findings import (
     Finding,
     Group,
     also_text,
-    before_text,
     grouped,
     more_text,
-    size_text,
+    sizes_of,
     steps_text,
     where_text,
 )
@@ -36,59 +35,19 @@ MEANINGS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """A group of findings, told in full.
-
-    Attributes:
-        title: What its first finding is the first of, e.g. `First divergence`.
-        group: The findings.
-        sizes: Its size against its noise floor, and how far inputs agree; as far as these are known.
-        also: Where else the same was found; may be empty.
-    """
-
-    title: str
-    group: Group
-    sizes: tuple[str, ...]
-    also: str
-
-    @property
-    def where(self) -> str:
-        """Step, phase and site."""
-        return where_text(self.group.first)
-
-    @property
-    def message(self) -> str:
-        """What was found."""
-        return self.group.first.message
-
-    @property
-    def further(self) -> tuple[str, ...]:
-        """All sentences after the message."""
-        return (*self.sizes, self.also) if self.also else self.sizes
-
-
-def told(group: Group, title: str) -> Told:
-    """A group of findings in full."""
-    return Told(title=title, group=group, sizes=sizes_of(group.first), also=also_text(group.paths))
-
-
-def sizes_of(finding: Finding) -> tuple[str, ...]:
-    """The size of a finding against its noise floor, and how far inputs agree; as far as these are known."""
-    return tuple(filter(None, (size_text(finding), before_text(finding))))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
     """All findings of a report, or all warnings.
 
     Attributes:
         noun: `finding` or `warning`.
-        first: The first group.
+        title: What the first one is called, e.g. `First divergence`.
+        first: The first group, which is told in full.
         further: The other groups, in execution order.
     """
 
     noun: str
-    first: Told
+    title: str
+    first: Group
     further: tuple[Group, ...]
 
 
@@ -145,11 +104,6 @@ class Story:
     operators: tuple[str, ...] = ()
     cost: str = ""
 
-    @property
-    def first(self) -> Told | None:
-        """The first finding, or the first warning where there is no finding."""
-        return self.chapters[0].first if self.chapters else None
-
     def __str__(self) -> str:
         return plain([*opening(self), *closing(self)])
 
@@ -192,15 +146,11 @@ def of_verification(verification: Verification) -> Story:
     """What a report of a verification says."""
     comparison, word = verification.comparison, verification.verdict
     free = of_comparison(comparison)
-    return Story(
+    return replace(
+        free,
         word=word,
         sentence=free.sentence if word == free.word else f"{word}; the free runs are {free.sentence}",
-        recordings=free.recordings,
         runs=what_is_run(verification.sides, verification.output),
-        noise=free.noise,
-        chapters=free.chapters,
-        alone=free.alone,
-        notes=free.notes,
         failed=verification.failed,
         compiler=verification.compiler.message if verification.compiler else "",
         pin_note=verification.pin_note,
@@ -230,7 +180,7 @@ def representation_note(found: Sequence[Finding]) -> str:
 
 
 def what_is_run(sides: Sides, output: str) -> tuple[str, ...]:
-    """See `runs_section`."""
+    """What is run on both sides, and where its files are, a line each."""
     baseline, candidate = sides
     return (
         f"baseline   {baseline.recipe} ({baseline.message})",
@@ -257,7 +207,7 @@ def _chapters(findings: Sequence[Finding], noun: str, *, title: str = "") -> tup
     groups = grouped(findings)
     if not groups:
         return ()
-    return (Chapter(noun=noun, first=told(groups[0], title or f"First {noun}"), further=tuple(groups[1:])),)
+    return (Chapter(noun=noun, title=title or f"First {noun}", first=groups[0], further=tuple(groups[1:])),)
 
 
 def _noise_sentence(comparison: Comparison) -> str:
@@ -359,7 +309,7 @@ def investigation_sections(investigation: Investigation) -> list[Section]:
 
 
 def runs_section(sides: Sides, output: str) -> Section:
-    """The lines on what is run, and on where its files are."""
+    """The lines of `what_is_run`."""
     return _section(*what_is_run(sides, output))[0]
 
 
@@ -381,10 +331,11 @@ def _section(*texts: str, emphasis: Emphasis = "plain", about: Literal["operator
 
 def _of_chapter(chapter: Chapter) -> Section:
     first, count = chapter.first, len(chapter.further)
-    lines: list[Line] = [((f"{first.title}: ", "title"), (first.where, "place")), ((f"  {first.message}", "plain"),)]
-    lines += [((f"  {size}", "faint"),) for size in first.sizes]
-    if first.also:
-        lines.append(((f"  {first.also}", "plain"),))
+    lines: list[Line] = [((f"{chapter.title}: ", "title"), (first.where, "place"))]
+    lines.append(((f"  {first.first.message}", "plain"),))
+    lines += [((f"  {size}", "faint"),) for size in sizes_of(first.first)]
+    if also := also_text(first.paths):
+        lines.append(((f"  {also}", "plain"),))
     if count:
         lines.append(((f"  ({count} further {chapter.noun}{'s' if count > 1 else ''}.)", "brief"),))
     return Section(lines=tuple(lines), about=chapter)

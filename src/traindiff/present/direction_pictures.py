@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.signs import Similarities
-from traindiff.analyse.signs.similarities import DROP_PERCENT, START_PERCENT
+from traindiff.analyse.signs import DROP_PERCENT, START_PERCENT, Similarities
 from traindiff.present.pictures import NewFigure, check_matplotlib, drawing, printable
 from traindiff.storage.location import file_name
 

@@ -86,7 +86,7 @@ def write_pictures(result: Comparison | Verdict, directory: Path) -> list[Path]:
         drawn = {
             "heat-map": _heat_map(new, page, history) if history is not None and history.whole.columns else None,
             "curves": _curves(new, page) if page.data["curves"] else None,
-            "dataflow": _dataflow(new, page.flow, page.headline.told.where) if page.flow and page.headline else None,
+            "dataflow": _dataflow(new, page.flow, page.headline.group.where) if page.flow and page.headline else None,
         }
         for name, figure in drawn.items():
             if figure is not None:

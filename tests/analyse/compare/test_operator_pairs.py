@@ -15,7 +15,7 @@ def operators(names: Sequence[str]) -> list[OperatorRun]:
     return [
         OperatorRun(
             rank=0, micro_step=0, phase="forward", path=f"1/{name}", module="1", call=0, name=name, order=number,
-            last_order=number, inputs={}, outputs={},
+            inputs={}, outputs={},
         )
         for number, name in enumerate(names)
     ]  # fmt: skip

@@ -11,8 +11,7 @@ import pytest
 from tests.made_up import Array, random, summary_of
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.site import MergedSite, SiteKey
-from traindiff.analyse.noise.calibration import Calibration, NoiseRecording
-from traindiff.analyse.noise.measured import SAFETY
+from traindiff.analyse.noise.measured import SAFETY, Calibration, NoiseRecording
 from traindiff.analyse.noise.site_floors import RunFloors, SiteFloors
 from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, GAIN
 from traindiff.core.summary import rounding

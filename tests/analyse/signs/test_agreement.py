@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.made_up import summary_of
-from traindiff.analyse.signs.run_signs import Signs, merged, part_signs
-from traindiff.analyse.signs.similarities import Agreement, agreement, total
+from traindiff.analyse.signs import Agreement, Signs, agreement, merged, part_signs, total
 from traindiff.core.kernels.torch_arrays import detail_of
 from traindiff.core.shards import Shard
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from traindiff.analyse.signs.run_signs import run_signs
+from traindiff.analyse.signs import run_signs
 from traindiff.core.kernels import summarize
 from traindiff.core.kernels.torch_arrays import detail_of
 from traindiff.core.observation import Observation

@@ -192,8 +192,7 @@ def check_random_state(baseline: StepTable, candidate: StepTable, *, step: int) 
                 f"torch's {key.slot} random state differs before the forward pass, which draws from it: "
                 "masks and samples cannot be the same."
             )
-            pair = Pair(baseline=entry, candidate=other)
-            yield finding_at(pair.baseline, step=step, kind="random-state", message=message)
+            yield finding_at(entry, step=step, kind="random-state", message=message)
             return
     for slot in sorted(_drawn(baseline) & _drawn(candidate)):
         passes = [
@@ -206,8 +205,7 @@ def check_random_state(baseline: StepTable, candidate: StepTable, *, step: int) 
                 f"{len(passes[0])} of the baseline: split like this, masks and samples cannot be the same. "
                 "Compare without dropout, or with masks that depend on the sample."
             )
-            pair = Pair(baseline=passes[0][0], candidate=passes[1][0])
-            yield finding_at(pair.baseline, step=step, kind="random-state", message=message)
+            yield finding_at(passes[0][0], step=step, kind="random-state", message=message)
             return
 
 
@@ -223,46 +221,42 @@ def _drawn(table: StepTable) -> set[str]:
     }
 
 
+Settings = Mapping[tuple[str, str], tuple[float, MergedSite]]
+"""Value of each setting of an optimizer, and its entry, by the path of the parameter and the setting's name."""
+
+
 class SettingChanges:
     """Reports each difference between the optimizer settings of two runs once, when it is first seen."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, float, float]] = set()
-        self._before: dict[tuple[str, str], tuple[float, MergedSite]] = {}  # the baseline's, in the step before
+        self._before: Settings = {}  # the baseline's, in the step before
 
     def findings(self, sides: tuple[Side, Side], tables: Tables, *, step: int) -> list[Finding]:
         """Settings that differ in a step and did not differ so before."""
-        found = check_hyper_parameters((tables[0], sides[0].groups), (tables[1], sides[1].groups), step=step)
+        baseline, candidate = (settings_of(table, side.groups) for table, side in zip(tables, sides, strict=True))
         fresh = []
-        for finding in found:
+        for finding in check_hyper_parameters(baseline, candidate, step=step):
             change = (finding.slot, finding.evidence["baseline"], finding.evidence["candidate"])
             if change not in self._told:
                 self._told.add(change)
                 fresh.append(_one_step_late(finding, self._before))
-        settings = settings_of(tables[0], sides[0].groups)
-        self._before = {what: (value, entry.without_parts()) for what, (value, entry) in settings.items()}
+        self._before = {what: (value, entry.without_parts()) for what, (value, entry) in baseline.items()}
         return fresh
 
 
-def check_hyper_parameters(
-    baseline: tuple[StepTable, Groups], candidate: tuple[StepTable, Groups], *, step: int
-) -> Iterator[Finding]:
+def check_hyper_parameters(baseline: Settings, candidate: Settings, *, step: int) -> Iterator[Finding]:
     """Compare learning rate and other settings of the optimizers, parameter by parameter."""
-    there = settings_of(*candidate)
-    differing: dict[tuple[str, float, float], list[str]] = {}
-    entries: dict[tuple[str, float, float], MergedSite] = {}
-    for (path, slot), (value, entry) in settings_of(*baseline).items():
-        if (path, slot) in there and not _same_setting(value, (found := there[path, slot])[0]):
-            change = (slot, value, found[0])
-            differing.setdefault(change, []).append(path)
-            entries.setdefault(change, entry)
-    for (slot, before, after), paths in differing.items():
+    differing: dict[tuple[str, float, float], tuple[MergedSite, list[str]]] = {}
+    for (path, slot), (value, entry) in baseline.items():
+        if (path, slot) in candidate and not _same_setting(value, other := candidate[path, slot][0]):
+            differing.setdefault((slot, value, other), (entry, []))[1].append(path)
+    for (slot, before, after), (entry, paths) in differing.items():
         among = paths[0] if len(paths) == 1 else f"{len(paths)} parameters ({', '.join(paths[:2])}, ...)"
         digits = 6 if f"{before:g}" != f"{after:g}" else 9
         values = f"{before:.{digits}g} in the baseline and {after:.{digits}g} in the candidate"
         message = f"{slot} is {values}, for {among}."
         evidence = {"baseline": before, "candidate": after, "parameters": len(paths), "paths": paths}
-        entry = entries[slot, before, after]
         yield finding_at(entry, step=step, kind="hyper-parameter", message=message, evidence=evidence)
 
 
@@ -273,8 +267,8 @@ def _same_setting(baseline: float, candidate: float) -> bool:
     )
 
 
-def settings_of(table: StepTable, groups: Groups) -> dict[tuple[str, str], tuple[float, MergedSite]]:
-    """Value of each setting by parameter, or by group if its parameters are unknown."""
+def settings_of(table: StepTable, groups: Groups) -> Settings:
+    """The settings of a step; by group if its parameters are unknown."""
     found: dict[tuple[str, str], tuple[float, MergedSite]] = {}
     for key, entry in table.items():
         if key.group is None:
@@ -286,7 +280,7 @@ def settings_of(table: StepTable, groups: Groups) -> dict[tuple[str, str], tuple
     return found
 
 
-def _one_step_late(finding: Finding, before: Mapping[tuple[str, str], tuple[float, MergedSite]]) -> Finding:
+def _one_step_late(finding: Finding, before: Settings) -> Finding:
     """The finding, with a remark if the candidate's setting is the baseline's of the step before."""
     held = before.get((finding.evidence["paths"][0], finding.slot))
     if held is None or not _same_setting(held[0], finding.evidence["candidate"]):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
+from traindiff.analyse.align.side import Side
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, num_micro_steps, only_rank
@@ -128,32 +129,30 @@ class Unaligned:
         }
 
 
-@dataclass(slots=True, kw_only=True)
+_SitesAlone = dict[tuple[str, str, str], Unaligned]
+"""Sites without a counterpart, by phase, path and slot."""
+
+
 class Presence:
     """Collects sites without a counterpart, and makes findings of those that are certainly a difference.
 
+    Args:
+        sides: The two runs.
+
     Attributes:
-        known: Paths of modules and parameters of the two models, baseline's first.
-        held: Paths of the parameters that the optimizers hold; empty if unknown.
-        recorded: What each run was asked to record: names of `tap_registry.OBSERVABLE`, `evaluation`; empty if unknown.
-        not_recorded: Of that, what one run was not asked for and the other has.
-        unaligned: By side and site: sites without counterpart.
+        not_recorded: By side: what it was not asked to record, and the other run has.
+        unaligned: By side: sites without a counterpart.
         unobserved: Sites that a run could not observe, with the reason.
-        ranks: Number of ranks that each run has recorded.
         lack_stages: Sides that lack ranks with pipeline stages: a missing site may belong to these.
     """
 
-    known: tuple[frozenset[str], frozenset[str]]
-    held: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    recorded: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    not_recorded: tuple[dict[str, None], dict[str, None]] = field(default_factory=lambda: ({}, {}))
-    unaligned: tuple[dict[tuple[str, str, str], Unaligned], dict[tuple[str, str, str], Unaligned]] = field(
-        default_factory=lambda: ({}, {})
-    )
-    unobserved: dict[str, str] = field(default_factory=dict)
-    ranks: tuple[int, int] = (1, 1)
-    lack_stages: set[int] = field(default_factory=set)
-    _reported: set[tuple[str, str]] = field(default_factory=set)
+    def __init__(self, sides: tuple[Side, Side]) -> None:
+        self._runs = sides
+        self.not_recorded: tuple[dict[str, None], dict[str, None]] = ({}, {})
+        self.unaligned: tuple[_SitesAlone, _SitesAlone] = ({}, {})
+        self.unobserved: dict[str, str] = {}
+        self.lack_stages: set[int] = set()
+        self._reported: set[tuple[int, str]] = set()
 
     def judge(self, aligned: Aligned, *, step: int) -> tuple[list[Pair], list[Finding]]:
         """The pairs that can be measured, and findings for sites without a counterpart."""
@@ -210,7 +209,7 @@ class Presence:
 
     def _not_recorded(self, entry: MergedSite, *, side: int) -> str:
         """Name of the observation that the run `side` was not asked to record; empty if it was."""
-        key, recorded = entry.key, self.recorded[side]
+        key, recorded = entry.key, self._runs[side].recorded
         what = "evaluation" if key.stage == "evaluation" else asked_for_as(key.phase, key.stage)
         return what if recorded and what not in recorded and not (what == "param" and "update" in recorded) else ""
 
@@ -220,9 +219,9 @@ class Presence:
         Optimizers may keep different state for the same update, so state counts only if a whole parameter is left out.
         """
         key = entry.key
-        if key.stage or (key.phase == "optimizer" and key.path in self.held[side]):
+        if key.stage or (key.phase == "optimizer" and key.path in self._runs[side].held):
             return False
-        return key.phase in ("forward", "grad", "optimizer") and key.path in self.known[side]
+        return key.phase in ("forward", "grad", "optimizer") and key.path in self._runs[side].paths
 
     def _absent(
         self, entry: MergedSite, *, side: int, step: int, lacking: MergedSite | None = None
@@ -235,20 +234,21 @@ class Presence:
             step: Number of the step.
             lacking: The entry of that run which says so, if any; its parts name the ranks.
         """
-        key = entry.key
-        if (str(side), key.path) in self._reported:
+        key, held = entry.key, self._runs[side].held
+        if (side, key.path) in self._reported:
             return
-        self._reported.add((str(side), key.path))
+        self._reported.add((side, key.path))
         run, other = (("baseline", "candidate"), ("candidate", "baseline"))[side]
         if key.phase == "forward" and key.call:
             message = f"The {other} calls {key.path} {key.call + 1} times in one micro-step, the {run} fewer."
         elif key.phase == "forward":
             message = f"The {run} does not call {key.path}; the {other} does."
-        elif self.held[side] and key.path not in self.held[side]:
+        elif held and key.path not in held:
             message = f"The {run}'s optimizer does not hold {key.path}; the {other}'s does."
         else:
             ranks = sorted({part.rank for part in lacking.parts}) if lacking is not None else []
-            where = f" on {ranks_text(ranks, capital=False)}" if 0 < len(ranks) < self.ranks[side] else ""
+            several = 0 < len(ranks) < len(self._runs[side].recording.ranks)
+            where = f" on {ranks_text(ranks, capital=False)}" if several else ""
             message = f"In the {run}, {key.path} gets no gradient{where}; in the {other} it does."
         kind = "missing" if side else "extra"
         yield finding_at(entry, step=step, kind=kind, message=message, rank=only_rank(lacking or entry))
@@ -267,13 +267,6 @@ class Presence:
             if held
             else Unaligned(phase=key.phase, path=key.path, slot=key.slot, first_step=step, num_steps=1, why=why)
         )
-
-
-def known_paths(contents: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-    """Canonical paths of modules and parameters in the `rank.json` files of a run."""
-    return frozenset(
-        path for content in contents for part in ("modules", "parameters") for path in content.get(part, {})
-    )
 
 
 def _is_output(entry: MergedSite) -> bool:

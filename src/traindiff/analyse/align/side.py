@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from traindiff.analyse.align.pairs import known_paths
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import Groups, Updates, parameter_groups
 from traindiff.analyse.merge.recorded_calls import clips, is_clip
@@ -16,7 +15,9 @@ from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, gradient_norm, is_loss_scale, loss_scale
 from traindiff.analyse.merge.unobserved import without_missing_samples
 from traindiff.core.observation import BOUNDARY, EDITED, MODE, RECOMPUTED, SAMPLE
+from traindiff.core.site import ROOT
 from traindiff.core.steps import StepSelection, parse_steps
+from traindiff.errors import ConfigError, Problem
 from traindiff.storage import Run
 
 _NOT_PAIRED = frozenset({SAMPLE, BOUNDARY, EDITED, MODE, RECOMPUTED})
@@ -53,9 +54,14 @@ class Side:
     Attributes:
         recording: The run.
         groups: Parameters of each group of each optimizer, by its name.
+        held: Paths of the parameters that the optimizers hold; empty if unknown.
+        recorded: What the run was asked to record: names of `tap_registry.OBSERVABLE`, `evaluation`; empty if unknown.
         model: Class name of the model.
         goes_on_elsewhere: What steps in place of the recorded optimizers; empty if unknown.
-        paths: Canonical paths of modules and parameters, under the run's own names.
+        paths: Canonical paths of modules and parameters, under the baseline's names.
+
+    Raises:
+        ConfigError: Two of the run's paths get one name.
     """
 
     def __init__(self, recording: Run, rename: Rename = str) -> None:
@@ -64,10 +70,16 @@ class Side:
         self._updates = Updates()
         self._known: frozenset[str] = frozenset()
         contents = [recording.rank_content(rank) for rank in recording.ranks]
-        self.paths = known_paths(contents)
+        self.paths = _renamed(
+            {path for one in contents for part in ("modules", "parameters") for path in one.get(part, {})}, rename
+        )
         self.model = next((content["model"] for content in contents if "model" in content), "unknown")
         self.goes_on_elsewhere = next(filter(None, (content.get("goes_on_elsewhere") for content in contents)), "")
         self.groups: Groups = parameter_groups(recording, rename)
+        self.held = frozenset(path for optimizer in self.groups.values() for group in optimizer for path in group)
+        settings = recording.run["settings"]
+        evaluation = ["evaluation"] if settings.get("evaluation") else []
+        self.recorded = frozenset([*settings.get("observe", ()), *evaluation])
         self._pipelines = {tuple(content["pipeline"]["ranks"]) for content in contents if "pipeline" in content}
 
     def step(self, step: RunStep) -> SideStep:
@@ -81,11 +93,6 @@ class Side:
     def without_missing(self, table: StepTable, step: RunStep) -> dict[SiteKey, MergedSite]:
         """The table of a step; sites are unknown if ranks are missing that would have contributed to them."""
         return without_missing_samples(table, step.missing, pipelines=self.data_parallel if self.is_pipeline else None)
-
-    @property
-    def held(self) -> frozenset[str]:
-        """Paths of the parameters that the optimizers hold."""
-        return frozenset(path for optimizer in self.groups.values() for group in optimizer for path in group)
 
     @property
     def is_pipeline(self) -> bool:
@@ -102,18 +109,30 @@ class Side:
         mesh = self.recording.run.get("mesh") or {}
         return int(mesh.get("data_parallel", 1))
 
-    @property
-    def recorded(self) -> frozenset[str]:
-        """Phases that the run was asked to record, and `evaluation` if it was."""
-        settings = self.recording.run["settings"]
-        evaluation = frozenset({"evaluation"} if settings.get("evaluation") else ())
-        return frozenset(settings.get("observe", ())) | evaluation
-
     def would_record(self, step: int) -> bool:
         """Whether the settings of the run select this step."""
         settings = self.recording.run["settings"]
         chosen = parse_steps(settings.get("steps"), where="run.json")
         return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
+
+
+def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
+    """The candidate's paths under the baseline's names, which must stay distinct."""
+    by_name: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        by_name.setdefault(rename(path), []).append(path)
+    problems = [
+        Problem(
+            where="rename",
+            what=f"gives {' and '.join(path or ROOT for path in same)} of the candidate the same path, {name or ROOT}.",
+            fix="Write expressions that keep the candidate's paths apart.",
+        )
+        for name, same in by_name.items()
+        if len(same) > 1
+    ]
+    if problems:
+        raise ConfigError("compare(...)", problems, consequence="nothing was compared")
+    return frozenset(by_name)
 
 
 def join(sides: tuple[SideStep, SideStep]) -> Tables:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from traindiff.analyse.align.pairs import Aligned, Presence, align
@@ -10,13 +9,11 @@ from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import copies_elsewhere, ties_of
-from traindiff.analyse.merge.renames import Rename, Renaming
+from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
-from traindiff.core.site import ROOT
 from traindiff.core.steps import StepSelection
-from traindiff.errors import ConfigError, Problem
 from traindiff.storage import Run
 
 _PHASES = ("grad", "optimizer", "update", "param")
@@ -113,12 +110,7 @@ class TwoRuns:
         baseline, candidate = runs
         self.runs = runs
         self.sides = (Side(baseline), Side(candidate, rename))
-        self.presence = Presence(
-            known=(self.sides[0].paths, _renamed(self.sides[1].paths, rename)),
-            held=(self.sides[0].held, self.sides[1].held),
-            recorded=(self.sides[0].recorded, self.sides[1].recorded),
-            ranks=(len(baseline.ranks), len(candidate.ranks)),
-        )
+        self.presence = Presence(self.sides)
         self.copies = (
             copies_elsewhere(baseline, ties_of(candidate, rename)),
             copies_elsewhere(candidate, ties_of(baseline), rename),
@@ -178,36 +170,12 @@ class TwoRuns:
 
     def _comparable(self, tables: Tables, steps: tuple[RunStep, RunStep]) -> Tables:
         """The tables with derived gradient stages, and without what is unknown in one of them."""
-        asked = ["grad.stages" in side.recorded for side in self.sides]
-        tables = (
-            with_gradient_stages(tables[0], tables[1], asked=asked[0]),
-            with_gradient_stages(tables[1], tables[0], asked=asked[1]),
-        )
         lost = (*self.failed[0].lost, *self.failed[1].lost)
-        tables = without_lost(tables[0], lost), without_lost(tables[1], lost)
-        tables = without_unplaced(tables[0], tables[1]), without_unplaced(tables[1], tables[0])
+        baseline, candidate = (
+            without_lost(with_gradient_stages(own, other, asked="grad.stages" in side.recorded), lost)
+            for side, own, other in zip(self.sides, tables, tables[::-1], strict=True)
+        )
+        baseline, candidate = without_unplaced(baseline, candidate), without_unplaced(candidate, baseline)
         if steps[0].missing == steps[1].missing:
-            return tables  # both runs lack the same ranks, so the rest is comparable
-        return (
-            self.sides[0].without_missing(tables[0], steps[0]),
-            self.sides[1].without_missing(tables[1], steps[1]),
-        )
-
-
-def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
-    """The candidate's paths under the baseline's names, which must stay distinct."""
-    by_name: dict[str, list[str]] = {}
-    for path in sorted(paths):
-        by_name.setdefault(rename(path), []).append(path)
-    problems = [
-        Problem(
-            where="rename",
-            what=f"gives {' and '.join(path or ROOT for path in same)} of the candidate the same path, {name or ROOT}.",
-            fix="Write expressions that keep the candidate's paths apart.",
-        )
-        for name, same in by_name.items()
-        if len(same) > 1
-    ]
-    if problems:
-        raise ConfigError("compare(...)", problems, consequence="nothing was compared")
-    return frozenset(by_name)
+            return baseline, candidate  # both runs lack the same ranks, so the rest is comparable
+        return self.sides[0].without_missing(baseline, steps[0]), self.sides[1].without_missing(candidate, steps[1])

@@ -153,7 +153,7 @@ def check(
         if step.step not in selection:
             continue
         if not step.finished:
-            found.add(judge.unfinished(without_lost(step.table, failed.lost), step=step.step))
+            found.add(judge.step(without_lost(step.table, failed.lost), step=step.step, finished=False))
             continue
         checked.append(step.step)
         for rank in sorted({*run.ranks} - step.last.keys()):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+from traindiff.analyse.align.side import Side
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.recorded_calls import EFFECT, Clip
 from traindiff.analyse.merge.site import finding_at
@@ -60,14 +61,14 @@ def other_dtypes(sites: Mapping[tuple[str, str], Set[object]]) -> list[str]:
     ]
 
 
-def other_models(models: tuple[str, str], paths: tuple[frozenset[str], frozenset[str]]) -> list[str]:
+def other_models(baseline: Side, candidate: Side) -> list[str]:
     """One sentence for recordings of models that have no path in common, or nothing."""
-    baseline, candidate = (one - {""} for one in paths)
-    if not baseline or not candidate or baseline & candidate:
+    paths = [side.paths - {""} for side in (baseline, candidate)]
+    if not all(paths) or paths[0] & paths[1]:
         return []
     return [
-        f"The recordings are of different models, {' and '.join(models)}: no module or parameter has the same path in "
-        "both. Give recordings of one model, or --rename PATTERN=REPLACEMENT."
+        f"The recordings are of different models, {baseline.model} and {candidate.model}: no module or parameter has "
+        "the same path in both. Give recordings of one model, or --rename PATTERN=REPLACEMENT."
     ]
 
 

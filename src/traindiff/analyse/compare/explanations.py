@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from traindiff.analyse.align.pairs import Aligned
+from traindiff.analyse.align.pairs import Aligned, in_baseline_order
 from traindiff.analyse.compare.circumstances import KIND as CLIPPING
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import Copies
 from traindiff.analyse.merge.renames import Rename
-from traindiff.analyse.merge.site import MergedSite
 from traindiff.analyse.rules.ranks import KIND as DISAGREEMENT
 from traindiff.core.site import label
 
@@ -34,13 +33,12 @@ def surroundings(finding: Finding, pairs: Iterable[Pair], aligned: Aligned) -> t
     ]
     flowing = [entry for entry in before if entry.key.path != "rng"]
     last = max(flowing, key=lambda entry: entry.order, default=None)
-    place = {id(pair.candidate): pair.baseline.order for pair in aligned.pairs}
-    candidates = sorted((pair.candidate for pair in aligned.pairs), key=lambda entry: entry.order)
+    after_pair = in_baseline_order(aligned.pairs)
     unseen: list[tuple[str, str]] = []
     low = last.order if last else -1
     for run, entries in (("candidate", aligned.only_baseline), ("baseline", aligned.only_candidate)):
         for entry in entries:
-            order = entry.order if run == "candidate" else _placed(entry, candidates, place)
+            order = entry.order if run == "candidate" else after_pair(entry.order) - 1
             if entry.key.phase == finding.phase and low <= order < finding.order:
                 unseen.append((run, label(entry.key.path, entry.key.slot)))
     after = label(last.key.path, last.key.slot) if last else ""
@@ -55,12 +53,6 @@ def surroundings(finding: Finding, pairs: Iterable[Pair], aligned: Aligned) -> t
         f"{more}): if what goes wrong is {it}, it shows here, one hop late."
     )
     return hop, {"after": after, "one_hop_late": names}
-
-
-def _placed(entry: MergedSite, candidates: Sequence[MergedSite], place: dict[int, int]) -> int:
-    """Place of a candidate's entry in the baseline's order: that of the last pair before it."""
-    before = [one for one in candidates if one.order < entry.order]
-    return place[id(before[-1])] if before else -1
 
 
 _OWN_STATISTICS = re.compile(r"(Lazy)?BatchNorm[123]d")

@@ -34,7 +34,7 @@ from traindiff.analyse.compare.explanations import (
 from traindiff.analyse.compare.judge import BothRuns, Judge, recomputation_findings
 from traindiff.analyse.compare.limits import hints, limits
 from traindiff.analyse.compare.operator_search import OperatorSearch
-from traindiff.analyse.compare.step_judge import StepInput
+from traindiff.analyse.compare.step_judge import StepInput, judge_step
 from traindiff.analyse.compare.verdict import Comparison, Word
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.history import DifferenceHistory
@@ -42,8 +42,7 @@ from traindiff.analyse.merge.recorded_calls import clips, contributions, samples
 from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import Part, SiteKey, loss_scale, num_micro_steps
-from traindiff.analyse.noise.calibration import Calibration
-from traindiff.analyse.noise.measured import StepNoise
+from traindiff.analyse.noise.measured import Calibration, StepNoise
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import run_facts
 from traindiff.analyse.story import representation_note
@@ -152,7 +151,7 @@ class RunningComparison:
             unaligned=self.runs.presence.sides(),
             steps=tuple(dict.fromkeys(self.runs.compared)),
             notes=tuple(notes),
-            differences=tuple(sorted(self._judge.judged.differences.values(), key=lambda row: row.order)),
+            differences=tuple(sorted(self._judge.differences.values(), key=lambda row: row.order)),
             history=self._history,
             zooms=tuple(self._operators.found),
         )
@@ -171,7 +170,10 @@ class RunningComparison:
             *given.findings,
             *clipping_findings(*clipped, step=step),
             *recomputation_findings(*tables, step=step),
-            *map(self._with_names, self._both.findings(tables, step=step)),
+            *(
+                with_names(one, self.runs.copies[RUNS.index(one.evidence["run"])], self._rename)
+                for one in self._both.findings(tables, step=step)
+            ),
         ]
         place = in_baseline_order(given.aligned.pairs)
         found = [replace(one, order=place(one.order)) if _is_of_candidate(one) else one for one in found]
@@ -181,7 +183,8 @@ class RunningComparison:
             pairs = [*pairs, *gradient_norms(pairs)]
         agreed = not self._judge.findings
         micro_steps = [num_micro_steps(table) for table in tables]
-        found = self._judge.judge(
+        found = judge_step(
+            self._judge,
             StepInput(
                 step=step,
                 first=given.first,
@@ -198,7 +201,7 @@ class RunningComparison:
                 calibration=self._measured.calibration,
                 factors=tuple(scale_factors(*scales)),
                 clipped=tuple(clip_factor(*clipped)),
-            )
+            ),
         )
         if agreed and self._judge.findings:
             first = self._judge.findings[0]
@@ -207,10 +210,6 @@ class RunningComparison:
             statistics = batch_statistics_message(first, self._facts[0].modules, given.aligned, divided)
             self._remarks = statistics + unseen_labels_message(first, pairs) + hop
         return found
-
-    def _with_names(self, finding: Finding) -> Finding:
-        copies = self.runs.copies[RUNS.index(finding.evidence["run"])]
-        return with_names(finding, copies, self._rename)
 
     def _noise(self, given: AlignedStep) -> StepNoise | None:
         noise = self._measured.of_step(given)
@@ -234,15 +233,15 @@ class RunningComparison:
         """Notes that belong to every verdict."""
         baseline, candidate = self.runs.runs
         notes = [*self._both.shared.values(), *self._both.unknown, *hints(self.runs)]
-        if self._judge.judged.turned:
+        if self._judge.turned:
             notes.append(
                 f"A choice of rows (of a router, of a mask) that rounding may turn was made otherwise, first at "
-                f"{self._judge.judged.turned[0]}. What follows in such a step was not judged."
+                f"{self._judge.turned[0]}. What follows in such a step was not judged."
             )
-        if self._judge.judged.nan_in_both:
-            notes.append(f"NaN at the same places in both runs, first at {self._judge.judged.nan_in_both[0]}.")
+        if self._judge.nan_in_both:
+            notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
-        notes += other_models((self.runs.sides[0].model, self.runs.sides[1].model), self.runs.presence.known)
+        notes += other_models(*self.runs.sides)
         notes += other_dtypes(self._other_dtypes)
         notes += self._notes
         notes += self._operators.notes
@@ -255,7 +254,7 @@ class RunningComparison:
             return "misaligned" if findings[0].kind in EXACT_KINDS else "diverged"
         if incomplete:
             return "incomplete"
-        return "identical" if self._judge.judged.all_equal else "equivalent"
+        return "identical" if self._judge.all_equal else "equivalent"
 
 
 def _is_of_candidate(finding: Finding) -> bool:

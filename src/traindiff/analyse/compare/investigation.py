@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
 from traindiff.analyse.compare.verdict import EXIT_CODES, Comparison, Word
 from traindiff.analyse.compare.verification import RunCost, Sides, Verification
@@ -48,11 +48,6 @@ class MatrixRow:
     def to_json(self) -> dict[str, Any]:
         """All of it, as JSON values."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """The row that `to_json` wrote."""
-        return cls(**content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +102,6 @@ class Stage:
     numbers: Mapping[str, Any]
     final: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Investigation:
@@ -159,7 +150,7 @@ class Investigation:
             "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
             "verdict": self.verdict,
             "sides": [side.to_json() for side in self.sides],
-            "stages": [stage.to_json() for stage in self.stages],
+            "stages": [asdict(stage) for stage in self.stages],
             "output": self.output,
             "free": self.free.to_json() if self.free else None,
             "steady": self.steady.to_json() if self.steady else None,

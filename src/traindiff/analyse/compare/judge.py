@@ -1,35 +1,33 @@
-"""Judge the steps of two runs one after the other: by noise floors, and each run by the rules."""
+"""What is known of two runs after the steps so far: how far sites differ, and which faults only one run has."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from traindiff.analyse.align import exact
 from traindiff.analyse.align.two_runs import RUNS
-from traindiff.analyse.compare.step_judge import Judged, StepInput, StepJudge
+from traindiff.analyse.compare.verdict import SiteDifference
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.distance import Pair, size_of
+from traindiff.analyse.merge.distance import Pair, difference, equal_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
-from traindiff.analyse.merge.site import SiteKey, StepTable, finding_at
-from traindiff.analyse.noise.site_floors import RunFloors, SiteFloors
+from traindiff.analyse.merge.site import GRADIENT_NORM, SiteKey, StepTable, finding_at
+from traindiff.analyse.noise.site_floors import RunFloors
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import RULES, RunFacts
 from traindiff.analyse.rules.rule import RunJudge
 from traindiff.core.observation import RECOMPUTED
 from traindiff.core.summary import rounding
 
-LOGGED = "logged"
-"""Slot of the numbers that a training reports."""
-
 FOLLOWS = 0.05
 """If all gradients together differ by more than this part of the activations' difference, they may follow from it."""
 
 
 class Judge:
-    """Judges the steps of two runs, in order, and keeps what later floors depend on.
+    """Holds what is known of two runs after the steps so far: findings, differences, and what later floors depend on.
 
     Args:
         tolerance: Set by the user, in place of floors.
@@ -38,7 +36,13 @@ class Judge:
         history: Records every difference, if a report is to show them.
 
     Attributes:
-        judged: Results of the steps so far.
+        run: What the floors of later steps depend on.
+        differences: Largest difference of each site so far, in units of its floor.
+        all_equal: Whether every pair so far held the same bits.
+        previous: The baseline's summaries in the step before, by site.
+        nan_in_both: Places at which both runs hold the same NaN.
+        turned: Places at which a choice that rounding may change picked another number of rows.
+        absent: Paths of parameters that one run does not train; their further differences are not reported.
     """
 
     def __init__(
@@ -49,25 +53,41 @@ class Judge:
         coefficients: float = 0.0,
         history: DifferenceHistory | None = None,
     ) -> None:
-        self.judged = Judged(tolerance=tolerance, history=history)
-        self._forced = forced
+        self.tolerance = tolerance
+        self.forced = forced
+        self.run = RunFloors(coefficients=coefficients)
+        self.differences: dict[SiteKey, SiteDifference] = {}
+        self.all_equal = True
+        self.previous: dict[SiteKey, Any] = {}
+        self.nan_in_both: list[str] = []
+        self.turned: list[str] = []
+        self.absent: set[str] = set()
+        self._history = history
         self._found: dict[tuple[SiteKey, str], Finding] = {}
-        self._run = RunFloors(coefficients=coefficients)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """All findings so far, in execution order: each site once, with its number of steps."""
         return tuple(self._found.values())
 
+    def add(self, found: Iterable[Finding]) -> None:
+        """Note the findings of a step."""
+        for finding in found:
+            key = SiteKey(finding.phase, finding.stage, finding.path, finding.slot, finding.call)
+            site = (key, finding.kind if finding.kind in ("hyper-parameter", "reported-norm") else "")
+            first = self._found.get(site, finding)
+            count = first.evidence["num_steps"] + 1 if site in self._found else 1
+            self._found[site] = replace(first, evidence={**first.evidence, "num_steps": count})
+
     @property
     def only_representation_differs(self) -> bool:
         """Whether activations, or the order of samples or channels, differ, but no loss, gradient or update."""
-        phases = {row.phase for row in self.judged.differences.values()}
-        learning = bool({"loss", "grad", "update"} - phases) or self._run.learning_differs
-        if not self._found or learning or self.judged.tolerance is not None:
+        phases = {row.phase for row in self.differences.values()}
+        learning = bool({"loss", "grad", "update"} - phases) or self.run.learning_differs
+        if not self._found or learning or self.tolerance is not None:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
-        if sizes and self._run.learning_apart > FOLLOWS * max(sizes):
+        if sizes and self.run.learning_apart > FOLLOWS * max(sizes):
             return False  # noise may hide that the gradients follow
         return all(map(self._is_representation, self._found.values()))
 
@@ -76,48 +96,48 @@ class Judge:
             return bool(finding.evidence.get("permuted"))
         if finding.kind in ("missing", "extra", "non-finite", "shape", "recomputed"):
             return False
-        return finding.phase in ("forward", "backward") or finding.path in self._run.permuted
+        return finding.phase in ("forward", "backward") or finding.path in self.run.permuted
 
-    def judge(self, given: StepInput) -> list[Finding]:
-        """Judge a step, and return its own findings in order. Extends `findings` and `judged`."""
-        self._run.settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
-        if given.first:
-            self._run.permuted |= exact.permuted_paths(given.pairs)
-        self.judged.absent.update(finding.path for finding in given.found if finding.kind in ("missing", "extra"))
-        floors = SiteFloors(
-            self._run,
-            parameters=given.parameters,
-            pairs=given.pairs,
-            samples=given.samples,
-            micro_steps=given.most_micro_steps,
-            noise=given.noise,
-            calibration=given.calibration,
-            forced=self._forced,
+    def floor(self, pair: Pair, floor: float) -> float:
+        """The floor of a pair, or the user's tolerance in its place."""
+        counter = pair.baseline.key.slot == "step"
+        chosen = None if self.tolerance is None or counter else self.tolerance.floor(pair)
+        return floor if chosen is None else chosen
+
+    @property
+    def judges_parameters(self) -> bool:
+        """Whether parameters themselves are judged after a step."""
+        return self.tolerance is not None and self.tolerance.judges_parameters
+
+    def size(self, pair: Pair) -> float | None:
+        """The difference of a pair; see `traindiff.analyse.merge.distance.difference`."""
+        return math.inf if self.is_broken(pair) else difference(pair)
+
+    def is_broken(self, pair: Pair) -> bool:
+        """Whether a pair holds NaN or infinities that are findings by themselves."""
+        if self.tolerance is None or not self.tolerance.non_finite_fails:
+            return False
+        activation = pair.baseline.key.phase in ("forward", "backward")
+        counts = ("nan",) if activation else ("nan", "positive_infinity", "negative_infinity")
+        return any(int(entry.summary[name]) for entry in (pair.baseline, pair.candidate) for name in counts)
+
+    def note(self, pair: Pair, step: int, size: float, floor: float) -> None:
+        """Remember the largest difference of a site, and all of them for a report."""
+        if self._history is not None:
+            self._history.note(pair, step, size, floor)
+        key = pair.baseline.key
+        equal = equal_bits(pair) or (size == 0.0 and not pair.baseline.exact)
+        derived = key.phase == "update" or key == GRADIENT_NORM  # follows from other sites
+        self.all_equal = self.all_equal and (equal or derived)
+        row = SiteDifference(
+            phase=key.phase, stage=key.stage, path=key.path, slot=key.slot, call=key.call, step=step,
+            order=pair.baseline.order, difference=size, floor=floor, num_steps=0, num_identical_steps=0,
+        )  # fmt: skip
+        held = self.differences.get(key, row)
+        worst = row if row.ratio > held.ratio else held
+        self.differences[key] = replace(
+            worst, num_steps=held.num_steps + 1, num_identical_steps=held.num_identical_steps + equal
         )
-        if any(finding.kind == "random-state" for finding in given.found):
-            floors.saw_other_inputs(math.inf)
-        step = StepJudge(self.judged, given, floors)
-        found = sorted((*given.found, *step.judge()), key=lambda finding: finding.order)
-        floors.finish()
-        if self._forced and any(finding.slot != LOGGED for finding in found):
-            # Logged numbers cannot be forced, so they may follow from the other findings.
-            found = [finding for finding in found if finding.slot != LOGGED]
-        for finding in found:
-            site = (_key(finding), finding.kind if finding.kind in ("hyper-parameter", "reported-norm") else "")
-            held = self._found.get(site)
-            count = held.evidence["num_steps"] + 1 if held else 1
-            self._found[site] = replace(held or finding, evidence={**(held or finding).evidence, "num_steps": count})
-
-        self.judged.previous = {
-            pair.baseline.key: pair.baseline.summary
-            for pair in given.pairs
-            if pair.baseline.key.phase in ("forward", "backward", "grad", "optimizer")
-        }
-        return found
-
-
-def _key(finding: Finding) -> SiteKey:
-    return SiteKey(finding.phase, finding.stage, finding.path, finding.slot, finding.call, 0)
 
 
 LENIENT = 2.0

@@ -14,17 +14,15 @@ from traindiff.storage import Run
 
 def limits(runs: TwoRuns) -> tuple[list[str], bool]:
     """Sentences that limit the verdict after all steps, and whether they leave it incomplete."""
-    gaps = [
-        *_failures(runs),
-        *_missing_ranks(runs),
-        *_ranks_behind(runs),
-        *_missing_steps(runs),
-        *_unstepped(runs),
-        *_unobserved(runs),
+    endings = [
+        f"{name}: {status.message}"
+        for name, run in zip(RUNS, runs.runs, strict=True)
+        for rank in run.ranks
+        if (status := run.status(rank)).message  # of a rank whose recording was not closed
     ]
+    gaps = [*_missing_ranks(runs), *_missing_steps(runs), *_unobserved(runs)]
     not_recorded, partly = _not_recorded(runs)
-    notes = [*_endings(runs), *gaps, *not_recorded]
-    return notes, bool(gaps) or partly or any(runs.presence.unaligned)
+    return [*endings, *gaps, *not_recorded], bool(gaps) or partly or any(runs.presence.unaligned)
 
 
 def hints(runs: TwoRuns) -> list[str]:
@@ -32,27 +30,15 @@ def hints(runs: TwoRuns) -> list[str]:
     return [f"{label(one.path, one.slot)}: {one.why}." for one in runs.presence.sides()[0] if one.why][:3]
 
 
-def _endings(runs: TwoRuns) -> Iterator[str]:
-    """How ranks ended whose recording was not closed."""
-    for name, run in zip(RUNS, runs.runs, strict=True):
-        yield from (f"{name}: {status.message}" for rank in run.ranks if (status := run.status(rank)).message)
-
-
-def _failures(runs: TwoRuns) -> Iterator[str]:
+def _missing_ranks(runs: TwoRuns) -> Iterator[str]:
+    """What taps that failed, ranks that are missing, and ranks that lack steps of others leave out."""
     for name, failed in zip(RUNS, runs.failed, strict=True):
         yield from (f"{name}: {message[0].lower()}{message[1:]}" for message in failed.notes())
-
-
-def _missing_ranks(runs: TwoRuns) -> Iterator[str]:
     for name, run, side in zip(RUNS, runs.runs, runs.sides, strict=True):
         if run.missing_ranks:
             ranks = ranks_text(run.missing_ranks, capital=False)
             left = "left no recording" if len(run.missing_ranks) == 1 else "left no recordings"
             yield f"{name}: {ranks} {left}.{_lost_stages(run, side)}"
-
-
-def _ranks_behind(runs: TwoRuns) -> Iterator[str]:
-    """Ranks that lack steps which other ranks of their run have recorded."""
     for name, behind in zip(RUNS, runs.behind, strict=True):
         for rank, step in sorted(behind.items()):
             yield f"{name}: rank {rank} did not record step {step}, which others did."
@@ -85,13 +71,16 @@ def _missing_steps(runs: TwoRuns) -> Iterator[str]:
             )
 
 
-def _unstepped(runs: TwoRuns) -> Iterator[str]:
-    """A sentence if no optimizer was called."""
+def _unobserved(runs: TwoRuns) -> Iterator[str]:
+    """What was not seen in the steps that were compared: a call of an optimizer, single sites."""
     if runs.compared and not runs.stepped:
         yield (
             "No optimizer has stepped in what was compared, so what the runs do to their parameters is not known. "
             "Record both until optimizer.step() has returned."
         )
+    if unobserved := runs.presence.unobserved:
+        site, why = next(iter(unobserved.items()))
+        yield f"Not observed, so unknown: {site} ({why}){more_text(len(unobserved) - 1, 'site')}."
 
 
 def _nothing_in_common(runs: TwoRuns) -> str:
@@ -113,14 +102,6 @@ def _nothing_in_common(runs: TwoRuns) -> str:
     return f"The recordings have no step in common: the baseline has steps {ranges[0]}, the candidate {ranges[1]}."
 
 
-def _unobserved(runs: TwoRuns) -> Iterator[str]:
-    unobserved = runs.presence.unobserved
-    if unobserved:
-        site, why = next(iter(unobserved.items()))
-        more = len(unobserved) - 1
-        yield f"Not observed, so unknown: {site} ({why}){more_text(more, 'site')}."
-
-
 def _not_recorded(runs: TwoRuns) -> tuple[list[str], bool]:
     """Notes on observations that one run was not asked for, and whether the comparison is partial without them."""
     notes, partly = [], False
@@ -129,7 +110,7 @@ def _not_recorded(runs: TwoRuns) -> tuple[list[str], bool]:
             notes.append(f"Not recorded in the {name}, so not compared: {', '.join(missing)}.")
             # Evaluation and micro-batches are extras; without a whole phase the comparison is partial.
             partly |= bool(missing.keys() - {"evaluation", *NOT_BY_DEFAULT})
-    if all("operators" in one and one <= {"operators", "evaluation"} for one in runs.presence.recorded):
+    if all("operators" in side.recorded <= {"operators", "evaluation"} for side in runs.sides):
         notes.append(
             "Both runs have recorded operators alone, which have no verdict, so nothing was compared. Record what "
             "modules return, too: leave out observe, and choose modules by operators=."

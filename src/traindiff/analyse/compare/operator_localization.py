@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from traindiff.analyse.findings import finite, ratio_of
 from traindiff.core.site import ROOT, label
@@ -40,10 +40,6 @@ class AboutOperator:
     node: str = ""
     of: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorRow:
@@ -75,8 +71,8 @@ class OperatorRow:
     def to_json(self) -> dict[str, Any]:
         """All of it, as JSON values; sizes that are not finite become null."""
         return {
-            "baseline": self.baseline.to_json() if self.baseline else None,
-            "candidate": self.candidate.to_json() if self.candidate else None,
+            "baseline": asdict(self.baseline) if self.baseline else None,
+            "candidate": asdict(self.candidate) if self.candidate else None,
             "inputs": finite(self.given),
             "outputs": finite(self.made),
             "floor": finite(self.floor),
@@ -151,37 +147,28 @@ class OperatorLocalization:
 _SHOWN = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """The first tensor of an operator that differs.
+class Farthest(NamedTuple):
+    """The tensor of an operator that is furthest above its floor. Its size is inf where there is no distance."""
 
-    Attributes:
-        slot: Which one.
-        size: Relative L2 difference; inf without a size.
-        floor: Its floor.
-        given: Largest difference of the operator's inputs.
-    """
-
-    slot: str
-    size: float
-    floor: float
-    given: float
+    size: float = 0.0
+    floor: float = 0.0
+    slot: str = ""
 
 
-def localization_message(cause: Cause, row: OperatorRow, alone: Sequence[OperatorRow], size: Size | None) -> str:
+def localization_message(cause: Cause, row: OperatorRow, alone: Sequence[OperatorRow], size: Farthest | None) -> str:
     """Sentences about the first difference inside a module.
 
     Args:
         cause: Its kind.
         row: The operator.
         alone: Operators just before it that only one run has.
-        size: Its difference; None if that was not measured.
+        size: Its tensor that differs; None if that was not measured.
     """
     if cause == "none":
         return "Every operator that both runs have agrees: what differs is computed where no operator was recorded."
     if cause == "operator":
         assert size is not None
-        inputs = "have the same bits" if size.given == 0.0 else f"agree to {size.given:.2g}"
+        inputs = "have the same bits" if row.given == 0.0 else f"agree to {row.given:.2g}"
         sentences = [f"{row.shown.path}: its inputs {inputs}, and its {size.slot} {_differs(size)}."]
     elif size is None:
         sentences = [f"Up to {row.shown.path}, what both runs compute with the same operators agrees."]
@@ -200,7 +187,7 @@ def place_text(about: AboutOperator) -> str:
     return f"{about.source}: {about.code}" if about.source and about.code else about.source
 
 
-def _differs(size: Size) -> str:
+def _differs(size: Farthest) -> str:
     if not math.isfinite(size.size):
         return "differs"
     ratio = ratio_of(size.size, size.floor)

@@ -15,6 +15,9 @@ from traindiff.core.site import ROOT
 
 _PATH = re.compile(r"(.*)/([^/]+)\[(\d+)\]")
 
+RunKey = tuple[int, int, str, str, int]
+"""Rank, micro-step, phase, path and call of an operator."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorRun:
@@ -29,7 +32,6 @@ class OperatorRun:
         call: Which call of that module in the micro-step.
         name: Without its number, e.g. `aten.addmm`.
         order: Place of its first observation in execution order.
-        last_order: Place of its last one.
         inputs: Its inputs, by slot.
         outputs: Tensors that it returned or wrote to, by slot.
     """
@@ -42,14 +44,18 @@ class OperatorRun:
     call: int
     name: str
     order: int
-    last_order: int
     inputs: Mapping[str, MergedSite]
     outputs: Mapping[str, MergedSite]
+
+    @property
+    def key(self) -> RunKey:
+        """The same in every run of the same code."""
+        return self.rank, self.micro_step, self.phase, self.path, self.call
 
 
 def operator_runs(parts: Iterable[Part], rename: Rename = str) -> list[OperatorRun]:
     """The operators in execution order, without those that activation checkpointing ran a second time."""
-    by_run: dict[tuple[int, int, str, str, int], list[tuple[Observation, Any]]] = {}
+    by_run: dict[RunKey, list[tuple[Observation, Any]]] = {}
     for seen, rank, summary in parts:
         if seen.stage == OPERATOR:
             by_run.setdefault((rank, seen.micro_step, seen.phase, seen.path, seen.call), []).append((seen, summary))
@@ -72,7 +78,6 @@ def _operator_run(rank: int, observed: list[tuple[Observation, Any]], rename: Re
         call=first.call,
         name=match[2],
         order=min(seen.order for seen, _ in observed),
-        last_order=max(seen.order for seen, _ in observed),
         inputs={slot: entry for slot, entry in entries.items() if slot.startswith("input")},
         outputs={slot: entry for slot, entry in entries.items() if slot.startswith("output")},
     )
@@ -98,7 +103,7 @@ CallKey = tuple[int, int, str, str, int]
 """Rank, micro-step, phase, module and call: the key of a sequence of operators."""
 
 
-def by_call(runs: Sequence[OperatorRun]) -> dict[CallKey, list[OperatorRun]]:
+def by_call(runs: Iterable[OperatorRun]) -> dict[CallKey, list[OperatorRun]]:
     """Operators by the module call that they ran in, in execution order."""
     found: dict[CallKey, list[OperatorRun]] = {}
     for one in runs:

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 from traindiff.analyse.compare.operator_localization import (
     AboutOperator,
     Cause,
+    Farthest,
     OperatorLocalization,
     OperatorRow,
-    Size,
     localization_message,
 )
 from traindiff.analyse.compare.operator_pairs import (
     CallKey,
     OperatorPair,
     OperatorRun,
+    RunKey,
     by_call,
     operator_runs,
     paired_calls,
@@ -41,29 +42,21 @@ class StepOperators:
     """The operators of one step.
 
     Attributes:
-        runs: Of baseline and candidate, under the baseline's names.
-        noise: The same of noise recordings.
+        calls: Of baseline and candidate, under the baseline's names, by the module call that they ran in.
+        noise: Of noise recordings.
         described: Descriptions of operators in `rank.json`, of both runs, by rank.
     """
 
-    runs: tuple[Sequence[OperatorRun], Sequence[OperatorRun]]
-    noise: Sequence[Sequence[OperatorRun]]
+    calls: tuple[Mapping[CallKey, Sequence[OperatorRun]], Mapping[CallKey, Sequence[OperatorRun]]]
+    noise: Sequence[Mapping[RunKey, OperatorRun]]
     described: tuple[Mapping[int, Mapping[str, Any]], Mapping[int, Mapping[str, Any]]]
-
-
-class _Farthest(NamedTuple):
-    """The tensor of an operator that is furthest above its floor."""
-
-    size: float = 0.0
-    floor: float = 0.0
-    slot: str = ""
 
 
 class _Measured(NamedTuple):
     """An operator in both runs: the farthest of its inputs and of its outputs."""
 
-    given: _Farthest
-    made: _Farthest
+    given: Farthest
+    made: Farthest
 
     def is_given_other(self, explained: float) -> bool:
         """Whether its inputs differ by more than the operators before it were found to differ without a fault."""
@@ -76,10 +69,6 @@ class _Measured(NamedTuple):
         return self.made.size > max(self.made.floor, inherited)
 
 
-_RunKey = tuple[int, int, str, str, int]
-"""Rank, micro-step, phase, path and call of an operator: the same in every run of the same code."""
-
-
 def localize(finding: Finding, given: StepOperators) -> OperatorLocalization | None:
     """The first operator that differs on the way to a finding; None if no operators were recorded there.
 
@@ -87,20 +76,18 @@ def localize(finding: Finding, given: StepOperators) -> OperatorLocalization | N
         finding: Of an activation, of the gradient of one, or of that of a parameter.
         given: The operators of its step.
     """
-    groups = tuple(by_call(runs) for runs in given.runs)
-    noise = [_by_path(runs) for runs in given.noise]
     best: OperatorLocalization | None = None
-    for rank, micro_step in sorted({key[:2] for key in groups[0]} & {key[:2] for key in groups[1]}):
+    for rank, micro_step in sorted({key[:2] for key in given.calls[0]} & {key[:2] for key in given.calls[1]}):
         if finding.rank not in (None, rank) or finding.micro_step not in (None, micro_step):
             continue
-        calls = [{k: v for k, v in group.items() if k[:2] == (rank, micro_step)} for group in groups]
+        calls = [{k: v for k, v in side.items() if k[:2] == (rank, micro_step)} for side in given.calls]
         for is_on_the_way in (_is_close, _is_anywhere):
             keys = [key for key in dict.fromkeys((*calls[0], *calls[1])) if is_on_the_way(finding, key)]
-            chosen = [{key: group[key] for key in keys if key in group} for group in calls]
+            chosen = [{key: side[key] for key in keys if key in side} for side in calls]
             pairs = [pair for pair in paired_calls(chosen[0], chosen[1]) if _is_before(finding, pair)]
             if not any(pair.baseline for pair in pairs) or not any(pair.candidate for pair in pairs):
                 continue
-            found = _walked(finding, pairs, given, noise)
+            found = _walked(finding, pairs, given)
             if best is None or _TELLING.index(found.cause) < _TELLING.index(best.cause):
                 best = found
             if best.cause in ("operator", "other-operators"):
@@ -141,46 +128,37 @@ def _is_before(finding: Finding, pair: OperatorPair) -> bool:
     return finding.phase == "grad" or pair.baseline is None or pair.baseline.order < finding.order
 
 
-def _by_path(runs: Sequence[OperatorRun]) -> dict[_RunKey, OperatorRun]:
-    return {(one.rank, one.micro_step, one.phase, one.path, one.call): one for one in runs}
-
-
-def _walked(
-    finding: Finding,
-    pairs: Sequence[OperatorPair],
-    given: StepOperators,
-    noise: Sequence[Mapping[_RunKey, OperatorRun]],
-) -> OperatorLocalization:
+def _walked(finding: Finding, pairs: Sequence[OperatorPair], given: StepOperators) -> OperatorLocalization:
     """The walk through the operators, up to the first that differs."""
     explained = finding.floor if math.isfinite(finding.floor) else 0.0
     since: list[OperatorRow] = []  # operators of one run only, after the last common one
     alone: list[tuple[OperatorPair, OperatorRow]] = []  # all operators of one run only
     rows: list[OperatorRow] = []
     cause: Cause = "none"
-    found: _Measured | None = None
+    size: Farthest | None = None
     for pair in pairs:
-        measured = _measured(pair, noise)
+        measured = _measured(pair, given.noise)
         rows.append(_row(pair, measured, given, explained))
         if measured is None:
             since.append(rows[-1])
             alone.append((pair, rows[-1]))
             continue
         if measured.makes_other:
-            cause, found = "operator", measured
+            cause, size = "operator", measured.made
         elif measured.is_given_other(explained):
             since = since or _made_by(pair, measured.given.slot, alone)
-            cause, found = "other-operators" if since else "other-inputs", measured
-        if found is not None:
+            cause, size = "other-operators" if since else "other-inputs", measured.given
+        if size is not None:
             break
         explained = max(explained, measured.made.size if math.isfinite(measured.made.size) else 0.0)
         since = []
     place = len(rows) - 1
-    if found is None and since:
+    if size is None and since:
         cause = "other-operators"
-    further = [_row(pair, _measured(pair, noise), given, explained) for pair in pairs[place + 1 : place + 1 + BEHIND]]
+    behind = pairs[place + 1 : place + 1 + BEHIND]
+    further = [_row(pair, _measured(pair, given.noise), given, explained) for pair in behind]
     at = pairs[place].candidate or pairs[place].baseline
     assert at is not None
-    size = None if found is None else _of_interest(found, cause)
     return OperatorLocalization(
         step=finding.step, micro_step=at.micro_step, rank=at.rank, phase=finding.phase, path=finding.path,
         slot=finding.slot, module=at.module, cause=cause,
@@ -206,11 +184,6 @@ def _made_by(pair: OperatorPair, slot: str, alone: Sequence[tuple[OperatorPair, 
         if any(int(entry.summary["fingerprint"]) == wanted for entries, wanted in outputs for entry in entries):
             found.append(row)
     return found
-
-
-def _of_interest(found: _Measured, cause: Cause) -> Size:
-    one = found.made if cause == "operator" else found.given
-    return Size(slot=one.slot, size=one.size, floor=one.floor, given=found.given.size)
 
 
 def _row(pair: OperatorPair, measured: _Measured | None, given: StepOperators, explained: float) -> OperatorRow:
@@ -241,12 +214,11 @@ def _about(run: OperatorRun, described: Mapping[int, Mapping[str, Any]]) -> Abou
     )
 
 
-def _measured(pair: OperatorPair, noise: Sequence[Mapping[_RunKey, OperatorRun]]) -> _Measured | None:
+def _measured(pair: OperatorPair, noise: Sequence[Mapping[RunKey, OperatorRun]]) -> _Measured | None:
     baseline, candidate = pair.baseline, pair.candidate
     if baseline is None or candidate is None:
         return None
-    key = (baseline.rank, baseline.micro_step, baseline.phase, baseline.path, baseline.call)
-    replicas = [one for runs in noise if (one := runs.get(key)) is not None]
+    replicas = [one for runs in noise if (one := runs.get(baseline.key)) is not None]
     return _Measured(
         given=_farthest(baseline.inputs, candidate.inputs, [one.inputs for one in replicas]),
         made=_farthest(baseline.outputs, candidate.outputs, [one.outputs for one in replicas]),
@@ -257,7 +229,7 @@ def _farthest(
     baseline: Mapping[str, MergedSite],
     candidate: Mapping[str, MergedSite],
     replicas: Sequence[Mapping[str, MergedSite]],
-) -> _Farthest:
+) -> Farthest:
     found = []
     for slot, entry in baseline.items():
         other = candidate.get(slot)
@@ -265,8 +237,8 @@ def _farthest(
             continue
         shown = [size_of(Pair(baseline=entry, candidate=one[slot])) for one in replicas if slot in one]
         floor = max(rounding(entry.dtype), rounding(other.dtype), SAFETY * max(shown, default=0.0))
-        found.append(_Farthest(size_of(Pair(baseline=entry, candidate=other)), floor, slot))
-    return max(found, key=lambda one: ratio_of(one.size, one.floor), default=_Farthest())
+        found.append(Farthest(size_of(Pair(baseline=entry, candidate=other)), floor, slot))
+    return max(found, key=lambda one: ratio_of(one.size, one.floor), default=Farthest())
 
 
 MOST = 12
@@ -315,8 +287,8 @@ class OperatorSearch:
         if not wanted or room <= 0:
             return
         given = StepOperators(
-            runs=(operator_runs(operators[0]), operator_runs(operators[1], self._rename)),
-            noise=[operator_runs(one) for one in noise],
+            calls=(by_call(operator_runs(operators[0])), by_call(operator_runs(operators[1], self._rename))),
+            noise=[{run.key: run for run in operator_runs(one)} for one in noise],
             described=(_described(self._runs[0]), _described(self._runs[1])),
         )
         for finding in wanted[:room]:

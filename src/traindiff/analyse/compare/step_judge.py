@@ -9,7 +9,7 @@ from typing import Any
 
 from traindiff.analyse.align import exact
 from traindiff.analyse.compare.diagnosis import Case, Diagnosis, diagnose, factor_meaning, factor_text
-from traindiff.analyse.compare.verdict import SiteDifference
+from traindiff.analyse.compare.judge import Judge
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.distance import (
     Pair,
@@ -20,81 +20,12 @@ from traindiff.analyse.merge.distance import (
     is_transposed,
     rescaled,
 )
-from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.recorded_calls import Samples
-from traindiff.analyse.merge.site import GRADIENT_NORM, SiteKey, finding_at, only_rank
-from traindiff.analyse.noise.calibration import Calibration
+from traindiff.analyse.merge.site import SiteKey, finding_at, only_rank
 from traindiff.analyse.noise.gradients import common_factor
-from traindiff.analyse.noise.measured import StepNoise
+from traindiff.analyse.noise.measured import Calibration, StepNoise
 from traindiff.analyse.noise.site_floors import SiteFloors
-from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.core.summary import nonfinite_count, norm
-
-
-@dataclass(slots=True, kw_only=True)
-class Judged:
-    """Results of the comparison so far, over all steps.
-
-    Attributes:
-        tolerance: Set by the user, in place of floors.
-        differences: Largest difference of each site so far, in units of its floor.
-        all_equal: Whether every pair so far held the same bits.
-        previous: The baseline's summaries in the step before, by site.
-        nan_in_both: Places at which both runs hold the same NaN.
-        turned: Places at which a choice that rounding may change picked another number of rows.
-        absent: Paths of parameters that one run does not train; their further differences are not reported.
-        history: Records every difference, if a report is to show them.
-    """
-
-    tolerance: Tolerances | None = None
-    differences: dict[SiteKey, SiteDifference] = field(default_factory=dict)
-    all_equal: bool = True
-    previous: dict[SiteKey, Any] = field(default_factory=dict)
-    nan_in_both: list[str] = field(default_factory=list)
-    turned: list[str] = field(default_factory=list)
-    absent: set[str] = field(default_factory=set)
-    history: DifferenceHistory | None = None
-
-    def floor(self, pair: Pair, floor: float) -> float:
-        """The floor of a pair, or the user's tolerance in its place."""
-        counter = pair.baseline.key.slot == "step"
-        chosen = None if self.tolerance is None or counter else self.tolerance.floor(pair)
-        return floor if chosen is None else chosen
-
-    @property
-    def judges_parameters(self) -> bool:
-        """Whether parameters themselves are judged after a step."""
-        return self.tolerance is not None and self.tolerance.judges_parameters
-
-    def size(self, pair: Pair) -> float | None:
-        """The difference of a pair; see `traindiff.analyse.merge.distance.difference`."""
-        return math.inf if self.is_broken(pair) else difference(pair)
-
-    def is_broken(self, pair: Pair) -> bool:
-        """Whether a pair holds NaN or infinities that are findings by themselves."""
-        if self.tolerance is None or not self.tolerance.non_finite_fails:
-            return False
-        activation = pair.baseline.key.phase in ("forward", "backward")
-        counts = ("nan",) if activation else ("nan", "positive_infinity", "negative_infinity")
-        return any(int(entry.summary[name]) for entry in (pair.baseline, pair.candidate) for name in counts)
-
-    def note(self, pair: Pair, step: int, size: float, floor: float) -> None:
-        """Remember the largest difference of a site, and all of them for a report."""
-        if self.history is not None:
-            self.history.note(pair, step, size, floor)
-        key = pair.baseline.key
-        equal = equal_bits(pair) or (size == 0.0 and not pair.baseline.exact)
-        derived = key.phase == "update" or key == GRADIENT_NORM  # follows from other sites
-        self.all_equal = self.all_equal and (equal or derived)
-        row = SiteDifference(
-            phase=key.phase, stage=key.stage, path=key.path, slot=key.slot, call=key.call, step=step,
-            order=pair.baseline.order, difference=size, floor=floor, num_steps=0, num_identical_steps=0,
-        )  # fmt: skip
-        held = self.differences.get(key, row)
-        worst = row if row.ratio > held.ratio else held
-        self.differences[key] = replace(
-            worst, num_steps=held.num_steps + 1, num_identical_steps=held.num_identical_steps + equal
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,17 +67,47 @@ class StepInput:
     clipped: tuple[tuple[float, str], ...] = ()
 
 
+LOGGED = "logged"
+"""Slot of the numbers that a training reports."""
+
+
+def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
+    """Judge a step, add it to `judge`, and return its own findings in order. Steps must be given in order."""
+    judge.run.settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
+    if given.first:
+        judge.run.permuted |= exact.permuted_paths(given.pairs)
+    judge.absent.update(finding.path for finding in given.found if finding.kind in ("missing", "extra"))
+    floors = SiteFloors(
+        judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
+        micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
+    )  # fmt: skip
+    if any(finding.kind == "random-state" for finding in given.found):
+        floors.saw_other_inputs(math.inf)
+    found = sorted((*given.found, *StepJudge(judge, given, floors).judge()), key=lambda finding: finding.order)
+    floors.finish()
+    if judge.forced and any(finding.slot != LOGGED for finding in found):
+        # Logged numbers cannot be forced, so they may follow from the other findings.
+        found = [finding for finding in found if finding.slot != LOGGED]
+    judge.add(found)
+    judge.previous = {
+        pair.baseline.key: pair.baseline.summary
+        for pair in given.pairs
+        if pair.baseline.key.phase in ("forward", "backward", "grad", "optimizer")
+    }
+    return found
+
+
 class StepJudge:
     """Judges one step, site by site, in execution order.
 
     Args:
-        judged: Results of earlier steps; this step is added.
+        judge: Knows earlier steps; this step is added.
         given: The step.
         floors: Of its sites.
     """
 
-    def __init__(self, judged: Judged, given: StepInput, floors: SiteFloors) -> None:
-        self._judged = judged
+    def __init__(self, judge: Judge, given: StepInput, floors: SiteFloors) -> None:
+        self._judge = judge
         self._given = given
         self._floors = floors
 
@@ -175,23 +136,23 @@ class StepJudge:
             return self._batch(pair)
         if key.phase == "param" and key.stage == "before":
             return self._initial(pair)
-        size = self._judged.size(pair)
+        size = self._judge.size(pair)
         if size is None:
             return self._whole_numbers(pair)
         if self._is_turned(pair):
             self._turned(pair)
             return None
-        if key.phase == "param" and key.slot == "value" and not self._judged.judges_parameters:
+        if key.phase == "param" and key.slot == "value" and not self._judge.judges_parameters:
             return None  # it follows from the parameter before the step and the update
         floor = self._floors.of(pair)
         self._floors.saw(pair, size)
         finding = self._finding(pair, size, floor)
-        return None if key.path in self._judged.absent else finding
+        return None if key.path in self._judge.absent else finding
 
     def _batch(self, pair: Pair) -> Finding | None:
         finding = exact.check_batch(pair, step=self._given.step, samples=self._given.batches)
         apart = 0.0 if equal_bits(pair) else difference(pair)
-        self._judged.note(pair, self._given.step, math.inf if finding else apart or 0.0, 0.0 if finding else math.inf)
+        self._judge.note(pair, self._given.step, math.inf if finding else apart or 0.0, 0.0 if finding else math.inf)
         # All later differences of this step may follow from the batch.
         self._floors.saw_other_inputs(math.inf if finding else apart or 0.0)
         return finding
@@ -199,21 +160,21 @@ class StepJudge:
     def _initial(self, pair: Pair) -> Finding | None:
         if not self._given.first or pair.baseline.key.slot != "value":
             return None
-        self._judged.note(pair, self._given.step, difference(pair) or 0.0, 0.0)
-        if self._judged.judges_parameters and (difference(pair) or 0.0) <= self._judged.floor(pair, 0.0):
+        self._judge.note(pair, self._given.step, difference(pair) or 0.0, 0.0)
+        if self._judge.judges_parameters and (difference(pair) or 0.0) <= self._judge.floor(pair, 0.0):
             return None
         return exact.check_initial_parameter(pair, step=self._given.step)
 
     def _whole_numbers(self, pair: Pair) -> Finding | None:
         """Indices and masks have no distance; they may flip only if an input differs."""
         expected = self._floors.inputs_differ
-        self._judged.note(pair, self._given.step, math.inf, math.inf if expected else 0.0)
+        self._judge.note(pair, self._given.step, math.inf, math.inf if expected else 0.0)
         return None if expected else self._finding(pair, math.inf, 0.0)
 
     def _is_turned(self, pair: Pair) -> bool:
         """Whether other inputs explain that a choice (of a router, a mask) picked another number of rows."""
         key, baseline, candidate = pair.baseline.key, pair.baseline.shape, pair.candidate.shape
-        before = self._judged.previous.get(key)
+        before = self._judge.previous.get(key)
         if key.phase not in ("forward", "backward") or baseline == candidate or before is None:
             return False
         depends_on_data = int(before["count"]) != int(pair.baseline.summary["count"])
@@ -223,24 +184,24 @@ class StepJudge:
 
     def _turned(self, pair: Pair) -> None:
         baseline, step = pair.baseline, self._given.step
-        self._judged.turned.append(
+        self._judge.turned.append(
             f"step {step}, {baseline.key.phase} of {baseline.key.path} {baseline.key.slot}: "
             f"{pair.candidate.shape[0]} rows, {baseline.shape[0]} in the baseline"
         )
-        self._judged.note(pair, step, math.inf, math.inf)
+        self._judge.note(pair, step, math.inf, math.inf)
         self._floors.saw(pair, math.inf)
 
     def _gradients(self, pairs: list[Pair]) -> list[Finding | None]:
         if not pairs:
             return []
         floors = {pair.baseline.key: self._floors.of(pair) for pair in pairs}
-        factor = None if self._judged.floor(pairs[0], math.nan) >= 0 else common_factor(pairs, floors)
+        factor = None if self._judge.floor(pairs[0], math.nan) >= 0 else common_factor(pairs, floors)
         found: list[Finding] = []
         seen: list[tuple[Pair, float]] = []
         for pair in pairs:
-            whole = self._judged.size(pair)
+            whole = self._judge.size(pair)
             judged = pair if factor is None else rescaled(pair, factor)
-            size = self._judged.size(judged)
+            size = self._judge.size(judged)
             if whole is None or size is None:
                 continue
             seen.append((pair, max(whole, size)))
@@ -251,7 +212,7 @@ class StepJudge:
             self._floors.saw(pair, size)
         if factor is None:
             return list(found)
-        if not found and self._judged.absent:
+        if not found and self._judge.absent:
             return []  # clipping to a norm that lacks a gradient
         if not found:
             return [self._all_gradients(pairs, factor, floors)]
@@ -269,12 +230,12 @@ class StepJudge:
 
     def _finding(self, pair: Pair, size: float, floor: float, *, observed: Pair | None = None) -> Finding | None:
         """A finding if the difference exceeds its floor. `observed` is the pair before it was rescaled."""
-        floor = self._factor_floor(pair, size, self._judged.floor(pair, floor))
-        self._judged.note(observed or pair, self._given.step, size, floor)
+        floor = self._factor_floor(pair, size, self._judge.floor(pair, floor))
+        self._judge.note(observed or pair, self._given.step, size, floor)
         baseline = pair.baseline
         if int(baseline.summary["nan"]) and int(pair.candidate.summary["nan"]) and math.isfinite(size):
             where = f"step {self._given.step}, {baseline.key.phase} of {baseline.key.path} {baseline.key.slot}"
-            self._judged.nan_in_both.append(where)
+            self._judge.nan_in_both.append(where)
         if not size > floor:
             return None
         return self._as_finding(pair, size, floor, self._shape(pair, size, floor))
@@ -285,7 +246,7 @@ class StepJudge:
         With fewer than 16 elements, the remainder beside the best-fitting multiple is too small to tell.
         """
         baseline = pair.baseline
-        judged_by_user = self._judged.floor(pair, math.nan) >= 0
+        judged_by_user = self._judge.floor(pair, math.nan) >= 0
         if not size <= floor < math.inf or judged_by_user or int(baseline.summary["count"]) < 16:
             return floor
         s, left_over = best_fit(baseline, pair.candidate)
@@ -324,14 +285,14 @@ class StepJudge:
                 f"The shape is {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate."
             )
             return Diagnosis(kind="shape", message=message)
-        if self._judged.is_broken(pair) and difference(pair) != math.inf:
+        if self._judge.is_broken(pair) and difference(pair) != math.inf:
             return Diagnosis(kind="non-finite", message=_non_finite_message(pair))
         summed = baseline.key.phase == "grad" and baseline.key.stage in ("", "reduced", "unscaled")
         return diagnose(
             Case(
                 baseline=baseline, candidate=candidate, difference=size, floor=floor,
                 micro_steps=self._given.micro_steps, ranks=self._given.ranks,
-                previous=self._judged.previous.get(baseline.key),
+                previous=self._judge.previous.get(baseline.key),
                 contributions=self._given.contributions.get(baseline.key.path, {}) if summed else {},
                 factors=self._factors(pair),
             )

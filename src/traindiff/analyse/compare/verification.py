@@ -130,6 +130,11 @@ class FailedRank:
     output: str = ""
     output_file: str = ""
 
+    @property
+    def seen(self) -> str:
+        """A sentence about its last observation; empty if there is none."""
+        return f" Its last observation: {self.last_observation}." if self.last_observation else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRun:
@@ -149,17 +154,16 @@ class FailedRun:
     def message(self) -> str:
         """One or two sentences about the failure."""
         first = next(rank for rank in self.ranks if rank.rank == self.first)
-        seen = f" Its last observation: {first.last_observation}." if first.last_observation else ""
-        return f"{_sentence(first.message)} Before that it had ended {_steps(first.num_steps)}.{seen}"
+        count = first.num_steps
+        steps = "no step" if not count else f"{count} {'step' if count == 1 else 'steps'}"
+        return f"{_sentence(first.message)} Before that it had ended {steps}.{first.seen}"
 
     def lines(self) -> Iterator[str]:
         """Lines for a terminal: all about the rank that explains the others, one line about each other rank."""
         yield f"The run {self.run} failed. {self.message}"
         for rank in sorted(self.ranks, key=lambda one: one.rank != self.first):
             if rank.rank != self.first:
-                seen = f" Its last observation: {rank.last_observation}." if rank.last_observation else ""
-                yield ""
-                yield f"{_sentence(rank.message)}{seen}"
+                yield from ("", f"{_sentence(rank.message)}{rank.seen}")
             yield from _indented(rank.stack, rank.rank)
             if rank.rank == self.first and rank.output.strip():
                 yield f"  The end of what it printed ({rank.output_file}):"
@@ -177,10 +181,6 @@ class FailedRun:
 
 def _sentence(message: str) -> str:
     return message if message.endswith((".", "!", "?")) else f"{message}."
-
-
-def _steps(count: int) -> str:
-    return "no step" if not count else f"{count} {'step' if count == 1 else 'steps'}"
 
 
 def _indented(stack: str, rank: int) -> Iterator[str]:

@@ -179,10 +179,8 @@ class RunHistory:
                 self._site(key, entry, step)
 
     def _site(self, key: SiteKey, entry: MergedSite, step: int) -> None:
-        summary = entry.summary
+        summary, size = entry.summary, _size(entry)
         count = int(summary["count"])
-        single = entry.shape == () and count == 1
-        size = number(summary) if single else float(norm(summary))
         bad = int(nonfinite_count(summary))
         place = math.inf if bad or math.isnan(size) else abs(size)
         zero = int(summary["zero"]) / count if count else 0.0

@@ -125,7 +125,8 @@ def group_numbers(recording: Run) -> Numbers:
     """
     contents = {rank: recording.rank_content(rank) for rank in recording.ranks}
     stages = {rank: min(content["pipeline"]["stages"]) for rank, content in contents.items() if "pipeline" in content}
-    counts = {rank: {one["name"]: len(one["groups"]) for one in _optimizers(contents[rank])} for rank in stages}
+    optimizers = {rank: contents[rank].get("optimizers", []) for rank in stages}
+    counts = {rank: {one["name"]: len(one["groups"]) for one in found} for rank, found in optimizers.items()}
     if len({tuple(sorted(count.items())) for count in counts.values()}) < 2:
         return {}
     by_stage = {stages[rank]: counts[rank] for rank in sorted(stages, reverse=True)}
@@ -143,11 +144,6 @@ def group_paths(numbers: Numbers) -> dict[int, dict[str, str]]:
         rank: {f"{name}.groups[{old}]": f"{name}.groups[{new}]" for (name, old), new in groups.items()}
         for rank, groups in numbers.items()
     }
-
-
-def _optimizers(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = content.get("optimizers", [])
-    return found
 
 
 Groups = Mapping[str, list[list[str]]]

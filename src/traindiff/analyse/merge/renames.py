@@ -48,20 +48,19 @@ def parse_renames(renames: Mapping[str, str] | Sequence[str] | None) -> Renaming
     problems: list[Problem] = []
     rules: list[tuple[re.Pattern[str], str]] = []
     for pattern, replacement in pairs:
-        where = f"rename {pattern}={replacement}"
+        where, what = f"rename {pattern}={replacement}", ""
         if not isinstance(renames, Mapping) and not any(text.startswith(pattern + "=") for text in renames):
-            problems.append(Problem(where=f"rename {pattern}", what='has no "=".', fix=_RENAME_FIX))
-            continue
-        if not pattern:
-            problems.append(Problem(where=where, what='has no pattern before the "=".', fix=_RENAME_FIX))
-            continue
-        try:
-            rule = re.compile(pattern)
-            rule.sub(replacement, "")
-        except (re.error, IndexError) as error:
-            problems.append(Problem(where=where, what=f"is not a regular expression: {error}.", fix=_RENAME_FIX))
-            continue
-        rules.append((rule, replacement))
+            where, what = f"rename {pattern}", 'has no "=".'
+        elif not pattern:
+            what = 'has no pattern before the "=".'
+        else:
+            try:
+                rules.append((re.compile(pattern), replacement))
+                rules[-1][0].sub(replacement, "")
+            except (re.error, IndexError) as error:
+                what = f"is not a regular expression: {error}."
+        if what:
+            problems.append(Problem(where=where, what=what, fix=_RENAME_FIX))
     if problems:
         raise ConfigError("compare(...)", problems, consequence="nothing was compared")
 

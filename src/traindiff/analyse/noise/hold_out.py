@@ -11,16 +11,18 @@ from traindiff.analyse.align.exact import (
     check_hyper_parameters,
     check_initial_parameter,
     check_random_state,
+    settings_of,
 )
 from traindiff.analyse.align.side import Side, SideStep, StepsOnDemand
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair, size_of
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
 from traindiff.analyse.merge.site import MergedSite, SiteKey
-from traindiff.analyse.noise.calibration import Calibration, NoiseRecording
 from traindiff.analyse.noise.gradients import summed_rows, terms_by_module
 from traindiff.analyse.noise.measured import (
     FEW,
+    Calibration,
+    NoiseRecording,
     NoiseRun,
     Replicas,
     StepNoise,
@@ -154,7 +156,8 @@ class Calibrating:
         side = self._replicas.sides[index]
         tables = expected.table, actual.table
         found: list[Finding] = [*check_random_state(*tables, step=step)]
-        found += check_hyper_parameters((tables[0], self._groups), (tables[1], side.groups), step=step)
+        settings = settings_of(tables[0], self._groups), settings_of(tables[1], side.groups)
+        found += check_hyper_parameters(*settings, step=step)
         for pair in pairs:
             if pair.baseline.key.phase == "batch":
                 found += filter(None, [check_batch(pair, step=step)])

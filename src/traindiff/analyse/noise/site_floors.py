@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, equal_bits, norms_apart
 from traindiff.analyse.merge.site import MergedSite, SiteKey
-from traindiff.analyse.noise.calibration import Calibration
 from traindiff.analyse.noise.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
-from traindiff.analyse.noise.measured import FEW, SAFETY, StepNoise, basis
+from traindiff.analyse.noise.measured import FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, norm, rounding
 

@@ -1,18 +1,15 @@
 """Rules that a run must keep by itself, without a baseline. Needs no framework."""
 
-from traindiff.analyse.rules.adam import EpsIsSmall, SecondMomentsHold
 from traindiff.analyse.rules.batches import BatchesChange, SamplesDiffer, SamplesVary
 from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
-from traindiff.analyse.rules.learning_rates import LearningRateIsSet, ScheduleIsFollowed
-from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge
-from traindiff.analyse.rules.non_finite import FiniteThroughout
-from traindiff.analyse.rules.ranges import FarFromOverflow, FarFromUnderflow, LossScaleSettles
+from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
+from traindiff.analyse.rules.optimizers import EpsIsSmall, LearningRateIsSet, ScheduleIsFollowed, SecondMomentsHold
+from traindiff.analyse.rules.ranges import FarFromOverflow, FarFromUnderflow, FiniteThroughout, LossScaleSettles
 from traindiff.analyse.rules.ranks import BoundariesHold, CopiesAgree
 from traindiff.analyse.rules.replay import UpdatesFollowSettings
 from traindiff.analyse.rules.reported import ReportedNumbersFit
 from traindiff.analyse.rules.rule import Limit, Rule, RunFacts, run_facts
-from traindiff.analyse.rules.spike import NothingSpikes
 from traindiff.analyse.rules.tying import TiedGradientsAddUp, TyingStays
 from traindiff.analyse.rules.unused_parameters import GradientsArrive, OptimizersHaveGradients, ParametersMove
 from traindiff.analyse.rules.weights import (

@@ -26,7 +26,6 @@ class SamplesVary(RepeatedRule):
 
     name = "constant-batch"
     finds = "Most samples of a batch hold one number each."
-    kinds = ("constant-batch",)
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of a batch's samples that may be constant"),
@@ -106,7 +105,6 @@ class SamplesDiffer(RepeatedRule):
 
     name = "duplicate-samples"
     finds = "Most samples of a batch are there more than once, or several ranks have the same ones."
-    kinds = ("duplicate-samples",)
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of a batch's samples that may be copies of an earlier one"),
@@ -167,7 +165,6 @@ class BatchesChange(RepeatedRule):
 
     name = "repeated-batch"
     finds = "Step after step has the same batch, or its micro-steps have."
-    kinds = ("repeated-batch",)
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(

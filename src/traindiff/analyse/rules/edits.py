@@ -20,7 +20,6 @@ class OptimizersAloneChangeParameters(Rule):
 
     name = "edited"
     finds = "Something else than the optimizer changed a parameter between two steps."
-    kinds = ("edited",)
     warns = True
     tells_runs_apart = True
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.shards import BUCKETS, OPEN, Shard
 from traindiff.core.summary import nonfinite_count
@@ -35,7 +35,6 @@ class EvaluationIsCertain(Rule):
 
     name = "dropout-in-evaluation"
     finds = "Dropout is active in forward passes without gradients."
-    kinds = ("dropout-in-evaluation",)
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_share": Limit(default=0.01, message="smallest share of zeros that is put down to dropout"),
@@ -72,8 +71,7 @@ class EvaluationIsCertain(Rule):
                 f"{entry.key.path} is active in a forward pass without gradients: {share:.1%} of what it returns is 0, "
                 f"as in training ({usual:.1%}). Call model.eval() before evaluating, and model.train() after it."
             )
-            evidence = {"share": share, "share_in_training": usual}
-            yield finding_at(entry, step=step, kind="dropout-in-evaluation", message=message, evidence=evidence)
+            yield self.finding(entry, message, step=step, share=share, share_in_training=usual)
 
 
 def _share(entry: MergedSite) -> float:
@@ -105,7 +103,6 @@ class UnitsAreSensitive(RepeatedRule):
 
     name = "saturated-units"
     finds = "A layer of Tanh or Sigmoid is saturated: next to no gradient passes."
-    kinds = ("saturated-units",)
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "sensitivity": Limit(default=0.01, message="smallest mean derivative, as a share of the largest there can be"),
@@ -169,7 +166,6 @@ class UnitsLive(Rule):
 
     name = "dead-units"
     finds = "Most units behind a ReLU return 0 for every sample."
-    kinds = ("dead-units",)
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of a layer's units that may be dead"),
         "least_steps": Limit(default=10, message="steps at the end of the run in which they return nothing but 0"),
@@ -180,7 +176,7 @@ class UnitsLive(Rule):
         self._layers: dict[SiteKey, _Layer] = {}
         self._last_step = 0
 
-    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
         self._last_step = step
         for key, entry in table.items():
@@ -193,7 +189,6 @@ class UnitsLive(Rule):
                 zeros = np.zeros(BUCKETS, dtype=np.int64)
                 layer = self._layers[key] = _Layer(entry=entry.without_parts(), units=_units(entry.shape), steps=zeros)
             layer.steps = np.where(_largest(entry) == 0.0, layer.steps + 1, 0)
-        return ()
 
     def end(self) -> Iterator[Finding]:
         """Findings of the whole run."""
@@ -209,14 +204,8 @@ class UnitsLive(Rule):
                 f"{num_steps} steps, and get no gradient. Lower the learning rate, look at biases far below 0, or use "
                 "LeakyReLU, GELU or normalization."
             )
-            evidence = {"dead": dead, "units": units, "num_steps": num_steps}
-            yield finding_at(
-                layer.entry,
-                step=max(0, self._last_step - num_steps + 1),
-                kind="dead-units",
-                message=message,
-                evidence=evidence,
-            )
+            first = max(0, self._last_step - num_steps + 1)
+            yield self.finding(layer.entry, message, step=first, dead=dead, units=units, num_steps=num_steps)
 
 
 def _by_rows(shape: tuple[int, ...]) -> bool:

@@ -25,7 +25,6 @@ class BoundariesHold(Rule):
 
     name = "boundary"
     finds = "A stage of a pipeline received something else than the one before it sent."
-    kinds = ("boundary",)
     tells_runs_apart = True
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
@@ -120,7 +119,6 @@ class CopiesAgree(Rule):
 
     name = "ranks-disagree"
     finds = "A rank holds another copy of a parameter, a reduced gradient or optimizer state than the others."
-    kinds = ("ranks-disagree",)
     tells_runs_apart = True
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:

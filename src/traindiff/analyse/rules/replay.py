@@ -179,18 +179,18 @@ def _beside(table: StepTable, key: SiteKey, stage: str) -> MergedSite | None:
 
 def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Finding | None:
     """The finding for an update that rounding does not explain."""
-    path, size = one.key.path, float(norm(one.value.summary))
+    path, size, apart = one.key.path, float(norm(one.value.summary)), _apart(one)
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
+    kind = "update-rule"
+    off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
     if one.never_moved or one.lost_share > LOST_SHARE:
         what = f"never moves {path}" if one.never_moved else f"leaves {one.lost_share:.0%} of {path} as it was"
         message = (
             f"{one.optimizer} {what}: its settings ask for an update of norm {size:.3g}, and the largest "
             f"element of it is {one.worst:.3g} x what rounding to {one.dtype or 'the parameter'} could lose."
         )
-        evidence["share"] = 1.0 if one.never_moved else one.lost_share
-        return _finding(one, step=step, kind="never-updated", message=message, evidence=evidence, limit=limit)
-    off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
-    if fitting := one.fitting(limit):
+        kind, evidence["share"] = "never-updated", 1.0 if one.never_moved else one.lost_share
+    elif fitting := one.fitting(limit):
         name = max(fitting, key=lambda name: votes[name])  # the first one that most parameters share
         left = float(largest(one.variants[name].summary))
         message = f"{one.optimizer} moves {path} {meaning(name)}. {off}, this {left:.2g}."
@@ -201,9 +201,13 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
     elif one.is_of_its_own:
         return None  # a subclass may do something else on purpose
     else:
-        other = f"something else than its settings ask for, {_apart(one):.2g} of its size off"
+        other = f"something else than its settings ask for, {apart:.2g} of its size off"
         message = f"{one.optimizer} moves {path} by {other}. {off}."
-    return _finding(one, step=step, kind="update-rule", message=message, evidence=evidence, limit=limit)
+    return Finding(
+        step=step, phase="update", stage="replayed", path=path, slot="update", order=one.order, kind=kind,
+        difference=apart, floor=apart * limit / one.worst if math.isfinite(apart) else 0.0,
+        message=message, evidence=evidence,
+    )  # fmt: skip
 
 
 def _is_lost(one: Replayed, share: float) -> bool:
@@ -245,14 +249,3 @@ def _apart(one: Replayed) -> float:
     size = float(norm(one.value.summary))
     difference = one.taken.summary["sketch"] - one.value.summary["sketch"]
     return math.sqrt(float((difference**2).sum())) / size if size else math.inf
-
-
-def _finding(
-    one: Replayed, *, step: int, kind: str, message: str, evidence: Mapping[str, Any], limit: float
-) -> Finding:
-    apart = _apart(one)
-    floor = apart * limit / one.worst if math.isfinite(apart) else 0.0
-    return Finding(
-        step=step, phase="update", stage="replayed", path=one.key.path, slot="update", order=one.order,
-        kind=kind, difference=apart, floor=floor, message=message, evidence=evidence,
-    )  # fmt: skip

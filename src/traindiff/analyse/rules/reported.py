@@ -97,12 +97,9 @@ def _sets(gradients: Gradients) -> Iterable[tuple[str, frozenset[str]]]:
         for depth in range(1, len(parts)):
             by_name.setdefault(f"{'.'.join(parts[:depth])}.*", set()).add(path)
             by_name.setdefault(f"*.{'.'.join(parts[depth:])}", set()).add(path)
-    for least, words in (
-        (1, "all parameters with one axis (biases, norms)"),
-        (2, "all parameters with two axes or more"),
-    ):
-        alike = [path for path, axes in gradients.dimensions.items() if (axes > 1) == (least > 1)]
-        yield words, frozenset(alike)
+    vectors = frozenset(path for path, axes in gradients.dimensions.items() if axes < 2)
+    yield "all parameters with one axis (biases, norms)", vectors
+    yield "all parameters with two axes or more", frozenset(gradients.dimensions) - vectors
     yield "all parameters of which ranks hold copies", gradients.copied
     yield "all parameters that are divided over ranks", gradients.divided
     yield from ((f"all of {name}", frozenset(paths)) for name, paths in by_name.items() if len(paths) > 1)
@@ -182,14 +179,9 @@ class ReportedNumbersFit(Rule):
             apart = abs(reported / actual - 1.0)
             evidence = {"what": what, "reported": reported, "recomputed": actual}
             yield finding_at(
-                entry,
-                step=step,
-                kind="reported-norm",
-                message=message,
-                evidence=evidence,
-                difference=apart,
-                floor=tolerance,
-            )
+                entry, step=step, kind="reported-norm", message=message, evidence=evidence,
+                difference=apart, floor=tolerance,
+            )  # fmt: skip
 
 
 def _scalings(table: StepTable, gradients: Gradients, *, step: int) -> Iterable[Finding]:

@@ -92,8 +92,8 @@ class Rule:
     finds: ClassVar[str]
     """A sentence about what it finds."""
 
-    kinds: ClassVar[tuple[str, ...]]
-    """Kinds of its findings (docs/findings.md)."""
+    kinds: ClassVar[tuple[str, ...]] = ()
+    """Kinds of its findings (docs/findings.md); its name, unless it says otherwise."""
 
     limits: ClassVar[Mapping[str, Limit]] = {}
     """Limits that users can set, by name."""
@@ -106,6 +106,10 @@ class Rule:
 
     tells_runs_apart: ClassVar[bool] = False
     """Whether `traindiff compare` asks it too. Most faults it finds by itself, and better."""
+
+    def __init_subclass__(cls) -> None:
+        if not cls.kinds and hasattr(cls, "name"):
+            cls.kinds = (cls.name,)
 
     def __init__(self, facts: RunFacts, *, strictness: float = 1.0, limits: Mapping[str, float] | None = None) -> None:
         self.facts = facts
@@ -120,14 +124,18 @@ class Rule:
         """One of `limits`, as the user or the rule sets it."""
         return self._chosen.get(name, self.limits[name].default)
 
-    def step(self, table: StepTable, *, step: int) -> Iterable[Finding]:  # noqa: ARG002
-        """Findings of a step.
+    def finding(self, entry: MergedSite, message: str, *, step: int, kind: str = "", **evidence: Any) -> Finding:
+        """A finding of the rule at a site; its kind is the first of `kinds` if none is given."""
+        return finding_at(entry, step=step, kind=kind or self.kinds[0], message=message, evidence=evidence)
+
+    def step(self, table: StepTable, *, step: int) -> Iterable[Finding] | None:  # noqa: ARG002
+        """Findings of a step; None if there are only findings of the whole run.
 
         Args:
             table: The step; empty again when the next step begins, so keep no part of it.
             step: Its number.
         """
-        return ()
+        return None
 
     def unknown(self, table: StepTable) -> Iterable[str]:  # noqa: ARG002
         """Why the rule cannot judge a part of a step: sentences that hold for the whole run."""
@@ -173,11 +181,11 @@ class RepeatedRule(Rule, ABC):
         self._running: dict[tuple[str, Hashable], Repeated] = {}
         self._kept: dict[tuple[str, Hashable], Repeated] = {}
 
-    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> None:
         """Count how long faults last; the findings come at the end."""
         found = self._wrong(table)
         if found is None:
-            return ()
+            return
         series = self._series(table)
         for row in [row for row in self._running if row[0] == series and row[1] not in found]:
             del self._running[row]
@@ -189,15 +197,11 @@ class RepeatedRule(Rule, ABC):
             self._running[row].num_steps += 1
             if self._running[row].num_steps >= self.limit("least_steps"):
                 self._kept.setdefault(row, self._running[row])
-        return ()
 
     def end(self) -> Iterator[Finding]:
         """Faults that lasted for at least `least_steps` steps."""
         for row in self._kept.values():
-            evidence = {**row.numbers, "num_steps": row.num_steps}
-            yield finding_at(
-                row.site, step=row.first, kind=self.kinds[0], message=self._message(row), evidence=evidence
-            )
+            yield self.finding(row.site, self._message(row), step=row.first, **row.numbers, num_steps=row.num_steps)
 
     @abstractmethod
     def _wrong(self, table: StepTable) -> Found | None:
@@ -238,16 +242,10 @@ class RunJudge:
         self._found: set[tuple[str, str]] = set()
         self.unknown: dict[str, None] = {}
 
-    def step(self, table: StepTable, *, step: int) -> list[Finding]:
-        """Findings of a step, in the order of execution."""
-        return self._judged(self._rules, table, step=step)
-
-    def unfinished(self, table: StepTable, *, step: int) -> list[Finding]:
-        """Findings of a step that ended before the optimizer was called, in the order of execution."""
-        return self._judged([rule for rule in self._rules if rule.judges_unfinished], table, step=step)
-
-    def _judged(self, rules: Iterable[Rule], table: StepTable, *, step: int) -> list[Finding]:
-        found = [finding for rule in rules for finding in rule.step(table, step=step)]
+    def step(self, table: StepTable, *, step: int, finished: bool = True) -> list[Finding]:
+        """Findings of a step, in the order of execution; fewer rules judge one without a call of the optimizer."""
+        rules = [rule for rule in self._rules if finished or rule.judges_unfinished]
+        found = [finding for rule in rules for finding in rule.step(table, step=step) or ()]
         self._found.update((finding.kind, finding.path) for finding in found)
         return sorted(found, key=lambda finding: finding.order)
 

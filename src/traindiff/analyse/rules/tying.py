@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count
 
@@ -33,7 +33,6 @@ class TyingStays(Rule):
 
     name = "tying-changed"
     finds = "Embedding and head begin as one weight and part, or the other way round."
-    kinds = ("tying-changed",)
     warns = True
 
     def begin(self) -> None:
@@ -63,8 +62,7 @@ class TyingStays(Rule):
                 else f"{head} and {embedding} are different before the first step and hold the same numbers after step "
                 f"{step}: something has tied or copied them since."
             )
-            evidence = {"embedding": embedding, "head": head}
-            yield finding_at(entry, step=step, kind="tying-changed", message=message, evidence=evidence)
+            yield self.finding(entry, message, step=step, embedding=embedding, head=head)
 
     def _weights(self, table: StepTable, *, stage: str) -> dict[str, tuple[str, _Bits]]:
         """Weights of embeddings and linear layers by path: the class of the module, and the content."""
@@ -105,7 +103,6 @@ class TiedGradientsAddUp(Rule):
 
     name = "tied-gradient"
     finds = "The gradient of an embedding that is also the head lacks the head's part."
-    kinds = ("tied-gradient",)
     tells_runs_apart = True
 
     def step(self, table: StepTable, *, step: int) -> Iterable[Finding]:
@@ -132,5 +129,4 @@ class TiedGradientsAddUp(Rule):
                 f"The gradient of {path}, which is also {other}, lacks what {heads[0]} contributes: {zeros // width} "
                 f"of its {gradient.shape[0]} rows are zero, and the gradient at the output of {heads[0]} is so nowhere."
             )
-            evidence = {"zero_rows": zeros // width}
-            yield finding_at(gradient, step=step, kind="tied-gradient", message=message, evidence=evidence)
+            yield self.finding(gradient, message, step=step, zero_rows=zeros // width)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
-from traindiff.analyse.rules.learning_rates import (
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
+from traindiff.analyse.rules.optimizers import (
     largest_rate,
     learning_rates,
     may_be_left_out,
@@ -30,7 +30,6 @@ class OptimizersHaveGradients(RepeatedRule):
 
     name = "idle-optimizer"
     finds = "An optimizer steps, and none of its parameters has a gradient, step after step."
-    kinds = ("idle-optimizer",)
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=10, message="steps in a row in which it must be so"),
     }
@@ -72,7 +71,6 @@ class GradientsArrive(Rule):
 
     name = "no-gradient"
     finds = "A parameter that an optimizer holds gets no gradient in any step, or nothing but zeros."
-    kinds = ("no-gradient",)
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=5, message="steps that must have passed; heads of zeros give gradients after one"),
@@ -83,7 +81,7 @@ class GradientsArrive(Rule):
         self._without: dict[str, _Without] = {}
         self._seen: set[str] = set()
 
-    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
         moves = moves_parameters(table)
         for key, entry in table.items():
@@ -99,7 +97,6 @@ class GradientsArrive(Rule):
                 one = self._without.setdefault(key.path, _Without(entry=entry.without_parts(), first=step))
                 one.num_none += none
                 one.num_zero += zero
-        return ()
 
     def end(self) -> Iterator[Finding]:
         """Findings of the whole run."""
@@ -116,8 +113,9 @@ class GradientsArrive(Rule):
                 f"{path} gets no gradient: it {what}. Look for detach(), no_grad(), zero_grad() before the step, and "
                 "results that the loss does not use; if it is meant, requires_grad=False says so."
             )
-            evidence = {"none": one.num_none, "zero": one.num_zero, "num_steps": steps}
-            yield finding_at(one.entry, step=one.first, kind="no-gradient", message=message, evidence=evidence)
+            yield self.finding(
+                one.entry, message, step=one.first, none=one.num_none, zero=one.num_zero, num_steps=steps
+            )
 
 
 LEAST_STEPS = 2
@@ -165,7 +163,6 @@ class ParametersMove(Rule):
 
     name = "never-updated"
     finds = "A parameter never changes, although steps pass that should move it, or no optimizer holds it."
-    kinds = ("never-updated",)
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=LEAST_STEPS, message="steps that must have passed over it; one may be chance"),
     }
@@ -176,7 +173,7 @@ class ParametersMove(Rule):
         self._moved: set[str] = set()
         self._unheld = self.facts.trainable - self.facts.held_in.keys() if self.facts.held_in else frozenset[str]()
 
-    def step(self, table: StepTable, *, step: int) -> tuple[Finding, ...]:
+    def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
         rates = learning_rates(table)
         after = dict(_parameters(table, stage=""))
@@ -193,23 +190,26 @@ class ParametersMove(Rule):
             self._resting[path].pass_over(step)
         for path, entry in after.items():
             self._see(path, entry)
-        return ()
 
     def end(self) -> Iterator[Finding]:
         """Findings of the whole run."""
         forgotten = set() if self._rest_is_meant else self._held_by_none
         for path, resting in self._resting.items():
             if resting.steps >= self.limit("least_steps") and path in self.facts.held_in:
+                stage = ""
                 message = f"{path} gets gradients that should move it in {resting.steps} steps, and never changes."
-                yield _finding(path, resting, stage="", message=message)
             elif path in forgotten:
+                stage = "before"  # such parameters are observed before the step only
                 message = (
                     f"No recorded optimizer holds {path}, although it requires a gradient: at least {resting.steps} "
                     "steps leave it as it was. If that is meant, set requires_grad=False."
                 )
-                yield _finding(
-                    path, resting, stage="before", message=message
-                )  # such parameters are observed before the step only
+            else:
+                continue
+            yield Finding(
+                step=resting.first, phase="param", stage=stage, path=path, slot="value", order=resting.entry.order,
+                kind=self.name, message=message, evidence={"num_steps": resting.steps},
+            )  # fmt: skip
 
     def notes(self) -> Iterator[str]:
         """A note if no optimizer holds most of the model, as when one part is trained alone."""
@@ -243,13 +243,6 @@ class ParametersMove(Rule):
             del self._resting[path]
         else:
             first.see()
-
-
-def _finding(path: str, resting: _Resting, *, stage: str, message: str) -> Finding:
-    return Finding(
-        step=resting.first, phase="param", stage=stage, path=path, slot="value", order=resting.entry.order,
-        kind="never-updated", message=message, evidence={"num_steps": resting.steps},
-    )  # fmt: skip
 
 
 def _parameters(table: StepTable, *, stage: str) -> Iterator[tuple[str, MergedSite]]:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from traindiff.analyse.merge.recorded_calls import clips
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
-from traindiff.analyse.rules.learning_rates import (
+from traindiff.analyse.rules.optimizers import (
     largest_rate,
     learning_rates,
     moves_parameters,
@@ -73,7 +73,6 @@ class GradientsReachEveryLayer(RepeatedRule):
 
     name = "vanishing-gradients"
     finds = "The gradient of a layer is many orders of magnitude smaller than that of the layer that gets most."
-    kinds = ("vanishing-gradients",)
     limits: ClassVar[Mapping[str, Limit]] = {
         "ratio": Limit(default=1e-9, message="smallest part of the largest layer's gradient"),
         "least_steps": Limit(
@@ -115,7 +114,6 @@ class GradientsStayBounded(RepeatedRule):
 
     name = "exploding-gradients"
     finds = "The gradient of a layer is many orders of magnitude larger than that of the layer nearest the loss."
-    kinds = ("exploding-gradients",)
     limits: ClassVar[Mapping[str, Limit]] = {
         "ratio": Limit(default=1e5, message="largest multiple of the last layer's gradient"),
         "size": Limit(default=10.0, message="norm of the gradient before clipping, as a multiple of the weight's norm"),
@@ -179,7 +177,6 @@ class UpdatesAreLargeEnough(RepeatedRule):
 
     name = "small-updates"
     finds = "Steps move half of all weights by next to nothing."
-    kinds = ("small-updates",)
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "ratio": Limit(default=1e-7, message="smallest norm of an update, as a share of the weight's norm"),
@@ -225,7 +222,6 @@ class UpdatesAreSmall(RepeatedRule):
 
     name = "large-updates"
     finds = "Steps move a weight by a large part of its size, again and again."
-    kinds = ("large-updates",)
     limits: ClassVar[Mapping[str, Limit]] = {
         "ratio": Limit(default=0.5, message="largest norm of an update, as a share of the weight's norm after it"),
         "least_steps": Limit(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from traindiff.analyse.merge.run_steps import rank_steps
-from traindiff.analyse.signs.run_signs import Stored
+from traindiff.analyse.signs import Stored
 from traindiff.compat.msprobe import tables
 from traindiff.compat.msprobe.gradients import (
     Kept,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from traindiff.analyse.merge.site import MergedSite
 from traindiff.analyse.merge.step_table import step_table
-from traindiff.analyse.signs.run_signs import Signs, Stored, merged, part_signs
+from traindiff.analyse.signs import Signs, Stored, merged, part_signs
 from traindiff.compat.msprobe.tables import Columns, Row
 from traindiff.core.observation import LOSS_SCALE, Observation
 from traindiff.core.summary import extremes

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 from traindiff.analyse.check import Verdict
 from traindiff.analyse.compare import Comparison, Verification
 from traindiff.analyse.compare.investigation import IMPOSSIBLE, Matrix
-from traindiff.analyse.findings import Finding, where_text
-from traindiff.analyse.story import sizes_of, story_of
+from traindiff.analyse.findings import Finding, sizes_of, where_text
+from traindiff.analyse.story import story_of
 from traindiff.core.site import PHASES
 
 _FAILED = frozenset({"diverged", "unhealthy"})

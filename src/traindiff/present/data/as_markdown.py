@@ -12,7 +12,7 @@ from traindiff.analyse.check import Verdict
 from traindiff.analyse.compare import Comparison, Verification
 from traindiff.analyse.compare.investigation import Matrix
 from traindiff.analyse.findings import Finding, Group, grouped, phase_text
-from traindiff.analyse.story import Story, Told, count_text, story_of
+from traindiff.analyse.story import Chapter, Story, count_text, story_of
 
 MOST = 10
 """Findings that are listed at most, and notes."""
@@ -46,7 +46,7 @@ def _of_story(story: Story) -> Iterator[str]:
     yield from _paragraph(story.compiler)
     for chapter in story.chapters:
         if chapter.noun == "finding":
-            yield from _first(chapter.first)
+            yield from _first(chapter)
             yield from _further(chapter.further)
     yield from _paragraph(story.pin_note)
     for pinned in story.pinned:
@@ -63,15 +63,15 @@ def _paragraph(*lines: str) -> Iterator[str]:
         yield from ("", "<br>".join(escaped(line.strip()) for line in lines))
 
 
-def _first(told: Told) -> Iterator[str]:
-    first = told.group.first
+def _first(chapter: Chapter) -> Iterator[str]:
+    first = chapter.first.first
     micro = "" if first.micro_step is None else f", micro-step {first.micro_step}"
     phase = escaped(phase_text(first.phase, first.stage))
     yield ""
-    yield f"**{told.title}:** step {first.step}{micro}, {phase}, {code(first.site)}"
+    yield f"**{chapter.title}:** step {first.step}{micro}, {phase}, {code(first.site)}"
     yield ""
-    yield f"> {escaped(told.message)}"
-    yield from (f"> <br>{escaped(line)}" for line in told.further)
+    yield f"> {escaped(first.message)}"
+    yield from (f"> <br>{escaped(line)}" for line in chapter.first.further)
 
 
 def _further(groups: Sequence[Group]) -> Iterator[str]:

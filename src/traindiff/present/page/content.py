@@ -12,7 +12,7 @@ from traindiff.analyse.check import Verdict
 from traindiff.analyse.compare import Comparison
 from traindiff.analyse.findings import Finding, Group, grouped, phase_text
 from traindiff.analyse.merge.history import DifferenceHistory, RunHistory
-from traindiff.analyse.story import Story, Told, story_of, told
+from traindiff.analyse.story import Story, story_of
 from traindiff.core.site import label
 from traindiff.errors import ConfigError, Problem, RecordingError
 from traindiff.present.page.dataflow import Node, dataflow
@@ -52,21 +52,15 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Headline:
-    """The finding at the top of a page.
+class Headline(Found):
+    """The finding at the top of a page; its title says what it is the first of."""
 
-    Attributes:
-        told: The finding in full.
-        row: Its row; None where its site has none.
-    """
-
-    told: Told
-    row: int | None
+    title: str
 
     @property
     def step(self) -> int:
         """Its step."""
-        return self.told.group.first.step
+        return self.group.first.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,11 +170,10 @@ def _of_check(verdict: Verdict, history: RunHistory) -> Page:
         for one in [history.extremes[key]]
     )  # fmt: skip
     story, recordings, findings = story_of(verdict), (verdict.recording,), _found(verdict.findings, sites.places)
-    first = story.first if findings else None
     return Page(
         about="check",
         story=story,
-        headline=Headline(told=first, row=findings[0].row) if first else None,
+        headline=_headline(findings, "First finding"),
         facts=(
             _counted(len(verdict.steps), "step", " checked"),
             _counted(len(verdict.ranks), "rank"),
@@ -214,21 +207,20 @@ def _of_comparison(comparison: Comparison, history: DifferenceHistory) -> Page:
     story, recordings = story_of(comparison), (comparison.baseline, comparison.candidate)
     findings = _found(comparison.findings, sites.places)
     representation = _found(comparison.representation, sites.places)
-    first = story.first
-    if first is None and representation:
-        first = told(representation[0].group, "The representation differs first at")
+    title = "First divergence" if findings else "The representation differs first at"
+    headline = _headline(findings or representation, title)
     whole, differences = history.whole, comparison.differences
     return Page(
         about="comparison",
         story=story,
-        headline=Headline(told=first, row=(findings or representation)[0].row) if first else None,
+        headline=headline,
         facts=(
             _counted(len(comparison.steps), "step", " compared"),
             (len(differences), "sites"),
             (sum(row.num_identical_steps == row.num_steps for row in differences), "with the same bits throughout"),
             (sum(row.ratio > 1 for row in differences), "above their floors"),
         ),
-        flow=_flow(first.group.first, sites, history) if first else (),
+        flow=_flow(headline.group.first, sites, history) if headline else (),
         findings=findings,
         representation=representation,
         alone=tuple(_alone(comparison)),
@@ -253,6 +245,10 @@ def _counted(count: int, noun: str, rest: str = "") -> tuple[int, str]:
 
 def _found(findings: Iterable[Finding], places: Mapping[Place, int]) -> tuple[Found, ...]:
     return tuple(Found(group=group, row=places.get(place_of(group.first))) for group in grouped(findings))
+
+
+def _headline(found: Sequence[Found], title: str) -> Headline | None:
+    return Headline(title=title, group=found[0].group, row=found[0].row) if found else None
 
 
 def _curves(sites: ShownSites, drawn: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -198,7 +198,7 @@ def _row(work: _Work, one: Combination) -> MatrixRow:
     request = replace(work.request, output=output, baseline_setup=baseline, setup=setup)
     key = _fingerprint(request)
     if not work.fresh and (kept := _read(output / _ROW, key)) is not None and (output / JSON).exists():
-        return replace(MatrixRow.from_json(kept), kept=True)
+        return replace(MatrixRow(**kept), kept=True)
     began = time.perf_counter()
     try:
         verification = _verified(work, request)
