@@ -198,12 +198,12 @@ def test_the_judge_notices(
     monkeypatch.setattr(Plan, "forks", forks)
     monkeypatch.setattr(Plan, "readers", lambda plan: {"configuration": {"planted": (1, planted)}})
     monkeypatch.setattr(workers.Worker, "_warm", lambda worker, places: warmed.append(1))
-    monkeypatch.setattr(workers, "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(workers, "_GRACE_SECONDS", 1.0)
     (seed,) = (one for one in mutating.all_seeds() if one.kind == "configuration")
     tree: Tree = {"link": Special(kind="link", target="../../../outside/secret")}
     kept = Kept(name="", kind="configuration", seed="configuration", reader="planted", failed="", tree=tree)
     seeds = [seed, Seed(name="plain", kind="recording", files={})]
-    found = replayed((kept, kept), Plan(seed=1, seeds=seeds, hang_seconds=0.5 if kind == "hang" else PATIENCE))
+    found = replayed((kept, kept), Plan(seed=1, seeds=seeds, hang_seconds=1.0 if kind == "hang" else PATIENCE))
 
     assert [one.number for one in found] == [0, 1]
     if not kind:
