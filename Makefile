@@ -9,7 +9,7 @@ MINDSPORE := .venv-mindspore
 ORTMODULE := .venv-ortmodule
 
 .PHONY: help demo test test-all lint format unit no-torch package mindspore-if-installed \
-	test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns \
+	test-release test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns \
 	campaigns bench faults zoo mutation clean
 
 help:
@@ -19,12 +19,13 @@ help:
 	@echo "Before a commit (this is what CI runs):"
 	@echo "make test                lint, unit, no-torch, package, and MindSpore if test-mindspore has installed it"
 	@echo "make lint                ruff and mypy"
-	@echo "make unit                all tests in one environment with torch"
+	@echo "make unit                the tests in one environment with torch, without those marked release"
 	@echo "make no-torch            the analysis in an environment without torch"
 	@echo "make package             build the wheel and the sdist, and check both"
 	@echo
 	@echo "Before a release:"
 	@echo "make test-all            make test, and all of the following (hours)"
+	@echo "make test-release        further engines, precisions and ways to compile, all examples, Triton's interpreter (minutes)"
 	@echo "make test-deepspeed      trainings under DeepSpeed; compiles its optimizers (minutes)"
 	@echo "make test-browser        reports in Chromium, as PNG, and for TensorBoard and Weights & Biases"
 	@echo "make test-integrations   the trainers of transformers and Lightning, and Accelerate, on the CPU"
@@ -76,7 +77,7 @@ demo: $(VENV)/ready
 
 test: lint unit no-torch package mindspore-if-installed
 
-test-all: test test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns
+test-all: test test-release test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -88,7 +89,8 @@ format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 
 unit: $(VENV)/ready
-	$(BIN)/pytest -n 2 --ignore tests/no_torch --ignore tests/package -m "not deepspeed"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --ignore tests/no_torch --ignore tests/package \
+		-m "not deepspeed and not release"
 
 no-torch: $(LIGHT)/ready
 	! $(LIGHT)/bin/python -c "import torch" 2>/dev/null
@@ -109,6 +111,9 @@ test-mindspore: $(MINDSPORE)/ready $(VENV)/ready
 mindspore-if-installed:
 	@if [ -e $(MINDSPORE)/ready ]; then $(MAKE) test-mindspore; \
 	else echo "skipped: tests/observe/mindspore, because there is no $(MINDSPORE) (make test-mindspore makes it)"; fi
+
+test-release: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m release
 
 test-deepspeed: $(VENV)/ready
 	$(BIN)/pytest -n 2 tests/observe/sharding/test_deepspeed*.py tests/run/config/test_deepspeed*.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,18 @@ else:
 # A shell starts what runs in the background with SIGINT ignored, and so would be what tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Have ranks forked from a process that has imported and built what they need; see `tests.warm`.
+
+    Only where a collected test may run ranks. The server that `launch` would start is then there already.
+    """
+    if "traindiff.run.processes.launch" in sys.modules or "tests.run.verify.recipes" in sys.modules:
+        from multiprocessing import forkserver
+
+        forkserver.set_forkserver_preload(["tests.warm"])
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="module", params=["reference", "compiled"])

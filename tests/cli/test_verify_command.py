@@ -87,16 +87,21 @@ def test_misaligned_runs_exit_with_three(verify: Command) -> None:
     assert "Pinned down" not in result.stdout
 
 
-@pytest.mark.parametrize(("pin", "code", "pinned"), [("never", 1, []), ("always", 1, [0]), ("divergence", 1, [0])])
-def test_pin_says_when_to_pin_down(pin: str, code: int, pinned: list[int], verify: Command) -> None:
-    result = verify("--candidate", "train.py:wrong", "--pin", pin, "--json")
+@pytest.mark.parametrize(
+    ("candidate", "pin", "code", "pinned"), [("wrong", "never", 1, []), ("recipe", "always", 0, [1])]
+)
+def test_pin_says_when_to_pin_down(candidate: str, pin: str, code: int, pinned: list[int], verify: Command) -> None:
+    result = verify("--candidate", f"train.py:{candidate}", "--pin", pin, "--json")
 
     assert result.exit_code == code
     assert [one["step"] for one in json.loads(result.stdout)["pinned"]] == pinned
 
 
 def test_json_is_all_that_is_on_standard_output(verify: Command) -> None:
-    result = verify("--candidate", "train.py:wrong", "--json")
+    result = verify("--candidate", "train.py:wrong", "--pin", "divergence", "--json")
+
+    assert result.exit_code == 1
+    assert [one["step"] for one in json.loads(result.stdout)["pinned"]] == [0]
 
     found = json.loads(result.stdout)
     assert found["schema"] == {"name": "traindiff-verification", "version": 1}

@@ -30,6 +30,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("fault", [False, True])
 def test_fsdp2_against_one_process(fault: bool, reference: Path, tmp_path: Path) -> None:
     on_two_ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.observe.sharding.deepspeed_training import NEEDS_DEEPSPEED
 
-pytestmark = NEEDS_DEEPSPEED
+pytestmark = [NEEDS_DEEPSPEED, pytest.mark.release]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm_process import warm
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str, directory: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    return warm(*command, cwd=directory, env=environment)
 
 
 def test_the_example_overflows_where_the_documentation_says(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ A part of benchmarks/faults.py, with every kind of model, phase and precision in
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,29 +18,31 @@ from tests.faults.recipe import recipe
 from tests.faults.rewritten import REPRESENTATION, rewritten
 from tests.faults.variations import variations
 
+release = partial(pytest.param, marks=pytest.mark.release)
+
 FOUND = [
     ("gradient-doubled", "float32"),
-    ("gradient-noise", "float32"),
-    ("softmax-in-bfloat16", "float32"),
-    ("bit-flipped-in-mantissa", "float32"),
+    release("gradient-noise", "float32"),
+    release("softmax-in-bfloat16", "float32"),
+    release("bit-flipped-in-mantissa", "float32"),
     ("batch-norm-eps", "float32"),
     ("last-but-one-state", "float32"),
-    ("mask-lets-one-through", "bfloat16"),
-    ("norm-variance-detached", "bfloat16"),
+    release("mask-lets-one-through", "bfloat16"),
+    release("norm-variance-detached", "bfloat16"),
     ("one-token-untrained", "bfloat16"),
-    ("padding-reflects", "bfloat16"),
+    release("padding-reflects", "bfloat16"),
     ("residual-lost", "autocast"),
 ]
 NOT_FLAGGED = [
-    ("gpt", "adamw", "float32", "accumulated-8"),
-    ("gpt", "adamw", "float32", "softmax-online"),
+    release("gpt", "adamw", "float32", "accumulated-8"),
+    release("gpt", "adamw", "float32", "softmax-online"),
     ("gpt", "adamw", "float32", "fused-projections"),
     ("conv", "sgd", "float32", "channels-last"),
-    ("conv", "sgd", "float32", "batch-norm-by-hand"),
+    release("conv", "sgd", "float32", "batch-norm-by-hand"),
     ("lstm", "adam", "float32", "unrolled"),
-    ("gpt", "adamw", "bfloat16", "accumulated-2"),
+    release("gpt", "adamw", "bfloat16", "accumulated-2"),
     ("gpt", "adamw", "bfloat16", "layer-norm-as-group-norm"),
-    ("conv", "sgd", "bfloat16", "convolution-unfolded"),
+    release("conv", "sgd", "bfloat16", "convolution-unfolded"),
     ("gpt", "adamw", "autocast", "linear-einsum"),
 ]
 
@@ -49,7 +52,7 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
     return Laboratory(tmp_path_factory.mktemp("laboratory"))
 
 
-@pytest.mark.parametrize(("name", "precision"), FOUND, ids=["-".join(case) for case in FOUND])
+@pytest.mark.parametrize(("name", "precision"), FOUND, ids=lambda value: value)
 def test_a_fault_is_found_where_it_is_free_and_forced(name: str, precision: str, laboratory: Laboratory) -> None:
     fault = {**FAULTS, **FURTHER_FAULTS}[name]
     baseline = fault.baseline(precision)
@@ -67,9 +70,7 @@ def test_a_fault_is_found_where_it_is_free_and_forced(name: str, precision: str,
         ), str(comparison)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("model", "optimizer", "precision", "name"), NOT_FLAGGED, ids=["-".join(case) for case in NOT_FLAGGED]
-)
+@pytest.mark.parametrize(("model", "optimizer", "precision", "name"), NOT_FLAGGED, ids=lambda value: value)
 def test_a_legal_variation_is_not_flagged_free_or_forced(
     model: str, optimizer: str, precision: str, name: str, laboratory: Laboratory
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def test_a_step_is_let_go_of_before_the_next_is_unpacked(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many steps of ranks are in memory, each time that one is unpacked."""
     held: list[Any] = []
     counts: list[int] = []
@@ -39,7 +40,9 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return step
 
     monkeypatch.setattr(stream, "unpacked", unpacked)
-    return counts
+    gc.freeze()  # what other tests have left is not walked through again and again
+    yield counts
+    gc.unfreeze()
 
 
 def test_what_a_comparison_holds_does_not_grow_with_the_number_of_steps(tmp_path: Path, unpacked: list[int]) -> None:

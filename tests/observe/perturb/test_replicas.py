@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import traindiff
 from tests.observe.hooks.reading import rows
 from tests.observe.hooks.test_removal import assert_nothing_left
 from tests.observe.hooks.test_undisturbed import assert_bitwise_equal
-from tests.observe.hooks.trainings import TRAININGS
+from tests.observe.hooks.trainings import TRAININGS, Outcome
 from tests.observe.perturb.replicas import train
 from traindiff.core.tap_registry import OBSERVABLE
 
@@ -47,19 +49,49 @@ def test_a_replica_is_the_same_training_within_rounding(name: str, replica: str,
         assert any(not torch.equal(actual[key], tensor) for key, tensor in expected.items())
 
 
+Trained = Callable[[str, str], tuple[Outcome, Path]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Outcome and recording of a replica, by training and replica; each is made once."""
+
+    @cache
+    def made(name: str, replica: str) -> tuple[Outcome, Path]:
+        path = tmp_path_factory.mktemp("replica") / "run"
+        return train(name, path, replica), path
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def plainly_trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The recording of a training that is no replica; each is made once."""
+
+    @cache
+    def made(name: str) -> Path:
+        path = tmp_path_factory.mktemp("plain") / "run"
+        train(name, path, None)
+        return path
+
+    return made
+
+
 @pytest.mark.parametrize("replica", REPLICAS)
 @pytest.mark.parametrize("name", TRAININGS)
-def test_the_same_seed_makes_the_same_replica(name: str, replica: str, tmp_path: Path) -> None:
-    first, second = (train(name, tmp_path / run, replica) for run in ("first", "second"))
+def test_the_same_seed_makes_the_same_replica(name: str, replica: str, trained: Trained, tmp_path: Path) -> None:
+    first, path = trained(name, replica)
+    second = train(name, tmp_path / "second", replica)
 
     assert_bitwise_equal(second, first)
-    assert fingerprints(tmp_path / "second") == fingerprints(tmp_path / "first")
+    assert fingerprints(tmp_path / "second") == fingerprints(path)
 
 
 @pytest.mark.parametrize("kind", ["ulp", "reorder"])
 @pytest.mark.parametrize("name", TRAININGS)
-def test_another_seed_makes_another_replica(name: str, kind: str, tmp_path: Path) -> None:
-    first, other = (train(name, tmp_path / f"{seed}", f"{kind}:{seed}") for seed in (1, 2))
+def test_another_seed_makes_another_replica(name: str, kind: str, trained: Trained, tmp_path: Path) -> None:
+    first, _ = trained(name, f"{kind}:1")
+    other = train(name, tmp_path / "other", f"{kind}:2")
 
     if (name, kind) != ("bfloat16", "reorder"):  # short sums in bfloat16 are rounded once, whatever their order
         assert any(not torch.equal(other[key], tensor) for key, tensor in first.items())
@@ -67,13 +99,12 @@ def test_another_seed_makes_another_replica(name: str, kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("replica", REPLICAS)
 @pytest.mark.parametrize("name", TRAININGS)
-def test_a_replica_has_the_same_observations_as_the_training(name: str, replica: str, tmp_path: Path) -> None:
-    train(name, tmp_path / "base", None)
-    train(name, tmp_path / "run", replica)
+def test_a_replica_has_the_same_observations_as_the_training(
+    name: str, replica: str, trained: Trained, plainly_trained: Callable[[str], Path]
+) -> None:
+    runs = plainly_trained(name), trained(name, replica)[1]
 
-    sites = [
-        sorted(found[:-1] for found in fingerprints(tmp_path / run) if found[4] != "rng") for run in ("base", "run")
-    ]
+    sites = [sorted(found[:-1] for found in fingerprints(run) if found[4] != "rng") for run in runs]
     if name != "lbfgs_with_a_closure":  # how often it calls the closure depends on rounding
         # More than the training: a hook on a view that is written to later is not called, on what was rounded it is.
         assert set(sites[0]) <= set(sites[1])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 import traindiff
+from tests.warm_process import warm
 from traindiff.storage import open_recording
 from traindiff.testing import assert_equivalent
 
@@ -56,7 +55,7 @@ def script(path: Path, code: str, *, launcher: tuple[str, ...] = ()) -> Any:
     file = path.parent / "script.py"
     file.write_text(source(path, code))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *launcher, str(file)], check=False, capture_output=True, env=environment)
+    warm(*launcher, file, env=environment)
     return traindiff.check(path, rules="non-finite")
 
 

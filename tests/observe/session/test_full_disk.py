@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import traindiff
+from tests.warm_process import warm
 
 TRAINING = """
 import resource, signal, sys, warnings
@@ -38,10 +38,7 @@ if path:
 
 
 def train(*arguments: object, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *flags, "-c", TRAINING, *map(str, arguments)],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    return warm(*flags, "-c", TRAINING, *map(str, arguments), timeout=100)
 
 
 @pytest.fixture(scope="module")

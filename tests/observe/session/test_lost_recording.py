@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import traindiff
+from tests.warm_process import warm
 
 ROOT = Path(__file__).parents[3]
 
 
 def train(path: object, what: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.observe.session.lost_training", str(path), what]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    return warm("-m", "tests.observe.session.lost_training", str(path), what, cwd=ROOT, timeout=100)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +64,6 @@ def test_what_a_recording_says_of_its_gap_is_said_by_compare_check_and_show(tmp_
     train(tmp_path / "run", "cut")
     run, whole = str(tmp_path / "run"), str(tmp_path / "whole")
     for command in (["compare", whole, run], ["check", run], ["show", run]):
-        result = subprocess.run(
-            [sys.executable, "-c", "from traindiff.cli import main; main()", *command],
-            capture_output=True, text=True, timeout=100, check=False,
-        )  # fmt: skip
+        result = warm("-c", "from traindiff.cli import main; main()", *command, timeout=100)
         assert "rank 0: the recording ends early: " in result.stdout.replace("\n", " "), command
         assert "it was cut short" in result.stdout

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,15 @@ PARTLY = {
 """After these something is unknown: when, and why."""
 
 
+def given_or_found(changes: Iterable[Edit]) -> list[Any]:
+    """Each change with an optimizer that is given and with one that is found; without a release, in turn."""
+    return [
+        pytest.param(edit, given, id=f"{edit.__name__}-{'given' if given else 'found'}",
+                     marks=() if given == bool(number % 2) else pytest.mark.release)
+        for number, edit in enumerate(changes) for given in (True, False)
+    ]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def baselines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     made: dict[int, Path] = {}
@@ -79,8 +89,7 @@ def let_copies_keep_what_does_nothing(model: nn.Module) -> None:
                         getattr(module, about, {}).pop(key, None)
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
-@pytest.mark.parametrize("edit", COMPLETE, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize(("edit", "given"), given_or_found(COMPLETE))
 def test_what_replaces_something_is_followed_from_the_next_step_on(
     edit: Edit, given: bool, tmp_path: Path, baselines: Callable[..., Path]
 ) -> None:
@@ -93,8 +102,7 @@ def test_what_replaces_something_is_followed_from_the_next_step_on(
     assert traindiff.check(tmp_path / "run").verdict == "healthy"
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
-@pytest.mark.parametrize("edit", PARTLY, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize(("edit", "given"), given_or_found(PARTLY))
 def test_what_was_not_seen_is_unknown_and_no_difference(
     edit: Edit, given: bool, tmp_path: Path, baselines: Callable[..., Path]
 ) -> None:

@@ -38,8 +38,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("engine", [in_ddp, fully_sharded])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "engine"),
+    [
+        (2, in_ddp),
+        (4, fully_sharded),
+        pytest.param(4, in_ddp, marks=pytest.mark.release),
+        pytest.param(2, fully_sharded, marks=pytest.mark.release),
+    ],
+)
 def test_an_engine_is_equivalent_to_one_process(engine, world_size: int, reference: Path, tmp_path: Path) -> None:
     run_on_ranks(train, world_size, str(tmp_path / "run"), engine)
 

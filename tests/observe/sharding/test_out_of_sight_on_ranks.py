@@ -185,7 +185,12 @@ def differences(engine: str, cases: list[tuple[str, str, bool]], path: str) -> l
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+def engines(*kept: str) -> list[Any]:
+    """All engines, of which a release needs all, and a test these."""
+    return [pytest.param(name, marks=() if name in kept else pytest.mark.release) for name in ENGINES]
+
+
+@pytest.mark.parametrize("engine", engines("fsdp2", "by_hand"))
 def test_selective_checkpointing_recomputes_what_it_would_without_a_recording(engine: str, tmp_path: Path) -> None:
     cases = [(checkpointed, "none", True) for checkpointed in CHECKPOINTED]
     cases += [("whole", "none", False), ("must_save", "none", False)]
@@ -196,7 +201,7 @@ def test_selective_checkpointing_recomputes_what_it_would_without_a_recording(en
     assert {seen.stage for seen, _ in rows(tmp_path / f"run-{len(cases) - 1}", phase="forward")} >= {"", "recomputed"}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", engines("tensor_parallel", "ddp"))
 def test_a_mode_on_a_rank_sees_the_same_with_and_without_a_recording(engine: str, tmp_path: Path) -> None:
     # DebugMode writes out the storages of FSDP2 element by element, each by operators that it sees: it does not end.
     modes = [mode for mode in ON_RANKS if not (mode == "debugging" and "fsdp2" in engine)]

@@ -17,7 +17,7 @@ from tests.observe.sharding.training import BATCH, Model, rank_and_size
 from tests.on_ranks import run_on_ranks
 from tests.run.lockstep.sides import batches, lines, loss_of, plain, stepped
 
-pytestmark = NEEDS_DEEPSPEED
+pytestmark = [NEEDS_DEEPSPEED, pytest.mark.release]
 
 
 def ddp() -> Any:

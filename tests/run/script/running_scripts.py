@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.warm_process import warm
+
 SCRIPTS = Path(__file__).parent / "scripts"
 GAN = Path(__file__).parents[3] / "examples" / "gan.py"
 
@@ -34,6 +36,11 @@ def recorded(*arguments: str | Path, output: str | Path, cwd: Path | None = None
     return _run([sys.executable, "-m", "traindiff", "run", "-o", str(output), *map(str, arguments)], cwd)
 
 
+def recorded_warm(*arguments: str | Path, output: str | Path, cwd: Path | None = None) -> Ended:
+    """`recorded`, in a process that has imported torch before."""
+    return _ended(warm("-m", "traindiff", "run", "-o", output, *arguments, cwd=cwd, env=ENVIRONMENT))
+
+
 def on_two_ranks(*arguments: str | Path) -> Ended:
     """`torchrun --nproc-per-node 2 ARGUMENTS`."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -45,6 +52,10 @@ def _run(command: list[str], cwd: Path | None) -> Ended:
         command, capture_output=True, text=True, timeout=240, check=False, cwd=cwd, env=ENVIRONMENT,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
+    return _ended(result)
+
+
+def _ended(result: subprocess.CompletedProcess[str]) -> Ended:
     lines = result.stderr.splitlines(keepends=True)
     said = [line.removeprefix("traindiff: ").rstrip() for line in lines if line.startswith("traindiff: ")]
     errors = "".join(line for line in lines if not line.startswith("traindiff: "))

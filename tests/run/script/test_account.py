@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.script.running_scripts import Ended, recorded
+from tests.run.script.running_scripts import Ended, recorded, recorded_warm
 from traindiff.run.script.account import Account, SeenModel, SeenOptimizer
 from traindiff.storage import open_recording
 
@@ -29,7 +29,7 @@ RECORDED = ["Recorded in run: 2 steps of SGD.", "Models: Sequential, 4 parameter
 
 def run(tmp_path: Path, source: str) -> Ended:
     (tmp_path / "script.py").write_text(MODEL + source)
-    ended = recorded("script.py", output="run", cwd=tmp_path)
+    ended = recorded_warm("script.py", output="run", cwd=tmp_path)
     assert ended.code == 0, ended.errors
     return ended
 
@@ -187,7 +187,7 @@ for _ in range(3):
 
 def test_settings_that_do_not_fit_the_model_end_the_script_when_that_is_known(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(MODEL + "train()")
-    ended = recorded("--select", "encoder.*", "script.py", output="run", cwd=tmp_path)
+    ended = recorded_warm("--select", "encoder.*", "script.py", output="run", cwd=tmp_path)
 
     assert ended.code == 2
     assert "matches none of the model's 8 modules and parameters." in ended.errors
@@ -196,12 +196,12 @@ def test_settings_that_do_not_fit_the_model_end_the_script_when_that_is_known(tm
 
 def test_a_directory_that_is_taken_is_refused_before_anything_runs(tmp_path: Path) -> None:
     run(tmp_path, "train()")
-    ended = recorded("script.py", output="run", cwd=tmp_path)
+    ended = recorded_warm("script.py", output="run", cwd=tmp_path)
 
     assert ended.code == 2
     assert "already holds a recording." in ended.errors
     assert ended.output == ""
-    assert recorded("--overwrite", "script.py", output="run", cwd=tmp_path).said == RECORDED
+    assert recorded_warm("--overwrite", "script.py", output="run", cwd=tmp_path).said == RECORDED
 
 
 def test_modules_of_torchscript_are_said_not_to_be_seen(tmp_path: Path) -> None:
@@ -272,13 +272,13 @@ for _ in range(2):
     models = "Models: Linear: Linear, 2 parameters; Linear_1: Linear, 2 parameters."
     (tmp_path / "script.py").write_text(MODEL.replace("call=model", "call=None") + source)
 
-    assert recorded("script.py", output="run", cwd=tmp_path).said == [RECORDED[0], models]
+    assert recorded_warm("script.py", output="run", cwd=tmp_path).said == [RECORDED[0], models]
 
 
 def test_a_rank_that_was_not_asked_for_says_so(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(MODEL + "train()")
 
-    ended = recorded("--ranks", "1", "script.py", output="run", cwd=tmp_path)
+    ended = recorded_warm("--ranks", "1", "script.py", output="run", cwd=tmp_path)
 
     assert ended.said == ["Rank 0 was not recorded: --ranks does not name it."]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.script.running_scripts import plain, recorded
+from tests.run.script.running_scripts import plain, recorded, recorded_warm
 from traindiff.run.script.run import of_this_start
 
 ABOUT = """
@@ -137,7 +137,7 @@ def test_the_recording_lies_where_it_was_asked_for_whatever_directory_the_script
         "model(torch.ones(3, 2)).sum().backward()\noptimizer.step()"
     )
 
-    assert recorded("script.py", output="run", cwd=tmp_path).said[0] == "Recorded in run: 1 step of SGD."
+    assert recorded_warm("script.py", output="run", cwd=tmp_path).said[0] == "Recorded in run: 1 step of SGD."
     assert (tmp_path / "run" / "run.json").exists()
     assert not list((tmp_path / "inner").iterdir())
 

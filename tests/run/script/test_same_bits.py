@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import traindiff
-from tests.run.script.running_scripts import GAN, SCRIPTS, on_two_ranks, plain, recorded
+from tests.run.script.running_scripts import GAN, SCRIPTS, on_two_ranks, plain, recorded, recorded_warm
 from traindiff.storage import open_recording
 
 
@@ -47,7 +47,7 @@ def test_a_script_computes_the_same_bits_and_prints_the_same(tmp_path: Path, scr
     assert with_it.output == without.output
     assert with_it.errors == without.errors
     assert_same_bits(tmp_path / "without.pt", tmp_path / "with.pt")
-    again = recorded(script, tmp_path / "again.pt", output=tmp_path / "again")
+    again = recorded_warm(script, tmp_path / "again.pt", output=tmp_path / "again")
     assert again.said[0].startswith("Recorded in ")
     assert traindiff.compare(recording, tmp_path / "again").verdict == "identical"
 
@@ -71,7 +71,7 @@ def test_the_ranks_of_a_script_compute_the_same_bits_and_are_all_recorded(tmp_pa
 
 
 def test_models_of_a_gan_are_named_by_the_variables_that_hold_them(tmp_path: Path) -> None:
-    ended = recorded(GAN, tmp_path / "weights.pt", output=tmp_path / "recording")
+    ended = recorded_warm(GAN, tmp_path / "weights.pt", output=tmp_path / "recording")
 
     assert ended.said == [
         f"Recorded in {tmp_path / 'recording'}: 4 steps of Adam (optimizer), 4 steps of Adam (optimizer[1]).",
@@ -87,7 +87,7 @@ def test_models_of_a_gan_are_named_by_the_variables_that_hold_them(tmp_path: Pat
 
 
 def test_micro_steps_and_evaluation_of_a_script_are_told_apart(tmp_path: Path) -> None:
-    ended = recorded(SCRIPTS / "mlp.py", tmp_path / "weights.pt", output=tmp_path / "recording")
+    ended = recorded_warm(SCRIPTS / "mlp.py", tmp_path / "weights.pt", output=tmp_path / "recording")
 
     assert ended.said == [
         f"Recorded in {tmp_path / 'recording'}: 8 steps of AdamW.",
@@ -102,7 +102,7 @@ def test_micro_steps_and_evaluation_of_a_script_are_told_apart(tmp_path: Path) -
 
 def test_settings_are_those_of_a_recording(tmp_path: Path) -> None:
     options = ("--steps", "1-", "--every", "2", "--observe", "grad,loss", "--select", "0.*", "--select", "4")
-    recorded(*options, SCRIPTS / "mlp.py", tmp_path / "weights.pt", output=tmp_path / "recording")
+    recorded_warm(*options, SCRIPTS / "mlp.py", tmp_path / "weights.pt", output=tmp_path / "recording")
     found = open_recording(str(tmp_path / "recording"))
 
     assert [step.step for step in found.steps(0)] == [2, 4, 6]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+
+from tests.warm_process import warm
 
 pytest_plugins = ["pytester"]
 
@@ -66,9 +69,10 @@ class Project:
         (self.pytester.path / "training.py").write_text(source)
 
     def run(self, *options: str) -> pytest.RunResult:
-        return self.pytester.runpytest_subprocess(
-            "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *options, timeout=120
-        )
+        began = time.monotonic()
+        ended = warm("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *options, timeout=120)
+        lines = (ended.stdout.splitlines(), ended.stderr.splitlines())
+        return pytest.RunResult(ended.returncode, *lines, time.monotonic() - began)
 
     def files(self) -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in self.golden.rglob("*") if path.is_file()}
