@@ -101,7 +101,7 @@ def verify(
     from traindiff.present.text.results import print_matrix, print_verification
     from traindiff.run.processes.present_ranks import PresentRanks
     from traindiff.run.verify.matrix import read_grid, verify_matrix
-    from traindiff.run.verify.request import VerifyRequest, candidate_setup, trusted_setup
+    from traindiff.run.verify.request import VerifyRequest, setups
     from traindiff.run.verify.runs import REPLICAS
     from traindiff.run.verify.verify import run_request
 
@@ -109,9 +109,9 @@ def verify(
     replicas = REPLICAS if replica is None else tuple(replica)
 
     def decide(ranks: PresentRanks | None) -> int:
-        setup = candidate_setup(given, world_size=ranks.world_size if ranks else None)
+        baseline_setup, setup = setups(given, world_size=ranks.world_size if ranks else None)
         request = VerifyRequest(
-            recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=trusted_setup(given, setup),
+            recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=baseline_setup,
             setup=setup, steps=steps, seed=seed, repeat=repeat, replicas=replicas, pin=pin.value, zoom=zoom,
             rename=rename, rtol=rtol, atol=atol, compiler_logs=verbose_logging, timeout=timeout,
         )  # fmt: skip

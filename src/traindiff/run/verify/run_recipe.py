@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -171,29 +170,12 @@ def _forced_values(path: str, replica: ReplicaSetting | None) -> ForcedValues:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedRun:
-    """A run in a form that can be sent to another process; `settings` are further arguments of `run_recipe`."""
-
-    recipe: Named
-    path: str
-    num_steps: int
-    seed: int
-    setup: Setup
-    asked_by: str
-    compiler_logs: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-def record_on_rank(here: Here, run: RecordedRun) -> dict[str, Any]:
-    """Run and record this rank's part."""
-    if run.compiler_logs:
+def record_on_rank(here: Here, recipe: Named, run: Callable[..., str], asked_by: str, compiler_logs: bool) -> Any:  # noqa: FBT001
+    """Run and record this rank's part; `run` is `run_recipe` with all settings."""
+    if compiler_logs:
         log_recompilations()
-    recipe = load_recipe(run.recipe, asked_by=run.asked_by) if isinstance(run.recipe, str) else run.recipe
-    run_recipe(
-        recipe, run.path, num_steps=run.num_steps, seed=run.seed, setup=run.setup, asked_by=run.asked_by,
-        on_step=here.step_done, last_seen=here.last_seen, overwrite=True, **run.settings,
-    )  # fmt: skip
+    found = load_recipe(recipe, asked_by=asked_by) if isinstance(recipe, str) else recipe
+    run(found, on_step=here.step_done, last_seen=here.last_seen)
     return {"peak_bytes": peak_bytes()}
 
 
