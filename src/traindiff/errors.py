@@ -22,8 +22,10 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from traindiff.core.site import printable
 
@@ -146,3 +148,7 @@ class ConfigError(TraindiffError, ValueError):
             where, what, fix = map(printable, (problem.where, problem.what, problem.fix))
             lines += ["", f"  {where}", f"    {what}", f"    {fix}"]
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it is pickled: other processes get it with its problems."""
+        return partial(type(self), consequence=self.consequence), (self.source, self.problems)

@@ -204,7 +204,7 @@ def _in_this_process(
 
 def _config_error(error: RanksError, asked_by: str) -> ConfigError:
     """The `ConfigError` of the rank that explains the others."""
-    return ConfigError(asked_by, [Problem(**one) for one in error.first.problems])
+    return ConfigError(asked_by, error.first.problems)
 
 
 def _is_of_the_user(path: Path) -> bool:
