@@ -20,7 +20,7 @@ from traindiff.compat.msprobe.importing import import_gradients
 from traindiff.compat.onnxruntime.importing import import_statistics
 from traindiff.errors import RecordingError
 from traindiff.present.data import FORMATS, observations, writer
-from traindiff.present.data.exports import Wanted, scalars
+from traindiff.present.data.exports import scalars
 from traindiff.present.page import page_of, write
 from traindiff.present.text.recording import print_head, print_rows
 from traindiff.present.text.results import print_check, print_comparison
@@ -138,7 +138,7 @@ def _golden(case: Case) -> None:
 
 def _scalars(case: Case) -> None:
     recording = open_recording(case.mutant)
-    for _ in scalars(recording, Wanted(site="*")):
+    for _ in scalars(recording, observations.Filter(site="*")):
         pass
 
 
