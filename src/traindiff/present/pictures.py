@@ -86,7 +86,7 @@ def write_pictures(result: Comparison | Verdict, directory: Path) -> list[Path]:
         drawn = {
             "heat-map": _heat_map(new, page, history) if history is not None and history.whole.columns else None,
             "curves": _curves(new, page) if page.data["curves"] else None,
-            "dataflow": _dataflow(new, page.flow, page.headline.told.where) if page.flow and page.headline else None,
+            "dataflow": _dataflow(new, page.flow, page.first.where) if page.flow and page.first else None,
         }
         for name, figure in drawn.items():
             if figure is not None:
@@ -157,9 +157,9 @@ def _heat_map(new: NewFigure, page: Page, history: DifferenceHistory | RunHistor
     axes.set_yticks(named, [rows["phase"][at] for at in named])
     for at in begins[1:]:
         axes.axhline(at - 0.5, color="#ffffff", linewidth=0.8)
-    if page.headline is not None and page.headline.row is not None:
-        column = history.whole.column_of(page.headline.step)
-        axes.plot([column], [page.headline.row], "o", markersize=11, markerfacecolor="none", markeredgecolor="black")
+    if page.first is not None and page.first_row is not None:
+        column = history.whole.column_of(page.first.group.first.step)
+        axes.plot([column], [page.first_row], "o", markersize=11, markerfacecolor="none", markeredgecolor="black")
     bar = figure.colorbar(drawn, ax=axes, label=shown["name"], ticks=range(low, high + 1), pad=0.01)
     bar.ax.set_yticklabels([f"1e{power}" if power else "1" for power in range(low, high + 1)])
     axes.set_title(_literal(page.title), fontsize=10, loc="left")

@@ -30,7 +30,7 @@ def scalars(recording: Recording, wanted: Filter) -> Iterator[tuple[int, Scalars
 
     Args:
         recording: The run; its ranks are merged.
-        wanted: The tensors that are added.
+        wanted: The tensors that are added; none if its `site` is empty.
 
     Yields:
         The step, and its scalars by name.
@@ -57,7 +57,7 @@ def _of_entry(key: SiteKey, entry: MergedSite, wanted: Filter) -> Scalars:
     name += f" micro-step {key.micro_step}" if key.micro_step else ""
     if entry.shape == () and int(entry.summary["count"]) == 1 and (key.phase == "loss" or key.group):
         return {name: number(entry.summary)}
-    if not wanted.has(key.phase, key.path, key.slot):
+    if not wanted.site or not wanted.has(key.phase, key.path, key.slot):
         return {}
     return {f"{name} norm": float(norm(entry.summary)), f"{name} largest": float(largest(entry.summary))}
 

@@ -30,7 +30,7 @@ class Filter:
     """A choice of observations.
 
     Attributes:
-        site: Glob over canonical paths, or over `path slot`; empty for none.
+        site: Glob over canonical paths, or over `path slot`.
         phases: Phases; empty for all.
         steps: Steps.
         samples: Whether the single samples of a batch are included.
@@ -48,9 +48,8 @@ class Filter:
 
     def has(self, phase: str, path: str, slot: str) -> bool:
         """Whether it includes a site, in the steps that it includes."""
-        if not self.site or (self.phases and phase not in self.phases):
-            return False
-        return matches(self.site, path) or matches(self.site, f"{path or ROOT} {slot}")
+        named = matches(self.site, path) or matches(self.site, f"{path or ROOT} {slot}")
+        return named and (not self.phases or phase in self.phases)
 
 
 def parse_filter(

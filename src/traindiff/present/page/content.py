@@ -52,43 +52,6 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Headline:
-    """The finding at the top of a page.
-
-    Attributes:
-        told: The finding in full.
-        row: Its row; None where its site has none.
-    """
-
-    told: Told
-    row: int | None
-
-    @property
-    def step(self) -> int:
-        """Its step."""
-        return self.told.group.first.step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
-    """A site that only one run has.
-
-    Attributes:
-        run: Which one.
-        phase: Phase of the site.
-        site: As people read it.
-        steps: The steps in which it is alone, in words.
-        why: Why it could not be compared; empty where the other run has none.
-    """
-
-    run: str
-    phase: str
-    site: str
-    steps: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One line of the table of settings.
 
@@ -110,12 +73,13 @@ class Page:
     Attributes:
         about: `comparison` or `check`.
         story: What the report says.
-        headline: The first finding, if there is one.
+        first: The finding at the top, if there is one.
+        first_row: Its row; None where its site has none.
         facts: Numbers of what was compared or checked, with what they count.
         flow: The dataflow around the first finding: columns of sites.
         findings: All of them.
         representation: Differences in how things are represented.
-        alone: Sites that only one run has.
+        alone: For each site that only one run has: which run, its phase, its name, the steps, and why.
         settings: What the runs say of themselves.
         order: By row, which site of the history it is.
         data: For the script: rows, columns, numbers, curves.
@@ -123,12 +87,13 @@ class Page:
 
     about: Literal["comparison", "check"]
     story: Story
-    headline: Headline | None
+    first: Told | None
+    first_row: int | None
     facts: tuple[tuple[int, str], ...]
     flow: Sequence[Sequence[Node]] = ()
     findings: tuple[Found, ...]
     representation: tuple[Found, ...] = ()
-    alone: tuple[Alone, ...] = ()
+    alone: tuple[tuple[str, ...], ...] = ()
     settings: Sequence[Setting]
     order: Sequence[int]
     data: Mapping[str, Any]
@@ -180,7 +145,8 @@ def _of_check(verdict: Verdict, history: RunHistory) -> Page:
     return Page(
         about="check",
         story=story,
-        headline=Headline(told=first, row=findings[0].row) if first else None,
+        first=first,
+        first_row=findings[0].row if first else None,
         facts=(
             _counted(len(verdict.steps), "step", " checked"),
             _counted(len(verdict.ranks), "rank"),
@@ -221,7 +187,8 @@ def _of_comparison(comparison: Comparison, history: DifferenceHistory) -> Page:
     return Page(
         about="comparison",
         story=story,
-        headline=Headline(told=first, row=(findings or representation)[0].row) if first else None,
+        first=first,
+        first_row=(findings or representation)[0].row if first else None,
         facts=(
             _counted(len(comparison.steps), "step", " compared"),
             (len(differences), "sites"),
@@ -263,14 +230,12 @@ def _curves(sites: ShownSites, drawn: Mapping[str, Any]) -> list[dict[str, Any]]
     ]
 
 
-def _alone(comparison: Comparison) -> Iterator[Alone]:
+def _alone(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     for run, missing in zip(("baseline", "candidate"), comparison.unaligned, strict=True):
         for one in missing:
             more = f", in {one.num_steps} steps" if one.num_steps > 1 else ""
-            yield Alone(
-                run=run, phase=phase_text(one.phase, ""), site=label(one.path, one.slot),
-                steps=f"from step {one.first_step}{more}", why=one.why,
-            )  # fmt: skip
+            steps = f"from step {one.first_step}{more}"
+            yield run, phase_text(one.phase, ""), label(one.path, one.slot), steps, one.why
 
 
 def _flow(first: Finding, sites: ShownSites, history: DifferenceHistory) -> list[list[Node]]:

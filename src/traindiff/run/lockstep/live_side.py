@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from traindiff.observe.torch.sharding.deepspeed_optimizer import (
     decouples_weight_decay,
     engine_settings,
 )
-from traindiff.run.config.training import Training
+from traindiff.run.config.training import Training, logged
 from traindiff.run.lockstep.live_steps import LiveWriter, RunMessage
 from traindiff.run.lockstep.settings import LockstepSettings
 from traindiff.run.lockstep.stepped import follow_settings
@@ -153,21 +154,12 @@ class LiveSide:
     @property
     def loss_number(self) -> float:
         """The loss of the latest step; NaN if it gave none. Waits for the loss's device."""
-        return next(_numbers(self.loss), float("nan"))
+        return float(dict(logged(self.loss)).get("loss", math.nan))
 
     def _open_writer(self, run: Mapping[str, Any], rank: int, world_size: int) -> StepWriter:
         further = None if self._output is None else on_disk(self._output, overwrite=False)(run, rank, world_size)
         self._writer = LiveWriter(run, rank, further)
         return self._writer
-
-
-def _numbers(loss: Any) -> Iterator[float]:
-    if isinstance(loss, Mapping):
-        loss = loss.get("loss")
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        loss = loss.detach().float().item()
-    if isinstance(loss, (int, float)):
-        yield float(loss)
 
 
 @contextmanager
@@ -180,35 +172,23 @@ def noted(note: str) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomState:
-    """The state of the global generators of torch, Python and, if it is loaded, NumPy."""
+def random_state() -> Callable[[], None]:
+    """A function that makes the global generators of torch, Python and, if it is loaded, NumPy continue from here.
 
-    cpu: Tensor
-    cuda: Tensor | None
-    python: tuple[Any, ...]
-    numpy: Any
+    Draws nothing and waits for no device.
+    """
+    numpy = sys.modules.get("numpy")
+    restoring = [partial(torch.set_rng_state, torch.get_rng_state()), partial(random.setstate, random.getstate())]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        restoring.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+    if numpy is not None:
+        restoring.append(partial(numpy.random.set_state, numpy.random.get_state()))
 
-    @classmethod
-    def now(cls) -> RandomState:
-        """The current state; draws nothing and waits for no device."""
-        numpy = sys.modules.get("numpy")
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        return cls(
-            cpu=torch.get_rng_state(),
-            cuda=torch.cuda.get_rng_state() if cuda else None,
-            python=random.getstate(),
-            numpy=numpy.random.get_state() if numpy is not None else None,
-        )
+    def restore() -> None:
+        for one in restoring:
+            one()
 
-    def restore(self) -> None:
-        """Make the generators continue from this state."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+    return restore
 
 
 class BatchGuard:
@@ -275,14 +255,14 @@ def train_all(sides: Sequence[LiveSide], batch: Any, guard: BatchGuard, *, where
     baseline, candidate, *copies = sides
     follow_settings(baseline.training, [one.training for one in copies])
     guard.begin(batch)
-    before = after = RandomState.now()
+    restore_before = restore_after = random_state()
     for side in (baseline, *copies, candidate):
         if side is not baseline:
-            before.restore()
+            restore_before()
         with noted(f"traindiff.Lockstep: raised in the step of the {side.name}, in {where}."):
             side.step(guard.given())
         guard.end(side.name)
         if side is baseline:
-            after = RandomState.now()
-    after.restore()
+            restore_after = random_state()
+    restore_after()
     guard.release()

@@ -25,7 +25,7 @@ from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import Targets, find_targets
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
 from traindiff.run.config.setup import PLAIN, Setup
-from traindiff.run.config.training import Training
+from traindiff.run.config.training import Training, logged
 from traindiff.run.processes.rank_process import Here
 from traindiff.run.verify.determinism import DROPOUT, controlled, take_out_dropout
 from traindiff.run.verify.recipe import (
@@ -33,7 +33,6 @@ from traindiff.run.verify.recipe import (
     Recipe,
     failures_explained,
     load_recipe,
-    logged,
     name_of,
     prepared,
     refuse_without_loss,
