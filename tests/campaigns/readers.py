@@ -23,7 +23,7 @@ from traindiff.present.data import FORMATS, observations, writer
 from traindiff.present.data.exports import scalars
 from traindiff.present.page import page_of, write
 from traindiff.present.text.recording import print_head, print_rows
-from traindiff.present.text.results import print_check, print_comparison
+from traindiff.present.text.results import print_report
 from traindiff.present.viewer.catalog import Catalog, write_listing
 from traindiff.run.testing.golden import Golden
 from traindiff.storage import Recording, open_recording
@@ -100,9 +100,9 @@ def _written(result: Comparison | Verdict, case: Case) -> None:
     elif form != "text":
         writer(form)(result, io.StringIO())
     elif isinstance(result, Comparison):
-        print_comparison(_console(), result, top=12)
+        print_report(_console(), result, top=12)
     else:
-        print_check(_console(), result, top=12)
+        print_report(_console(), result, top=12)
 
 
 def _check(case: Case) -> None:

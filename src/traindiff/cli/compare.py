@@ -59,14 +59,14 @@ def print_table(result: Comparison, steps: StepSelection | None, *, form: str) -
         ConfigError: There are no such steps.
     """
     from traindiff.present.data.step_rows import print_rows, step_rows, write_rows
-    from traindiff.present.text.results import print_comparison
+    from traindiff.present.text.results import print_report
 
     assert result.history is not None
     rows = step_rows(result, result.history, steps)
     if form == "csv":
         write_rows(sys.stdout, rows)
         return
-    print_comparison(results, result, top=0)
+    print_report(results, result, top=0)
     print_rows(results, rows)
 
 
@@ -103,7 +103,7 @@ def compare(
     """
     from traindiff.analyse.compare import compare as compare_recordings
     from traindiff.present.pictures import check_matplotlib
-    from traindiff.present.text.results import print_comparison
+    from traindiff.present.text.results import print_report
 
     shown = None if table is None else checked_table(table, form="json" if as_json else form)
     if html is not None:
@@ -128,7 +128,7 @@ def compare(
         _draw(result, pictures)
     form = "json" if as_json else form
     if table is None:
-        print_result(result, form, text=lambda: print_comparison(results, result, top=top))
+        print_result(result, form, text=lambda: print_report(results, result, top=top))
     else:
         print_table(result, shown, form=form)
     raise typer.Exit(result.exit_code)
