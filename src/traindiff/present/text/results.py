@@ -20,6 +20,7 @@ from traindiff.analyse.story import (
     Emphasis,
     PinnedStep,
     Section,
+    Story,
     closing,
     conclusion,
     count_text,
@@ -73,11 +74,14 @@ def print_section(
 
 def print_verdict(console: Console, comparison: Comparison) -> None:
     """Print the verdict of a comparison, and its first divergence."""
-    story = of_comparison(comparison)
+    _print_opening(console, of_comparison(comparison))
+
+
+def _print_opening(console: Console, story: Story, table: Callable[[Section], None] = lambda _: None) -> None:
     for number, section in enumerate(opening(story)):
         if number:
             console.print()
-        print_section(console, section, word=story.word)
+        print_section(console, section, word=story.word, table=partial(table, section))
 
 
 def print_report(console: Console, result: Comparison | Verification | Verdict, *, top: int) -> None:
@@ -107,10 +111,7 @@ def print_report(console: Console, result: Comparison | Verification | Verdict, 
         elif about == "operators" and zoomed is not None:
             print_zooms(console, zoomed, top=top, further=False)
 
-    for number, section in enumerate(opening(story)):
-        if number:
-            console.print()
-        print_section(console, section, word=story.word, table=partial(table, section))
+    _print_opening(console, story, table)
     if comparison is not None:
         _print_differences(console, comparison.differences, top=top)
     for section in closing(story):
