@@ -78,13 +78,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="The same as --format j
 
 
 def print_result(result: Any, form: str, *, text: Callable[[], None]) -> None:
-    """Print a verdict on standard output.
-
-    Args:
-        result: The result of a command.
-        form: One of `FORMATS`, or `text`.
-        text: Prints it for people.
-    """
+    """Print a verdict on standard output, in one of `FORMATS`, or as `text` prints it for people."""
     if form == "text":
         text()
     else:

@@ -31,12 +31,8 @@ TableOption = Annotated[
 def checked_table(text: str, *, form: str) -> StepSelection | None:
     """The steps that `--table` asks for; None for the step of the first divergence.
 
-    Args:
-        text: The value of the option.
-        form: The format of the result.
-
     Raises:
-        ConfigError: The value names no steps, or the format has no table.
+        ConfigError: The text names no steps, or the format has no table.
     """
     from traindiff.present.data.step_rows import parse_table
 
@@ -48,12 +44,7 @@ def checked_table(text: str, *, form: str) -> StepSelection | None:
 
 
 def print_table(result: Comparison, steps: StepSelection | None, *, form: str) -> None:
-    """Print the verdict and the table; with `csv`, the table alone.
-
-    Args:
-        result: A comparison with a history.
-        steps: The steps of the table; None for the step of the first divergence.
-        form: `text` or `csv`.
+    """Print the verdict of a comparison with a history, and the table of these steps; with `csv`, the table alone.
 
     Raises:
         ConfigError: There are no such steps.

@@ -66,16 +66,7 @@ Steps = Iterable[tuple[int, Scalars]]
 
 
 def to_tensorboard(recording: Recording, steps: Steps, output: Path) -> int:
-    """Write an event file that TensorBoard reads.
-
-    Args:
-        recording: The run.
-        steps: Its scalars.
-        output: Directory of the event file.
-
-    Returns:
-        The number of scalars that were written.
-    """
+    """Write an event file that TensorBoard reads into a directory; return the number of scalars."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -93,15 +84,9 @@ def to_tensorboard(recording: Recording, steps: Steps, output: Path) -> int:
 
 
 def to_wandb(recording: Recording, steps: Steps, output: Path) -> int:
-    """Write an offline run of Weights & Biases, which `wandb sync` can send. Nothing goes over the network.
+    """Write an offline run of Weights & Biases below a directory; return the number of scalars.
 
-    Args:
-        recording: The run.
-        steps: Its scalars.
-        output: Directory in which wandb makes its own.
-
-    Returns:
-        The number of scalars that were written.
+    `wandb sync` can send it. Nothing goes over the network.
     """
     import wandb
 
@@ -126,11 +111,7 @@ EXPORTS: Mapping[str, tuple[str, Callable[[Recording, Steps, Path], int]]] = {
 
 
 def exporter(name: str, *, beside: Sequence[str] = ()) -> Callable[[Recording, Steps, Path], int]:
-    """The function that writes for a tool of `EXPORTS`.
-
-    Args:
-        name: Its name.
-        beside: Names of further tools, for the message.
+    """The function that writes for a tool of `EXPORTS`; `beside` has names of further tools, for the message.
 
     Raises:
         ConfigError: There is no such tool, or its package is not installed.

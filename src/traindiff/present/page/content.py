@@ -40,12 +40,7 @@ _DRAWN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Findings that say the same of several sites.
-
-    Attributes:
-        group: The findings.
-        row: Row of the first of them; None where its site has none.
-    """
+    """Findings that say the same of several sites, and the row of the first of them, if its site has one."""
 
     group: Group
     row: int | None
@@ -53,17 +48,15 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One line of the table of settings.
-
-    Attributes:
-        name: Its place in `run.json`, with dots.
-        values: The value in each run, as text; empty where a run does not have it.
-        differs: Whether the values differ.
-    """
+    """A line of the table of settings: a place in `run.json`, and its value in each run, empty if it has none."""
 
     name: str
     values: tuple[str, ...]
-    differs: bool
+
+    @property
+    def differs(self) -> bool:
+        """Whether the runs differ in it."""
+        return len(set(self.values)) > 1 and self.name != "created"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,21 +262,14 @@ _PARTS = (
 
 
 def run_settings(paths: Sequence[str]) -> list[Setting]:
-    """What `run.json` of each recording says; nothing where one cannot be read.
-
-    Args:
-        paths: Of one recording, or of two.
-    """
+    """What `run.json` of one recording, or of two, says; nothing where one cannot be read."""
     try:
         contents = [open_recording(path).run for path in paths]
     except (RecordingError, OSError):
         return []
     runs = [dict(_flat({name: run[name] for name in _PARTS if name in run})) for run in contents]
-    found = []
-    for name in dict.fromkeys(name for run in runs for name in run):
-        values = tuple(run.get(name, "") for run in runs)
-        found.append(Setting(name=name, values=values, differs=len(set(values)) > 1 and name != "created"))
-    return found
+    names = dict.fromkeys(name for run in runs for name in run)
+    return [Setting(name=name, values=tuple(run.get(name, "") for run in runs)) for name in names]
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:

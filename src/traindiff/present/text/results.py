@@ -171,13 +171,9 @@ def _print_pinned(console: Console, pinned: PinnedStep, *, top: int) -> None:
 
 
 def print_zooms(console: Console, comparison: Comparison, *, top: int, further: bool = True) -> None:
-    """Print the walk through the operators of the first finding's module; of further findings, what was found there.
+    """Print the walk through the operators of the first finding's module; with `further`, other findings' operators.
 
-    Args:
-        console: Where to print.
-        comparison: What to print.
-        top: Rows per table at most; 0 prints no tables.
-        further: Also print what was found for further findings.
+    See `print_report` for `top`.
     """
     if not comparison.zooms:
         return
@@ -227,13 +223,7 @@ def print_investigation(console: Console, investigation: Investigation, *, top: 
 
 
 def print_conclusion(console: Console, investigation: Investigation, *, top: int) -> None:
-    """Print the walk through the operators, the verdict, and what it took.
-
-    Args:
-        console: Where to print; decides about colors and width.
-        investigation: What to print.
-        top: Rows per table at most; 0 prints no tables.
-    """
+    """Print the walk through the operators, the verdict, and what it took; see `print_report` for `top`."""
     deciding = investigation.deciding
     if deciding is not None and deciding.zoomed is not None and top:
         print_zooms(console, deciding.zoomed.comparison, top=top)

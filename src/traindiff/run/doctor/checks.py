@@ -21,16 +21,45 @@ from traindiff.run.verify.recipe import Recipe
 from traindiff.storage import open_recording
 
 
-def cpu_times(baseline: Callable[[], object], candidate: Callable[[], object], *, rounds: int) -> list[list[float]]:
-    """Seconds of CPU time, of all threads, of pairs of calls in alternating order: those of each, by round."""
-    calls = (baseline, candidate)
-    times: list[list[float]] = [[], []]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """Times of a candidate over those of a baseline: median, first and third quartile of the ratios over all rounds."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+    baseline_seconds: float
+
+
+def interleaved(
+    baseline: Callable[[], object],
+    candidate: Callable[[], object],
+    *,
+    rounds: int,
+    clock: Callable[[], float] = process_time,
+) -> Ratio:
+    """The CPU time of a candidate over that of a baseline, from pairs of calls in alternating order.
+
+    Args:
+        baseline: Called once per round.
+        candidate: Called once per round.
+        rounds: Number of pairs, at least 2.
+        clock: By default CPU time of the process, of all its threads.
+    """
+    ratios: list[float] = []
+    plain: list[float] = []
     for number in range(rounds):
-        for which in (0, 1) if number % 2 == 0 else (1, 0):
-            before = process_time()
-            calls[which]()
-            times[which].append(process_time() - before)
-    return times
+        order = (baseline, candidate) if number % 2 == 0 else (candidate, baseline)
+        seconds: dict[Callable[[], object], float] = {}
+        for run in order:
+            before = clock()
+            run()
+            seconds[run] = clock() - before
+        plain.append(seconds[baseline])
+        ratios.append(seconds[candidate] / max(seconds[baseline], 1e-9))
+    low, _, high = quantiles(ratios, n=4, method="inclusive")
+    return Ratio(median=median(ratios), low=low, high=high, rounds=rounds, baseline_seconds=median(plain))
 
 
 Result = Literal["pass", "fail", "skip"]
@@ -183,17 +212,17 @@ def _overhead(plan: Plan, path: Path) -> Check:
             for _ in range(2):
                 step_plain()
                 step_watched()
-            times = cpu_times(step_plain, step_watched, rounds=plan.rounds)
+            ratio = interleaved(step_plain, step_watched, rounds=plan.rounds)
     finally:
         torch.set_num_threads(threads)
-    ratios = [seconds / max(plain_seconds, 1e-9) for plain_seconds, seconds in zip(*times, strict=True)]
-    low, middle, high = quantiles(ratios, n=4, method="inclusive")
-    step_seconds = median(times[0])
     message = (
-        f"roughly {middle:.2f} times the CPU time ({low:.2f} to {high:.2f}; {plan.rounds} pairs of "
-        f"steps of {1000 * step_seconds:.0f} ms, one thread)"
+        f"roughly {ratio.median:.2f} times the CPU time ({ratio.low:.2f} to {ratio.high:.2f}; {ratio.rounds} pairs of "
+        f"steps of {1000 * ratio.baseline_seconds:.0f} ms, one thread)"
     )
-    evidence = {"ratio": middle, "low": low, "high": high, "rounds": plan.rounds, "step_seconds": step_seconds}
+    evidence = {
+        "ratio": ratio.median, "low": ratio.low, "high": ratio.high, "rounds": ratio.rounds,
+        "step_seconds": ratio.baseline_seconds,
+    }  # fmt: skip
     return Check(name="overhead", result="pass", message=message, evidence=evidence)
 
 
