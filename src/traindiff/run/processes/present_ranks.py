@@ -80,8 +80,8 @@ class PresentRanks:
         try:
             result = decide()
         except BaseException as error:
-            told = TraindiffError(f"rank 0 raised {type(error).__name__}: {error}")
-            self._finish(error if isinstance(error, ConfigError) else told)
+            told = f"rank 0 raised {type(error).__name__}: {error}"
+            self._finish(error if isinstance(error, ConfigError) else TraindiffError(told))
             raise
         self._finish(result)
         return result

@@ -147,7 +147,7 @@ class Runs:
         if self.progress:
             self.progress(self.label + name, 0, num_steps)
         path = os.fspath(self.directory / name)
-        asked_by = f"{self.asked_by}, run {name}"
+        asked_by = self._asked_by(name)
         run = partial(
             run_recipe, path=path, num_steps=num_steps, seed=self.seed, setup=setup, asked_by=asked_by, overwrite=True,
             **{"controls": tuple(self.controls), **self.record, **settings},
@@ -162,6 +162,9 @@ class Runs:
             self.costs.append(RunCost(name=self.label + name, num_steps=done[0], seconds=time.perf_counter() - began))
         return path
 
+    def _asked_by(self, name: str) -> str:
+        return f"{self.asked_by}, run {name}"
+
     def _launched(self, args: Sequence[Any], name: str, setup: Setup, on_step: Callable[[int], None]) -> None:
         def on_first_ranks_step(rank: int, step: int) -> None:
             if rank == 0:
@@ -175,7 +178,7 @@ class Runs:
         except RanksError as error:
             first = error.first
             if first.problems and not (first.explained and first.last_observation):  # the training had not begun
-                raise _config_error(error, f"{self.asked_by}, run {name}") from error
+                raise _config_error(error, self._asked_by(name)) from error
             raise RunFailedError(of_ranks(name, error)) from error
         self.peak_bytes = max(self.peak_bytes, sum(end.result["peak_bytes"] for end in ends))
 
