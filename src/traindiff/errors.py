@@ -131,10 +131,7 @@ class ConfigError(TraindiffError, ValueError):
         problems: All problems, in the order in which they appear in `source`.
         consequence: What was therefore not done.
 
-    Attributes:
-        source: File or call that was wrong, as the user would name it.
-        problems: All problems, in the order in which they appear in `source`.
-        consequence: What was therefore not done.
+    Its arguments are its attributes.
     """
 
     def __init__(self, source: str, problems: Collection[Problem], *, consequence: str = "nothing was done") -> None:
