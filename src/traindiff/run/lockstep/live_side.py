@@ -154,7 +154,8 @@ class LiveSide:
     @property
     def loss_number(self) -> float:
         """The loss of the latest step; NaN if it gave none. Waits for the loss's device."""
-        return float(dict(logged(self.loss)).get("loss", math.nan))
+        loss = dict(logged(self.loss)).get("loss", math.nan)
+        return float(loss.detach() if isinstance(loss, Tensor) else loss)
 
     def _open_writer(self, run: Mapping[str, Any], rank: int, world_size: int) -> StepWriter:
         further = None if self._output is None else on_disk(self._output, overwrite=False)(run, rank, world_size)
