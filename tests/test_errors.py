@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 
 import traindiff
@@ -70,3 +71,12 @@ def test_a_name_that_is_near_no_known_one_gets_no_suggestion() -> None:
     problem = Problem.unknown_name(where="here", kind="a phase", found="xyz", known=("grad", "loss"))
 
     assert problem.fix == "Known: grad, loss."
+
+
+def test_a_configuration_error_comes_through_pickle_as_it_was() -> None:
+    error = ConfigError("run.toml", [Problem(where="a", what="b", fix="c")], consequence="nothing was run")
+
+    found = pickle.loads(pickle.dumps(error))
+
+    assert (str(found), found.source, found.problems) == (str(error), error.source, error.problems)
+    assert found.consequence == "nothing was run"

@@ -22,8 +22,10 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from traindiff.core.site import printable
 
@@ -129,10 +131,7 @@ class ConfigError(TraindiffError, ValueError):
         problems: All problems, in the order in which they appear in `source`.
         consequence: What was therefore not done.
 
-    Attributes:
-        source: File or call that was wrong, as the user would name it.
-        problems: All problems, in the order in which they appear in `source`.
-        consequence: What was therefore not done.
+    Its arguments are its attributes.
     """
 
     def __init__(self, source: str, problems: Collection[Problem], *, consequence: str = "nothing was done") -> None:
@@ -146,3 +145,7 @@ class ConfigError(TraindiffError, ValueError):
             where, what, fix = map(printable, (problem.where, problem.what, problem.fix))
             lines += ["", f"  {where}", f"    {what}", f"    {fix}"]
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it is pickled: other processes get it with its problems."""
+        return partial(type(self), consequence=self.consequence), (self.source, self.problems)

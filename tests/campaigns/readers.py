@@ -20,10 +20,10 @@ from traindiff.compat.msprobe.importing import import_gradients
 from traindiff.compat.onnxruntime.importing import import_statistics
 from traindiff.errors import RecordingError
 from traindiff.present.data import FORMATS, observations, writer
-from traindiff.present.data.exports import Wanted, scalars
+from traindiff.present.data.exports import scalars
 from traindiff.present.page import page_of, write
 from traindiff.present.text.recording import print_head, print_rows
-from traindiff.present.text.results import print_check, print_comparison
+from traindiff.present.text.results import print_report
 from traindiff.present.viewer.catalog import Catalog, write_listing
 from traindiff.run.testing.golden import Golden
 from traindiff.storage import Recording, open_recording
@@ -100,9 +100,9 @@ def _written(result: Comparison | Verdict, case: Case) -> None:
     elif form != "text":
         writer(form)(result, io.StringIO())
     elif isinstance(result, Comparison):
-        print_comparison(_console(), result, top=12)
+        print_report(_console(), result, top=12)
     else:
-        print_check(_console(), result, top=12)
+        print_report(_console(), result, top=12)
 
 
 def _check(case: Case) -> None:
@@ -138,7 +138,7 @@ def _golden(case: Case) -> None:
 
 def _scalars(case: Case) -> None:
     recording = open_recording(case.mutant)
-    for _ in scalars(recording, Wanted(site="*")):
+    for _ in scalars(recording, observations.Filter(site="*")):
         pass
 
 

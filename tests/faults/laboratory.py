@@ -10,7 +10,7 @@ import torch
 import traindiff
 from tests.faults.recipe import Recipe
 from traindiff.analyse.compare import Comparison
-from traindiff.run.verify.pinning import ForcedStep, ForcedSteps, pin_down
+from traindiff.run.verify.pinning import NATIVE, ForcedStep, ForcedSteps, pin_down
 from traindiff.run.verify.runs import REPLICAS, Runs
 
 STEPS = 5
@@ -79,7 +79,7 @@ class Baseline:
         """See `traindiff.run.verify.pinning`."""
         if self.steps is None:
             self.steps = ForcedSteps(self.runs, self.recipe)
-        return self.steps.step(step, precision)
+        return self.steps.step(step, NATIVE if precision is None else str(precision).removeprefix("torch."))
 
 
 def _run(runs: Runs, candidate: Recipe) -> str:

@@ -11,7 +11,7 @@ import pytest
 import traindiff
 from tests.made_up import Seen, Step, at, record
 from tests.messages.provoking import Chapter
-from traindiff.present.data.observations import check_phases
+from traindiff.present.data.observations import parse_filter
 
 chapter = Chapter("traindiff.compare and traindiff.check", [])
 situation = chapter.situation
@@ -116,4 +116,4 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 
 @situation("show: phases that there are not")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    check_phases(("gradient", "params"))
+    parse_filter("*", ("gradient", "params"), None, asked_by="show", consequence="nothing was done")

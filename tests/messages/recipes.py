@@ -23,7 +23,6 @@ from traindiff.run.processes.present_ranks import PresentRanks
 from traindiff.run.verify.failed import RunFailedError, refused
 from traindiff.run.verify.matrix import read_grid
 from traindiff.run.verify.recipe import load_recipe
-from traindiff.run.verify.request import SetupOptions
 
 chapter = Chapter("Recipes: verify, calibrate, doctor, demo", [])
 situation = chapter.situation
@@ -95,25 +94,25 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 @situation("a grid that varies nothing")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     (here / "grid.toml").write_text('exclude = "ddp"\n')
-    read_grid(here / "grid.toml", SetupOptions())
+    read_grid(here / "grid.toml", {})
 
 
 @situation("a grid that does not exist")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    read_grid(here / "grid.toml", SetupOptions())
+    read_grid(here / "grid.toml", {})
 
 
 @situation("a grid that is no TOML")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     (here / "grid.toml").write_text("engine = [")
-    read_grid(here / "grid.toml", SetupOptions())
+    read_grid(here / "grid.toml", {})
 
 
 @situation("a grid with all that can be wrong with it")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     text = '[grid]\nengin = ["ddp"]\nnproc = 2\n[settings]\nnproc = 4\n[setings]\n[[exclude]]\ndtpe = "float32"\n'
     (here / "grid.toml").write_text(text)
-    read_grid(here / "grid.toml", SetupOptions())
+    read_grid(here / "grid.toml", {})
 
 
 @situation("a recipe that returns nothing")

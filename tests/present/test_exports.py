@@ -13,7 +13,8 @@ import pytest
 
 from tests.made_up import FC, Seen, Step, at, record
 from traindiff.core.steps import parse_steps
-from traindiff.present.data.exports import Wanted, exporter, scalars
+from traindiff.present.data.exports import exporter, scalars
+from traindiff.present.data.observations import Filter
 from traindiff.storage import open_recording
 
 
@@ -28,7 +29,7 @@ def run(tmp_path: Path) -> Any:
 
 
 def test_a_run_has_losses_settings_and_the_gradient_norm_by_itself(run: Any) -> None:
-    found = dict(scalars(run, Wanted()))
+    found = dict(scalars(run, Filter(site="")))
 
     assert list(found) == [0, 1, 2]
     assert set(found[0]) == {
@@ -42,7 +43,7 @@ def test_a_run_has_losses_settings_and_the_gradient_norm_by_itself(run: Any) -> 
 
 def test_tensors_have_their_norms_where_they_are_wanted(run: Any) -> None:
     steps: Any = parse_steps("1-2", where="")
-    found = dict(scalars(run, Wanted(site="fc.*", phases=("grad",), steps=steps)))
+    found = dict(scalars(run, Filter(site="fc.*", phases=("grad",), steps=steps)))
     gradients = [name for name in found[1] if name.startswith("grad/fc.")]
 
     assert list(found) == [1, 2]
@@ -50,7 +51,7 @@ def test_tensors_have_their_norms_where_they_are_wanted(run: Any) -> None:
         f"grad/{path} grad {number}" for path in ("fc.weight", "fc.bias") for number in ("norm", "largest")
     ]
     names = ("fc.weight", "fc.bias", "head.weight")
-    everything = dict(scalars(run, Wanted(site="*", phases=("grad",))))
+    everything = dict(scalars(run, Filter(site="*", phases=("grad",))))
     norms = [everything[1][f"grad/{name} grad norm"] for name in names]
     assert math.isclose(everything[1]["grad/(all parameters) norm"], math.hypot(*norms), rel_tol=1e-9)
 
@@ -58,7 +59,7 @@ def test_tensors_have_their_norms_where_they_are_wanted(run: Any) -> None:
 def test_tensorboard_reads_what_is_written_for_it(run: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed (make test-browser)")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    count = exporter("tensorboard")(run, scalars(run, Wanted()), tmp_path / "events")
+    count = exporter("tensorboard")(run, scalars(run, Filter(site="")), tmp_path / "events")
     found = accumulator.EventAccumulator(str(tmp_path / "events"))
     found.Reload()
 
@@ -77,7 +78,7 @@ def test_a_number_beyond_float32_is_infinite_for_tensorboard(tmp_path: Path) -> 
 
     run = open_recording(str(record(tmp_path / "run", huge)))
 
-    assert exporter("tensorboard")(run, scalars(run, Wanted(site="fc")), tmp_path / "events") > 0
+    assert exporter("tensorboard")(run, scalars(run, Filter(site="fc")), tmp_path / "events") > 0
 
 
 def records(path: Path) -> Iterator[bytes]:
@@ -99,7 +100,7 @@ def test_weights_and_biases_reads_what_is_written_for_it(run: Any, tmp_path: Pat
     pytest.importorskip("wandb", reason="wandb is not installed (make test-browser)")
     from wandb.proto.wandb_internal_pb2 import Record
 
-    count = exporter("wandb")(run, scalars(run, Wanted()), tmp_path / "out")
+    count = exporter("wandb")(run, scalars(run, Filter(site="")), tmp_path / "out")
     (path,) = (tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb")
 
     items = [item for data in records(path) for item in Record.FromString(data).history.item]

@@ -182,7 +182,7 @@ def test_what_only_one_run_has_and_what_limits_the_verdict_are_listed(compared: 
     page = page_of(result)
     text = Elements(written(result)).text
 
-    assert [(one.run, one.site, one.steps) for one in page.alone] == [
+    assert [(run, site, steps) for run, _, site, steps, _ in page.alone] == [
         ("candidate", "router output[0]", "from step 1, in 2 steps")
     ]
     assert all(note in text for note in result.notes)

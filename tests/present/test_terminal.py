@@ -10,14 +10,14 @@ from rich.console import Console
 
 from tests.made_up import Seen, Step, at, record
 from traindiff.analyse.compare import Comparison, compare
-from traindiff.present.text.results import print_comparison
+from traindiff.present.text.results import print_report
 
 FC = ("forward", "", "fc", "output[0]")
 
 
 def printed(comparison: Comparison, *, top: int = 12, width: int = 100) -> list[str]:
     text = io.StringIO()
-    print_comparison(Console(file=text, width=width, highlight=False), comparison, top=top)
+    print_report(Console(file=text, width=width, highlight=False), comparison, top=top)
     return [line.rstrip() for line in text.getvalue().splitlines()]
 
 

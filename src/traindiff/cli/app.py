@@ -39,22 +39,18 @@ def says_what_is_wrong(command: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
-        except TraindiffError as error:
-            messages.print(f"traindiff: {error}", markup=False, soft_wrap=True)
-            raise typer.Exit(UNUSABLE) from None
         except BrokenPipeError:
             raise
-        except OSError as error:
-            messages.print(f"traindiff: {error}", markup=False, soft_wrap=True)
-            raise typer.Exit(UNUSABLE) from None
+        except (TraindiffError, OSError) as error:
+            message = str(error)
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
             message = (
                 "this command needs torch, which is not installed. Install it with: pip install 'traindiff[torch]'"
             )
-            messages.print(f"traindiff: {message}", markup=False, soft_wrap=True)
-            raise typer.Exit(UNUSABLE) from None
+        messages.print(f"traindiff: {message}", markup=False, soft_wrap=True)
+        raise typer.Exit(UNUSABLE)
 
     return run
 
@@ -78,13 +74,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="The same as --format j
 
 
 def print_result(result: Any, form: str, *, text: Callable[[], None]) -> None:
-    """Print a verdict on standard output.
-
-    Args:
-        result: The result of a command.
-        form: One of `FORMATS`, or `text`.
-        text: Prints it for people.
-    """
+    """Print a verdict on standard output, in one of `FORMATS`, or as `text` prints it for people."""
     if form == "text":
         text()
     else:

@@ -44,7 +44,7 @@ def check(
     part of the run was not recorded: it was killed or aborted, no optimizer has stepped, or a rank is missing.
     """
     from traindiff.analyse.check import check as check_recording
-    from traindiff.present.text.results import print_check
+    from traindiff.present.text.results import print_report
 
     if html is not None:
         check_writable(html)
@@ -55,5 +55,5 @@ def check(
         )  # fmt: skip
     if html is not None:
         write_page(result, html)
-    print_result(result, "json" if as_json else form, text=lambda: print_check(results, result, top=top))
+    print_result(result, "json" if as_json else form, text=lambda: print_report(results, result, top=top))
     raise typer.Exit(result.exit_code)

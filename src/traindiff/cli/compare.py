@@ -31,12 +31,8 @@ TableOption = Annotated[
 def checked_table(text: str, *, form: str) -> StepSelection | None:
     """The steps that `--table` asks for; None for the step of the first divergence.
 
-    Args:
-        text: The value of the option.
-        form: The format of the result.
-
     Raises:
-        ConfigError: The value names no steps, or the format has no table.
+        ConfigError: The text names no steps, or the format has no table.
     """
     from traindiff.present.data.step_rows import parse_table
 
@@ -48,25 +44,20 @@ def checked_table(text: str, *, form: str) -> StepSelection | None:
 
 
 def print_table(result: Comparison, steps: StepSelection | None, *, form: str) -> None:
-    """Print the verdict and the table; with `csv`, the table alone.
-
-    Args:
-        result: A comparison with a history.
-        steps: The steps of the table; None for the step of the first divergence.
-        form: `text` or `csv`.
+    """Print the verdict of a comparison with a history, and the table of these steps; with `csv`, the table alone.
 
     Raises:
         ConfigError: There are no such steps.
     """
     from traindiff.present.data.step_rows import print_rows, step_rows, write_rows
-    from traindiff.present.text.results import print_comparison
+    from traindiff.present.text.results import print_report
 
     assert result.history is not None
     rows = step_rows(result, result.history, steps)
     if form == "csv":
         write_rows(sys.stdout, rows)
         return
-    print_comparison(results, result, top=0)
+    print_report(results, result, top=0)
     print_rows(results, rows)
 
 
@@ -103,7 +94,7 @@ def compare(
     """
     from traindiff.analyse.compare import compare as compare_recordings
     from traindiff.present.pictures import check_matplotlib
-    from traindiff.present.text.results import print_comparison
+    from traindiff.present.text.results import print_report
 
     shown = None if table is None else checked_table(table, form="json" if as_json else form)
     if html is not None:
@@ -128,7 +119,7 @@ def compare(
         _draw(result, pictures)
     form = "json" if as_json else form
     if table is None:
-        print_result(result, form, text=lambda: print_comparison(results, result, top=top))
+        print_result(result, form, text=lambda: print_report(results, result, top=top))
     else:
         print_table(result, shown, form=form)
     raise typer.Exit(result.exit_code)

@@ -64,17 +64,17 @@ def investigate(
     from traindiff.present.text.results import print_conclusion, print_section
     from traindiff.run.processes.present_ranks import PresentRanks
     from traindiff.run.verify.investigate import Investigating
-    from traindiff.run.verify.request import VerifyRequest, candidate_setup, trusted_setup
+    from traindiff.run.verify.request import VerifyRequest, setups
     from traindiff.run.verify.runs import REPLICAS
 
     given = options.requested()
     replicas = REPLICAS if replica is None else tuple(replica)
 
     def decide(ranks: PresentRanks | None) -> int:
-        setup = candidate_setup(given, world_size=ranks.world_size if ranks else None)
+        baseline_setup, setup = setups(given, world_size=ranks.world_size if ranks else None)
         with run_progress(messages, steps=(3 + seeds + len(replicas)) * steps) as bar:
             request = VerifyRequest(
-                recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=trusted_setup(given, setup),
+                recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=baseline_setup,
                 setup=setup, steps=steps, seed=seed, replicas=replicas, zoom=True, rename=rename, timeout=timeout,
                 progress=bar, asked_by="investigate",
             )  # fmt: skip

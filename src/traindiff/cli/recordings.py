@@ -41,23 +41,20 @@ def show(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write.")] = None,
 ) -> None:
     """List a recording's steps, sites and their numbers."""
-    from traindiff.core.steps import StepSelection, parse_steps
     from traindiff.errors import ConfigError, Problem
     from traindiff.present.data import observations as table
     from traindiff.present.text.recording import print_head, print_rows
     from traindiff.storage import open_recording
 
     form = Format.JSON if as_json else form
-    phases = tuple(phase or ())
-    table.check_phases(phases)
-    selection = parse_steps(steps, where="--steps")
-    if not isinstance(selection, StepSelection):
-        raise ConfigError("show", [selection])
+    wanted = table.parse_filter(
+        site, tuple(phase or ()), steps, samples=samples, asked_by="show", consequence="nothing was done"
+    )
     if form is Format.PARQUET and output is None:
         fix = "Add --output FILE.parquet."
         raise ConfigError("show", [Problem(where="--format parquet", what="is not for the terminal.", fix=fix)])
     found = open_recording(recording)
-    rows = table.rows(found, table.Filter(site=site, phases=phases, steps=selection, samples=samples))
+    rows = table.rows(found, wanted)
 
     if form is Format.PARQUET and output is not None:
         with _opened(output, "wb") as binary:
@@ -153,10 +150,8 @@ def export(
     For msprobe it is the gradients, as its gradient monitor writes them: tables, and directions if there are signs.
     Ranks are merged. Nothing is sent: `tensorboard --logdir` reads what is written, and `wandb sync` sends it.
     """
-    from traindiff.core.steps import StepSelection, parse_steps
-    from traindiff.errors import ConfigError
-    from traindiff.present.data.exports import Wanted, exporter, scalars
-    from traindiff.present.data.observations import check_phases
+    from traindiff.present.data.exports import exporter, scalars
+    from traindiff.present.data.observations import parse_filter
     from traindiff.storage import open_recording
 
     output = directory or output
@@ -167,13 +162,9 @@ def export(
         messages.print(f"traindiff: wrote {count} gradients to {output}", markup=False, soft_wrap=True)
         return
     write = exporter(tool, beside=(MSPROBE,))
-    phases = tuple(phase or ())
-    check_phases(phases, asked_by="export", consequence="nothing was exported")
-    selection = parse_steps(steps, where="--steps")
-    if not isinstance(selection, StepSelection):
-        raise ConfigError("export", [selection], consequence="nothing was exported")
+    shown = site or ("*" if phase else "")
+    wanted = parse_filter(shown, tuple(phase or ()), steps, asked_by="export", consequence="nothing was exported")
     found = open_recording(recording)
-    wanted = Wanted(site=site or ("*" if phases else ""), phases=phases, steps=selection)
     with messages.status("exporting"):
         count = write(found, scalars(found, wanted), output)
     messages.print(f"traindiff: wrote {count} scalars to {output}", markup=False, soft_wrap=True)

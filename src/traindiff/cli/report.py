@@ -93,14 +93,7 @@ def report(
 
 
 def check_writable(output: Path) -> None:
-    """Make sure that a file can be written, before its content is computed.
-
-    Args:
-        output: The file, which stays as it is.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Raise `ConfigError` if a file cannot be written, before its content is computed; the file stays as it is."""
     from traindiff.errors import ConfigError, Problem
 
     there = output.exists()
@@ -115,12 +108,7 @@ def check_writable(output: Path) -> None:
 
 
 def write_page(result: Comparison | Verdict, output: Path) -> None:
-    """Write the page of a result that has a history, and print its path.
-
-    Args:
-        result: Result of `compare` or `check`.
-        output: The file.
-    """
+    """Write the page of a result that has a history, and print its path."""
     from traindiff.present.page import page_of, write
 
     page = page_of(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -19,7 +19,6 @@ from traindiff.run.config.setup import DTYPES, ENGINES, OFFLOAD_DEVICES, OPTIMIZ
 
 if TYPE_CHECKING:
     from traindiff.run.processes.present_ranks import PresentRanks
-    from traindiff.run.verify import request
 
 
 def spelled_as_here(name: str) -> str:
@@ -110,20 +109,11 @@ class SetupOptions:
     local_rank: Annotated[int | None, typer.Option(hidden=True)] = None
     """Given by launchers; the environment says the same."""
 
-    def requested(self) -> request.SetupOptions:
-        """The options as a verification takes them."""
-        from traindiff.run.verify import request
-
-        return request.SetupOptions(
-            engine=self.engine, baseline_engine=self.baseline_engine, nproc=self.nproc, zero_stage=self.zero_stage,
-            offload_device=self.offload_device,
-            further={
-                "dtype": self.dtype, "optimizer": "torch" if self.use_torch_adam else self.optimizer,
-                "compile": self.compile, "deepcompile": self.deepcompile,
-                "gradient_accumulation_steps": self.gradient_accumulation_steps,
-                "gradient_clipping": self.gradient_clipping, "loss_scale": self.loss_scale,
-            },
-        )  # fmt: skip
+    def requested(self) -> dict[str, Any]:
+        """The options as `traindiff.run.verify.request.setups` takes them."""
+        options = asdict(self)
+        del options["local_rank"]
+        return {**options, "optimizer": "torch"} if options.pop("use_torch_adam") else options
 
 
 def with_setup_options(command: Callable[..., Any]) -> Callable[..., Any]:

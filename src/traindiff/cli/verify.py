@@ -98,10 +98,10 @@ def verify(
     rounding. Where the runs diverge, the step is run again with every tensor forced to the baseline's, which
     names each operation that is wrong by itself. Exits like traindiff compare.
     """
-    from traindiff.present.text.results import print_matrix, print_verification
+    from traindiff.present.text.results import print_matrix, print_report
     from traindiff.run.processes.present_ranks import PresentRanks
     from traindiff.run.verify.matrix import read_grid, verify_matrix
-    from traindiff.run.verify.request import VerifyRequest, candidate_setup, trusted_setup
+    from traindiff.run.verify.request import VerifyRequest, setups
     from traindiff.run.verify.runs import REPLICAS
     from traindiff.run.verify.verify import run_request
 
@@ -109,9 +109,9 @@ def verify(
     replicas = REPLICAS if replica is None else tuple(replica)
 
     def decide(ranks: PresentRanks | None) -> int:
-        setup = candidate_setup(given, world_size=ranks.world_size if ranks else None)
+        baseline_setup, setup = setups(given, world_size=ranks.world_size if ranks else None)
         request = VerifyRequest(
-            recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=trusted_setup(given, setup),
+            recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=baseline_setup,
             setup=setup, steps=steps, seed=seed, repeat=repeat, replicas=replicas, pin=pin.value, zoom=zoom,
             rename=rename, rtol=rtol, atol=atol, compiler_logs=verbose_logging, timeout=timeout,
         )  # fmt: skip
@@ -125,7 +125,7 @@ def verify(
             return rows.exit_code
         with run_progress(messages, steps=(2 + repeat + len(replicas)) * steps) as on_step:
             result = run_request(replace(request, progress=on_step), ranks)
-        print_result(result, chosen, text=lambda: print_verification(results, result, top=top))
+        print_result(result, chosen, text=lambda: print_report(results, result, top=top))
         return result.exit_code
 
     raise typer.Exit(on_rank_0(decide))

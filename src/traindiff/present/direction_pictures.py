@@ -66,7 +66,7 @@ def _curve(
 ) -> None:
     """Similarity over steps, with the limit of the first step, and the steps that break the rule."""
     axes = figure.add_axes((0.09, 0.13, 0.85, 0.74))
-    heights = np.array([np.nan if value is None else value for value in values])
+    heights = np.array(values, float)  # None is NaN
     at = dict(zip(steps, heights.tolist(), strict=True))
     limit = START_PERCENT / 100
     axes.axhline(limit, color=_LIMIT, linewidth=1, linestyle="--", zorder=1)
@@ -93,12 +93,8 @@ def _heat_map(
 ) -> Any:
     """All parameters over all steps, with a dot where the rule is broken."""
     names = list(found.parameters)
-    shares = np.array(
-        [
-            [np.nan if one is None or one.share is None else one.share for one in row]
-            for row in found.parameters.values()
-        ]
-    ).reshape(len(names), len(found.steps))
+    rows = [[None if one is None else one.share for one in row] for row in found.parameters.values()]
+    shares = np.array(rows, float).reshape(len(names), len(found.steps))  # None is NaN
     height = float(np.clip(1.6 + 0.17 * len(names), 3.2, 11))
     figure = new(11, height)
     axes = figure.add_subplot()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,15 +30,7 @@ NewFigure = Callable[..., Any]
 
 
 def check_matplotlib(where: str, *, asked_by: str) -> None:
-    """Raise unless pictures can be drawn.
-
-    Args:
-        where: The option that asks for pictures, for the message.
-        asked_by: The command, for the message.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Raise `ConfigError` if matplotlib is not installed, for which the option `where` of a command asks."""
     try:
         import matplotlib.figure  # noqa: F401  whether it is there
     except ModuleNotFoundError:
@@ -49,14 +40,7 @@ def check_matplotlib(where: str, *, asked_by: str) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """Make sure that pictures can be drawn and written, before what they show is computed.
-
-    Args:
-        directory: Where to write them; made if it is not there.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the directory cannot be made.
-    """
+    """Raise `ConfigError` if pictures cannot be drawn, or the directory cannot be made, before anything is computed."""
     check_matplotlib(f"--png {directory}", asked_by="report")
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -229,7 +213,7 @@ def _widen(axes: Any) -> None:
 
 
 def _array(values: Sequence[float | None]) -> NDArray[np.float64]:
-    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+    return np.array(values, np.float64)  # None is NaN
 
 
 def _dataflow(new: NewFigure, flow: Sequence[Sequence[Node]], where: str) -> Any:

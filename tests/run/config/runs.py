@@ -27,7 +27,7 @@ def run_all(directory: str, cases: list[tuple[str, str, dict[str, Any]]]) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own: FSDP1, the tracing frontend
         for name, recipe, setup in cases:
-            run(recipe, Setup.from_json(setup), f"{directory}/{name}")
+            run(recipe, Setup(**setup), f"{directory}/{name}")
 
 
 def run_candidates(directory: Path, cases: Mapping[str, Case], *, timeout_seconds: float = 120.0) -> None:

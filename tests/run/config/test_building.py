@@ -16,6 +16,7 @@ from traindiff.run.config.precision import computing_in, loss_scaler
 from traindiff.run.config.request import Request
 from traindiff.run.config.setup import PLAIN, Setup, baseline_setup
 from traindiff.run.config.sharded import follow, names_of, repeated_modules
+from traindiff.run.config.stepping import Parts, stepped
 from traindiff.run.verify.recipe import prepared
 
 
@@ -196,22 +197,24 @@ def test_tied_parameters_are_rounded_alike_and_their_gradients_add_up() -> None:
     ],
 )
 def test_a_loss_is_scaled_as_the_dtype_needs_or_the_setup_says(setup: Setup, scale: float | None) -> None:
-    scaler = loss_scaler(setup, SGD([torch.zeros(1, requires_grad=True)]), device=torch.device("cpu")).scaler
+    scaler = loss_scaler(setup, device=torch.device("cpu"))
 
-    assert (scaler and scaler.get_scale()) == scale
+    assert (scaler.get_scale() if scaler.is_enabled() else None) == scale
 
 
 def test_a_scale_that_was_given_stays_when_gradients_overflow() -> None:
-    parameter = torch.ones(1, requires_grad=True)
-    scaling = loss_scaler(Setup(loss_scale=128.0), SGD([parameter], lr=1.0), device=torch.device("cpu"))
+    model, setup = nn.Linear(1, 1), Setup(loss_scale=128.0)
+    before, optimizer = model.weight.detach().clone(), SGD(model.parameters(), lr=1.0)
+    made = traindiff.Training(
+        model=model, optimizer=optimizer, batches=(), loss=lambda model, batch: model(batch).sum() * torch.inf
+    )
+    asked = Request(model=model, optimizer=optimizer, training=made, setup=setup, where="recipe", asked_by="test")
+    scaler = loss_scaler(setup, device=torch.device("cpu"))
 
-    scaling.backward(parameter.sum() * torch.inf)
-    scaling.unscale()
-    scaling.step()
+    stepped(asked, Parts(model=model, optimizer=optimizer, scaler=scaler)).train_on(torch.ones(2, 1))
 
-    assert parameter.item() == 1.0
-    assert scaling.scaler is not None
-    assert scaling.scaler.get_scale() == 128.0
+    assert model.weight.equal(before)
+    assert scaler.get_scale() == 128.0
 
 
 # The baseline.

@@ -10,7 +10,7 @@ import traindiff
 from traindiff.core.tap_registry import OBSERVABLE, OBSERVED_BY_DEFAULT
 from traindiff.errors import ConfigError
 from traindiff.run.demo.loop import DemoSettings, TrainingLoop
-from traindiff.run.demo.model import ModelSize, build_model
+from traindiff.run.demo.model import LanguageModel, ModelSize, build_model
 from traindiff.run.demo.training import train
 
 OBSERVED = tuple(name for name in OBSERVABLE if name != "operators")
@@ -28,13 +28,13 @@ def test_a_healthy_training_is_not_clipped() -> None:
 
 
 def test_the_model_is_small_and_its_head_is_tied() -> None:
-    model = build_model(ModelSize(), seed=0)
+    model = build_model(LanguageModel, ModelSize(), seed=0)
     assert 1e6 < sum(parameter.numel() for parameter in model.parameters()) < 3e6
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
 def test_modules_are_named_as_in_gpt_2() -> None:
-    names = {name for name, _ in build_model(ModelSize(), seed=0).named_modules()}
+    names = {name for name, _ in build_model(LanguageModel, ModelSize(), seed=0).named_modules()}
     assert {
         "transformer.wte",
         "transformer.wpe",

@@ -16,7 +16,7 @@ from torch import distributed
 from traindiff.core.observation import Observation
 from traindiff.core.shards import Shard
 from traindiff.run.processes.launch import launch
-from traindiff.run.processes.rank_end import Patience, RankEnd, RanksError
+from traindiff.run.processes.rank_end import Patience, RanksError
 from traindiff.run.processes.rank_process import Here
 
 
@@ -119,12 +119,6 @@ def test_of_ranks_that_hang_the_one_that_waits_for_no_other_comes_first_with_its
     assert (error.first.rank, error.first.message) == (1, "did not end step 0 in 3 seconds.")
     assert "in sleep_here" in error.first.stack
     assert error.ends[0].message == "did not end step 0 in 3 seconds, waiting for other ranks."
-
-
-def test_an_end_comes_through_json_as_it_was() -> None:
-    end = RankEnd(rank=1, how="raised", message="raised.", problems=({"where": "x", "what": "y", "fix": "z"},))
-
-    assert RankEnd.from_json(end.to_json()) == end
 
 
 LAUNCHER = """

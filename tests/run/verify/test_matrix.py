@@ -14,7 +14,7 @@ from tests.run.verify import divided
 from traindiff.analyse.compare.investigation import Matrix, MatrixRow
 from traindiff.present.text.results import print_matrix
 from traindiff.run.verify.matrix import Combination, verify_matrix
-from traindiff.run.verify.request import SetupOptions, VerifyRequest
+from traindiff.run.verify.request import VerifyRequest
 
 
 def asked(output: Path, candidate: Any = divided.recipe, **question: Any) -> VerifyRequest:
@@ -23,9 +23,7 @@ def asked(output: Path, candidate: Any = divided.recipe, **question: Any) -> Ver
 
 
 def combination(**varied: Any) -> Combination:
-    own = {name: value for name, value in varied.items() if name in ("engine", "nproc", "zero_stage")}
-    further = {name: value for name, value in varied.items() if name not in own}
-    return Combination(varied=varied, options=SetupOptions(**own, further=further))
+    return Combination(varied=varied, options=varied)
 
 
 ALL = [

@@ -17,8 +17,9 @@ from torch.optim import SGD
 import traindiff
 from tests.run.verify.recipes import mlp
 from traindiff.errors import ConfigError
+from traindiff.run.config.training import logged
 from traindiff.run.demo import recipes
-from traindiff.run.verify.recipe import load_recipe, logged, prepared, undisturbed_random_state
+from traindiff.run.verify.recipe import load_recipe, prepared, undisturbed_random_state
 from traindiff.run.verify.run_recipe import run_recipe
 
 

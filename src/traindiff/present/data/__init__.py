@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib import import_module
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 FORMATS = ("json", "csv", "markdown", "junit")
 """The names that `--format` takes."""
 
 Writer = Callable[[Any, IO[str]], None]
 """Writes the result of `compare`, `check` or `verify` as text to a file."""
-
-
-class HasJson(Protocol):
-    """A result that has a schema of its own (docs/json.md)."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
 
 
 def writer(name: str) -> Writer:
@@ -29,7 +22,7 @@ def writer(name: str) -> Writer:
     return write
 
 
-def write_json(result: HasJson, file: IO[str]) -> None:
-    """One JSON object, indented, with a line feed at its end."""
+def write_json(result: Any, file: IO[str]) -> None:
+    """The JSON object of a result that has a schema (docs/json.md), indented, with a line feed at its end."""
     json.dump(result.to_json(), file, indent=2, allow_nan=False)
     file.write("\n")

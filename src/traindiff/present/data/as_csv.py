@@ -92,11 +92,7 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def defused(text: str) -> str:
-    """A text as it is written into a cell: with a single quote wherever a formula would begin.
-
-    Args:
-        text: Any text; one of a number stays as it is.
-    """
+    """A text as it is written into a cell: with a single quote wherever a formula would begin. Numbers stay."""
     return text if _NUMBER.fullmatch(text) else _PLACE.sub("'", text)
 
 
@@ -106,12 +102,7 @@ def restored(text: str) -> str:
 
 
 class CsvRows:
-    """A header, and then rows; each ends in a line feed.
-
-    Args:
-        file: Where they go.
-        columns: Names of the columns, in order.
-    """
+    """A header, and then rows; each ends in a line feed."""
 
     def __init__(self, file: IO[str], columns: Sequence[str]) -> None:
         self._writer = csv.writer(_Lines(file))
@@ -119,11 +110,7 @@ class CsvRows:
         self._writer.writerow(columns)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Write a row; a column that it lacks is empty, and so is a cell that is None.
-
-        Args:
-            row: Cells by column; others are left out.
-        """
+        """Write a row of cells by column. A column that it lacks is empty, and so is a cell that is None."""
         cells = (row.get(name) for name in self._columns)
         self._writer.writerow([defused(cell) if isinstance(cell, str) else cell for cell in cells])
 
@@ -132,9 +119,6 @@ class _Lines:
     """A file for `csv.writer`, in which each row ends in a line feed.
 
     `csv` quotes the carriage return in a cell only where rows end in one, and readers take it for the end of a row.
-
-    Args:
-        file: Where the rows go.
     """
 
     def __init__(self, file: IO[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,40 +13,24 @@ from typing import Any
 from traindiff.analyse.merge.run_steps import run_steps
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.core.observation import ALL_GRADIENTS, SAMPLE
-from traindiff.core.site import ROOT, matches
-from traindiff.core.steps import ALL_STEPS, StepSelection
+from traindiff.core.site import ROOT
 from traindiff.core.summary import UNIT_ROUNDOFF, largest, norm, number
 from traindiff.errors import ConfigError, Problem
+from traindiff.present.data.observations import Filter
 from traindiff.storage import Recording
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """The tensors that are exported beside the scalars that a run has by itself.
-
-    Attributes:
-        site: Glob over canonical paths, or over `path slot`; empty for none.
-        phases: Phases; empty for all.
-        steps: Steps.
-    """
-
-    site: str = ""
-    phases: tuple[str, ...] = ()
-    steps: StepSelection = ALL_STEPS
-
 
 Scalars = dict[str, float]
 """Numbers by name. They may be NaN or infinite."""
 
 
-def scalars(recording: Recording, wanted: Wanted) -> Iterator[tuple[int, Scalars]]:
+def scalars(recording: Recording, wanted: Filter) -> Iterator[tuple[int, Scalars]]:
     """The scalars of each finished step: losses, logged numbers, settings of the optimizer, the gradient norm.
 
     The L2 norm and the largest |x| of each wanted tensor are added.
 
     Args:
         recording: The run; its ranks are merged.
-        wanted: The tensors that are added.
+        wanted: The tensors that are added; none if its `site` is empty.
 
     Yields:
         The step, and its scalars by name.
@@ -68,15 +51,13 @@ def scalars(recording: Recording, wanted: Wanted) -> Iterator[tuple[int, Scalars
         step.release()
 
 
-def _of_entry(key: SiteKey, entry: MergedSite, wanted: Wanted) -> Scalars:
+def _of_entry(key: SiteKey, entry: MergedSite, wanted: Filter) -> Scalars:
     name = f"{key.phase}{f'.{key.stage}' if key.stage else ''}/{key.path or ROOT} {key.slot}"
     name += f" call {key.call}" if key.call else ""
     name += f" micro-step {key.micro_step}" if key.micro_step else ""
     if entry.shape == () and int(entry.summary["count"]) == 1 and (key.phase == "loss" or key.group):
         return {name: number(entry.summary)}
-    if not wanted.site or (wanted.phases and key.phase not in wanted.phases):
-        return {}
-    if not matches(wanted.site, key.path) and not matches(wanted.site, f"{key.path or ROOT} {key.slot}"):
+    if not wanted.site or not wanted.has(key.phase, key.path, key.slot):
         return {}
     return {f"{name} norm": float(norm(entry.summary)), f"{name} largest": float(largest(entry.summary))}
 
@@ -85,16 +66,7 @@ Steps = Iterable[tuple[int, Scalars]]
 
 
 def to_tensorboard(recording: Recording, steps: Steps, output: Path) -> int:
-    """Write an event file that TensorBoard reads.
-
-    Args:
-        recording: The run.
-        steps: Its scalars.
-        output: Directory of the event file.
-
-    Returns:
-        The number of scalars that were written.
-    """
+    """Write an event file that TensorBoard reads into a directory; return the number of scalars."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -112,15 +84,9 @@ def to_tensorboard(recording: Recording, steps: Steps, output: Path) -> int:
 
 
 def to_wandb(recording: Recording, steps: Steps, output: Path) -> int:
-    """Write an offline run of Weights & Biases, which `wandb sync` can send. Nothing goes over the network.
+    """Write an offline run of Weights & Biases below a directory; return the number of scalars.
 
-    Args:
-        recording: The run.
-        steps: Its scalars.
-        output: Directory in which wandb makes its own.
-
-    Returns:
-        The number of scalars that were written.
+    `wandb sync` can send it. Nothing goes over the network.
     """
     import wandb
 
@@ -145,11 +111,7 @@ EXPORTS: Mapping[str, tuple[str, Callable[[Recording, Steps, Path], int]]] = {
 
 
 def exporter(name: str, *, beside: Sequence[str] = ()) -> Callable[[Recording, Steps, Path], int]:
-    """The function that writes for a tool of `EXPORTS`.
-
-    Args:
-        name: Its name.
-        beside: Names of further tools, for the message.
+    """The function that writes for a tool of `EXPORTS`; `beside` has names of further tools, for the message.
 
     Raises:
         ConfigError: There is no such tool, or its package is not installed.

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from traindiff.core.observation import SAMPLE, Observation
 from traindiff.core.site import PHASES, ROOT, matches
-from traindiff.core.steps import ALL_STEPS, StepSelection
+from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
 from traindiff.core.summary import finite_count, largest, mean, norm, std
 from traindiff.errors import ConfigError, Problem
 from traindiff.present.data.as_csv import CsvRows
@@ -44,17 +44,29 @@ class Filter:
     def __contains__(self, seen: object) -> bool:
         if not isinstance(seen, Observation) or (seen.stage == SAMPLE and not self.samples):
             return False
-        named = matches(self.site, seen.path) or matches(self.site, f"{seen.path or ROOT} {seen.slot}")
-        return named and seen.step in self.steps and (not self.phases or seen.phase in self.phases)
+        return seen.step in self.steps and self.has(seen.phase, seen.path, seen.slot)
+
+    def has(self, phase: str, path: str, slot: str) -> bool:
+        """Whether it includes a site, in the steps that it includes."""
+        named = matches(self.site, path) or matches(self.site, f"{path or ROOT} {slot}")
+        return named and (not self.phases or phase in self.phases)
 
 
-def check_phases(phases: tuple[str, ...], *, asked_by: str = "show", consequence: str = "nothing was done") -> None:
-    """Raise `ConfigError` for names that are no phases.
+def parse_filter(
+    site: str, phases: tuple[str, ...], steps: str | None, *, samples: bool = False, asked_by: str, consequence: str
+) -> Filter:
+    """The choice that the options `--site`, `--phase` and `--steps` make.
 
     Args:
-        phases: The names.
-        asked_by: The command, for the message.
-        consequence: What was therefore not done, for the message.
+        site: See `Filter`.
+        phases: See `Filter`.
+        steps: The text of `--steps`; None for all steps.
+        samples: See `Filter`.
+        asked_by: The command, for messages.
+        consequence: What was not done if an option is wrong, for messages.
+
+    Raises:
+        ConfigError: There is no such phase, or the text names no steps.
     """
     problems = [
         Problem.unknown_name(where=f"--phase {name}", kind="a phase", found=name, known=PHASES)
@@ -63,6 +75,10 @@ def check_phases(phases: tuple[str, ...], *, asked_by: str = "show", consequence
     ]
     if problems:
         raise ConfigError(asked_by, problems, consequence=consequence)
+    selection = parse_steps(steps, where="--steps")
+    if not isinstance(selection, StepSelection):
+        raise ConfigError(asked_by, [selection], consequence=consequence)
+    return Filter(site=site, phases=phases, steps=selection, samples=samples)
 
 
 def rows(recording: Recording, wanted: Filter) -> Iterator[Row]:

@@ -40,12 +40,7 @@ _DRAWN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Findings that say the same of several sites.
-
-    Attributes:
-        group: The findings.
-        row: Row of the first of them; None where its site has none.
-    """
+    """Findings that say the same of several sites, and the row of the first of them, if its site has one."""
 
     group: Group
     row: int | None
@@ -64,37 +59,16 @@ class Headline(Found):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
-    """A site that only one run has.
-
-    Attributes:
-        run: Which one.
-        phase: Phase of the site.
-        site: As people read it.
-        steps: The steps in which it is alone, in words.
-        why: Why it could not be compared; empty where the other run has none.
-    """
-
-    run: str
-    phase: str
-    site: str
-    steps: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One line of the table of settings.
-
-    Attributes:
-        name: Its place in `run.json`, with dots.
-        values: The value in each run, as text; empty where a run does not have it.
-        differs: Whether the values differ.
-    """
+    """A line of the table of settings: a place in `run.json`, and its value in each run, empty if it has none."""
 
     name: str
     values: tuple[str, ...]
-    differs: bool
+
+    @property
+    def differs(self) -> bool:
+        """Whether the runs differ in it."""
+        return len(set(self.values)) > 1 and self.name != "created"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +78,12 @@ class Page:
     Attributes:
         about: `comparison` or `check`.
         story: What the report says.
-        headline: The first finding, if there is one.
+        headline: The finding at the top, if there is one.
         facts: Numbers of what was compared or checked, with what they count.
         flow: The dataflow around the first finding: columns of sites.
         findings: All of them.
         representation: Differences in how things are represented.
-        alone: Sites that only one run has.
+        alone: For each site that only one run has: which run, its phase, its name, the steps, and why.
         settings: What the runs say of themselves.
         order: By row, which site of the history it is.
         data: For the script: rows, columns, numbers, curves.
@@ -122,7 +96,7 @@ class Page:
     flow: Sequence[Sequence[Node]] = ()
     findings: tuple[Found, ...]
     representation: tuple[Found, ...] = ()
-    alone: tuple[Alone, ...] = ()
+    alone: tuple[tuple[str, ...], ...] = ()
     settings: Sequence[Setting]
     order: Sequence[int]
     data: Mapping[str, Any]
@@ -259,14 +233,12 @@ def _curves(sites: ShownSites, drawn: Mapping[str, Any]) -> list[dict[str, Any]]
     ]
 
 
-def _alone(comparison: Comparison) -> Iterator[Alone]:
+def _alone(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     for run, missing in zip(("baseline", "candidate"), comparison.unaligned, strict=True):
         for one in missing:
             more = f", in {one.num_steps} steps" if one.num_steps > 1 else ""
-            yield Alone(
-                run=run, phase=phase_text(one.phase, ""), site=label(one.path, one.slot),
-                steps=f"from step {one.first_step}{more}", why=one.why,
-            )  # fmt: skip
+            steps = f"from step {one.first_step}{more}"
+            yield run, phase_text(one.phase, ""), label(one.path, one.slot), steps, one.why
 
 
 def _flow(first: Finding, sites: ShownSites, history: DifferenceHistory) -> list[list[Node]]:
@@ -300,21 +272,14 @@ _PARTS = (
 
 
 def run_settings(paths: Sequence[str]) -> list[Setting]:
-    """What `run.json` of each recording says; nothing where one cannot be read.
-
-    Args:
-        paths: Of one recording, or of two.
-    """
+    """What `run.json` of one recording, or of two, says; nothing where one cannot be read."""
     try:
         contents = [open_recording(path).run for path in paths]
     except (RecordingError, OSError):
         return []
     runs = [dict(_flat({name: run[name] for name in _PARTS if name in run})) for run in contents]
-    found = []
-    for name in dict.fromkeys(name for run in runs for name in run):
-        values = tuple(run.get(name, "") for run in runs)
-        found.append(Setting(name=name, values=values, differs=len(set(values)) > 1 and name != "created"))
-    return found
+    names = dict.fromkeys(name for run in runs for name in run)
+    return [Setting(name=name, values=tuple(run.get(name, "") for run in runs)) for name in names]
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:

@@ -62,11 +62,7 @@ class ShownSites:
 
 
 def in_execution_order(noted: Iterable[SiteRow]) -> ShownSites:
-    """The sites of a history as a page shows them.
-
-    Args:
-        noted: A row for each site, in the order of the history.
-    """
+    """The sites of a history as a page shows them, from a row for each, in the order of the history."""
     unsorted = list(noted)
     order = sorted(range(len(unsorted)), key=lambda at: (PHASES.index(unsorted[at].place[0]), unsorted[at].order))
     rows = [unsorted[at] for at in order]
@@ -168,14 +164,7 @@ def _shape(lengths: tuple[int, ...]) -> str:
 
 
 def _numbers(summaries: Sequence[Sequence[Any]]) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-    """Numbers and profiles of the summaries of each row.
-
-    Args:
-        summaries: By row, on one side or on both.
-
-    Returns:
-        `(rows, sides, NUMBERS)`, and `(rows, sides, PROFILES, buckets)`.
-    """
+    """Numbers, `(rows, sides, NUMBERS)`, and profiles, `(rows, sides, PROFILES, buckets)`, of the rows' summaries."""
     numbers = np.array([[[float(one[name]) for name in NUMBERS] for one in sides] for sides in summaries])
     with np.errstate(over="ignore"):
         profiles = np.array([[[one[name] for name in PROFILES] for one in sides] for sides in summaries], np.float32)

@@ -120,11 +120,7 @@ def _read(name: str) -> str:
 
 @cache
 def environment(package: str) -> Environment:
-    """The templates of a package. All values in them are text, and escaped.
-
-    Args:
-        package: Its dotted name.
-    """
+    """The templates of a package, by its dotted name. All values in them are text, and escaped."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     from traindiff.analyse.findings import phase_text

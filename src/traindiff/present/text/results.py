@@ -25,10 +25,9 @@ from traindiff.analyse.story import (
     conclusion,
     count_text,
     investigation_sections,
-    of_check,
     of_comparison,
-    of_verification,
     opening,
+    story_of,
 )
 from traindiff.core.site import label
 
@@ -73,50 +72,34 @@ def print_section(
         table()
 
 
-def print_comparison(console: Console, comparison: Comparison, *, top: int) -> None:
-    """Print a comparison: the verdict, the first divergence, the largest differences, what limits the verdict.
-
-    The baseline's own noise comes first, where it was measured.
-
-    Args:
-        console: Where to print; decides about colors and width.
-        comparison: What to print.
-        top: Rows per table at most; 0 prints no tables.
-    """
-    _print_story(console, of_comparison(comparison), top=top, comparison=comparison)
-
-
-def print_verification(console: Console, verification: Verification, *, top: int) -> None:
-    """Print the comparison of the free runs, what was pinned down, and what it took; see `print_comparison`."""
-    zoomed = verification.zoomed.comparison if verification.zoomed else None
-    _print_story(
-        console, of_verification(verification), top=top, comparison=verification.comparison, zoomed=zoomed
-    )  # fmt: skip
-
-
-def print_check(console: Console, verdict: Verdict, *, top: int) -> None:
-    """Print the verdict, the first finding and the first warning in full, further ones in tables, and what limits it.
-
-    Args:
-        console: Where to print; decides about colors and width.
-        verdict: What to print.
-        top: Rows of each table at most; 0 prints none.
-    """
-    _print_story(console, of_check(verdict), top=top)
-
-
 def print_verdict(console: Console, comparison: Comparison) -> None:
     """Print the verdict of a comparison, and its first divergence."""
-    story = of_comparison(comparison)
+    _print_opening(console, of_comparison(comparison))
+
+
+def _print_opening(console: Console, story: Story, table: Callable[[Section], None] = lambda _: None) -> None:
     for number, section in enumerate(opening(story)):
         if number:
             console.print()
-        print_section(console, section, word=story.word)
+        print_section(console, section, word=story.word, table=partial(table, section))
 
 
-def _print_story(
-    console: Console, story: Story, *, top: int, comparison: Comparison | None = None, zoomed: Comparison | None = None
-) -> None:
+def print_report(console: Console, result: Comparison | Verification | Verdict, *, top: int) -> None:
+    """Print a result: the verdict, the first finding in full, further ones and the largest differences in tables.
+
+    Of a verification, what was pinned down and what it took follow; what limits the verdict comes last.
+
+    Args:
+        console: Where to print; decides about colors and width.
+        result: What to print.
+        top: Rows per table at most; 0 prints no tables.
+    """
+    story = story_of(result)
+    comparison = result if isinstance(result, Comparison) else None
+    zoomed: Comparison | None = None
+    if isinstance(result, Verification):
+        comparison, zoomed = result.comparison, result.zoomed.comparison if result.zoomed else None
+
     def table(section: Section) -> None:
         about = section.about
         if isinstance(about, Chapter):
@@ -128,10 +111,7 @@ def _print_story(
         elif about == "operators" and zoomed is not None:
             print_zooms(console, zoomed, top=top, further=False)
 
-    for number, section in enumerate(opening(story)):
-        if number:
-            console.print()
-        print_section(console, section, word=story.word, table=partial(table, section))
+    _print_opening(console, story, table)
     if comparison is not None:
         _print_differences(console, comparison.differences, top=top)
     for section in closing(story):
@@ -191,13 +171,9 @@ def _print_pinned(console: Console, pinned: PinnedStep, *, top: int) -> None:
 
 
 def print_zooms(console: Console, comparison: Comparison, *, top: int, further: bool = True) -> None:
-    """Print the walk through the operators of the first finding's module; of further findings, what was found there.
+    """Print the walk through the operators of the first finding's module; with `further`, other findings' operators.
 
-    Args:
-        console: Where to print.
-        comparison: What to print.
-        top: Rows per table at most; 0 prints no tables.
-        further: Also print what was found for further findings.
+    See `print_report` for `top`.
     """
     if not comparison.zooms:
         return
@@ -247,13 +223,7 @@ def print_investigation(console: Console, investigation: Investigation, *, top: 
 
 
 def print_conclusion(console: Console, investigation: Investigation, *, top: int) -> None:
-    """Print the walk through the operators, the verdict, and what it took.
-
-    Args:
-        console: Where to print; decides about colors and width.
-        investigation: What to print.
-        top: Rows per table at most; 0 prints no tables.
-    """
+    """Print the walk through the operators, the verdict, and what it took; see `print_report` for `top`."""
     deciding = investigation.deciding
     if deciding is not None and deciding.zoomed is not None and top:
         print_zooms(console, deciding.zoomed.comparison, top=top)

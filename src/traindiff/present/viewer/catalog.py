@@ -48,11 +48,7 @@ class Listed:
 
 
 class Catalog:
-    """The recordings under a directory. Nothing outside the directory is ever read.
-
-    Args:
-        root: The directory.
-    """
+    """The recordings under a directory. Nothing outside the directory is ever read."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
@@ -81,11 +77,7 @@ class Catalog:
         return path if path.is_relative_to(self.root) and os.path.lexists(path / "run.json") else None
 
     def state(self, name: str) -> str:
-        """The sizes of a recording's files, as a text that changes when the recording grows.
-
-        Args:
-            name: As for `find`.
-        """
+        """The sizes of a recording's files, as a text that changes when the recording grows."""
         path = self.find(name)
         if path is None:
             return "gone"
@@ -146,11 +138,7 @@ def _listed(path: Path, name: str) -> Listed:
 
 
 def write_listing(catalog: Catalog) -> str:
-    """The page that lists the recordings under a directory.
-
-    Args:
-        catalog: The directory.
-    """
+    """The page that lists the recordings under a directory."""
     found = catalog.recordings()
     return (
         environment("traindiff.present.viewer")
@@ -167,11 +155,6 @@ def write_listing(catalog: Catalog) -> str:
 
 
 def message_page(text: str, *, again: int = 0) -> str:
-    """A page with one message.
-
-    Args:
-        text: The message.
-        again: Seconds after which a browser asks for the page again; 0 for never.
-    """
+    """A page with one message, for which a browser asks again after some seconds; 0 for never."""
     template = environment("traindiff.present.viewer").get_template("message.html")
     return template.render(text=text, again=again, policy=policy(""), styles=styles())

@@ -35,11 +35,7 @@ NO_SUCH_RECORDING = "There is no such recording under the directory."
 
 
 def written(catalog: Catalog, names: Sequence[str]) -> str:
-    """The page of one recording, or of the comparison of two.
-
-    Args:
-        catalog: The directory.
-        names: Names of recordings, as in an address.
+    """The page of one recording, or of the comparison of two, by their names in an address.
 
     Raises:
         FileNotFoundError: There is no such recording.
@@ -57,15 +53,7 @@ def written(catalog: Catalog, names: Sequence[str]) -> str:
 
 
 def main(root: str, names: Sequence[str]) -> int:
-    """Write the page to standard output.
-
-    Args:
-        root: The directory.
-        names: Names of recordings, as in an address.
-
-    Returns:
-        The exit code.
-    """
+    """Write the page of these recordings under `root` to standard output; return the exit code."""
     Thread(target=_end_with_parent, daemon=True).start()
     code = NO_PAGE
     try:
@@ -145,11 +133,7 @@ class _Job:
 
 
 class Pages:
-    """Pages of one recording, or of two. Each is written once for each state of the recordings.
-
-    Args:
-        catalog: The directory.
-    """
+    """Pages of one recording, or of two. Each is written once for each state of the recordings."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -159,10 +143,9 @@ class Pages:
         self._closed = False
 
     def page(self, names: tuple[str, ...]) -> Answer:
-        """The page of some recordings. Waits for it for a while; after that it has to be asked for again.
+        """The page of recordings, by their names in an address.
 
-        Args:
-            names: Names of recordings, as in an address.
+        Waits for it for a while; after that it has to be asked for again.
         """
         states = tuple(map(self._catalog.state, names))
         if "gone" in states:

@@ -28,9 +28,6 @@ class Connections:
 
     A client that connects and sends nothing must not keep others out. If there are too many connections, the one that
     has been sending its request for the longest time is therefore closed.
-
-    Args:
-        most: Largest number of connections.
     """
 
     def __init__(self, most: int) -> None:
@@ -40,11 +37,7 @@ class Connections:
         self._changed = Condition()
 
     def admit(self, connection: socket.socket) -> bool:
-        """Count a new connection, which is about to send its request.
-
-        Returns:
-            False if there is no room, because all others wait for their answers.
-        """
+        """Count a new connection, which is about to send its request; False if all others wait for their answers."""
         with self._changed:
             if self._count >= self._most and self._sending:
                 oldest, _ = self._sending.popitem(last=False)
@@ -108,9 +101,6 @@ class Viewer:
     Args:
         root: The directory.
         port: The port; 0 for any that is free.
-
-    Attributes:
-        catalog: The recordings under the directory.
 
     Raises:
         OSError: The port is in use.

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
 
 from traindiff.core.torch_compat.training import parameters_of
 from traindiff.run.config.setup import Setup
@@ -19,48 +17,14 @@ _INITIAL_SCALE = 2.0**16
 """torch's own default."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossScaler:
-    """Backward pass and optimizer step with a loss scale; without one if `scaler` is None.
-
-    `stays_at` is a constant scale, None for a dynamic one.
-    """
-
-    optimizer: Optimizer
-    scaler: GradScaler | None = None
-    stays_at: float | None = None
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a micro-batch's share of the loss."""
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-
-    def unscale(self) -> None:
-        """Divide the gradients by the scale."""
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-
-    def step(self) -> None:
-        """Step the optimizer unless gradients are not finite; then set the next scale."""
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update(self.stays_at)
-
-
-def loss_scaler(
-    setup: Setup, optimizer: Optimizer, *, device: torch.device, made: type[GradScaler] = GradScaler
-) -> LossScaler:
+def loss_scaler(setup: Setup, *, device: torch.device, made: type[GradScaler] = GradScaler) -> GradScaler:
     """The loss scaler that `setup.loss_scale` asks for; `made` is its class, of which FSDP1 has its own.
 
-    None means dynamic in float16 and no scale otherwise; 0 means dynamic; any other number is a constant scale, with
-    which a step whose gradients are not finite is skipped too.
+    None means dynamic in float16 and no scale otherwise, with a scaler that is disabled; 0 means dynamic; any other
+    number is a constant scale, with which a step whose gradients are not finite is skipped too.
     """
-    chosen = setup.loss_scale
-    if chosen is None and setup.dtype != "float16":
-        return LossScaler(optimizer=optimizer)
-    scaler = made(device.type, init_scale=chosen or _INITIAL_SCALE)
-    return LossScaler(optimizer=optimizer, scaler=scaler, stays_at=chosen or None)
+    enabled = setup.loss_scale is not None or setup.dtype == "float16"
+    return made(device.type, init_scale=setup.loss_scale or _INITIAL_SCALE, enabled=enabled)
 
 
 def dtype_of(setup: Setup) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 Engine = Literal["plain", "ddp", "fsdp1", "fsdp2", "tp", "pp", "deepspeed"]
 ENGINES: tuple[str, ...] = get_args(Engine)
@@ -69,11 +69,6 @@ class Setup:
     def to_json(self) -> dict[str, Any]:
         """All settings, by name."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Self:
-        """The inverse of `to_json`."""
-        return cls(**content)
 
 
 def baseline_setup(setup: Setup) -> Setup:

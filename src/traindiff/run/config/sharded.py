@@ -118,7 +118,7 @@ def fsdp1(request: Request) -> Training:
     parts = Parts(
         model=compiled(wrapped, setup), optimizer=optimizer, part=request.rank, parts=request.world_size,
         clip=lambda largest_norm: wrapped.clip_grad_norm_(largest_norm),  # looked up late, so that recordings see it
-        scaler=loss_scaler(setup, optimizer, device=request.device, made=ShardedGradScaler),
+        scaler=loss_scaler(setup, device=request.device, made=ShardedGradScaler),
     )  # fmt: skip
     return stepped(request, parts)
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from traindiff.run.config.precision import LossScaler, autocast, computing_in, loss_scaler
+from traindiff.run.config.precision import autocast, computing_in, loss_scaler
 from traindiff.run.config.request import Request
 from traindiff.run.config.setup import Setup
 from traindiff.run.config.training import Training
@@ -102,7 +103,7 @@ class Parts:
     around: ContextMaker = nullcontext
     unfinished: ContextMaker = nullcontext
     updating: ContextMaker = nullcontext
-    scaler: LossScaler | None = None
+    scaler: GradScaler | None = None
 
 
 def stepped(request: Request, parts: Parts) -> Training:
@@ -111,7 +112,7 @@ def stepped(request: Request, parts: Parts) -> Training:
     The step does not return the norm of clipped gradients, because the recording has it anyway.
     """
     setup = request.setup
-    scaler = parts.scaler or loss_scaler(setup, parts.optimizer, device=request.device)
+    scaler = parts.scaler or loss_scaler(setup, device=request.device)
 
     def step(batch: Any) -> Tensor:
         shares = request.micro_batches(batch, part=parts.part, parts=parts.parts)
@@ -121,17 +122,18 @@ def stepped(request: Request, parts: Parts) -> Training:
             with nullcontext() if is_last else parts.unfinished():
                 with parts.around():
                     loss = request.loss(parts.model, share) / len(shares)
-                scaler.backward(loss)
+                scaler.scale(loss).backward()
             total += loss.detach()
         if setup.gradient_clipping:
             with parts.updating():
-                scaler.unscale()
+                scaler.unscale_(parts.optimizer)
             if parts.clip is None:
                 nn.utils.clip_grad_norm_(parts.model.parameters(), setup.gradient_clipping)
             else:
                 parts.clip(setup.gradient_clipping)
         with parts.updating():
-            scaler.step()
+            scaler.step(parts.optimizer)
+            scaler.update(setup.loss_scale or None)
         parts.optimizer.zero_grad()
         return total
 

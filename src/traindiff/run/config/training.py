@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -151,3 +151,11 @@ class Training:
 
 Four = tuple[nn.Module, Optimizers, Iterable[Any], Callable[[Any], Any]]
 """Model, optimizer, batches and step of a `Training`."""
+
+
+def logged(returned: Any) -> Iterator[tuple[str, float | Tensor]]:
+    """The result of `step` as names and numbers; it is a loss, or a mapping."""
+    found = returned if isinstance(returned, Mapping) else {"loss": returned}
+    for name, value in found.items():
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+            yield str(name), value

@@ -7,10 +7,10 @@ its definition, and tested.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -22,35 +22,6 @@ from traindiff.run.demo.model import Batch
 
 DEFAULT = "lost-gradient"
 """The fault that the demo shows when the user names none."""
-
-
-@contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set `owner.name` to `value` inside the block, on this object only, and restore it afterwards.
-
-    An attribute that the object has from its class, such as a method, is its class's again.
-    """
-    own = vars(owner)
-    had, before = name in own, own.get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
-
-
-@contextmanager
-def replaced_entry(owner: MutableMapping[str, Any], key: str, value: object) -> Iterator[None]:
-    """Set `owner[key]` to `value` inside the block, and restore it afterwards."""
-    before = owner[key]
-    owner[key] = value
-    try:
-        yield
-    finally:
-        owner[key] = before
 
 
 Injection = Callable[[TrainingLoop], AbstractContextManager[None]]
@@ -163,7 +134,7 @@ def lost_gradient(loop: TrainingLoop) -> Iterator[None]:
             parameter.grad = gradient
         return None
 
-    with replaced(loop, "backward", backward):
+    with patch.object(loop, "backward", backward):
         yield
 
 
@@ -181,14 +152,14 @@ def gradient_scale(loop: TrainingLoop) -> Iterator[None]:
                 parameter.grad /= loop.micro_batches
         return healthy()
 
-    with replaced(loop, "clip", clip):
+    with patch.object(loop, "clip", clip):
         yield
 
 
 @fault("missing-zero-grad", first_sight=FirstSight(step=1, phase="grad", path="transformer.wte.weight", slot="grad"))
 def missing_zero_grad(loop: TrainingLoop) -> Iterator[None]:
     """Gradients are never set to zero, so each step adds its own to those of all steps before."""
-    with replaced(loop, "zero_grad", lambda: None):
+    with patch.object(loop, "zero_grad", lambda: None):
         yield
 
 
@@ -217,7 +188,7 @@ def tied_head_lost(loop: TrainingLoop) -> Iterator[None]:
     def forward(x: Tensor) -> Tensor:
         return functional.linear(x, head.weight.detach())
 
-    with replaced(head, "forward", forward):
+    with patch.object(head, "forward", forward):
         yield
 
 
@@ -240,14 +211,14 @@ def gelu_tanh(loop: TrainingLoop) -> Iterator[None]:
     """Every GELU is computed by its tanh approximation, which is what another engine means by the name."""
     with ExitStack() as undo:
         for layer in range(loop.settings.size.num_layers):
-            undo.enter_context(replaced(loop.model.block(layer).mlp.act, "approximate", "tanh"))
+            undo.enter_context(patch.object(loop.model.block(layer).mlp.act, "approximate", "tanh"))
         yield
 
 
 @fault("layernorm-eps", first_sight=FirstSight(phase="forward", path="transformer.h.2.ln_1", slot="output[0]"))
 def layernorm_eps(loop: TrainingLoop) -> Iterator[None]:
     """One LayerNorm adds 1e-6 to the variance instead of 1e-5: the default of another framework."""
-    with replaced(loop.model.block(2).ln_1, "eps", 1e-6):
+    with patch.object(loop.model.block(2).ln_1, "eps", 1e-6):
         yield
 
 
@@ -262,7 +233,7 @@ def bfloat16_reduction(loop: TrainingLoop) -> Iterator[None]:
         variance = low.var(-1, keepdim=True, correction=0).to(x.dtype)
         return (x - mean) * torch.rsqrt(variance + norm.eps) * norm.weight + norm.bias
 
-    with replaced(norm, "forward", forward):
+    with patch.object(norm, "forward", forward):
         yield
 
 
@@ -277,7 +248,7 @@ def mask_leak(loop: TrainingLoop) -> Iterator[None]:
     def visible(length: int, device: torch.device) -> Tensor:
         return torch.ones(length, length, dtype=torch.bool, device=device).tril(1)
 
-    with replaced(attention, "visible", visible):
+    with patch.object(attention, "visible", visible):
         yield
 
 
@@ -290,14 +261,14 @@ def position_offset(loop: TrainingLoop) -> Iterator[None]:
         following = (position + 1).clamp(max=embedding.num_embeddings - 1)
         return functional.embedding(following, embedding.weight)
 
-    with replaced(embedding, "forward", forward):
+    with patch.object(embedding, "forward", forward):
         yield
 
 
 @fault("dropout-seed", first_sight=FirstSight(phase="forward", path="transformer.h.2.mlp.drop", slot="output[0]"))
 def dropout_seed(loop: TrainingLoop) -> Iterator[None]:
     """One layer draws other dropout masks, as where random state was consumed on one side only."""
-    with replaced(loop.model.block(2).mlp.drop, "layer", 1 << 20):
+    with patch.object(loop.model.block(2).mlp.drop, "layer", 1 << 20):
         yield
 
 
@@ -316,7 +287,7 @@ def bit_flip(loop: TrainingLoop) -> Iterator[None]:
             bits = weight.data.view(torch.int32)
             bits[5, 7] ^= 1 << 25
 
-    with replaced(loop, "begin_step", begin_step):
+    with patch.object(loop, "begin_step", begin_step):
         yield
 
 
@@ -333,7 +304,7 @@ def label_shift(loop: TrainingLoop) -> Iterator[None]:
         # The last position has no target left: cross_entropy ignores -100.
         return replace(given, targets=functional.pad(given.targets[:, 1:], (0, 1), value=-100))
 
-    with replaced(loop, "batch", batch):
+    with patch.object(loop, "batch", batch):
         yield
 
 
@@ -351,14 +322,14 @@ def duplicate_samples(loop: TrainingLoop) -> Iterator[None]:
             sample_ids=given.sample_ids[:half].repeat(2),
         )
 
-    with replaced(loop, "batch", batch):
+    with patch.object(loop, "batch", batch):
         yield
 
 
 @fault("decay-on-biases", first_sight=FirstSight(phase="optimizer", path="optimizer.groups[1]", slot="weight_decay"))
 def decay_on_biases(loop: TrainingLoop) -> Iterator[None]:
     """Weight decay acts on biases and LayerNorms too, because the list of exceptions did not match."""
-    with replaced_entry(loop.optimizer.param_groups[1], "weight_decay", loop.settings.weight_decay):
+    with patch.dict(loop.optimizer.param_groups[1], weight_decay=loop.settings.weight_decay):
         yield
 
 
@@ -367,7 +338,7 @@ def beta2(loop: TrainingLoop) -> Iterator[None]:
     """AdamW runs with its default beta2, 0.999, instead of the 0.95 of the demo."""
     decay, rest = loop.optimizer.param_groups
     betas = (loop.settings.betas[0], 0.999)
-    with replaced_entry(decay, "betas", betas), replaced_entry(rest, "betas", betas):
+    with patch.dict(decay, betas=betas), patch.dict(rest, betas=betas):
         yield
 
 
@@ -375,7 +346,7 @@ def beta2(loop: TrainingLoop) -> Iterator[None]:
 def learning_rate(loop: TrainingLoop) -> Iterator[None]:
     """The schedule is one step ahead, as where it is advanced before the optimizer."""
     healthy = loop.learning_rate
-    with replaced(loop, "learning_rate", lambda step: healthy(step + 1)):
+    with patch.object(loop, "learning_rate", lambda step: healthy(step + 1)):
         yield
 
 
@@ -389,5 +360,5 @@ def moments_dropped(loop: TrainingLoop) -> Iterator[None]:
         if step == 3:
             loop.optimizer.state.clear()
 
-    with replaced(loop, "begin_step", begin_step):
+    with patch.object(loop, "begin_step", begin_step):
         yield

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from traindiff.run.demo.model import Batch, ModelSize, build_model, make_batch, read_text
+from traindiff.run.demo.model import Batch, LanguageModel, ModelSize, build_model, make_batch, read_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class TrainingLoop:
         self.micro_batches = micro_batches
         self.seed = seed
         self.text = read_text()
-        self.model = build_model(settings.size, seed=seed)
+        self.model = build_model(LanguageModel, settings.size, seed=seed)
         parameters = list(self.model.parameters())
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},

@@ -238,22 +238,34 @@ class Block(nn.Module):
         return out_BTD
 
 
-class Transformer(nn.Module):
-    """Embeddings, blocks and the last LayerNorm."""
+class Embedding(nn.Module):
+    """The embeddings of bytes and of their positions."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
         self.wte = nn.Embedding(VOCABULARY, size.width)
         self.wpe = nn.Embedding(size.context, size.width)
         self.drop = Dropout(size.dropout, layer=0)
-        self.h = nn.ModuleList(Block(size, layer=layer) for layer in range(size.num_layers))
-        self.ln_f = nn.LayerNorm(size.width)
 
     def forward(self, inputs_BT: Tensor, key_B: Tensor) -> Tensor:
         """Bytes [B, T] -> [B, T, D]."""
         # The position embedding has no batch axis: its output is [T, D], added to every sample.
         position_TD = self.wpe(torch.arange(inputs_BT.shape[1], device=inputs_BT.device))
-        x_BTD = self.drop(self.wte(inputs_BT) + position_TD, key_B)
+        x_BTD: Tensor = self.drop(self.wte(inputs_BT) + position_TD, key_B)
+        return x_BTD
+
+
+class Transformer(Embedding):
+    """Embeddings, blocks and the last LayerNorm."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__(size)
+        self.h = nn.ModuleList(Block(size, layer=layer) for layer in range(size.num_layers))
+        self.ln_f = nn.LayerNorm(size.width)
+
+    def forward(self, inputs_BT: Tensor, key_B: Tensor) -> Tensor:
+        """Bytes [B, T] -> [B, T, D]."""
+        x_BTD = super().forward(inputs_BT, key_B)
         for block in self.h:
             x_BTD = block(x_BTD, key_B)
         normed_BTD: Tensor = self.ln_f(x_BTD)
@@ -288,16 +300,19 @@ class LanguageModel(nn.Module):
         return functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
-def build_model(size: ModelSize, *, seed: int) -> LanguageModel:
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def build_model(kind: type[_Model], size: ModelSize, *, seed: int) -> _Model:
     """A model with freshly drawn weights; torch's random number generators are left unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LanguageModel(size, seed=seed)
-        draw_weights(model, num_layers=size.num_layers)
+        model = kind(size, seed=seed)
+        _draw_weights(model, num_layers=size.num_layers)
     return model
 
 
-def draw_weights(model: nn.Module, *, num_layers: int) -> None:
+def _draw_weights(model: nn.Module, *, num_layers: int) -> None:
     """Draw the weights of a GPT from torch's random number generator.
 
     Matrices are drawn from N(0, 0.02^2). Those that write to the residual stream have a standard deviation smaller by

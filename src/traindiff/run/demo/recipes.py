@@ -21,9 +21,9 @@ from traindiff.run.demo.model import (
     Attention,
     Batch,
     Block,
-    Dropout,
+    Embedding,
     ModelSize,
-    draw_weights,
+    build_model,
     make_batch,
     read_text,
     sample_keys,
@@ -36,7 +36,7 @@ def gpt() -> Training:
     """The demo's GPT on the source of Python's standard library; every engine can run it."""
     size = ModelSize(width=128, num_heads=4)
     seed = int(torch.randint(1 << 31, ()))
-    model, text = build_divisible_model(size, seed=seed), read_text()
+    model, text = build_model(DivisibleModel, size, seed=seed), read_text()
     parameters = list(model.parameters())
     matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -89,22 +89,6 @@ class DivisibleAttention(Attention):
         return tuple(each_BTHK.transpose(1, 2) for each_BTHK in each_BTH3K.unbind(-2))
 
 
-class Embedding(nn.Module):
-    """The embeddings of bytes and of their positions."""
-
-    def __init__(self, size: ModelSize) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(VOCABULARY, size.width)
-        self.wpe = nn.Embedding(size.context, size.width)
-        self.drop = Dropout(size.dropout, layer=0)
-
-    def forward(self, inputs_BT: Tensor, key_B: Tensor) -> Tensor:
-        """Bytes [B, T] -> [B, T, D]."""
-        position_TD = self.wpe(torch.arange(inputs_BT.shape[1], device=inputs_BT.device))
-        x_BTD: Tensor = self.drop(self.wte(inputs_BT) + position_TD, key_B)
-        return x_BTD
-
-
 class Head(nn.Module):
     """The last LayerNorm and the matrix that gives logits."""
 
@@ -152,15 +136,6 @@ class DivisibleModel(nn.Module):
             if block is not None:
                 x = block(x, key_B)
         return x if self.head is None else self.head(x)
-
-
-def build_divisible_model(size: ModelSize, *, seed: int) -> DivisibleModel:
-    """A model with freshly drawn weights, as in the demo; torch's random number generators are left unchanged."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = DivisibleModel(size, seed=seed)
-        draw_weights(model, num_layers=size.num_layers)
-    return model
 
 
 def stage_of(model: nn.Module, stage: int, num_stages: int) -> nn.Module:

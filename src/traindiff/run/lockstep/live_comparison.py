@@ -19,7 +19,7 @@ from traindiff.analyse.noise.tolerance import TolerancesByPhase
 from traindiff.core.steps import ALL_STEPS
 from traindiff.errors import LockstepError, TraindiffError
 from traindiff.run.lockstep.live_side import LiveSide
-from traindiff.run.lockstep.live_steps import LiveRun, LiveSteps, RunMessage, decoded, encoded
+from traindiff.run.lockstep.live_steps import LiveRun, LiveSteps, RunMessage
 from traindiff.run.lockstep.ranks import Ranks
 from traindiff.storage import Recording, StepObservations
 
@@ -247,8 +247,8 @@ class Exchange:
         """The messages of all ranks on rank 0, None on the others."""
         if self._ranks.size == 1:
             return [message]
-        found = self._ranks.gather(encoded(message))
-        return None if found is None else [decoded(one, rank) for rank, one in enumerate(found)]
+        found = self._ranks.gather(pickle.dumps(message))
+        return None if found is None else [pickle.loads(one) for one in found]
 
     def _compare(self, messages: list[list[RunMessage]] | None) -> tuple[bool, tuple[ComparedStep, ...]]:
         compared: tuple[ComparedStep, ...] = ()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ from traindiff.observe.torch.sharding.deepspeed_optimizer import (
     decouples_weight_decay,
     engine_settings,
 )
+from traindiff.run.config.training import Training, logged
 from traindiff.run.lockstep.live_steps import LiveWriter, RunMessage
 from traindiff.run.lockstep.settings import LockstepSettings
-from traindiff.run.lockstep.stepped import Stepped, follow_settings
+from traindiff.run.lockstep.stepped import follow_settings
 
 Settings = dict[str, dict[str, Any]]
 """Value of each setting by parameter, or by the empty path where it is one of the whole training."""
@@ -44,7 +46,7 @@ _OF_ENGINE = ("gradient_clipping", "gradient_accumulation_steps", "loss_scale")
 _MADE_HERE = {"gradient_clipping": 0.0, "gradient_accumulation_steps": 1, "loss_scale": 1.0}
 
 
-def _effective_settings(side: Stepped, targets: Targets) -> Settings:
+def _effective_settings(side: Training, targets: Targets) -> Settings:
     """The settings of a side now. Reads nothing from a device except numbers that a schedule keeps there."""
     found: Settings = {}
     engine = engine_settings(side.model)
@@ -92,32 +94,34 @@ class LiveSide:
     """A side that is trained, and observed only while it is trained; a copy of the baseline if `replica` is not empty.
 
     Attributes:
-        stepped: The trained model and its step.
+        name: `baseline`, `candidate`, or how a copy was made.
+        training: The trained model and its step.
         targets: The observed objects.
         loss: The latest result of the step.
     """
 
     def __init__(
-        self, stepped: Stepped, settings: LockstepSettings, *, record: Mapping[str, Any], replica: str = ""
+        self, training: Training, settings: LockstepSettings, *, name: str, record: Mapping[str, Any], replica: str = ""
     ) -> None:
-        self.stepped = stepped
+        self.name = name
+        self.training = training
         self.loss: Any = None
         self._output = None
         if settings.output is not None and not replica:
-            self._output = os.path.join(settings.output, stepped.name)  # noqa: PTH118  it may be any fsspec URL
+            self._output = os.path.join(settings.output, name)  # noqa: PTH118  it may be any fsspec URL
         chosen = {
-            **stepped.record, **record, "observe": settings.observe, "select": settings.select,
+            **training.record, **record, "observe": settings.observe, "select": settings.select,
             "every": settings.test_every, "replica": replica or None,
         }  # fmt: skip
         checked = record_settings(**chosen)
         self.targets = find_targets(
-            stepped.model, stepped.optimizer, select=checked.select, shards=checked.shards,
+            training.model, training.optimizer, select=checked.select, shards=checked.shards,
             operators=checked.operators,
         )  # fmt: skip
         self._writer: LiveWriter | None = None
         self._said: tuple[Any, Any] = (None, None)
         self.recorder = Recorder(
-            stepped.name, self.targets, checked, overwrite=False,
+            name, self.targets, checked, overwrite=False,
             replica=make_replica(checked.replica, self.targets.root, self.targets.names) if checked.replica else None,
             open_writer=self._open_writer, before_every_step=settings.resync,
         )  # fmt: skip
@@ -127,11 +131,11 @@ class LiveSide:
     def step(self, batch: Any) -> None:
         """Train on a batch, and observe nothing else."""
         with self.recorder.stepping():
-            self.loss = self.stepped.step(batch)
+            self.loss = self.training.train_on(batch)
 
     def settings(self) -> Settings:
         """The side's settings now."""
-        return _effective_settings(self.stepped, self.targets)
+        return _effective_settings(self.training, self.targets)
 
     def message(self) -> RunMessage:
         """Everything since the last message."""
@@ -150,21 +154,13 @@ class LiveSide:
     @property
     def loss_number(self) -> float:
         """The loss of the latest step; NaN if it gave none. Waits for the loss's device."""
-        return next(_numbers(self.loss), float("nan"))
+        loss = dict(logged(self.loss)).get("loss", math.nan)
+        return float(loss.detach() if isinstance(loss, Tensor) else loss)
 
     def _open_writer(self, run: Mapping[str, Any], rank: int, world_size: int) -> StepWriter:
         further = None if self._output is None else on_disk(self._output, overwrite=False)(run, rank, world_size)
         self._writer = LiveWriter(run, rank, further)
         return self._writer
-
-
-def _numbers(loss: Any) -> Iterator[float]:
-    if isinstance(loss, Mapping):
-        loss = loss.get("loss")
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        loss = loss.detach().float().item()
-    if isinstance(loss, (int, float)):
-        yield float(loss)
 
 
 @contextmanager
@@ -177,35 +173,23 @@ def noted(note: str) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomState:
-    """The state of the global generators of torch, Python and, if it is loaded, NumPy."""
+def random_state() -> Callable[[], None]:
+    """A function that makes the global generators of torch, Python and, if it is loaded, NumPy continue from here.
 
-    cpu: Tensor
-    cuda: Tensor | None
-    python: tuple[Any, ...]
-    numpy: Any
+    Draws nothing and waits for no device.
+    """
+    numpy = sys.modules.get("numpy")
+    restoring = [partial(torch.set_rng_state, torch.get_rng_state()), partial(random.setstate, random.getstate())]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        restoring.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+    if numpy is not None:
+        restoring.append(partial(numpy.random.set_state, numpy.random.get_state()))
 
-    @classmethod
-    def now(cls) -> RandomState:
-        """The current state; draws nothing and waits for no device."""
-        numpy = sys.modules.get("numpy")
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        return cls(
-            cpu=torch.get_rng_state(),
-            cuda=torch.cuda.get_rng_state() if cuda else None,
-            python=random.getstate(),
-            numpy=numpy.random.get_state() if numpy is not None else None,
-        )
+    def restore() -> None:
+        for one in restoring:
+            one()
 
-    def restore(self) -> None:
-        """Make the generators continue from this state."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+    return restore
 
 
 class BatchGuard:
@@ -270,16 +254,16 @@ def train_all(sides: Sequence[LiveSide], batch: Any, guard: BatchGuard, *, where
         LockstepError: A side has changed the batch in place.
     """
     baseline, candidate, *copies = sides
-    follow_settings(baseline.stepped, [one.stepped for one in copies])
+    follow_settings(baseline.training, [one.training for one in copies])
     guard.begin(batch)
-    before = after = RandomState.now()
+    restore_before = restore_after = random_state()
     for side in (baseline, *copies, candidate):
         if side is not baseline:
-            before.restore()
-        with noted(f"traindiff.Lockstep: raised in the step of the {side.stepped.name}, in {where}."):
+            restore_before()
+        with noted(f"traindiff.Lockstep: raised in the step of the {side.name}, in {where}."):
             side.step(guard.given())
-        guard.end(side.stepped.name)
+        guard.end(side.name)
         if side is baseline:
-            after = RandomState.now()
-    after.restore()
+            restore_after = random_state()
+    restore_after()
     guard.release()

@@ -1,15 +1,11 @@
-"""Messages of ranks to rank 0 after a batch: the steps of each run, as bytes."""
+"""Messages of ranks to rank 0 after a batch: the steps of each run."""
 
 from __future__ import annotations
 
-import io
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import pyarrow as pa
 
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.core.kernels.store import resolved
@@ -17,7 +13,6 @@ from traindiff.core.observation import Observation
 from traindiff.core.summary import Detail
 from traindiff.observe.common.writing import StepWriter
 from traindiff.storage import RankStatus, StepObservations
-from traindiff.storage.schema import SCHEMA, from_batch, to_batch
 
 
 class LiveRun:
@@ -134,9 +129,6 @@ class LiveWriter:
         ]
 
 
-_LENGTH_BYTES = 8
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMessage:
     """A rank's message about one run.
@@ -150,44 +142,3 @@ class RunMessage:
     run: Mapping[str, Any] | None
     content: Mapping[str, Any] | None
     steps: Sequence[StepObservations]
-
-
-def encoded(runs: Sequence[RunMessage]) -> bytes:
-    """The bytes of a message: the length of a head, the head in JSON, and the steps as an Arrow stream."""
-    head = [
-        {
-            "run": one.run,
-            "content": one.content,
-            "steps": [{"optimizer": step.optimizer, "step": step.step} for step in one.steps],
-        }
-        for one in runs
-    ]
-    text = json.dumps(head).encode()
-    buffer = io.BytesIO()
-    buffer.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
-    buffer.write(text)
-    with pa.ipc.new_stream(buffer, SCHEMA) as stream:
-        for one in runs:
-            for step in one.steps:
-                stream.write_batch(to_batch(step.observations, step.summaries))
-    return buffer.getvalue()
-
-
-def decoded(message: bytes, rank: int) -> list[RunMessage]:
-    """The inverse of `encoded`, for the rank that sent it."""
-    length = int.from_bytes(message[:_LENGTH_BYTES], "little")
-    head = json.loads(message[_LENGTH_BYTES : _LENGTH_BYTES + length])
-    found = []
-    with pa.ipc.open_stream(pa.py_buffer(memoryview(message)[_LENGTH_BYTES + length :])) as stream:
-        for one in head:
-            steps = []
-            for about in one["steps"]:
-                observations, summaries, _ = from_batch(stream.read_next_batch())
-                steps.append(
-                    StepObservations(
-                        rank=rank, optimizer=about["optimizer"], step=about["step"], observations=observations,
-                        summaries=summaries,
-                    )
-                )  # fmt: skip
-            found.append(RunMessage(run=one["run"], content=one["content"], steps=steps))
-    return found

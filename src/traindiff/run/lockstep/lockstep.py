@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from traindiff.analyse.compare.verdict import Comparison
 from traindiff.errors import ConfigError, LockstepError, Problem
+from traindiff.run.config.training import Training
 from traindiff.run.lockstep.live_comparison import Exchange, LiveComparison
 from traindiff.run.lockstep.live_side import BatchGuard, LiveSide, noted, train_all
 from traindiff.run.lockstep.printer import Printer
 from traindiff.run.lockstep.ranks import LOOK_SECONDS, Ranks
 from traindiff.run.lockstep.set_back import set_back
 from traindiff.run.lockstep.settings import Paths, lockstep_settings
-from traindiff.run.lockstep.stepped import REPLICAS, Stepped, copied, refuse_one_for_both, stepped, uncopyable
+from traindiff.run.lockstep.stepped import REPLICAS, copied, refuse_one_for_both, stepped, uncopyable
 
 _NO_MORE = object()
 
@@ -122,20 +123,22 @@ class Lockstep:
         )  # fmt: skip
         sides = [one for one in given if one is not None]
         self.comparison: Comparison | None = None
-        self._data = data if data is not None else sides[0].batches
+        self._data = baseline.batches if data is None and isinstance(baseline, Training) else data
         self._guard = BatchGuard()
         self._number = 0
         self._ranks = Ranks(self._settings.timeout_seconds)
         copies, floors = self._copies(sides[0])
         self._printer = Printer(self._settings, total=self._total, rank=self._ranks.rank, file=file)
         self._printer.begin(floors)
-        everyone = [*sides, *copies]
         self._sides: list[LiveSide] = []
         try:
-            for one, replica in zip(everyone, ("", "", *REPLICAS), strict=False):
-                self._sides.append(LiveSide(one, self._settings, record=record or {}, replica=replica))
+            for one, name in zip(sides, ("baseline", "candidate"), strict=True):
+                self._sides.append(LiveSide(one, self._settings, name=name, record=record or {}))
+            for one, kind in zip(copies, REPLICAS, strict=False):
+                name = f"baseline, {kind}"
+                self._sides.append(LiveSide(one, self._settings, name=name, record=record or {}, replica=kind))
             self._live = LiveComparison(
-                [one.name for one in everyone], world_size=self._ranks.size, tolerances=self._settings.by_phase,
+                [one.name for one in self._sides], world_size=self._ranks.size, tolerances=self._settings.by_phase,
                 rename=self._settings.rename, noise=self._settings.noise,
             )  # fmt: skip
             self._exchange = Exchange(self._ranks, self._sides, self._live)
@@ -218,12 +221,12 @@ class Lockstep:
         known = [one for one in (length, self._settings.batches) if one is not None]
         return min(known, default=None)
 
-    def _copies(self, baseline: Stepped) -> tuple[list[Stepped], str]:
+    def _copies(self, baseline: Training) -> tuple[list[Training], str]:
         """Copies of the baseline that measure its noise, and the source of the tolerances that the user left out."""
         if not self._settings.measures or self._settings.noise:
             return [], "measured"
         why = uncopyable(baseline)
-        copies: list[Stepped] = []
+        copies: list[Training] = []
         if not why:
             with suppress(Exception):  # if a model cannot be copied, noise floors follow from rounding
                 copies = copied(baseline)

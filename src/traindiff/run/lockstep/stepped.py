@@ -1,11 +1,11 @@
-"""A model, its optimizer, and the step that trains them on a batch."""
+"""The sides of a lockstep as the user gives them, each as a training with its step, and copies of the baseline."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.observe.torch.perturb.replica import compiled_parts
-from traindiff.observe.torch.session.targets import Optimizers
 from traindiff.observe.torch.sharding.deepspeed_optimizer import find_engine
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed
 from traindiff.run.config.training import Training
@@ -29,41 +28,23 @@ _FORMS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stepped:
-    """A model, its optimizer, and the step that trains them on a batch.
+def stepped(given: Any, *, name: str, loss: Loss | None, problems: list[Problem]) -> Training | None:
+    """The side that the user gave, or None and the reason in `problems`.
 
-    Attributes:
-        name: `baseline`, `candidate`, or how a copy was made.
-        model: The root module that `step` calls.
-        optimizer: Its calls are the steps; see `traindiff.record`.
-        step: Trains on a batch, from the forward pass to `zero_grad`. Returns the loss.
-        loss: The loss from which traindiff made the step; None if the step is the user's or an engine's.
-        record: Further settings of `traindiff.record`.
-        batches: Batches that the side came with, or None.
+    Its `loss` is None if the step is the user's or an engine's, and not made from the loss.
+
+    Args:
+        given: One of the forms that `Lockstep` takes.
+        name: `baseline` or `candidate`.
+        loss: The loss of a side without its own.
+        problems: Is extended.
     """
-
-    name: str
-    model: nn.Module
-    optimizer: Optimizers
-    step: Callable[[Any], Any]
-    loss: Loss | None = None
-    record: Mapping[str, Any] = field(default_factory=dict)
-    batches: Iterable[Any] | None = None
-
-    @property
-    def optimizers(self) -> tuple[Any, ...]:
-        """Its optimizers one by one; none if an engine has its own."""
-        return tuple(_listed(self.optimizer))
-
-
-def stepped(given: Any, *, name: str, loss: Loss | None, problems: list[Problem]) -> Stepped | None:
-    """The side that the user gave, or None and the reason in `problems`; `loss` is for a side without its own."""
     if isinstance(given, Training):
-        return _of_training(given, name=name)
+        return _with_step(given) if given.step is None and given.loss is not None else replace(given, loss=None)
     if isinstance(given, nn.Module) and find_engine(given) is given:
-        step = partial(_step_engine, given, loss or default_loss)
-        return Stepped(name=name, model=given, optimizer=None, step=step)
+        return Training(
+            model=given, optimizer=None, batches=(), step=partial(_step_engine, given, loss or default_loss)
+        )
     parts = tuple(given) if isinstance(given, (tuple, list)) else ()
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
         what = "is a module without its optimizer." if isinstance(given, nn.Module) else f"is {_shown(given)}."
@@ -75,11 +56,11 @@ def stepped(given: Any, *, name: str, loss: Loss | None, problems: list[Problem]
         problems.append(Problem(where=f"Lockstep({name}=...)", what=what, fix=_FORMS))
         return None
     if own:
-        return Stepped(name=name, model=model, optimizer=optimizer, step=own[0])
-    return made(model, optimizer, name=name, loss=loss or default_loss)
+        return Training(model=model, optimizer=optimizer, batches=(), step=own[0])
+    return _with_step(Training(model=model, optimizer=optimizer, batches=(), loss=loss or default_loss))
 
 
-def refuse_one_for_both(given: Sequence[Stepped | None], problems: list[Problem]) -> None:
+def refuse_one_for_both(given: Sequence[Training | None], problems: list[Problem]) -> None:
     """Extend `problems` if both sides are the same model, which would be stepped twice."""
     baseline, candidate = given
     if baseline is not None and candidate is not None and baseline.model is candidate.model:
@@ -89,12 +70,11 @@ def refuse_one_for_both(given: Sequence[Stepped | None], problems: list[Problem]
         )
 
 
-def made(
-    model: nn.Module, optimizer: Optimizers, *, name: str, loss: Loss, record: Mapping[str, Any] | None = None
-) -> Stepped:
-    """A side whose step traindiff makes from `loss`."""
-    step = partial(_step_plain, model, tuple(_listed(optimizer)), loss)
-    return Stepped(name=name, model=model, optimizer=optimizer, step=step, loss=loss, record=record or {})
+def _with_step(training: Training) -> Training:
+    """The training with a step that traindiff makes from its loss."""
+    assert training.loss is not None
+    step = partial(_step_plain, training.model, _optimizers_of(training), training.loss)
+    return replace(training, step=step)
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -127,14 +107,6 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     raise ConfigError("Lockstep(...)", [problem], consequence="nothing was trained")
 
 
-def _of_training(training: Training, *, name: str) -> Stepped:
-    if training.step is None and training.loss is not None:
-        side = made(training.model, training.optimizer, name=name, loss=training.loss)
-    else:
-        side = Stepped(name=name, model=training.model, optimizer=training.optimizer, step=training.train_on)
-    return replace(side, record=training.record, batches=training.batches)
-
-
 def _step_plain(model: nn.Module, optimizers: tuple[Any, ...], loss: Loss, batch: Any) -> Tensor:
     found = loss(model, batch)
     found.backward()
@@ -153,13 +125,12 @@ def _step_engine(engine: Any, loss: Loss, batch: Any) -> Tensor:
     return found.detach()
 
 
-def _listed(optimizer: Optimizers) -> Iterator[Any]:
-    if isinstance(optimizer, Mapping):
-        yield from optimizer.values()
-    elif isinstance(optimizer, (list, tuple)):
-        yield from optimizer
-    elif optimizer is not None:
-        yield optimizer
+def _optimizers_of(training: Training) -> tuple[Any, ...]:
+    """Its optimizers one by one; none if an engine has its own."""
+    given: Any = training.optimizer
+    if isinstance(given, Mapping):
+        return tuple(given.values())
+    return tuple(given) if isinstance(given, (list, tuple)) else () if given is None else (given,)
 
 
 def _shown(given: Any) -> str:
@@ -172,12 +143,13 @@ REPLICAS = ("ulp:1", "ulp:2")
 """Perturbations of the copies; two, so that each can be compared with the other."""
 
 
-def uncopyable(baseline: Stepped) -> str:
+def uncopyable(baseline: Training) -> str:
     """Why a side cannot be copied, as the end of a sentence about the baseline; empty if it can."""
     model = baseline.model
     if baseline.loss is None:
         return "has a step of its own"
-    if not baseline.optimizers or not all(isinstance(one, Optimizer) for one in baseline.optimizers):
+    optimizers = _optimizers_of(baseline)
+    if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
         return "has no optimizer of torch's"
     if compiled_parts(model):
         return "is compiled"
@@ -188,23 +160,21 @@ def uncopyable(baseline: Stepped) -> str:
     return ""
 
 
-def copied(baseline: Stepped) -> list[Stepped]:
+def copied(baseline: Training) -> list[Training]:
     """Two copies of model and optimizer as they are now, of a side that can be copied."""
-    assert baseline.loss is not None
     found = []
-    for replica in REPLICAS:
+    for _ in REPLICAS:
         model, optimizer = copy.deepcopy((baseline.model, baseline.optimizer))
-        one = made(model, optimizer, name=f"baseline, {replica}", loss=baseline.loss, record=baseline.record)
-        for own in one.optimizers:
+        found.append(_with_step(replace(baseline, model=model, optimizer=optimizer)))
+        for own in _optimizers_of(found[-1]):
             vars(own).pop("step", None)  # a schedule's replacement, which would step the original optimizer
-        found.append(one)
     return found
 
 
-def follow_settings(baseline: Stepped, copies: list[Stepped]) -> None:
+def follow_settings(baseline: Training, copies: list[Training]) -> None:
     """Give the copies' optimizers the current settings of the baseline's, which a schedule may have changed."""
     for one in copies:
-        for source, target in zip(baseline.optimizers, one.optimizers, strict=True):
+        for source, target in zip(_optimizers_of(baseline), _optimizers_of(one), strict=True):
             for given, group in zip(source.param_groups, target.param_groups, strict=True):
                 group.update((name, value) for name, value in given.items() if name != "params")
 

@@ -311,7 +311,7 @@ class RankProcesses:
             after_seconds=(rank.said_at or time.monotonic()) - rank.began,
             num_steps=rank.num_steps, num_observations=count, last_observation=last,
             stack="" if how == "returned" else stack, output=_last_lines(rank.place.output, said.get("printed_bytes")),
-            output_file=os.fspath(rank.place.output), result=said.get("result"), problems=tuple(problems),
+            output_file=os.fspath(rank.place.output), result=said.get("result"), problems=problems,
             explained=said.get("raised", {}).get("explained", False),
         )  # fmt: skip
 

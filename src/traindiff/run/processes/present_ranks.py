@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -82,9 +80,10 @@ class PresentRanks:
         try:
             result = decide()
         except BaseException as error:
-            self._finish({"raised": _told(error)})
+            told = f"rank 0 raised {type(error).__name__}: {error}"
+            self._finish(error if isinstance(error, ConfigError) else TraindiffError(told))
             raise
-        self._finish({"result": result})
+        self._finish(result)
         return result
 
     def launch(
@@ -137,7 +136,7 @@ class PresentRanks:
                 (end,) = processes.ends(failed_elsewhere=lambda: bool(self._store.check([failed])))
         if end.how != "returned":
             self._store.set(failed, "")
-        self._store.set(f"job-{number}-end-{self.rank}", json.dumps(end.to_json()))
+        self._store.set(f"job-{number}-end-{self.rank}", pickle.dumps(end))
         return end
 
     def _ends_of_others(self, number: int, patience: Patience) -> list[RankEnd]:
@@ -148,7 +147,7 @@ class PresentRanks:
             for rank in range(1, self.world_size):
                 key = f"job-{number}-end-{rank}"
                 if rank not in ends and self._store.check([key]):
-                    ends[rank] = RankEnd.from_json(json.loads(self._store.get(key)))
+                    ends[rank] = pickle.loads(self._store.get(key))
             if time.monotonic() > deadline:
                 silent = [rank for rank in range(1, self.world_size) if rank not in ends]
                 ends |= {rank: RankEnd(rank=rank, how="died", message="was not heard of again.") for rank in silent}
@@ -164,7 +163,9 @@ class PresentRanks:
                     if finished:
                         outcome = pickle.loads(self._store.get("finished"))
                         self._store.set(f"left-{self.rank}", "")
-                        return _unpacked(outcome)
+                        if isinstance(outcome, TraindiffError):
+                            raise outcome
+                        return outcome
                 except (RuntimeError, distributed.DistError) as error:
                     raise TraindiffError(f"rank 0 can no longer be reached: {error}") from None
                 if announced:
@@ -174,27 +175,11 @@ class PresentRanks:
                     time.sleep(_POLL_SECONDS)
         raise TraindiffError("interrupted")
 
-    def _finish(self, outcome: dict[str, Any]) -> None:
-        """Tell the other ranks that nothing more will run, and wait until they know."""
+    def _finish(self, outcome: Any) -> None:
+        """Tell the other ranks the result, or the error, and wait until they know."""
         self._store.set("finished", pickle.dumps(outcome))
         deadline = time.monotonic() + _LEAVE_SECONDS
         waiting = {f"left-{rank}" for rank in range(1, self.world_size)}
         while waiting and time.monotonic() < deadline:
             waiting = {key for key in waiting if not self._store.check([key])}
             time.sleep(_POLL_SECONDS / 5)
-
-
-def _told(error: BaseException) -> dict[str, Any]:
-    if isinstance(error, ConfigError):
-        problems = [asdict(problem) for problem in error.problems]
-        return {"source": error.source, "problems": problems, "consequence": error.consequence}
-    return {"message": f"rank 0 raised {type(error).__name__}: {error}"}
-
-
-def _unpacked(outcome: dict[str, Any]) -> Any:
-    if (raised := outcome.get("raised")) is None:
-        return outcome["result"]
-    if "message" in raised:
-        raise TraindiffError(raised["message"])
-    problems = [Problem(**one) for one in raised["problems"]]
-    raise ConfigError(raised["source"], problems, consequence=raised["consequence"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from traindiff.errors import Problem
 
 FIRST_STEP_SECONDS = 600.0
 """Patience until the end of the first step: imports, building the model, compiling."""
@@ -60,7 +62,7 @@ class RankEnd:
         output: The last lines of its output.
         output_file: File with all of its output.
         result: Its return value, as JSON values.
-        problems: `where`, `what` and `fix` of each problem, if it raised a `ConfigError`.
+        problems: Those of the `ConfigError` that it raised, if it did.
         explained: True if that `ConfigError` only explains another exception, raised by the function itself.
     """
 
@@ -75,22 +77,13 @@ class RankEnd:
     output: str = ""
     output_file: str = ""
     result: Any = None
-    problems: tuple[Mapping[str, str], ...] = ()
+    problems: tuple[Problem, ...] = ()
     explained: bool = False
 
     @property
     def sentence(self) -> str:
         """The end as a sentence: `Rank 1 raised ValueError: no data.`."""
         return f"Rank {self.rank} {self.message}"
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields, as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`."""
-        return cls(**{**content, "problems": tuple(content["problems"])})
 
 
 class RanksError(RuntimeError):

@@ -208,16 +208,12 @@ def _join(place: Place) -> None:
 
 def _told(error: BaseException) -> dict[str, Any]:
     """An exception, as the launcher is told of it."""
-    problems: list[dict[str, str]] = []
-    cause = error
-    if isinstance(error, ConfigError):
-        problems = [{"where": one.where, "what": one.what, "fix": one.fix} for one in error.problems]
-        cause = error.__cause__ or error
+    cause = (error.__cause__ or error) if isinstance(error, ConfigError) else error
     return {
         "explained": cause is not error,
         "message": f"{type(cause).__name__}: {cause}",
         "stack": "".join(traceback.format_exception(cause)),
-        "problems": problems,
+        "problems": error.problems if isinstance(error, ConfigError) else (),
     }
 
 

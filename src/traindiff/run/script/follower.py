@@ -40,11 +40,11 @@ from traindiff.run.script.account import Account, SeenModel, SeenOptimizer
 from traindiff.run.script.script import is_script_itself
 from traindiff.run.script.signals import (
     is_recorded_by_script,
-    on_module_called,
-    on_optimizer_made,
-    on_process_started,
-    on_program_started,
-    on_recorder_made,
+    module_called,
+    optimizer_made,
+    process_started,
+    program_started,
+    recorder_made,
 )
 
 
@@ -86,11 +86,11 @@ class Follower:
     def start(self) -> None:
         """Start to look for a training. Torch has been imported by now."""
         self._account.torch_imported = True
-        self._undo.enter_context(on_optimizer_made(self._guarded(self._made)))
-        self._undo.enter_context(on_process_started(self._guarded(self._started)))
-        self._undo.enter_context(on_program_started(self._guarded(self._launched)))
+        self._undo.enter_context(optimizer_made.attach(self._guarded(self._made)))
+        self._undo.enter_context(process_started.attach(self._guarded(self._started)))
+        self._undo.enter_context(program_started.attach(self._guarded(self._launched)))
         self._undo.callback(register_optimizer_step_post_hook(self._guarded(self._stepped)).remove)
-        self._until_attached.enter_context(on_module_called(self._guarded(self._called)))
+        self._until_attached.enter_context(module_called.attach(self._guarded(self._called)))
         self._undo.callback(register_optimizer_step_pre_hook(self._guarded(self._stepping)).remove)
 
     def ended_by(self, error: BaseException) -> None:
@@ -246,7 +246,7 @@ class Follower:
             self._account.left_out = True
             return
         self._recorder, self._were_given = recorder, stepping is not None
-        self._undo.enter_context(on_recorder_made(self._give_way))
+        self._undo.enter_context(recorder_made.attach(self._give_way))
         self._account.models += [_seen(name, model) for name, model in names.items()]
         inside = {id(one) for model in models for one in model.modules()}
         others = [one for one in live if id(one) not in inside]

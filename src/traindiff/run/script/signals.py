@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import subprocess
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import wraps
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -21,31 +20,6 @@ from torch.optim import Optimizer
 from traindiff.core.torch_compat.execution import exclude_from_compilation
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.session.recorder import Recorder
-
-
-def on_optimizer_made(listener: Callable[[Optimizer], None]) -> ExitStack:
-    """Call `listener` with each optimizer after it got its parameters. Close the result to stop."""
-    return _made.attach(listener)
-
-
-def on_module_called(listener: Callable[[nn.Module], None]) -> ExitStack:
-    """Call `listener` before each call of a module that is not compiled, before torch looks at its hooks."""
-    return _called.attach(listener)
-
-
-def on_process_started(listener: Callable[[BaseProcess], None]) -> ExitStack:
-    """Call `listener` with each process that Python's multiprocessing starts."""
-    return _started.attach(listener)
-
-
-def on_program_started(listener: Callable[[object], None]) -> ExitStack:
-    """Call `listener` with the command of each program that is started."""
-    return _launched.attach(listener)
-
-
-def on_recorder_made(listener: Callable[[str], None]) -> ExitStack:
-    """Call `listener` with the path before a further recording begins."""
-    return _recording.attach(listener)
 
 
 def is_recorded_by_script() -> str:
@@ -60,10 +34,10 @@ def _replace_init() -> None:
     @wraps(original)
     def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        for listener in _made:
+        for listener in optimizer_made:
             listener(self)
 
-    _made.replace(Optimizer, "__init__", init)
+    optimizer_made.replace(Optimizer, "__init__", init)
 
 
 def _replace_call() -> None:
@@ -72,15 +46,15 @@ def _replace_call() -> None:
     @wraps(original)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
-            for listener in _called:
+            for listener in module_called:
                 listener(self)
         return original(self, *args, **kwargs)
 
     exclude_from_compilation(call, callees=False)
-    _called.replace(nn.Module, "__call__", call)
+    module_called.replace(nn.Module, "__call__", call)
 
 
-def _told_before(owner: type, name: str, about: Callable[..., object]) -> Listeners[Callable[[Any], None]]:
+def _before(owner: type, name: str, about: Callable[..., object]) -> Listeners[Callable[[Any], None]]:
     """Listeners that are called before a method; `about` picks their argument from the method's."""
 
     def replace() -> None:
@@ -98,8 +72,17 @@ def _told_before(owner: type, name: str, about: Callable[..., object]) -> Listen
     return listeners
 
 
-_made: Listeners[Callable[[Optimizer], None]] = Listeners(_replace_init)
-_called: Listeners[Callable[[nn.Module], None]] = Listeners(_replace_call)
-_started = _told_before(BaseProcess, "start", lambda process: process)
-_launched = _told_before(subprocess.Popen, "__init__", lambda _, args, *__, **___: args)
-_recording = _told_before(Recorder, "__init__", lambda _, path, *__, **___: path)
+optimizer_made: Listeners[Callable[[Optimizer], None]] = Listeners(_replace_init)
+"""Listeners that are called with each optimizer after it got its parameters."""
+
+module_called: Listeners[Callable[[nn.Module], None]] = Listeners(_replace_call)
+"""Listeners that are called before each call of a module that is not compiled, before torch looks at its hooks."""
+
+process_started = _before(BaseProcess, "start", lambda process: process)
+"""Listeners that are called with each process that Python's multiprocessing starts."""
+
+program_started = _before(subprocess.Popen, "__init__", lambda _, args, *__, **___: args)
+"""Listeners that are called with the command of each program that is started."""
+
+recorder_made = _before(Recorder, "__init__", lambda _, path, *__, **___: path)
+"""Listeners that are called with the path before a further recording begins."""

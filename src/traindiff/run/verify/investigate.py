@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,13 @@ class Investigating:
         refuse_others_files(request.output, (REPORT, HTML), jsons=(JSON, VERIFICATION), asked_by=request.asked_by)
         runs.check(_names(request, self.seeds))
         runs.refuse_unusable(request.candidate, request.setup)
-        word = self._ask(runs)
+        for stage in self._asked(runs):
+            self._stages.append(stage)
+            if self.on_stage:
+                self.on_stage(stage)
+            if stage.final:
+                break
+        word: Word = "misaligned" if self._free is None else self._free.verdict
         found = Investigation(
             sides=request.sides, stages=tuple(self._stages), free=self._free, steady=self._steady, verdict=word,
             output=str(request.output), costs=tuple(runs.costs), peak_bytes=runs.peak_bytes,
@@ -145,43 +151,31 @@ class Investigating:
         write_files(found, request)
         return found
 
-    def _ask(self, runs: Runs) -> Word:
-        """Run the stages one after the other; return the verdict."""
+    def _asked(self, runs: Runs) -> Iterator[Stage]:
+        """Run the stages one after the other. Whoever asks stops after the first that is final."""
         request = self.request
         with needed(runs):
             recorded = record_repeated(runs, request, repeat=True)
-        if self._add(stages.repeats(compare(*recorded, rtol=0.0, atol=0.0), compare(*recorded))):
-            return "misaligned"
+        yield stages.repeats(compare(*recorded, rtol=0.0, atol=0.0), compare(*recorded))
         losses = {request.seed: losses_of(recorded[0])}
         of_seeds = self._seeded(runs, losses)
-        self._add(of_seeds)
+        yield of_seeds
         with needed(runs):
             trusted = with_replicas(runs, request, recorded)
         free = self._free = verify_against(trusted, replace(request, pin="never"), runs)
         both = losses[request.seed], losses_of(free.comparison.candidate)
-        if self._add(stages.differs(free, both, of_seeds.numbers["spread"])):
-            return free.verdict
+        yield stages.differs(free, both, of_seeds.numbers["spread"])
         try:
             steady = self._steady = self._controlled(runs, tuple(CONTROLS), pin=True)
         except RunFailedError as failed:
-            self._add(stages.unknown("baseline", failed.run))
-            return free.verdict
+            yield stages.unknown("baseline", failed.run)
+            return
         alone: dict[str, str] = {}
         if steady.failed is None and steady.verdict != "diverged":
             alone = {control: self._alone(runs, control) for control in CONTROLS}
-        if self._add(stages.remains(steady, alone)):
-            return free.verdict
+        yield stages.remains(steady, alone)
         for stage in (stages.first_step, stages.first_site, stages.pinned, stages.operators):
-            if self._add(stage(steady)):
-                break
-        return free.verdict
-
-    def _add(self, stage: Stage) -> bool:
-        """Append a stage; return True if it is the last."""
-        self._stages.append(stage)
-        if self.on_stage:
-            self.on_stage(stage)
-        return stage.final
+            yield stage(steady)
 
     def _seeded(self, runs: Runs, losses: dict[int, dict[int, float]]) -> Stage:
         """Run the baseline with further seeds, and add its losses to `losses`, which is by seed."""

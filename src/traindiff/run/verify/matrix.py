@@ -8,7 +8,7 @@ import re
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,14 @@ from traindiff.core.untrusted.demands import ANYTHING, MOST_JSON_BYTES, TEXT, de
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import ConfigError, CorruptRecordingError, Problem, type_of
 from traindiff.run.config.obstacles import obstacles
-from traindiff.run.config.setup import PLAIN, Setup
+from traindiff.run.config.setup import PLAIN
 from traindiff.run.processes.present_ranks import PresentRanks
-from traindiff.run.verify.pinning import ForcedSteps
 from traindiff.run.verify.recipe import recipe_name
-from traindiff.run.verify.request import SetupOptions, VerifyRequest, candidate_setup, trusted_setup
-from traindiff.run.verify.trusted import Trusted, forced_steps, names_of_runs, record_trusted, verify_against
+from traindiff.run.verify.request import SETUP_OPTIONS, VerifyRequest, setups
+from traindiff.run.verify.trusted import Trusted, names_of_runs, record_trusted, trusted_of, verify_against
 from traindiff.run.verify.verify import JSON, write_files, write_whole
 
 _TABLES = ("grid", "settings", "exclude")
-_OWN = ("engine", "baseline_engine", "nproc", "zero_stage", "offload_device")
-_KNOWN = tuple(dict.fromkeys((*_OWN, *(one.name for one in fields(Setup)))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +41,7 @@ class Combination:
     """
 
     varied: Mapping[str, Any]
-    options: SetupOptions
+    options: Mapping[str, Any]
 
     @property
     def name(self) -> str:
@@ -52,7 +49,7 @@ class Combination:
         return ", ".join(f"{name}={value}" for name, value in self.varied.items())
 
 
-def read_grid(path: Path, base: SetupOptions) -> list[Combination]:
+def read_grid(path: Path, base: Mapping[str, Any]) -> list[Combination]:
     """The combinations of a grid: all products of its values, without the excluded ones.
 
     Args:
@@ -81,9 +78,9 @@ def read_grid(path: Path, base: SetupOptions) -> list[Combination]:
         exclude = []
     for where, table in (("[grid]", grid), ("[settings]", settings), *(("[[exclude]]", one) for one in exclude)):
         problems += [
-            Problem.unknown_name(where=f"{where} {name}", kind="a setting of a setup", found=name, known=_KNOWN)
+            Problem.unknown_name(where=f"{where} {name}", kind="a setting of a setup", found=name, known=SETUP_OPTIONS)
             for name in table
-            if name not in _KNOWN
+            if name not in SETUP_OPTIONS
         ]
     problems += [
         Problem(where=f"[grid] {name}", what=f"is {type_of(values)}, not a list of values.", fix=f"Write [{values!r}].")
@@ -99,7 +96,7 @@ def read_grid(path: Path, base: SetupOptions) -> list[Combination]:
         raise ConfigError(str(path), problems)
     combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     return [
-        Combination(varied=varied, options=_options(base, {**settings, **varied}))
+        Combination(varied=varied, options={**base, **_without_prefixes({**settings, **varied})})
         for varied in combinations
         if not any(_has_all(one, varied) for one in exclude)
     ]
@@ -123,14 +120,9 @@ def _has_all(excluded: Mapping[str, Any], varied: Mapping[str, Any]) -> bool:
     return all(varied.get(name) == value for name, value in excluded.items())
 
 
-def _options(base: SetupOptions, said: Mapping[str, Any]) -> SetupOptions:
-    said = {name: _without_prefix(value) for name, value in said.items()}
-    own = {name: value for name, value in said.items() if name in _OWN}
-    return replace(base, **own, further={**base.further, **{k: v for k, v in said.items() if k not in _OWN}})
-
-
-def _without_prefix(value: Any) -> Any:
-    return value.removeprefix("torch.") if isinstance(value, str) else value
+def _without_prefixes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same settings with dtypes as `Setup` names them: `float32` for `torch.float32`."""
+    return {name: one.removeprefix("torch.") if isinstance(one, str) else one for name, one in given.items()}
 
 
 _ROW = "combination.json"
@@ -146,7 +138,7 @@ class _Work:
     request: VerifyRequest
     ranks: PresentRanks | None
     fresh: bool
-    measured: dict[str, tuple[Trusted, ForcedSteps]] = field(default_factory=dict)
+    measured: dict[str, Trusted] = field(default_factory=dict)
 
 
 def verify_matrix(
@@ -187,8 +179,7 @@ def verify_matrix(
 
 def _row(work: _Work, one: Combination) -> MatrixRow:
     world_size = work.ranks.world_size if work.ranks else None
-    setup = candidate_setup(one.options, world_size=world_size)
-    baseline = trusted_setup(one.options, setup)
+    baseline, setup = setups(one.options, world_size=world_size)
     output = work.request.output / _directory(one.name)
     row = MatrixRow(
         name=one.name, varied=one.varied, verdict=IMPOSSIBLE, message="", seconds=0.0, output=str(output), exit_code=0
@@ -218,13 +209,12 @@ def _verified(work: _Work, request: VerifyRequest) -> Verification:
     runs = request.runs(request.output, work.ranks)
     runs.check(["candidate"])
     runs.refuse_unusable(request.candidate, request.setup)
-    trusted, forced = _measured(work, request)
-    verification = verify_against(trusted, request, runs, forced)
+    verification = verify_against(_measured(work, request), request, runs)
     write_files(verification, request.output)
     return verification
 
 
-def _measured(work: _Work, request: VerifyRequest) -> tuple[Trusted, ForcedSteps]:
+def _measured(work: _Work, request: VerifyRequest) -> Trusted:
     """The baseline of a combination and its noise: shared, kept from an earlier call, or recorded now."""
     message = request.baseline_setup.message
     if message in work.measured:
@@ -234,15 +224,14 @@ def _measured(work: _Work, request: VerifyRequest) -> tuple[Trusted, ForcedSteps
     key = _fingerprint(request, of_the_baseline=True)
     kept = None if work.fresh else _read(directory / _TRUSTED, key)
     if kept is not None and all((directory / name / "run.json").exists() for name in kept["recordings"]):
-        baseline, *noise = (str(directory / name) for name in kept["recordings"])
-        trusted = Trusted(baseline=baseline, noise=tuple(noise))
+        trusted = trusted_of(runs, request, [str(directory / name) for name in kept["recordings"]])
     else:
         names = names_of_runs(request.replicas, repeat=request.repeat)
         runs.check(names)
         trusted = record_trusted(runs, request)
         _write(directory / _TRUSTED, key, {"recordings": names})
-    work.measured[message] = trusted, forced_steps(runs, request)
-    return work.measured[message]
+    work.measured[message] = trusted
+    return trusted
 
 
 def _message(verification: Verification) -> str:

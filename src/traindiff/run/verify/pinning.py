@@ -19,6 +19,8 @@ from traindiff.run.verify.request import VerifyRequest
 from traindiff.run.verify.runs import REPLICAS, Runs
 from traindiff.storage import open_recording
 
+NATIVE = "native"
+
 _SHORTER = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 
 
@@ -28,34 +30,30 @@ class ForcedStep:
 
     Attributes:
         step: The step.
-        precision: Dtype in which everything is computed; None for the training's own.
+        precision: Dtype in which everything is computed, e.g. `float32`; `native` for the training's own dtypes.
+        operators: Glob over modules whose operators are recorded; empty for none.
         baseline: Recording with all tensors of this step and the one before.
         noise: Recordings of replicas that were forced to these tensors.
-        operators: Modules whose operators are recorded.
     """
 
     step: int
-    precision: torch.dtype | None
-    baseline: str
-    noise: tuple[str, ...]
+    precision: str = NATIVE
     operators: str = ""
+    baseline: str = ""
+    noise: tuple[str, ...] = ()
 
     @property
     def directory(self) -> str:
         """The directory of its recordings."""
-        return f"{'zoomed' if self.operators else 'pinned'}-step-{self.step}-{self.name}"
-
-    @property
-    def name(self) -> str:
-        """Name of the precision, e.g. `native` or `float32`."""
-        return "native" if self.precision is None else str(self.precision).removeprefix("torch.")
+        return f"{'zoomed' if self.operators else 'pinned'}-step-{self.step}-{self.precision}"
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """Settings of each run; the step before is recorded too, because it ends with the state before this step."""
+        dtype = None if self.precision == NATIVE else getattr(torch, self.precision)
         steps = f"{max(0, self.step - 1)}-{self.step}"
         zoomed = {"operators": self.operators} if self.operators else {}
-        return {"num_steps": self.step + 1, "precision": self.precision, "steps": steps, **zoomed}
+        return {"num_steps": self.step + 1, "precision": dtype, "steps": steps, **zoomed}
 
 
 def why_not_forced(setup: Setup) -> str:
@@ -69,19 +67,13 @@ def why_not_forced(setup: Setup) -> str:
     return ""
 
 
-def precisions(baseline: str) -> Iterator[torch.dtype | None]:
+def precisions(baseline: str) -> Iterator[str]:
     """The precisions in which to repeat a step: native, and float32 if the training computes in something shorter."""
-    yield None
+    yield NATIVE
     recording = open_recording(baseline)
     step = next(recording.steps(recording.ranks[0]), None)
     if step is not None and any(seen.dtype in _SHORTER for seen in step.observations):
-        yield torch.float32
-
-
-def precision_named(name: str) -> torch.dtype | None:
-    """The inverse of `ForcedStep.name`: None for the training's own dtypes."""
-    found: torch.dtype | None = None if name == "native" else getattr(torch, name)
-    return found
+        yield "float32"
 
 
 class ForcedSteps:
@@ -95,31 +87,25 @@ class ForcedSteps:
         self._recipe = recipe
         self._setup = setup
         self._replicas = replicas
-        self._recorded: dict[tuple[int, torch.dtype | None, str], ForcedStep] = {}
+        self._recorded: dict[ForcedStep, ForcedStep] = {}
 
-    def step(self, step: int, precision: torch.dtype | None, *, operators: str = "") -> ForcedStep:
-        """The step to which candidates are forced, computed in `precision` (None for the training's own dtypes).
-
-        Args:
-            step: The step.
-            precision: Compute everything in this dtype.
-            operators: Glob over modules whose operators are recorded; empty for none.
+    def step(self, step: int, precision: str, *, operators: str = "") -> ForcedStep:
+        """The step to which candidates are forced; see `ForcedStep`.
 
         Raises:
             ConfigError: The recipe cannot be used.
             RunFailedError: The training failed.
         """
-        key = (step, precision, operators)
-        if key not in self._recorded:
-            asked = ForcedStep(step=step, precision=precision, baseline="", noise=(), operators=operators)
-            self._recorded[key] = self._record(asked)
-        return self._recorded[key]
+        asked = ForcedStep(step=step, precision=precision, operators=operators)
+        if asked not in self._recorded:
+            self._recorded[asked] = self._record(asked)
+        return self._recorded[asked]
 
     def _record(self, plain: ForcedStep) -> ForcedStep:
         directory = plain.directory
         settings = {**plain.settings, "setup": self._setup}
         baseline = self._runs.run(self._recipe, f"{directory}/baseline", detail="tensors", **settings)
-        used = [one for one in self._replicas if plain.precision is None or one.startswith("ulp")]
+        used = [one for one in self._replicas if plain.precision == NATIVE or one.startswith("ulp")]
         noise = [
             self._runs.run(
                 self._recipe, f"{directory}/{one.replace(':', '-')}", replica=one, forced_by=baseline, **settings
@@ -150,7 +136,7 @@ def pin_down(
     settings = {**given.settings, **({"operators": operators} if operators else {})}
     found = runs.run(candidate, f"{given.directory}/candidate", setup=setup, forced_by=given.baseline, **settings)
     comparison = compare(given.baseline, found, noise=given.noise, rename=rename, steps=str(given.step))
-    return Pinned(step=given.step, precision=given.name, comparison=comparison)
+    return Pinned(step=given.step, precision=given.precision, comparison=comparison)
 
 
 EVERYWHERE = "*"
@@ -177,7 +163,7 @@ def zoom_in(
     found: Pinned | None = None
     for patterns in _modules(_zoomable(wrong)[0], wrong, request.rename):
         try:
-            given = forced.step(wrong.step, precision_named(wrong.precision), operators=patterns[0])
+            given = forced.step(wrong.step, wrong.precision, operators=patterns[0])
             found = pin_down(
                 runs, given, request.candidate, setup=request.setup, rename=request.rename, operators=patterns[1]
             )

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import traindiff
@@ -143,14 +143,6 @@ def name_of(recipe: Recipe) -> str:
 def recipe_name(recipe: Named) -> str:
     """The recipe's name in messages, as the user gave it."""
     return recipe if isinstance(recipe, str) else name_of(recipe)
-
-
-def logged(returned: Any) -> Iterator[tuple[str, float | Tensor]]:
-    """The result of `step` as names and numbers; it is a loss, or a mapping."""
-    found = returned if isinstance(returned, Mapping) else {"loss": returned}
-    for name, value in found.items():
-        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-            yield str(name), value
 
 
 def _has_optimizers(value: Any) -> bool:

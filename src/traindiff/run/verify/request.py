@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,43 +23,32 @@ from traindiff.run.verify.runs import REPLICAS, Progress, Runs
 Pin = Literal["divergence", "always", "never"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetupOptions:
-    """The setup as the user gave it; None for options that were left out.
+SETUP_OPTIONS = (*(one.name for one in fields(Setup)), "baseline_engine")
+"""The options of a setup that a user may give: settings of the candidate's, and the engine of the baseline."""
 
-    `baseline_engine` is the engine of the trusted training; `further` has the settings of a `Setup` without own field.
+
+def setups(options: Mapping[str, Any], *, world_size: int | None) -> tuple[Setup, Setup]:
+    """The setups of baseline and candidate, with defaults for options that were left out.
+
+    The baseline is plain PyTorch, or runs under `baseline_engine` on as many ranks as the candidate.
+
+    Args:
+        options: Values of `SETUP_OPTIONS`; None for those that were left out.
+        world_size: Number of ranks that exist already; None if none do.
     """
-
-    engine: str | None = None
-    baseline_engine: str = "plain"
-    nproc: int | None = None
-    zero_stage: int | None = None
-    offload_device: str | None = None
-    further: dict[str, Any] = field(default_factory=dict)
-
-
-def candidate_setup(options: SetupOptions, *, world_size: int | None) -> Setup:
-    """The setup of the candidate, with defaults for options that were left out; `world_size` counts existing ranks."""
-    of_deepspeed = options.zero_stage is not None or options.offload_device is not None
-    engine: Any = options.engine or ("deepspeed" if of_deepspeed or options.further.get("deepcompile") else "plain")
-    usual = 1 if engine == "plain" else world_size or 2
-    offload: Any = options.offload_device or "none"
-    return Setup(
-        engine=engine, nproc=options.nproc or usual, zero_stage=options.zero_stage or 0, offload_device=offload,
-        **options.further,
-    )  # fmt: skip
-
-
-def trusted_setup(options: SetupOptions, candidate: Setup) -> Setup:
-    """The setup of the baseline: plain PyTorch, or `baseline_engine` on as many ranks as the candidate."""
-    if options.baseline_engine == "plain":
-        return baseline_setup(candidate)
-    engine: Any = options.baseline_engine
-    plain = Setup(engine=engine, nproc=candidate.nproc if candidate.nproc > 1 else options.nproc or 2)
-    return replace(
-        plain, dtype=candidate.dtype, gradient_accumulation_steps=candidate.gradient_accumulation_steps,
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    trusted, nproc = given.pop("baseline_engine", "plain"), given.pop("nproc", None)
+    of_deepspeed = "zero_stage" in given or "offload_device" in given or given.get("deepcompile")
+    engine: Any = given.pop("engine", None) or ("deepspeed" if of_deepspeed else "plain")
+    candidate = Setup(engine=engine, nproc=nproc or (1 if engine == "plain" else world_size or 2), **given)
+    if trusted == "plain":
+        return baseline_setup(candidate), candidate
+    baseline = Setup(
+        engine=trusted, nproc=candidate.nproc if candidate.nproc > 1 else nproc or 2, dtype=candidate.dtype,
+        gradient_accumulation_steps=candidate.gradient_accumulation_steps,
         gradient_clipping=candidate.gradient_clipping, loss_scale=candidate.loss_scale,
     )  # fmt: skip
+    return baseline, candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import Targets, find_targets
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
 from traindiff.run.config.setup import PLAIN, Setup
-from traindiff.run.config.training import Training
+from traindiff.run.config.training import Training, logged
 from traindiff.run.processes.rank_process import Here
 from traindiff.run.verify.determinism import DROPOUT, controlled, take_out_dropout
 from traindiff.run.verify.recipe import (
@@ -34,7 +33,6 @@ from traindiff.run.verify.recipe import (
     Recipe,
     failures_explained,
     load_recipe,
-    logged,
     name_of,
     prepared,
     refuse_without_loss,
@@ -171,29 +169,12 @@ def _forced_values(path: str, replica: ReplicaSetting | None) -> ForcedValues:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedRun:
-    """A run in a form that can be sent to another process; `settings` are further arguments of `run_recipe`."""
-
-    recipe: Named
-    path: str
-    num_steps: int
-    seed: int
-    setup: Setup
-    asked_by: str
-    compiler_logs: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-def record_on_rank(here: Here, run: RecordedRun) -> dict[str, Any]:
-    """Run and record this rank's part."""
-    if run.compiler_logs:
+def record_on_rank(here: Here, recipe: Named, run: Callable[..., str], asked_by: str, compiler_logs: bool) -> Any:  # noqa: FBT001
+    """Run and record this rank's part; `run` is `run_recipe` with all settings."""
+    if compiler_logs:
         log_recompilations()
-    recipe = load_recipe(run.recipe, asked_by=run.asked_by) if isinstance(run.recipe, str) else run.recipe
-    run_recipe(
-        recipe, run.path, num_steps=run.num_steps, seed=run.seed, setup=run.setup, asked_by=run.asked_by,
-        on_step=here.step_done, last_seen=here.last_seen, overwrite=True, **run.settings,
-    )  # fmt: skip
+    found = load_recipe(recipe, asked_by=asked_by) if isinstance(recipe, str) else recipe
+    run(found, on_step=here.step_done, last_seen=here.last_seen)
     return {"peak_bytes": peak_bytes()}
 
 

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from traindiff.run.processes.rank_process import seen_text
 from traindiff.run.verify.failed import RunFailedError, of_ranks, of_this_process, refused
 from traindiff.run.verify.recipe import Named, Recipe, undisturbed_random_state
 from traindiff.run.verify.run_recipe import (
-    RecordedRun,
     check_on_rank,
     check_recipe,
     peak_bytes,
@@ -146,37 +146,39 @@ class Runs:
 
         if self.progress:
             self.progress(self.label + name, 0, num_steps)
-        run = RecordedRun(
-            recipe=recipe, path=os.fspath(self.directory / name), num_steps=num_steps, seed=self.seed, setup=setup,
-            asked_by=f"{self.asked_by}, run {name}", compiler_logs=compiler_logs,
-            settings={"controls": tuple(self.controls), **self.record, **settings},
+        path = os.fspath(self.directory / name)
+        asked_by = self._asked_by(name)
+        run = partial(
+            run_recipe, path=path, num_steps=num_steps, seed=self.seed, setup=setup, asked_by=asked_by, overwrite=True,
+            **{"controls": tuple(self.controls), **self.record, **settings},
         )  # fmt: skip
         try:
             if isinstance(recipe, str) or compiler_logs or is_launched(recipe, setup):
-                self._launched(run, name, on_step)
+                self._launched((recipe, run, asked_by, compiler_logs), name, setup, on_step)
             else:
-                _in_this_process(run, recipe, name, on_step, done)
+                _in_this_process(recipe, run, name, on_step, done)
                 self.peak_bytes = max(self.peak_bytes, peak_bytes())
         finally:
             self.costs.append(RunCost(name=self.label + name, num_steps=done[0], seconds=time.perf_counter() - began))
-        return run.path
+        return path
 
-    def _launched(self, run: RecordedRun, name: str, on_step: Callable[[int], None]) -> None:
-        setup = run.setup
+    def _asked_by(self, name: str) -> str:
+        return f"{self.asked_by}, run {name}"
 
+    def _launched(self, args: Sequence[Any], name: str, setup: Setup, on_step: Callable[[int], None]) -> None:
         def on_first_ranks_step(rank: int, step: int) -> None:
             if rank == 0:
                 on_step(step)
 
         try:
             ends = self.launcher(
-                record_on_rank, run, world_size=setup.nproc, grouped=setup.engine != "plain",
+                record_on_rank, *args, world_size=setup.nproc, grouped=setup.engine != "plain",
                 outputs=self.directory / LOGS / name, patience=self.patience, on_step=on_first_ranks_step,
             )  # fmt: skip
         except RanksError as error:
             first = error.first
             if first.problems and not (first.explained and first.last_observation):  # the training had not begun
-                raise _config_error(error, run.asked_by) from error
+                raise _config_error(error, self._asked_by(name)) from error
             raise RunFailedError(of_ranks(name, error)) from error
         self.peak_bytes = max(self.peak_bytes, sum(end.result["peak_bytes"] for end in ends))
 
@@ -187,7 +189,7 @@ def is_launched(recipe: Named, setup: Setup) -> bool:
 
 
 def _in_this_process(
-    run: RecordedRun, recipe: Recipe, name: str, on_step: Callable[[int], None], done: list[int]
+    recipe: Recipe, run: Callable[..., str], name: str, on_step: Callable[[int], None], done: list[int]
 ) -> None:
     last = [""]
 
@@ -195,10 +197,7 @@ def _in_this_process(
         last[0] = seen_text(seen)
 
     try:
-        run_recipe(
-            recipe, run.path, num_steps=run.num_steps, seed=run.seed, setup=run.setup, asked_by=run.asked_by,
-            on_step=on_step, last_seen=last_seen, overwrite=True, **run.settings,
-        )  # fmt: skip
+        run(recipe, on_step=on_step, last_seen=last_seen)
     except ConfigError as error:
         if error.__cause__ is None or not last[0]:  # the training had not begun
             raise
@@ -208,7 +207,7 @@ def _in_this_process(
 
 def _config_error(error: RanksError, asked_by: str) -> ConfigError:
     """The `ConfigError` of the rank that explains the others."""
-    return ConfigError(asked_by, [Problem(**one) for one in error.first.problems])
+    return ConfigError(asked_by, error.first.problems)
 
 
 def _is_of_the_user(path: Path) -> bool:

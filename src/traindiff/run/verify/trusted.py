@@ -23,10 +23,18 @@ class Trusted:
     Attributes:
         baseline: The baseline.
         noise: Recordings for `traindiff.compare(noise=...)`.
+        forced: Steps of the baseline to which candidates can be forced.
     """
 
     baseline: str
     noise: tuple[str, ...]
+    forced: ForcedSteps
+
+
+def trusted_of(runs: Runs, request: VerifyRequest, recordings: Sequence[str]) -> Trusted:
+    """The trusted training whose recordings `runs` have made, the baseline's first."""
+    forced = ForcedSteps(runs, request.recipe, setup=request.baseline_setup, replicas=request.replicas)
+    return Trusted(baseline=recordings[0], noise=tuple(recordings[1:]), forced=forced)
 
 
 def record_trusted(runs: Runs, request: VerifyRequest) -> Trusted:
@@ -60,12 +68,11 @@ def with_replicas(runs: Runs, request: VerifyRequest, recorded: Sequence[str]) -
         ConfigError: The recipe cannot be used.
         RunFailedError: A run fails; see `needed`.
     """
-    baseline, *noise = recorded
-    noise += [
+    replicas = [
         runs.run(request.recipe, _name(one), num_steps=request.steps, setup=request.baseline_setup, replica=one)
         for one in request.replicas
     ]
-    return Trusted(baseline=baseline, noise=tuple(noise))
+    return trusted_of(runs, request, [*recorded, *replicas])
 
 
 @contextmanager
@@ -97,22 +104,12 @@ def _refuse_what_does_not_repeat(recipe: Named, comparison: Comparison, asked_by
         raise ConfigError(asked_by, [problem])
 
 
-def forced_steps(runs: Runs, request: VerifyRequest) -> ForcedSteps:
-    """Steps of the baseline to which candidates can be forced."""
-    return ForcedSteps(runs, request.recipe, setup=request.baseline_setup, replicas=request.replicas)
-
-
-def verify_against(
-    trusted: Trusted, request: VerifyRequest, runs: Runs, forced: ForcedSteps | None = None
-) -> Verification:
+def verify_against(trusted: Trusted, request: VerifyRequest, runs: Runs) -> Verification:
     """Run the candidate, compare it, and pin the fault down.
-
-    `forced` has steps of the baseline that were recorded for other candidates.
 
     Raises:
         ConfigError: The candidate cannot be used. One that fails while it trains is `incomplete`.
     """
-    forced = forced or forced_steps(runs, request)
     failed: FailedRun | None = None
     path = str(runs.directory / "candidate")
     try:
@@ -128,10 +125,10 @@ def verify_against(
     if step is not None and (why := why_not_forced(request.baseline_setup) or why_not_forced(request.setup)):
         note = f"Step {step} was not run again with forced tensors: {why}"
     elif step is not None:
-        note = _pin(trusted, request, runs, forced, step=step, into=pinned)
+        note = _pin(trusted, request, runs, step=step, into=pinned)
     zoomed, zoom_note = None, ""
     if request.zoom and pinned:
-        zoomed, zoom_note = zoom_in(pinned, request, runs, forced)
+        zoomed, zoom_note = zoom_in(pinned, request, runs, trusted.forced)
     return Verification(
         comparison=comparison, pinned=tuple(pinned), zoomed=zoomed, zoom_note=zoom_note, pin_note=note,
         sides=request.sides, failed=failed,
@@ -155,13 +152,11 @@ def _compared(trusted: Trusted, path: str, request: VerifyRequest, failed: Faile
     )  # fmt: skip
 
 
-def _pin(
-    trusted: Trusted, request: VerifyRequest, runs: Runs, forced: ForcedSteps, *, step: int, into: list[Pinned]
-) -> str:
+def _pin(trusted: Trusted, request: VerifyRequest, runs: Runs, *, step: int, into: list[Pinned]) -> str:
     """Run the step again with forced tensors, in each precision; return the reason if that fails."""
     try:
         for precision in precisions(trusted.baseline):
-            given = forced.step(step, precision)
+            given = trusted.forced.step(step, precision)
             into.append(pin_down(runs, given, request.candidate, setup=request.setup, rename=request.rename))
     except ConfigError as error:
         why = error.problems[0]

@@ -15,7 +15,7 @@ from traindiff.core.untrusted.demands import MOST_JSON_BYTES, parse
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import ConfigError, CorruptRecordingError, Problem
 from traindiff.present.data import write_json
-from traindiff.present.text.results import print_verification
+from traindiff.present.text.results import print_report
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.config.setup import baseline_setup as trusted_way
 from traindiff.run.processes.present_ranks import PresentRanks
@@ -32,7 +32,7 @@ _ROWS = 50
 
 def write_files(verification: Verification, directory: Path) -> None:
     """Write the report as text and as JSON. Each file appears at once, so a reader never sees half of it."""
-    write_text_and_json(verification, directory, JSON, print_verification)
+    write_text_and_json(verification, directory, JSON, print_report)
 
 
 def write_text_and_json(result: Any, directory: Path, json_name: str, show: Callable[..., None]) -> None:

@@ -4,10 +4,10 @@ import sys
 
 import torch
 
-from traindiff.run.demo.model import ModelSize, build_model
+from traindiff.run.demo.model import LanguageModel, ModelSize, build_model
 
 torch.manual_seed(7)
-model = build_model(ModelSize(num_layers=2, num_heads=2, width=32, context=16), seed=1)
+model = build_model(LanguageModel, ModelSize(num_layers=2, num_heads=2, width=32, context=16), seed=1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=3)
 for step in range(3):
