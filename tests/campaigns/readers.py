@@ -168,7 +168,7 @@ def _load(case: Case) -> None:
 
 def _replay(case: Case) -> None:
     """As the process of `traindiff replay` does, which this one is."""
-    from traindiff.observe.torch.nonfinite.contained_replay import main
+    from traindiff.observe.torch.nonfinite.contained import main
 
     found = main(case.mutant, "cpu", "0.5")
     json.dumps(found, allow_nan=False)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from tests.messages.provoking import Chapter
 from tests.observe.nonfinite.test_hostile_replay import TENSOR, UNBOUNDED, written
-from traindiff.observe.torch.nonfinite import contained_replay
+from traindiff.observe.torch.nonfinite import contained
 from traindiff.observe.torch.nonfinite.contained import REPORT, replay_contained
 from traindiff.observe.torch.nonfinite.replaying import replay
 
@@ -87,11 +87,11 @@ def run_here(patched: pytest.MonkeyPatch) -> None:
     """Have a replay run in this process, so that the lines are seen that its messages come from; without its limits."""
 
     def run(command: Sequence[str], **_: object) -> CompletedProcess[bytes]:
-        report = json.dumps(contained_replay.main(*command[command.index(contained_replay.__name__) + 1 :]))
+        report = json.dumps(contained.main(*command[command.index(contained.__name__) + 1 :]))
         return CompletedProcess(command, 0, f"{REPORT}{report}".encode())
 
     patched.setattr("subprocess.run", run)
-    patched.setattr(contained_replay, "_limit_memory", lambda tensors, gib: gib)
+    patched.setattr(contained, "_limit_memory", lambda tensors, gib: gib)
 
 
 @situation("a replay that needs more memory")

@@ -122,7 +122,7 @@ def checked_flag(name: str, value: object, problems: list[Problem], *, where: st
 
 def checked_observe(value: object, problems: list[Problem]) -> frozenset[str]:
     """Names of what is observed; None means the default."""
-    wanted = OBSERVED_BY_DEFAULT if value is None else _listed(value)
+    wanted = OBSERVED_BY_DEFAULT if value is None else listed(value)
     _check_known("observe", wanted, OBSERVABLE, "something to observe", problems)
     if not wanted:
         fix = f"Name some of: {', '.join(OBSERVABLE)}."
@@ -132,7 +132,7 @@ def checked_observe(value: object, problems: list[Problem]) -> frozenset[str]:
 
 def checked_detail(value: object, problems: list[Problem]) -> frozenset[str]:
     """Names of what is kept of a tensor: always its summary."""
-    wanted = [str(name) for name in _listed(value)]
+    wanted = [str(name) for name in listed(value)]
     _check_known("detail", wanted, DETAILS, "a detail", problems)
     return frozenset(("summary", *wanted))
 
@@ -148,7 +148,7 @@ def checked_sample_order(value: object, problems: list[Problem]) -> SampleOrder:
 
 def checked_select(value: object, problems: list[Problem]) -> tuple[str, ...]:
     """Patterns over paths of modules and parameters."""
-    patterns = _listed(value)
+    patterns = listed(value)
     if not all(isinstance(pattern, str) for pattern in patterns):
         what = "must be a pattern over paths of modules and parameters, or a list of them."
         fix = 'Write select="encoder.*", or leave it out to record everything.'
@@ -160,7 +160,7 @@ def checked_operators(value: object, problems: list[Problem]) -> tuple[str, ...]
     """Patterns over paths of modules; None means no modules."""
     if value is None:
         return ()
-    patterns = _listed(value)
+    patterns = listed(value)
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         what = "must be a pattern over paths of modules, or a list of them."
         fix = 'Write operators="encoder.layers.3", or leave it out to record no operators.'
@@ -181,8 +181,8 @@ def checked_ranks(value: object, problems: list[Problem]) -> tuple[int, ...] | N
     """Ranks, ascending; None means all."""
     if value is None:
         return None
-    ranks = _listed(value)
-    if not all(_is_whole(rank) and rank >= 0 for rank in ranks):
+    ranks = listed(value)
+    if not all(is_whole(rank) and rank >= 0 for rank in ranks):
         what = "must be a rank, or a list of ranks, counted from 0."
         fix = "Write ranks=[0, 1], or leave it out to record all of them."
         problems.append(Problem(where=f"record(ranks={value!r})", what=what, fix=fix))
@@ -192,7 +192,7 @@ def checked_ranks(value: object, problems: list[Problem]) -> tuple[int, ...] | N
 
 def checked_every(value: Any, problems: list[Problem]) -> int:
     """Distance of the steps that are recorded."""
-    if _is_whole(value) and value >= 1:
+    if is_whole(value) and value >= 1:
         return value
     what, fix = "must be a whole number of steps, at least 1.", "Write every=1 to record every step, or leave it out."
     problems.append(Problem(where=f"record(every={value!r})", what=what, fix=fix))
@@ -203,8 +203,8 @@ def checked_batch_axis(value: object, problems: list[Problem]) -> Mapping[str, i
     """Batch axes by pattern over paths."""
     if value is None:
         return {}
-    axes = {"*": value} if _is_whole(value) else value
-    if isinstance(axes, Mapping) and all(axis is None or _is_whole(axis) for axis in axes.values()):
+    axes = {"*": value} if is_whole(value) else value
+    if isinstance(axes, Mapping) and all(axis is None or is_whole(axis) for axis in axes.values()):
         return {str(pattern): axis for pattern, axis in axes.items()}
     what = "must be an axis, or axes by pattern over module paths."
     fix = 'Write batch_axis=1, or batch_axis={"encoder.*": 1, "rotary": None}.'
@@ -221,12 +221,13 @@ def _check_known(
     ]
 
 
-def _listed(value: object) -> list[Any]:
+def listed(value: object) -> list[Any]:
     """The entries of a list; one thing alone is a list of it."""
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
 
 
-def _is_whole(value: object) -> TypeGuard[int]:
+def is_whole(value: object) -> TypeGuard[int]:
+    """True for an integer that is no boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

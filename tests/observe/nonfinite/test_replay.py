@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,26 @@ def test_masks_of_dropout_are_those_of_the_call(tmp_path: Path) -> None:
         dropped = again.contents.num_inf
         torch.manual_seed(seed)
         assert dropped == int((nn.Dropout(0.5)(value) > 0).sum())
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cauchy": lambda x: torch.empty_like(x).cauchy_(),
+    "geometric": lambda x: torch.empty_like(x).geometric_(0.01),
+    "log_normal": lambda x: torch.empty_like(x).log_normal_(),
+    "multinomial": lambda x: x[torch.multinomial(torch.ones(64), 8)],
+    "normal": torch.randn_like,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_are_those_of_the_call_in_every_dtype(name: str) -> None:
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum() + DRAWS[name](x).sum()
+
+    call = capture(Draws(), (torch.rand(64),), {})
+    (first,), (again,), (longer,) = (rerun(call, dtype).results.values() for dtype in (None, None, torch.float64))
+    assert first.largest == again.largest == pytest.approx(longer.largest, rel=1e-4)
 
 
 def test_a_backward_pass_is_captured_and_run_again(tmp_path: Path) -> None:

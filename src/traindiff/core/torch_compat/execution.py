@@ -104,6 +104,16 @@ def script_compiler() -> Any:
 # Operators
 
 
+DRAWING = frozenset(
+    {
+        "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "normal_",
+        "uniform", "uniform_", "bernoulli", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_",
+        "poisson", "multinomial", "binomial", "random_", "normal_functional",
+    }
+)  # fmt: skip
+"""Names of the operators of aten whose output is nothing but random numbers."""
+
+
 def operator_schema(operator: Any) -> Any:
     """The schema of an operator that was dispatched; None if it has none. There is no public way to ask."""
     return getattr(operator, "_schema", None)

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 Listener = TypeVar("Listener")
 
-_INHERITED = object()
+INHERITED = object()
 """Stands for an attribute that a class inherits."""
 
 
@@ -51,7 +51,7 @@ class Listeners(Generic[Listener]):
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Put a function in place of an attribute of a module or class, until the last listener is removed."""
         if not any(one is owner and attribute == name for one, attribute, *_ in self._replaced):
-            original = vars(owner).get(name, _INHERITED)
+            original = vars(owner).get(name, INHERITED)
             self._replaced.append((owner, name, original, function))
             setattr(owner, name, function)
 
@@ -60,14 +60,21 @@ class Listeners(Generic[Listener]):
             return
         self._attached.remove(listener)
         if not self._attached:
-            self._replaced = [one for one in reversed(self._replaced) if not _put_back(*one)][::-1]
+            self._replaced = [one for one in reversed(self._replaced) if not put_back(*one)][::-1]
 
 
-def _put_back(owner: Any, name: str, original: Any, function: Callable[..., Any]) -> bool:
-    """Undo a replacement, unless it was itself replaced; returns True if it is undone."""
+def put_back(owner: Any, name: str, original: Any, function: Callable[..., Any]) -> bool:
+    """Undo a replacement, unless it was itself replaced; returns True if it is undone.
+
+    Args:
+        owner: The module, class or object whose attribute was replaced.
+        name: Name of the attribute.
+        original: What was there, or `INHERITED`.
+        function: The replacement.
+    """
     if getattr_static(owner, name, None) is not function:
         return False
-    if original is _INHERITED:
+    if original is INHERITED:
         delattr(owner, name)
     else:
         setattr(owner, name, original)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,19 +13,17 @@ from torch import Tensor
 from traindiff.core.site import printable
 from traindiff.errors import type_of
 
-DTYPES: Mapping[str, torch.dtype] = {
+NAMED: Mapping[str, torch.dtype | torch.layout | torch.memory_format] = {
     str(one).removeprefix("torch."): one
     for one in (
         torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz,
         torch.float8_e5m2, torch.float8_e5m2fnuz, torch.complex32, torch.complex64, torch.complex128, torch.int8,
         torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+        torch.strided, torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d,
     )
 }  # fmt: skip
-LAYOUTS: Mapping[str, torch.layout] = {"strided": torch.strided}
-MEMORY_FORMATS: Mapping[str, torch.memory_format] = {
-    str(one).removeprefix("torch."): one
-    for one in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
-}
+"""Dtypes, layouts and memory formats that an argument may be, by the texts that stand for them."""
+
 FLOATS: Mapping[str, float] = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 """Floats that JSON does not have, by the texts that stand for them."""
 
@@ -58,9 +57,6 @@ _NAMES = {"int": "an integer of 64 bits", "str": "one of its words", "ScalarType
 def _fits(kind: str, value: Any, texts: Collection[str]) -> bool:
     if kind == "str":
         return isinstance(value, str) and value in texts
-    if kind in _NAMED:
-        key, known = _NAMED[kind]
-        return _entry(value, key, str) in known
     fits = _FITS.get(kind)
     return fits is not None and fits(value)
 
@@ -89,14 +85,16 @@ def _entry(value: Any, key: str, kind: type) -> Any:
     return None
 
 
-_NAMED: Mapping[str, tuple[str, Collection[str]]] = {
-    "ScalarType": ("torch", DTYPES), "Layout": ("torch", LAYOUTS), "MemoryFormat": ("torch", MEMORY_FORMATS),
-    "Device": ("device", _DEVICES),
-}  # fmt: skip
+def _is_named(kind: type, value: Any) -> bool:
+    return isinstance(NAMED.get(_entry(value, "torch", str)), kind)
+
+
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     "Tensor": lambda value: _entry(value, "tensor", int) is not None or _is_number(value),  # torch makes one of it
     "int": _is_int, "bool": lambda value: isinstance(value, bool), "float": _is_float, "number": _is_number,
-    "complex": _is_complex,
+    "complex": _is_complex, "ScalarType": partial(_is_named, torch.dtype), "Layout": partial(_is_named, torch.layout),
+    "MemoryFormat": partial(_is_named, torch.memory_format),
+    "Device": lambda value: _entry(value, "device", str) in _DEVICES,
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -10,12 +10,14 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from traindiff.core.site import printable
 from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.torch.hooks.nested import replaced, tensors
 from traindiff.observe.torch.nonfinite.frames import Frame
 
 _DEEPEST = 16
+
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+"""Positional and named arguments of a call."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -23,78 +25,73 @@ class Call:
     """One call of a module.
 
     Attributes:
-        path: Canonical path of the module.
         module: What was called.
         parent: The call in which it was called; None for the root's.
         behind: Path of the module that had returned last before it was called; None where none had.
         frame: What is printed of it.
-        arguments: Positional and named arguments, while it runs.
+        arguments: What the module is given, while it runs.
         outputs: What it has returned, by slot, until it has been looked at.
         random_state: Of the CPU's generator when it began, while it runs.
         held_back: Inputs whose -inf may be a mask; whether they are is seen by what the module makes of them.
         takers: Calls that took its outputs, by slot.
         passed_on: The outermost call that returned its output as it is, by slot, where one did.
         backward: What is printed of its backward pass.
-        recipe: Its arguments as long as their tensors live.
+        recall: Gives its arguments as long as their tensors live; see `without_keeping`. None without a backward pass.
     """
 
-    path: str
     module: nn.Module
     parent: Call | None
     behind: str | None
     frame: Frame
-    arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+    arguments: Arguments | None = None
     outputs: Mapping[str, Any] = field(default_factory=dict)
     random_state: Tensor | None = None
     held_back: list[str] = field(default_factory=list)
     takers: dict[str, list[tuple[Call, str]]] = field(default_factory=dict)
     passed_on: dict[str, Call] = field(default_factory=dict)
     backward: Frame | None = None
-    recipe: Recipe | None = None
+    recall: Callable[[], Arguments | None] | None = None
+
+    @property
+    def path(self) -> str:
+        """Canonical path of the module."""
+        return self.frame.path
 
     @property
     def kind(self) -> str:
         """Class of the module."""
-        return printable(type(self.module).__name__)
+        return self.frame.kind
 
-    def finished(self, *, trained: bool, keeps_inputs: bool) -> None:
+    def finished(self, *, trained: bool) -> None:
         """Let go of the arguments, as far as its backward pass does not need them."""
         if trained and self.arguments is not None:
-            self.recipe = Recipe(*self.arguments, keeps=keeps_inputs)
+            self.recall = without_keeping(*self.arguments)
         self.arguments = self.random_state = None
         self.outputs = {}
 
 
-class Recipe:
-    """Arguments of a call, by default without keeping a tensor alive.
+def without_keeping(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Arguments | None]:
+    """Remember arguments without keeping a tensor alive.
 
-    Args:
-        args: Positional ones.
-        kwargs: The others.
-        keeps: Keep their tensors, until `let_go`.
+    Returns:
+        Gives the arguments; None where a tensor is gone, or was written to.
     """
+    found = [one for _, one in tensors((list(args), dict(kwargs)), "")]
+    places = {id(one): torch.empty(0) for one in found}
+    remembered = replaced((list(args), dict(kwargs)), places)
+    references = [(places[id(one)], ref(one), version_of(one)) for one in found]
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, keeps: bool) -> None:
-        found = [one for _, one in tensors((list(args), dict(kwargs)), "")]
-        places = {id(one): torch.empty(0) for one in found}
-        self._arguments = replaced(list(args), places), replaced(dict(kwargs), places)
-        self._tensors = [(places[id(one)], ref(one), version_of(one)) for one in found]
-        self._kept = found if keeps else []
-
-    def arguments(self) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
-        """The arguments; None where a tensor is gone, or was written to."""
-        found: dict[int, Tensor] = {}
-        for place, reference, version in self._tensors:
+    def recall() -> Arguments | None:
+        alive: dict[int, Tensor] = {}
+        for place, reference, version in references:
             tensor = reference()
             if tensor is None or version_of(tensor) != version:
                 return None
-            found[id(place)] = tensor
-        args, kwargs = self._arguments
-        return replaced(args, found), replaced(kwargs, found)
+            alive[id(place)] = tensor
+        given: Arguments = replaced(remembered, alive)
+        return given
 
-    def let_go(self) -> None:
-        """Keep no tensor any longer."""
-        self._kept = []
+    return recall
 
 
 def slots(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from traindiff.core.torch_compat.execution import TorchDispatchMode, operator_schema, without_onednn
+from traindiff.core.torch_compat.execution import DRAWING, TorchDispatchMode, operator_schema, without_onednn
 from traindiff.observe.torch.hooks.nested import replaced, tensors
 from traindiff.observe.torch.hooks.out_of_sight import with_functions
 from traindiff.observe.torch.nonfinite.allowed_operators import RefusedOperatorError, check
@@ -79,10 +79,10 @@ def capture(
     call = writer.call
     for slot, one in slots(args, kwargs):
         if isinstance(one, Tensor):
-            call.inputs[slot] = writer.keep(by_id[id(one)])
+            call.inputs[slot] = writer.number(by_id[id(one)])
     trained = dict(copied.named_parameters(remove_duplicate=False))
     named = (*trained.items(), *copied.named_buffers(remove_duplicate=False))
-    call.weights.update((name, writer.keep(one)) for name, one in named)
+    call.weights.update((name, writer.number(one)) for name, one in named)
     if gradients:
         differentiated = (*call.inputs.values(), *(call.weights[name] for name in trained))
         call.trained += [number for number in differentiated if is_inexact(call.tensors[number])]
@@ -92,13 +92,14 @@ def capture(
         with torch.no_grad(), drawing, without_onednn(), with_functions(), writer:
             if random_state is not None:
                 torch.set_rng_state(random_state)
-            output = copied.forward(*replaced(list(args), by_id), **replaced(dict(kwargs), by_id))
+            inputs, named_inputs = replaced((list(args), dict(kwargs)), by_id)
+            output = copied.forward(*inputs, **named_inputs)
     except NotWritableError:
         raise
     except Exception as error:
         raise NotWritableError(f"calling it again raised {type(error).__name__}: {error}") from error
     call.outputs.update((slot, writer.number(one)) for slot, one in within(output, "output") if isinstance(one, Tensor))
-    call.gradients.update((slot, writer.keep(one)) for slot, one in (gradients or {}).items())
+    call.gradients.update((slot, writer.number(one)) for slot, one in (gradients or {}).items())
     return call
 
 
@@ -112,16 +113,12 @@ def _copy(module: nn.Module) -> nn.Module:
             raise NotWritableError("DeepSpeed holds only a part of a parameter here")
         value = _copied(one)
         memo[id(one)] = nn.Parameter(value, requires_grad=False) if isinstance(one, nn.Parameter) else value
-    hooks = [(inner, name, value) for inner in module.modules() for name, value in _hooks_of(inner)]
-    for inner, name, _ in hooks:
-        inner.__dict__[name] = type(inner.__dict__[name])()
+    held = (item for inner in module.modules() for item in vars(inner).items())
+    memo |= {id(hooks): type(hooks)() for name, hooks in held if name.endswith("_hooks") and hooks}
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
         raise NotWritableError(f"copying it raised {type(error).__name__}: {error}") from error
-    finally:
-        for inner, name, value in hooks:
-            inner.__dict__[name] = value
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -129,19 +126,6 @@ def _copied(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
     except RuntimeError as error:  # no memory, as a rule
         raise NotWritableError(f"copying a parameter raised {type(error).__name__}: {error}") from error
-
-
-def _hooks_of(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in vars(module).items() if name.endswith("_hooks") and value]
-
-
-_DRAWS = frozenset(
-    {
-        "bernoulli", "bernoulli_", "exponential_", "normal", "normal_", "rand", "rand_like", "randint", "randint_like",
-        "randn", "randn_like", "random_", "randperm", "uniform", "uniform_",
-    }
-)  # fmt: skip
-"""Operators whose output is nothing but random numbers: these are kept, so that every run again has the same ones."""
 
 
 def _takes_its_dtype_from_a_default(func: Any, kwargs: Mapping[str, Any], output: Any) -> bool:
@@ -168,18 +152,10 @@ class _Writer(TorchDispatchMode):
         self._alive: list[Tensor] = []  # ids are those of objects that live
 
     def number(self, tensor: Tensor) -> int:
-        """The number of a tensor; what no operator has made comes from outside, and its value is kept."""
-        found = self._numbers.get(id(tensor))
-        return self.keep(tensor) if found is None else found
-
-    def keep(self, tensor: Tensor) -> int:
-        """Number a tensor that comes from outside, and keep its value as it is now."""
-        known = self._numbers.get(id(tensor))
-        if known is not None:
-            return known
-        number = self._new(tensor)
-        self.call.tensors[number] = tensor.detach().clone()
-        return number
+        """The number of a tensor; what no operator has made comes from outside, and its value is kept as it is now."""
+        if id(tensor) not in self._numbers:
+            self.call.tensors[self._new(tensor)] = tensor.detach().clone()
+        return self._numbers[id(tensor)]
 
     def _new(self, tensor: Tensor) -> int:
         number = self._numbers[id(tensor)] = len(self._alive)
@@ -198,9 +174,9 @@ class _Writer(TorchDispatchMode):
         output = func(*args, **kwargs)
         if _takes_its_dtype_from_a_default(func, kwargs, output):
             written[1]["dtype"] = to_json(output.dtype, self.number)
-        drawn: list[int] = []
-        if name.split(".")[1] in _DRAWS:
-            drawn = [self._keep_value(one) for _, one in tensors(output, "")]
+        draws = [one.detach().clone() for _, one in tensors(output, "")] if name.split(".")[1] in DRAWING else []
+        drawn = {self._new(one): one for one in draws}
+        self.call.tensors |= drawn  # so that every run again has the same random numbers
         made = to_json(output, self._output_number)
         operation = Operation(name=name, args=written[0], kwargs=written[1], output=made, drawn=tuple(drawn))
         try:
@@ -212,13 +188,4 @@ class _Writer(TorchDispatchMode):
 
     def _output_number(self, tensor: Tensor) -> int:
         """The number of what an operator returned: its own, or that of the tensor that it wrote into."""
-        found = self._numbers.get(id(tensor))
-        return self._new(tensor) if found is None else found
-
-    def _keep_value(self, tensor: Tensor) -> int:
-        """Keep the value that a tensor has now under a number of its own."""
-        value = tensor.detach().clone()
-        number = len(self._alive)
-        self._alive.append(value)
-        self.call.tensors[number] = value
-        return number
+        return self._numbers[id(tensor)] if id(tensor) in self._numbers else self._new(tensor)

@@ -1,12 +1,14 @@
 """Run a saved call again in a process of its own, which is ended when it takes too long or too much memory.
 
 The operators of a saved call are checked before they run, but their sizes are a stranger's: ten operators can ask for
-any amount of memory and time, and a fault of an operator ends the process that runs it.
+any amount of memory and time, and a fault of an operator ends the process that runs it. That process runs this file as
+a program: it replays one directory and prints the report as JSON.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -23,6 +25,9 @@ SECONDS = 300
 
 GIB = 4
 """Memory that a replay may take where nothing else is asked for, or 64 times its file of tensors if that is more."""
+
+_TIMES_THE_TENSORS = 64
+_NO_MEMORY = ("allocate memory", "out of memory", "MemoryError", "bad_alloc", "std::bad_array_new_length")
 
 REPORT = "\x1etraindiff-replay:"
 """Before the report on the standard output of the process. JSON escapes control characters, so that no name in the
@@ -57,15 +62,7 @@ def replay_contained(directory: Path, *, device: str = "cpu", seconds: float = S
         RecordingError: It cannot be used, takes longer or needs more memory, or ends the process.
         ConfigError: There is no such device.
     """
-    command = (
-        sys.executable,
-        "-P",
-        "-m",
-        "traindiff.observe.torch.nonfinite.contained_replay",
-        str(directory),
-        device,
-        str(gib),
-    )
+    command = (sys.executable, "-P", "-m", __name__, str(directory), device, str(gib))
     shown = printable(str(directory))
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=seconds, check=False)
@@ -101,3 +98,79 @@ def _error(name: str, message: str) -> TraindiffError:
     kind = getattr(errors, name) if name in ("NotARecordingError", "CorruptRecordingError") else RecordingError
     error: TraindiffError = kind(message)
     return error
+
+
+def main(directory: str, device: str, gib: str) -> dict[str, Any]:
+    """What the process has found, or why there is nothing."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        return {"missing": error.name}
+    from traindiff.observe.torch.nonfinite.replaying import replay, table
+    from traindiff.observe.torch.nonfinite.saved_call import TENSORS_FILE
+
+    try:
+        _check_device(torch, device)
+        limit = _limit_memory(Path(directory) / TENSORS_FILE, float(gib)) if device == "cpu" else None
+        try:
+            found = replay(Path(directory), device=device)
+            failed = " ".join(run.failed for run in found.runs().values())
+        except (TraindiffError, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001  tensors of a stranger may have any shapes and dtypes
+            failed, found = f"{type(error).__name__}: {error}", None
+        if found is None or any(one in failed for one in _NO_MEMORY):
+            raise RecordingError(_unfinished(directory, failed, limit))
+    except (TraindiffError, OSError) as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {"exit_code": found.exit_code, "lines": table(found), "content": found.to_json()}
+
+
+def _check_device(torch: Any, device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError):
+        raise RecordingError(
+            f'--device "{printable(device)}" is no device that torch can use here. Leave it out to use the CPU.'
+        ) from None
+
+
+def _unfinished(directory: str, failed: str, limit: float | None) -> str:
+    shown = printable(directory)
+    if any(one in failed for one in _NO_MEMORY):
+        allowed = "there is" if limit is None else f"the {limit:.3g} GiB that it may have"
+        return (
+            f"{shown} needs more memory than {allowed}. If it is your own, --memory allows more; if it is somebody "
+            "else's, do not trust it."
+        )
+    return f"{shown} could not be run again ({printable(failed)}). Watch the training again."
+
+
+def _limit_memory(tensors: Path, gib: float) -> float | None:
+    """Limit what the process allocates from here on, and keep it from writing files; gives the limit in GiB.
+
+    Linux counts private writable memory; what torch itself has already taken is not counted against the limit.
+    """
+    try:
+        import resource
+
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        taken = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
+    except (ImportError, OSError, StopIteration):
+        return None
+    try:
+        size = os.stat(tensors).st_size  # noqa: PTH116
+    except OSError:
+        size = 0
+    allowed = max(int(gib * 2**30), _TIMES_THE_TENSORS * size)
+    for kind, value in (
+        (resource.RLIMIT_DATA, min(taken + allowed, 2**62)), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0),
+    ):  # fmt: skip
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    return allowed / 2**30
+
+
+if __name__ == "__main__":
+    report = json.dumps(main(*sys.argv[1:]))
+    sys.stdout.write(REPORT + report)

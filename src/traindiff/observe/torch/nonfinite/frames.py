@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from traindiff.core.site import ROOT, printable
 from traindiff.observe.torch.nonfinite.reading import Reading
 
-Part = Literal["forward", "backward", "gradients", "optimizer"]
+Part = Literal["forward", "backward", "gradient", "optimizer"]
 
-_HEADINGS = {"gradients": "gradient"}
-
-PARTS: tuple[Part, ...] = ("forward", "backward", "gradients", "optimizer")
+PARTS: tuple[Part, ...] = get_args(Part)
 """The parts of a step, in the order in which they run."""
 
 HEAD = f"{'abs min':8} {'abs max':8} metadata"
@@ -34,16 +32,6 @@ class Line:
     name: str
     reading: Reading | None = None
     note: str = ""
-
-    @property
-    def is_given(self) -> bool:
-        """Whether this is an input."""
-        return self.name.startswith("input")
-
-    @property
-    def is_output(self) -> bool:
-        """Whether this is an output."""
-        return self.name.startswith("output")
 
     def __str__(self) -> str:
         """As printed: `2.17e-07 4.50e+00 weight`."""
@@ -75,18 +63,18 @@ class Frame:
     lines: list[Line] = field(default_factory=list)
     note: str = ""
 
+    def read(self, prefix: str) -> list[tuple[str, Reading]]:
+        """Name and reading of each of its tensors whose name begins so."""
+        return [
+            (line.name, line.reading)
+            for line in self.lines
+            if line.reading is not None and line.name.startswith(prefix)
+        ]
+
     def __str__(self) -> str:
         """As printed: the path and the class, and a line for each tensor."""
         title = f"{_INDENT}{printable(self.path or ROOT)} {self.kind}"
         return "\n".join([f"{title} ({self.note})" if self.note else title, *map(str, self.lines)])
-
-
-def printed(frames: Sequence[Frame], part: Part) -> Iterator[str]:
-    """Frames of one part, under their heading."""
-    if frames:
-        yield f"Last {len(frames)} {_HEADINGS.get(part, part)} frames:"
-        yield HEAD
-        yield from map(str, frames)
 
 
 _PREFIX = " " * 17
@@ -135,15 +123,13 @@ class Journal:
         for frames in self._frames.values():
             frames.clear()
 
-    def lines(self, last: Frame | None = None) -> Iterator[str]:
-        """The frames as printed, part by part; none behind `last`."""
-        for part, kept in self._frames.items():
-            frames = list(kept)
-            if last is not None and last in frames:
-                frames = frames[: frames.index(last) + 1]
-            yield from printed(frames, part)
-            if last is not None and frames and frames[-1] is last:
-                return
+    def lines(self) -> Iterator[str]:
+        """The frames as printed, part by part, each under its heading."""
+        for part, frames in self._frames.items():
+            if frames:
+                yield f"Last {len(frames)} {part} frames:"
+                yield HEAD
+                yield from map(str, frames)
 
     @property
     def is_empty(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,78 +14,16 @@ from torch import Tensor, nn
 from traindiff.core.site import ROOT, path_in_whole, printable
 from traindiff.core.torch_compat.execution import inside_backward, inside_transform
 from traindiff.core.torch_compat.training import FORWARD_HOOKS
-from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import ModuleObserver, tap_compiled_module
 from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.nonfinite import origin
 from traindiff.observe.torch.nonfinite.calls import Call, slots, within
+from traindiff.observe.torch.nonfinite.context import WatchContext
 from traindiff.observe.torch.nonfinite.frames import Frame, Line
-from traindiff.observe.torch.nonfinite.judging import Judging, Masks
-from traindiff.observe.torch.nonfinite.module_gradients import ModuleGradients
+from traindiff.observe.torch.nonfinite.module_gradients import TAP, ModuleGradients
 from traindiff.observe.torch.nonfinite.origin import Found
-from traindiff.observe.torch.nonfinite.reading import Reader, Reading
-from traindiff.observe.torch.nonfinite.signs import Signs
+from traindiff.observe.torch.nonfinite.reading import Reading, is_mask, may_mask
 from traindiff.observe.torch.session.targets import Targets
-
-
-class CompiledCalls:
-    """Frames of outputs, and of gradients of them. They are judged when the compiled code has returned.
-
-    Args:
-        sink: Knows where the training is.
-        guarded: Guards hooks.
-        reader: Reads tensors.
-        judging: Judges them.
-        masks: What may hold -inf.
-        called: Called with the path of a module that was called.
-    """
-
-    def __init__(
-        self,
-        *,
-        sink: Sink,
-        guarded: Callable[[Callable[..., None]], Callable[..., Any]],
-        reader: Reader,
-        judging: Judging,
-        masks: Masks,
-        called: Callable[[str], None],
-    ) -> None:
-        self._sink = sink
-        self._guarded = guarded
-        self._reader = reader
-        self._judging = judging
-        self._masks = masks
-        self._called = called
-
-    def attach(self, path: str, module: nn.Module) -> ExitStack:
-        """Follow one module. Close the result to end that."""
-        kind = printable(type(module).__name__)
-        output, gradient = partial(self._output, path, kind), partial(self._gradient, path, kind)
-        return tap_compiled_module(
-            module, ModuleObserver(output=self._guarded(output), gradient=self._guarded(gradient))
-        )
-
-    def _output(self, path: str, kind: str, tensor: Tensor, slot: str) -> None:
-        if not self._sink.progress.observing:
-            return
-        self._called(path)
-        reading = self._reader.read_again(tensor)
-        frame = Frame(part="forward", path=path, kind=kind, lines=[Line(name=slot, reading=reading)], note="compiled")
-        masked = reading.is_non_finite and self._masks.excuse(f"{path or ROOT} {slot}", reading, tensor)
-        judge: Callable[[], Found | None] = partial(origin.of_seen_output, path, slot, reading)
-        self._judging.consider([reading], (lambda: None) if masked else judge, frame=frame, put_off=True)
-
-    def _gradient(self, path: str, kind: str, tensor: Tensor, slot: str) -> None:
-        if not self._sink.progress.observing:
-            return
-        reading = self._reader.read_again(tensor)
-        line = Line(name=f"grad {slot}", reading=reading)
-        frame = Frame(part="backward", path=path, kind=kind, lines=[line], note="compiled")
-        judge = partial(origin.of_seen_gradient, path, slot, reading)
-        self._judging.consider([reading], judge, frame=frame, put_off=True)
-
-
-TAP = "module_calls"
 
 
 class ModuleCalls:
@@ -93,54 +31,29 @@ class ModuleCalls:
 
     Args:
         targets: What is watched.
-        sink: Guards hooks, and knows where the training is.
-        reader: Reads tensors.
-        judging: Judges them.
-        masks: What may hold -inf.
-        weights: What was last read of parameters, by canonical path.
-        signs: Looks for early signs.
-        keeps_inputs: Keep what modules are given until their backward pass, or the end of the step.
+        context: The watch.
 
     Attributes:
-        order: How many calls had been made when a module was last called, by its path: the backward pass runs the other
-            way round.
         num_calls: Calls so far in this step.
     """
 
-    def __init__(
-        self,
-        targets: Targets,
-        *,
-        sink: Sink,
-        reader: Reader,
-        judging: Judging,
-        masks: Masks,
-        weights: Mapping[str, Reading],
-        signs: Signs,
-        keeps_inputs: bool,
-    ) -> None:
+    def __init__(self, targets: Targets, context: WatchContext) -> None:
         self._targets = targets
-        self._sink = sink
-        self._reader = reader
-        self._judging = judging
-        self._masks = masks
-        self._weights = weights
-        self._signs = signs
-        self._keeps_inputs = keeps_inputs
-        self._guarded = partial(sink.guarded, TAP)
-        self._gradients = ModuleGradients(
-            sink=sink, guarded=self._guarded, reader=reader, judging=judging, signs=signs, keeps_inputs=keeps_inputs
-        )
-        self._compiled = CompiledCalls(
-            sink=sink, guarded=self._guarded, reader=reader, judging=judging, masks=masks, called=self._count
-        )
+        self._progress = context.progress
+        self._reader = context.reader
+        self._judging = context.judging
+        self._masks = context.masks
+        self._signs = context.signs
+        self._weights = context.weights
+        self._order = context.order
+        self._guarded = partial(context.containment.guarded, TAP)
+        self._gradients = ModuleGradients(context)
         self._roots = frozenset(id(root) for root in targets.roots)
         self._running: list[Call] = []
         self._raised: list[Call] = []  # what was running when a forward pass of the root has raised
         self._root_returned = False
         self._returned: str | None = None
         self._hooks: list[tuple[str, ReferenceType[nn.Module], int]] = []
-        self.order: dict[str, int] = {}
         self.num_calls = 0
 
     def attach(self) -> ExitStack:
@@ -161,7 +74,10 @@ class ModuleCalls:
                     ended = module.register_forward_hook(self._guarded(self._root_ended), always_call=True)
                     undo.callback(ended.remove)
                 self._hooks.append((site, ref(module), hook.id))
-                undo.enter_context(self._compiled.attach(site, module))
+                kind = printable(type(module).__name__)
+                output = self._guarded(partial(self._compiled_output, site, kind))
+                gradient = self._guarded(partial(self._compiled_gradient, site, kind))
+                undo.enter_context(tap_compiled_module(module, ModuleObserver(output=output, gradient=gradient)))
             undo.callback(self.let_go)
             return undo.pop_all()
 
@@ -189,7 +105,7 @@ class ModuleCalls:
 
     def _count(self, path: str) -> None:
         self.num_calls += 1
-        self.order[path] = self.num_calls
+        self._order[path] = self.num_calls
 
     def _before(
         self,
@@ -199,39 +115,32 @@ class ModuleCalls:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        progress = self._sink.progress
-        if not progress.observing or progress.hidden or inside_transform():
+        if not self._progress.observing or self._progress.hidden or inside_transform():
             return
         again = inside_backward()
         if not self._running and not again:
             self._returned = None
-        kind = printable(type(module).__name__)
-        frame = Frame(part="forward", path=path, kind=kind, note="recomputed" if again else "")
+        kind, note = printable(type(module).__name__), "recomputed" if again else ""
+        frame = Frame(part="forward", path=path, kind=kind, note=note)
         frame.lines += [Line(name=name, reading=self._weights[key]) for name, key in own if key in self._weights]
         call = Call(
-            path=path, module=module, parent=self._running[-1] if self._running else None, behind=self._returned,
+            module=module, parent=self._running[-1] if self._running else None, behind=self._returned,
             frame=frame, arguments=(args, kwargs), random_state=torch.random.get_rng_state(),
         )  # fmt: skip
-        for slot, tensor in self._add_lines(frame, slots(args, kwargs)):
+        given = self._add_lines(frame, slots(args, kwargs))
+        for slot, tensor, _ in given:
             self._gradients.take(call, slot, tensor)
         self._running.append(call)
         self._count(path)
-        readings = [line.reading for line in frame.lines if line.reading is not None and line.is_given]
-        if readings and not again:
-            self._judging.consider(readings, partial(self._judge_inputs, call))
+        if given and not again:
+            self._judging.consider([reading for *_, reading in given], partial(self._judge_inputs, call))
 
     def _judge_inputs(self, call: Call) -> Found | None:
         given = {} if call.arguments is None else dict(slots(*call.arguments))
-        for line in call.frame.lines:
-            reading, tensor = line.reading, given.get(line.name)
-            if reading is None or not reading.is_non_finite or not line.is_given:
-                continue
-            if self._masks.excuse(f"{call.path or ROOT} {line.name}", reading, tensor):
-                continue
-            if self._masks.may_mask(reading, tensor):
-                call.held_back.append(line.name)  # scores, masked: what the module makes of them will tell
-                continue
-            return origin.of_input(call, line.name, reading, tensor)
+        for slot, reading, tensor in self._not_excused(call, "input", given):
+            if not may_mask(reading, tensor):
+                return origin.of_input(call, slot, reading, tensor)
+            call.held_back.append(slot)  # scores, masked: what the module makes of them will tell
         return None
 
     def _after(
@@ -243,14 +152,13 @@ class ModuleCalls:
             return
         call.outputs = dict(within(output, "output"))
         outputs = self._add_lines(call.frame, call.outputs.items())
-        trained = [(slot, tensor) for slot, tensor in outputs if tensor.requires_grad]
-        readings = [line.reading for line in call.frame.lines if line.reading is not None and line.is_output]
+        trained = [one for one in outputs if one[1].requires_grad]
         judge = (lambda: None) if call.frame.note else partial(self._judge_outputs, call)
-        self._judging.consider(readings, judge, frame=call.frame)
-        for slot, tensor in trained:
-            self._signs.look(call.path, slot, self._reader.read(tensor), tensor, step=self._sink.progress.step)
+        self._judging.consider([reading for *_, reading in outputs], judge, frame=call.frame)
+        for slot, tensor, reading in trained:
+            self._signs.look(call.path, slot, reading, tensor, step=self._progress.step)
         self._returned = call.path
-        call.finished(trained=bool(trained), keeps_inputs=self._keeps_inputs)
+        call.finished(trained=bool(trained))
         self._gradients.follow(call, trained)
 
     def _root_ended(self, module: nn.Module, *_: Any) -> None:
@@ -262,28 +170,31 @@ class ModuleCalls:
                 self._raised = running
 
     def _judge_outputs(self, call: Call) -> Found | None:
-        for line in call.frame.lines:
-            reading, tensor = line.reading, call.outputs.get(line.name)
-            if reading is None or not reading.is_non_finite or not line.is_output:
-                continue
-            if self._masks.excuse(f"{call.path or ROOT} {line.name}", reading, tensor):
-                continue
-            if call.held_back:
-                if self._masks.may_mask(reading, tensor):
-                    continue  # masked as before: a module that changes no number
-                line = next(one for one in call.frame.lines if one.name == call.held_back[0])
-                assert line.reading is not None
-                return origin.of_input(call, line.name, line.reading, None)
-            return origin.of_output(call, line.name, reading)
+        for slot, reading, tensor in self._not_excused(call, "output", call.outputs):
+            if not call.held_back:
+                return origin.of_output(call, slot, reading)
+            if not may_mask(reading, tensor):  # else masked as before: a module that changes no number
+                given = call.held_back[0]
+                return origin.of_input(call, given, dict(call.frame.read("input"))[given], None)
         return None
 
-    def _add_lines(self, frame: Frame, values: Any) -> list[tuple[str, Tensor]]:
-        """Add what a module takes or gives to its frame; gives the tensors in it by slot."""
+    def _not_excused(
+        self, call: Call, prefix: str, values: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Reading, Tensor | None]]:
+        """Inputs or outputs of a call that are not finite, and no masks: slot, reading, and tensor if it is there."""
+        for slot, reading in call.frame.read(prefix):
+            site, tensor = f"{call.path or ROOT} {slot}", values.get(slot)
+            if reading.is_non_finite and not is_mask(site, reading, tensor, declared=self._masks):
+                yield slot, reading, tensor
+
+    def _add_lines(self, frame: Frame, values: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor, Reading]]:
+        """Add what a module takes or gives to its frame; gives the tensors in it, with slot and reading."""
         found = []
         for slot, value in values:
             if isinstance(value, Tensor):
-                frame.lines.append(Line(name=slot, reading=self._reader.read(value)))
-                found.append((slot, value))
+                reading = self._reader.read(value)
+                frame.lines.append(Line(name=slot, reading=reading))
+                found.append((slot, value, reading))
             else:
                 frame.lines.append(Line(name=slot, note="None" if value is None else "not a tensor"))
         return found
@@ -296,3 +207,24 @@ class ModuleCalls:
                 del self._running[position:]
                 return call
         return None
+
+    # In compiled code no error can be raised: what is seen there is judged when the code has returned.
+
+    def _compiled_output(self, path: str, kind: str, tensor: Tensor, slot: str) -> None:
+        if not self._progress.observing:
+            return
+        self._count(path)
+        reading = self._reader.read_again(tensor)
+        frame = Frame(part="forward", path=path, kind=kind, lines=[Line(name=slot, reading=reading)], note="compiled")
+        masked = reading.is_non_finite and is_mask(f"{path or ROOT} {slot}", reading, tensor, declared=self._masks)
+        judge: Callable[[], Found | None] = partial(origin.of_seen_output, path, slot, reading)
+        self._judging.consider([reading], (lambda: None) if masked else judge, frame=frame, put_off=True)
+
+    def _compiled_gradient(self, path: str, kind: str, tensor: Tensor, slot: str) -> None:
+        if not self._progress.observing:
+            return
+        reading = self._reader.read_again(tensor)
+        line = Line(name=f"grad {slot}", reading=reading)
+        frame = Frame(part="backward", path=path, kind=kind, lines=[line], note="compiled")
+        judge = partial(origin.of_seen_gradient, path, slot, reading)
+        self._judging.consider([reading], judge, frame=frame, put_off=True)

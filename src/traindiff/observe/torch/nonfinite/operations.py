@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from traindiff.observe.torch.nonfinite.argument_checks import DTYPES, FLOATS, LAYOUTS, MEMORY_FORMATS
+from traindiff.observe.torch.nonfinite.argument_checks import FLOATS, NAMED
 
 Json = Any
 """What JSON can hold."""
@@ -37,6 +37,11 @@ class Operation:
     kwargs: Mapping[str, Json] = field(default_factory=dict)
     output: Json = None
     drawn: tuple[int, ...] = ()
+
+    @property
+    def arguments(self) -> list[Json]:
+        """All arguments, without their names."""
+        return [*self.args, *self.kwargs.values()]
 
     def to_json(self) -> dict[str, Json]:
         """As JSON values, without what is as by default."""
@@ -105,7 +110,8 @@ def from_json(
     if kind == "tensor":
         return tensor(content)
     if kind == "torch":
-        return dtype(DTYPES[content]) if content in DTYPES else {**LAYOUTS, **MEMORY_FORMATS}[content]
+        named = NAMED[content]
+        return dtype(named) if isinstance(named, torch.dtype) else named
     if kind == "device":
         return device or torch.device("cpu")
     if kind == "float":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from traindiff.core.kernels.extent import extent
 from traindiff.core.site import ROOT, printable
 from traindiff.errors import UnsupportedTensorError
-from traindiff.observe.torch.nonfinite.calls import Call
+from traindiff.observe.torch.nonfinite.calls import Arguments, Call
 from traindiff.observe.torch.nonfinite.frames import Frame
 from traindiff.observe.torch.nonfinite.reading import Reading, only_masks
 
@@ -53,7 +52,6 @@ class Found:
         message: See `Origin`.
         call: The call of a module that computed it, where one is known.
         arguments: What the call was given, where that still lives.
-        random_state: Of the CPU's generator when the call began, where it is known.
         gradients: Gradients of the call's outputs by slot, where its backward pass is what failed.
         tensors: Further tensors to save, by name.
         frame: What is printed of the call in which it was seen, which has not ended.
@@ -64,8 +62,7 @@ class Found:
     slot: str
     message: str
     call: Call | None = None
-    arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
-    random_state: Tensor | None = None
+    arguments: Arguments | None = None
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     frame: Frame | None = None
@@ -87,13 +84,12 @@ def of_input(call: Call, slot: str, reading: Reading, tensor: Tensor | None) -> 
     )
     return Found(
         phase="forward", path=call.path, slot=slot, message=message, call=parent, arguments=parent.arguments,
-        random_state=parent.random_state, tensors=kept, frame=call.frame,
+        tensors=kept, frame=call.frame,
     )  # fmt: skip
 
 
 def of_output(call: Call, slot: str, reading: Reading) -> Found:
     """An output is not finite; the inputs are."""
-    given = [line for line in call.frame.lines if line.reading is not None and not line.name.startswith("output")]
     whole = f"{_site(call.path, slot)} {_is(reading)}"
     if names := _bad_weights(call):
         by_code = all(name in dict(call.module.named_parameters(recurse=False)) for name in names)
@@ -101,19 +97,16 @@ def of_output(call: Call, slot: str, reading: Reading) -> Found:
         message = f"{whole}, as does {_and(names)} of {_named(call.path)}{changed}."
     else:
         largest = ", ".join(
-            f"{line.name} up to {line.reading.extent.largest:.3g}"
-            for line in given
-            if line.reading is not None and line.reading.extent is not None and line.reading.dtype.is_floating_point
+            f"{name} up to {one.extent.largest:.3g}"
+            for name, one in call.frame.read("")
+            if not name.startswith("output") and one.extent is not None and one.dtype.is_floating_point
         )
         sizes = f" ({largest})" if largest else ""
-        hint = f' If its -inf masks something on purpose, say so: masks="{_as_mask(call.path, slot)}".'
+        hint = f' If its -inf masks something on purpose, say so: masks="{call.path or ROOT} {slot}".'
         message = (
             f"{whole}; what {call.kind} was given is finite{sizes}{_limit(reading)}.{hint if reading.masks else ''}"
         )
-    return Found(
-        phase="forward", path=call.path, slot=slot, message=message, call=call, arguments=call.arguments,
-        random_state=call.random_state,
-    )  # fmt: skip
+    return Found(phase="forward", path=call.path, slot=slot, message=message, call=call, arguments=call.arguments)
 
 
 def _bad_weights(call: Call) -> list[str]:
@@ -242,11 +235,6 @@ def _is(reading: Reading) -> str:
     return "holds NaN" if reading.is_nan else "holds infinity"
 
 
-def _as_mask(path: str, slot: str) -> str:
-    """What to write into `watch(masks=...)`."""
-    return f"{path or ROOT} {slot}"
-
-
 def _site(path: str, slot: str) -> str:
     return f"{_named(path)} {slot}"
 
@@ -269,9 +257,5 @@ def _grown(call: Call | None) -> str:
     """How large the gradients are that a module's backward pass was given."""
     if call is None or call.backward is None:
         return ""
-    found = [
-        line.reading.extent.largest
-        for line in call.backward.lines
-        if line.name.startswith("grad output") and line.reading is not None and line.reading.extent is not None
-    ]
+    found = [one.extent.largest for _, one in call.backward.read("grad output") if one.extent is not None]
     return f" from gradients up to {max(found):.3g}" if found else ""

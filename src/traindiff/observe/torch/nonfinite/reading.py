@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -23,18 +25,16 @@ class Reading:
         extent: Between which magnitudes its elements lie; None while a device computes that, and where nothing can be
             read.
         dtype: Of the tensor.
-        shape: Of the tensor.
         reason: Why nothing can be read; empty where something can.
         has_gradient: Whether the tensor is a part of a graph.
         masks: Whether what is not finite of it is -inf alone; None where nobody has looked.
     """
 
-    __slots__ = ("dtype", "extent", "has_gradient", "masks", "reason", "shape")
+    __slots__ = ("dtype", "extent", "has_gradient", "masks", "reason")
 
     def __init__(self, tensor: Tensor) -> None:
         self.extent: Extent | None = None
         self.dtype = tensor.dtype
-        self.shape = () if tensor.is_nested else tuple(tensor.shape)
         self.reason = ""
         self.masks: bool | None = None
         self.has_gradient = tensor.requires_grad
@@ -178,3 +178,30 @@ def is_additive_mask(tensor: Tensor) -> bool:
     lowest = torch.finfo(values.dtype).min
     masked = values == -math.inf
     return bool((masked | (values == 0) | (values == lowest)).all()) and not bool(masked.all())
+
+
+def may_mask(reading: Reading, tensor: Tensor | None) -> bool:
+    """Whether -inf is all that is not finite of a tensor, as far as is known without it."""
+    if reading.is_nan:
+        return False
+    if reading.masks is None:
+        reading.masks = tensor is not None and only_masks(tensor)
+    return reading.masks
+
+
+def is_mask(site: str, reading: Reading, tensor: Tensor | None, *, declared: Iterable[str]) -> bool:
+    """Whether what is not finite of a tensor is nothing but a mask's -inf.
+
+    A tensor without gradient that holds only 0 and -inf (or the least number of its dtype) is a mask wherever it is.
+
+    Args:
+        site: Path and slot.
+        reading: Of the tensor.
+        tensor: The tensor, while it is there. Without it, -inf alone in what has no gradient will do.
+        declared: Globs over sites of masks: `"*.attention input.mask"`, `"mask_maker output"`.
+    """
+    if not may_mask(reading, tensor):
+        return False
+    if any(fnmatchcase(site, pattern.replace("[", "[[]")) for pattern in declared):
+        return True
+    return not reading.has_gradient and (tensor is None or is_additive_mask(tensor))

@@ -81,7 +81,7 @@ def replay(directory: Path, *, device: str = "cpu") -> Replay:
     cause, message = _judged(native, *others)
     return Replay(
         path=content["path"] or ROOT, module=content["module"] or "", origin=content["origin"]["message"],
-        native=native,         float32=others[0], float64=others[1], cause=cause, message=message,
+        native=native, float32=others[0], float64=others[1], cause=cause, message=message,
     )  # fmt: skip
 
 

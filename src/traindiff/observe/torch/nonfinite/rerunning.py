@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,7 +35,6 @@ class Rerun:
     Attributes:
         dtype: In which everything was computed; None for the call's own dtypes.
         made: In the order in which they were made: forward, then backward.
-        inputs: What the call was given, by slot, weights and incoming gradients too.
         results: What came out of it, by slot: outputs, or the gradients of inputs and weights.
         first_non_finite: The first tensor that is not finite, and that makes the results so; None where they are
             finite, or where `given` makes them so.
@@ -45,12 +43,11 @@ class Rerun:
     """
 
     dtype: torch.dtype | None
-    made: list[Made] = field(default_factory=list)
-    inputs: dict[str, Contents] = field(default_factory=dict)
-    results: dict[str, Contents] = field(default_factory=dict)
-    first_non_finite: Made | None = None
-    given: list[str] = field(default_factory=list)
-    failed: str = ""
+    made: list[Made]
+    results: dict[str, Contents]
+    first_non_finite: Made | None
+    given: list[str]
+    failed: str
 
 
 def rerun(call: CapturedCall, dtype: torch.dtype | None = None, device: str = "cpu") -> Rerun:
@@ -65,17 +62,15 @@ def rerun(call: CapturedCall, dtype: torch.dtype | None = None, device: str = "c
         What came out. An operator that cannot be run (it is not installed here, or has no kernel for the dtype) ends
         it, and is named in `failed`.
     """
-    result = Rerun(dtype=dtype)
+    made: list[Made] = []
+    results: dict[str, Contents] = {}
     values, trail = _Values(call, dtype, torch.device(device)), Trail()
-    for names in (call.inputs, call.weights, {f"grad {slot}": number for slot, number in call.gradients.items()}):
-        for slot, number in names.items():
-            if is_inexact(values[number]):
-                result.inputs[slot] = contents(values[number])
-                trail.begin(slot, values[number])
+    incoming = {f"grad {slot}": number for slot, number in call.gradients.items()}
+    for slot, number in (*call.inputs.items(), *call.weights.items(), *incoming.items()):
+        trail.begin(slot, values[number])
     failed = ""
-    forward: AbstractContextManager[object] = torch.enable_grad() if call.gradients else torch.no_grad()
-    gradients: list[tuple[int, str, Tensor]] = []
-    with forward, without_onednn():
+    gradients: list[Made] = []
+    with torch.set_grad_enabled(bool(call.gradients)), without_onednn():
         for position, operation in enumerate(call.operations):
             try:
                 met = trail.met(values.given(operation))
@@ -84,23 +79,31 @@ def rerun(call: CapturedCall, dtype: torch.dtype | None = None, device: str = "c
                 failed = f"{operation.name} raised {type(error).__name__}: {error}"
                 break
             for one in filter(is_inexact, (one for _, one in tensors(output, ""))):
-                made = _made(position, operation.name, one, of_infinity=bool(met) or values.has_constant(operation))
-                result.made.append(made)
-                trail.follow(met, made, one)
+                of_infinity = bool(met) or values.has_constant(operation)
+                made.append(_made(position, operation.name, one, of_infinity=of_infinity))
+                trail.follow(met, made[-1], one)
                 if one.requires_grad:
                     one.register_hook(partial(_keep, gradients, position, operation.name))
-        if not failed and call.gradients:
-            failed = _run_backward(call, values, gradients, result)
-        elif not failed:
+        if call.gradients and not failed:
+            failed = _run_backward(call, values)
+    if not failed:
+        made += gradients
+        if call.gradients:
+            results = {
+                f"grad {slot}": contents(gradient)
+                for slot, number in (*call.inputs.items(), *call.weights.items())
+                if (gradient := values.leaf_gradient(number)) is not None
+            }
+        else:
             outputs = ((slot, values[number]) for slot, number in call.outputs.items())
-            result.results.update((slot, contents(one)) for slot, one in outputs if is_inexact(one))
+            results = {slot: contents(one) for slot, one in outputs if is_inexact(one)}
     ends = [] if failed else trail.met(values[number] for number in (*call.outputs.values(), *call.weights.values()))
-    first, given = _source(result, trail, ends, failed=bool(failed), backward=bool(call.gradients))
-    return replace(result, first_non_finite=first, given=given, failed=failed)
+    first, given = _source(made, trail, ends, failed=bool(failed), backward=bool(call.gradients))
+    return Rerun(dtype=dtype, made=made, results=results, first_non_finite=first, given=given, failed=failed)
 
 
 def _source(
-    result: Rerun, trail: Trail, ends: list[Source], *, failed: bool, backward: bool
+    made: list[Made], trail: Trail, ends: list[Source], *, failed: bool, backward: bool
 ) -> tuple[Made | None, list[str]]:
     """What has made that which is not finite in the results, and what of it the call was given."""
     found = next((one for one in ends if not one.is_mask), None)
@@ -111,7 +114,7 @@ def _source(
     if failed:
         return trail.first, []
     if backward:
-        first = next((one for one in result.made if one.backward and not one.contents.is_finite), None)
+        first = next((one for one in made if one.backward and not one.contents.is_finite), None)
         if first is not None:
             return first, []
     return next((one.made for one in ends), None), []
@@ -124,12 +127,12 @@ def _made(position: int, name: str, tensor: Tensor, *, backward: bool = False, o
     )  # fmt: skip
 
 
-def _keep(gradients: list[tuple[int, str, Tensor]], position: int, name: str, gradient: Tensor | None) -> None:
+def _keep(gradients: list[Made], position: int, name: str, gradient: Tensor | None) -> None:
     if gradient is not None:  # autograd passes the operator, for another of its outputs
-        gradients.append((position, name, gradient.detach().clone()))
+        gradients.append(_made(position, name, gradient, backward=True))
 
 
-def _run_backward(call: CapturedCall, values: _Values, gradients: list[tuple[int, str, Tensor]], result: Rerun) -> str:
+def _run_backward(call: CapturedCall, values: _Values) -> str:
     """Run the backward pass; gives why it failed, empty where it did not."""
     slots = [slot for slot in call.gradients if slot in call.outputs and values[call.outputs[slot]].requires_grad]
     if not slots:
@@ -140,12 +143,6 @@ def _run_backward(call: CapturedCall, values: _Values, gradients: list[tuple[int
         torch.autograd.backward(outputs, given)
     except Exception as error:  # noqa: BLE001  whatever an operator raises is its answer
         return f"its backward pass raised {type(error).__name__}: {error}"
-    result.made.extend(_made(position, name, one, backward=True) for position, name, one in gradients)
-    for names in (call.inputs, call.weights):
-        for slot, number in names.items():
-            gradient = values.leaf_gradient(number)
-            if gradient is not None:
-                result.results[f"grad {slot}"] = contents(gradient)
     return ""
 
 
@@ -174,13 +171,12 @@ class _Values:
 
     def given(self, operation: Operation) -> list[Tensor]:
         """The tensors among the arguments of an operator."""
-        return [self[number] for number in numbers_of([operation.args, *operation.kwargs.values()])]
+        return [self[number] for number in numbers_of(operation.arguments)]
 
     def has_constant(self, operation: Operation) -> bool:
         """Whether a constant that is not finite is among the arguments of an operator: a number or a tensor."""
-        arguments = [operation.args, *operation.kwargs.values()]
-        constants = (self._kept[number] for number in numbers_of(arguments) if number in self._constants)
-        return has_infinity(arguments) or not all(map(is_finite, constants))
+        constants = (self._kept[number] for number in numbers_of(operation.arguments) if number in self._constants)
+        return has_infinity(operation.arguments) or not all(map(is_finite, constants))
 
     def leaf_gradient(self, number: int) -> Tensor | None:
         """The gradient of an input or weight."""
@@ -198,7 +194,7 @@ class _Values:
             **{one.name: value for one, value in given.items() if one.kwarg_only},
         )
         made = [one for _, one in tensors(output, "")]
-        with torch.no_grad() if operation.drawn or name.startswith(("empty", "new_empty")) else nullcontext():
+        with torch.no_grad():
             if name.startswith(("empty", "new_empty")):
                 for tensor in made:
                     tensor.zero_()  # what was there before is nobody's

@@ -149,7 +149,7 @@ def call_of(content: Mapping[str, Any], tensors: Mapping[int, Tensor], *, where:
                 "If it is your own, watch the training again with this traindiff; if it is somebody else's, do not "
                 "trust it."
             ) from None
-        used = {*numbers_of([operation.args, *operation.kwargs.values()]), *operation.drawn}
+        used = {*numbers_of(operation.arguments), *operation.drawn}
         if not used <= known:
             missing = min(used - known)
             raise damaged(where, f"operation {position} uses the tensor {missing}, which nothing has made before")
@@ -226,7 +226,7 @@ def _captured(found: Found) -> tuple[CapturedCall | None, str]:
     if size > _LARGEST_BYTES:
         return None, f"the module and its inputs have {size / 2**30:.1f} GiB, and copying them may not fit into memory"
     try:
-        return capture(module, args, kwargs, gradients=found.gradients, random_state=found.random_state), ""
+        return capture(module, args, kwargs, gradients=found.gradients, random_state=found.call.random_state), ""
     except NotWritableError as error:
         return None, str(error)
 

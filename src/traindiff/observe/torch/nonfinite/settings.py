@@ -1,14 +1,15 @@
-"""What `traindiff.watch` was asked for, checked before anything is attached."""
+"""The settings of `traindiff.watch`, checked before anything is attached."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
-from traindiff.core.setting_checks import checked_flag
+from traindiff.core.setting_checks import checked_flag, is_whole, listed
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.observe.torch.nonfinite.origin import Origin
 
@@ -35,140 +36,89 @@ class WatchSettings:
     file: TextIO
 
 
-def watch_settings(
-    *,
-    frames: object,
-    trace: object,
-    abort_after: object,
-    on_detect: object,
-    output: object,
-    masks: object,
-    warn: object,
-    keep_inputs: object,
-    file: object,
-) -> WatchSettings:
-    """Check the settings of `traindiff.watch`.
+def watch_settings(**written: Any) -> WatchSettings:
+    """Check the settings of `traindiff.watch`, all of which are given.
 
     Raises:
         ConfigError: Lists everything that is wrong with them.
     """
     problems: list[Problem] = []
-    settings = WatchSettings(
-        frames=_frames(frames, problems),
-        trace=_trace(trace, problems),
-        abort_after=_abort_after(abort_after, problems),
-        on_detect=_on_detect(on_detect, problems),
-        output=_output(output, problems),
-        masks=_masks(masks, problems),
-        warn=_warn(warn, problems),
-        keep_inputs=checked_flag("keep_inputs", keep_inputs, problems, where="watch({}={!r})"),
-        file=_file(file, problems),
-    )
+    settings = WatchSettings(**{name: check(written[name], problems) for name, check in SETTINGS.items()})
     if problems:
         raise ConfigError("watch(...)", problems, consequence="nothing was attached to the model")
     return settings
 
 
-# Each of these returns the checked setting, or appends to `problems` and returns anything of its type.
-
-
-def _frames(value: object, problems: list[Problem]) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    problems.append(
-        Problem(
-            where=f"watch(frames={value!r})",
-            what="must be a whole number of frames, at least 1.",
-            fix="Write frames=21, or leave it out.",
-        )
-    )
-    return 1
+def _frames(value: Any, problems: list[Problem]) -> int:
+    if not (is_whole(value) and value >= 1):
+        what, fix = "must be a whole number of frames, at least 1.", "Write frames=21, or leave it out."
+        problems.append(Problem(where=f"watch(frames={value!r})", what=what, fix=fix))
+    return value  # type: ignore[no-any-return]
 
 
 def _trace(value: object, problems: list[Problem]) -> frozenset[int]:
-    steps = [value] if isinstance(value, int) else list(value) if isinstance(value, Iterable) else [None]
-    if all(isinstance(step, int) and not isinstance(step, bool) and step >= 0 for step in steps):
-        return frozenset(steps)
-    problems.append(
-        Problem(
-            where=f"watch(trace={value!r})",
-            what="must be steps, counted from 0.",
-            fix="Write trace=(0, 5), or leave it out to trace none.",
-        )
-    )
-    return frozenset()
+    steps = listed(value)
+    if not all(is_whole(step) and step >= 0 for step in steps):
+        what, fix = "must be steps, counted from 0.", "Write trace=(0, 5), or leave it out to trace none."
+        problems.append(Problem(where=f"watch(trace={value!r})", what=what, fix=fix))
+        return frozenset()
+    return frozenset(steps)
 
 
-def _abort_after(value: object, problems: list[Problem]) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    problems.append(
-        Problem(
-            where=f"watch(abort_after={value!r})",
-            what="must be a step, counted from 0.",
-            fix="Write abort_after=3 to stop the training when step 3 has ended, or leave it out.",
-        )
-    )
-    return None
+def _abort_after(value: Any, problems: list[Problem]) -> int | None:
+    if value is not None and not (is_whole(value) and value >= 0):
+        what = "must be a step, counted from 0."
+        fix = "Write abort_after=3 to stop the training when step 3 has ended, or leave it out."
+        problems.append(Problem(where=f"watch(abort_after={value!r})", what=what, fix=fix))
+    return value  # type: ignore[no-any-return]
 
 
 def _on_detect(value: Any, problems: list[Problem]) -> str | Callable[[Origin], Any]:
-    if value in ON_DETECT or callable(value):
-        return value  # type: ignore[no-any-return]
-    problems.append(
-        Problem.unknown_name(
-            where="watch(on_detect=...)", kind="something to do, nor a function", found=str(value), known=ON_DETECT
-        )
-    )
-    return "raise"
+    if value not in ON_DETECT and not callable(value):
+        where, kind = "watch(on_detect=...)", "something to do, nor a function"
+        problems.append(Problem.unknown_name(where=where, kind=kind, found=str(value), known=ON_DETECT))
+    return value  # type: ignore[no-any-return]
 
 
-def _output(value: object, problems: list[Problem]) -> str | None:
-    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
-    if text is None or (isinstance(text, str) and text):
-        return text
-    problems.append(
-        Problem(
-            where=f"watch(output={value!r})",
-            what="is not a path.",
-            fix="Write the directory for what is saved, or None to save nothing.",
-        )
-    )
-    return None
+def _output(value: Any, problems: list[Problem]) -> str | None:
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if path is not None and not (isinstance(path, str) and path):
+        fix = "Write the directory for what is saved, or None to save nothing."
+        problems.append(Problem(where=f"watch(output={value!r})", what="is not a path.", fix=fix))
+    return path  # type: ignore[no-any-return]
 
 
 def _masks(value: object, problems: list[Problem]) -> tuple[str, ...]:
-    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
+    patterns = listed(value)
     if not all(isinstance(pattern, str) for pattern in patterns):
-        problems.append(
-            Problem(
-                where=f"watch(masks={value!r})",
-                what="must be a pattern over sites, or a list of them.",
-                fix='Write masks=["* input.attention_mask"]: the path of a module, a space, and the slot.',
-            )
-        )
+        what = "must be a pattern over sites, or a list of them."
+        fix = 'Write masks=["* input.attention_mask"]: the path of a module, a space, and the slot.'
+        problems.append(Problem(where=f"watch(masks={value!r})", what=what, fix=fix))
     return tuple(map(str, patterns))
 
 
 def _warn(value: object, problems: list[Problem]) -> frozenset[str]:
-    listed = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
+    where, kind = "watch(warn=...)", "something to warn of"
+    names = listed(value)
     problems += [
-        Problem.unknown_name(where="watch(warn=...)", kind="something to warn of", found=str(name), known=SIGNS)
-        for name in listed
+        Problem.unknown_name(where=where, kind=kind, found=str(name), known=SIGNS)
+        for name in names
         if name not in SIGNS
     ]
-    return frozenset(map(str, listed))
+    return frozenset(map(str, names))
 
 
 def _file(value: Any, problems: list[Problem]) -> TextIO:
-    if value is None:
-        return sys.stderr
-    if not hasattr(value, "write"):
-        problems.append(
-            Problem(
-                where="watch(file=...)",
-                what=f"is {type_of(value)}, which nothing can be written to.",
-                fix="Give an open text file, or leave it out for standard error.",
-            )
-        )
-    return value  # type: ignore[no-any-return]
+    if value is not None and not hasattr(value, "write"):
+        what = f"is {type_of(value)}, which nothing can be written to."
+        fix = "Give an open text file, or leave it out for standard error."
+        problems.append(Problem(where="watch(file=...)", what=what, fix=fix))
+    return sys.stderr if value is None else value
+
+
+SETTINGS: Mapping[str, Callable[[Any, list[Problem]], Any]] = {
+    "frames": _frames, "trace": _trace, "abort_after": _abort_after, "on_detect": _on_detect, "output": _output,
+    "masks": _masks, "warn": _warn, "keep_inputs": partial(checked_flag, "keep_inputs", where="watch({}={!r})"),
+    "file": _file,
+}  # fmt: skip
+"""All settings of `watch` by name. Each check returns the setting in one form, or appends what is wrong with it."""

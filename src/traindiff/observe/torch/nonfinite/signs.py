@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -38,12 +37,6 @@ _RANGES = {"float16": (16, -25), "bfloat16": (128, -134), "float8_e4m3fn": (9, -
 """Binary exponents from which on numbers overflow, and below which they become zero (IEEE 754; OCP 8-bit formats)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shares:
-    zeros: float
-    subnormals: float
-
-
 class Signs:
     """Warns of what may become NaN or infinite, or be lost.
 
@@ -58,7 +51,7 @@ class Signs:
         self._warn = warn
         self._near: list[tuple[str, Reading]] = []
         self._taken: list[tuple[str, torch.dtype, Tensor]] = []
-        self._first: dict[str, _Shares] = {}
+        self._first: dict[tuple[str, str], float] = {}
         self._warned: dict[str, int] = {}
 
     def look(self, path: str, slot: str, reading: Reading, tensor: Tensor, *, step: int, scaled: bool = False) -> None:
@@ -91,9 +84,9 @@ class Signs:
 
     def end_step(self, step: int) -> None:
         """Say what was seen in this step. Waits for devices once in `EVERY` steps, if at all."""
-        waiting = [one for one in self._near if one[1].extent is None and not one[1].reason]
-        arrived, self._near = [one for one in self._near if one not in waiting], waiting
-        self._say_near([one for one in arrived if _is_near(one[1])], step)
+        near = [one for one in self._near if one[1].has_arrived and _is_near(one[1])]
+        self._near = [one for one in self._near if not one[1].has_arrived]
+        self._say_near(near, step)
         taken, self._taken = self._taken, []
         if taken:
             self._say_samples(taken, step)
@@ -125,16 +118,15 @@ class Signs:
             if values.size < _FEWEST:
                 continue
             tiny = torch.finfo(dtype).smallest_normal
-            shares = _Shares(
-                zeros=float((values == 0).mean()), subnormals=float(((values > 0) & (values < tiny)).mean())
-            )
-            before = self._first.setdefault(site, shares)
-            if shares.zeros >= _ZEROS and shares.zeros - before.zeros >= _ZEROS_RISE:
-                message = f"{shares.zeros:.0%} of {site} are zero, up from {before.zeros:.0%}"
-                found.setdefault("zeros", []).append((shares.zeros, message))
-            if shares.subnormals >= _SUBNORMALS and shares.subnormals - before.subnormals >= _SUBNORMALS_RISE:
-                message = f"{shares.subnormals:.0%} of {site} are subnormal, up from {before.subnormals:.0%}"
-                found.setdefault("subnormals", []).append((shares.subnormals, message))
+            for sign, kind, are, least, rise in (
+                ("zeros", "zero", values == 0, _ZEROS, _ZEROS_RISE),
+                ("subnormals", "subnormal", (values > 0) & (values < tiny), _SUBNORMALS, _SUBNORMALS_RISE),
+            ):
+                share = float(are.mean())
+                before = self._first.setdefault((site, sign), share)
+                if share >= least and share - before >= rise:
+                    message = f"{share:.0%} of {site} are {kind}, up from {before:.0%}"
+                    found.setdefault(sign, []).append((share, message))
             for name in self._wanted & _RANGES.keys():
                 if dtype.itemsize > (1 if name.startswith("float8") else 2) or str(dtype) == "torch.bfloat16":
                     _add_lost(found, name, site, values)

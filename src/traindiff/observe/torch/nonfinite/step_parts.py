@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,14 +13,12 @@ from torch.optim import Optimizer
 from traindiff.core.observation import LOSS_SCALE, SKIPPED
 from traindiff.core.torch_compat.execution import version_of
 from traindiff.errors import UnsupportedTensorError
-from traindiff.observe.common.progress import Progress
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener
 from traindiff.observe.torch.nonfinite import origin
-from traindiff.observe.torch.nonfinite.frames import Frame, Line
-from traindiff.observe.torch.nonfinite.judging import Judging
+from traindiff.observe.torch.nonfinite.context import WatchContext
+from traindiff.observe.torch.nonfinite.frames import Frame, Line, Part
 from traindiff.observe.torch.nonfinite.origin import Found
-from traindiff.observe.torch.nonfinite.reading import Reader, Reading
-from traindiff.observe.torch.session.observations import Containment
+from traindiff.observe.torch.nonfinite.reading import Reading
 from traindiff.observe.torch.sharding.layout import kept_here
 
 _LARGEST_STATISTICS = 1 << 16
@@ -35,25 +33,23 @@ class StepParts:
     """Receives what taps see, as `traindiff.observe.common.sink.Sink` says.
 
     Args:
-        progress: Where the training is.
-        containment: Guards hooks.
-        reader: Reads tensors.
-        judging: Judges them.
+        context: The watch.
 
     Attributes:
-        order: When the module with a path was last called.
-        weights: What was last read of parameters, by canonical path.
         skipped: Steps that a loss scaler has left out, with the loss scale, where that is known.
+        guarded: `Containment.guarded`.
+        altering: `Containment.altering`.
     """
 
-    def __init__(self, *, progress: Progress, containment: Containment, reader: Reader, judging: Judging) -> None:
-        self.progress = progress
-        self.weights: dict[str, Reading] = {}
+    def __init__(self, context: WatchContext) -> None:
+        self.progress = context.progress
+        self.guarded = context.containment.guarded
+        self.altering = context.containment.altering
         self.skipped: list[tuple[int, Reading | None]] = []
-        self.order: Mapping[str, int] = {}
-        self._containment = containment
-        self._reader = reader
-        self._judging = judging
+        self._reader = context.reader
+        self._judging = context.judging
+        self._weights = context.weights
+        self._order = context.order
         self._first: list[Seen] = []
         self._gradients: list[Seen] = []
         self._written: list[Seen] = []
@@ -72,17 +68,17 @@ class StepParts:
         elif phase == "param":
             tensor, reading = self._read_parameter(tensor)
             if slot == "value":
-                self.weights[path] = reading
+                self._weights[path] = reading
             (self._first if stage else self._written).append(_seen(path, slot, reading, tensor))
         elif phase == "optimizer" and slot == SKIPPED:
             self.skipped.append((self.progress.step, self._loss_scale))
-        elif phase == "optimizer" and (path in self.weights or slot == "lr"):
+        elif phase == "optimizer" and (path in self._weights or slot == "lr"):
             self._written.append(_seen(path, slot, self._reader.read_again(tensor), tensor))
         elif phase == "loss" and path == LOSS_SCALE:
             self._loss_scale = self._reader.read_again(tensor)
         elif phase == "loss":
             reading = self._reader.read_again(tensor)
-            self._judging.consider([reading], lambda: origin.of_loss(reading, outputs=bool(self.order)))
+            self._judging.consider([reading], lambda: origin.of_loss(reading, outputs=bool(self._order)))
 
     def unobserved(self, *_: Any, **__: Any) -> None:
         """What has no numbers cannot be judged."""
@@ -93,14 +89,6 @@ class StepParts:
         yield
         self.judge()
 
-    def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
-        """See `traindiff.observe.common.sink.Sink`."""
-        return self._containment.guarded(tap, hook)
-
-    def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """See `traindiff.observe.common.sink.Sink`."""
-        return self._containment.altering(tap, hook)
-
     def scaler_listener(self) -> ScalerListener:
         """Notices calls of `GradScaler.step`: infinite gradients in them are the scaler's business."""
         return ScalerListener(before=self._begin_scaler, after=self._end_scaler)
@@ -110,7 +98,7 @@ class StepParts:
         first, gradients, written = self._first, self._gradients, self._written
         self._first, self._gradients, self._written = [], [], []
         for path, _, reading, tensor in first:
-            self._judging.consider([reading], lambda p=path, r=reading, t=tensor: origin.of_first_parameter(p, r, t))  # type: ignore[misc]
+            self._judging.consider([reading], partial(origin.of_first_parameter, path, reading, tensor))
         if gradients:
             self._judge_gradients(gradients)
         if written:
@@ -128,7 +116,7 @@ class StepParts:
     def let_go(self) -> None:
         """Forget all tensors."""
         self.end_step()
-        self.weights.clear()
+        self._weights.clear()
         self._buffers.clear()
 
     def _read_parameter(self, tensor: Tensor) -> tuple[Tensor, Reading]:
@@ -147,11 +135,7 @@ class StepParts:
     def _judge_gradients(self, seen: list[Seen]) -> None:
         self._judging.drain()
         self._of_gradients.update((path, reading) for path, _, reading, _ in seen)
-        frames: dict[str, Frame] = {}
-        for path, slot, reading, _ in seen:
-            frame = frames.setdefault(path, Frame(part="gradients", path=path, kind="Parameter"))
-            frame.lines.append(Line(name=slot, reading=reading))
-        for frame in frames.values():
+        for frame in _frames("gradient", seen).values():
             self._judging.consider([], lambda: None, frame=frame)
         readings = [reading for _, _, reading, _ in seen]
         if self._in_scaler and not self._scale_is_spent:
@@ -171,23 +155,18 @@ class StepParts:
     def _worst(self, seen: list[Seen]) -> Found:
         """The gradient that the backward pass has made first: that of the module which was called last."""
         bad = [one for one in seen if one[2].is_non_finite]
-        path, _, reading, tensor = max(bad, key=lambda one: self.order.get(one[0].rpartition(".")[0], 0))
+        path, _, reading, tensor = max(bad, key=lambda one: self._order.get(one[0].rpartition(".")[0], 0))
         return origin.of_parameter_gradient(path, reading, len(bad) - 1, tensor)
 
     def _judge_written(self, seen: list[Seen]) -> None:
-        frames: dict[str, Frame] = {}
-        for path, slot, reading, _ in seen:
-            if path in self.weights:
-                frame = frames.setdefault(path, Frame(part="optimizer", path=path, kind="Parameter"))
-                frame.lines.append(Line(name=slot, reading=reading))
+        frames = _frames("optimizer", [one for one in seen if one[0] in self._weights])
         by_path: dict[str, list[Seen]] = {}
         for one in seen:
             by_path.setdefault(one[0], []).append(one)
         # Settings come first; then each parameter, its state before itself.
         for path, ones in sorted(by_path.items(), key=lambda item: item[0] in frames):
             readings = [reading for _, _, reading, _ in ones]
-            judge = lambda p=path, o=ones: self._of_step(p, o)  # noqa: E731
-            self._judging.consider(readings, judge, frame=frames.get(path), settles=True)
+            self._judging.consider(readings, partial(self._of_step, path, ones), frame=frames.get(path), settles=True)
 
     def _of_step(self, path: str, seen: list[Seen]) -> Found | None:
         tensors = {f"{path} {slot}": tensor for _, slot, _, tensor in seen if tensor is not None}
@@ -215,6 +194,15 @@ class StepParts:
 
     def _end_scaler(self, _: Optimizer) -> None:
         self._in_scaler = False
+
+
+def _frames(part: Part, seen: Iterable[Seen]) -> dict[str, Frame]:
+    """A frame for each parameter, by its path."""
+    frames: dict[str, Frame] = {}
+    for path, slot, reading, _ in seen:
+        frame = frames.setdefault(path, Frame(part=part, path=path, kind="Parameter"))
+        frame.lines.append(Line(name=slot, reading=reading))
+    return frames
 
 
 def _of_buffer(path: str, reading: Reading, before: Reading | None) -> Found | None:

@@ -91,12 +91,10 @@ class Source:
 
     Attributes:
         made: By the operator that has made it; None where the call was given it.
-        slot: Of what the call was given; empty where an operator has made it.
         is_mask: Whether it is -inf that somebody has put there.
     """
 
     made: Made | None = None
-    slot: str = ""
     is_mask: bool = False
 
     @property
@@ -106,14 +104,17 @@ class Source:
 
 
 class Trail:
-    """Follows what is not finite from operator to operator."""
+    """Follows what is not finite from operator to operator.
+
+    Attributes:
+        given: Slots of what the call was given that is not finite, and no mask.
+        first: What the first operator has made that made what is not finite and no mask, whether it comes out or not.
+    """
 
     def __init__(self) -> None:
         self._by_storage: dict[int, Source] = {}
         self.given: list[str] = []
-        """Slots of what the call was given that is not finite, and no mask."""
         self.first: Made | None = None
-        """What the first operator has made that made what is not finite and no mask, whether it comes out or not."""
 
     def begin(self, slot: str, tensor: Tensor) -> None:
         """Note what the call is given."""
@@ -121,7 +122,7 @@ class Trail:
             return
         is_mask = only_masks(tensor)
         self.given += [] if is_mask else [slot]
-        self._by_storage[storage_key(tensor)] = Source(slot=slot, is_mask=is_mask)
+        self._by_storage[storage_key(tensor)] = Source(is_mask=is_mask)
 
     def met(self, tensors: Iterable[Tensor]) -> list[Source]:
         """Where that comes from which is not finite in these tensors, in the order of the operators that made it."""
@@ -158,6 +159,4 @@ def has_infinity(value: Json) -> bool:
     """Whether arguments that were written down hold a number that is not finite; their depth is bounded."""
     if isinstance(value, (list, tuple)):
         return any(map(has_infinity, value))
-    return isinstance(value, dict) and (
-        "float" in value or has_infinity(value.get("complex"))
-    )  # fmt: skip
+    return isinstance(value, dict) and ("float" in value or has_infinity(value.get("complex")))

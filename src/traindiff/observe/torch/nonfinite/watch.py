@@ -11,25 +11,12 @@ from torch import nn
 from traindiff.core.settings import check_names, record_settings
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.nonfinite.origin import Origin
-from traindiff.observe.torch.nonfinite.settings import DEFAULT_SIGNS, watch_settings
+from traindiff.observe.torch.nonfinite.settings import DEFAULT_SIGNS, SETTINGS, watch_settings
 from traindiff.observe.torch.nonfinite.watcher import Watcher
 from traindiff.observe.torch.session.targets import Optimizers, find_targets
 
 _OBSERVE = ("loss", "grad", "optimizer", "param")
 """What the taps of a recording are used for; modules are followed by `module_calls`."""
-
-_SETTINGS = (
-    "optimizer",
-    "frames",
-    "trace",
-    "abort_after",
-    "on_detect",
-    "output",
-    "masks",
-    "warn",
-    "keep_inputs",
-    "file",
-)
 
 
 def watch(
@@ -83,19 +70,11 @@ def watch(
     Raises:
         ConfigError: A setting is wrong, or the model is watched already. Nothing was attached.
     """
-    check_names(misspelt, known=_SETTINGS, where="watch({}=...)")
+    check_names(misspelt, known=("optimizer", *SETTINGS), where="watch({}=...)")
     settings = watch_settings(
-        frames=frames,
-        trace=trace,
-        abort_after=abort_after,
-        on_detect=on_detect,
-        output=output,
-        masks=masks,
-        warn=warn,
-        keep_inputs=keep_inputs,
-        file=file,
-    )
+        frames=frames, trace=trace, abort_after=abort_after, on_detect=on_detect, output=output, masks=masks,
+        warn=warn, keep_inputs=keep_inputs, file=file,
+    )  # fmt: skip
     with out_of_sight():
         targets = find_targets(model, optimizer, select=("*",), caller="watch")
-    observed = record_settings(observe=_OBSERVE)
-    return Watcher(targets, settings, observed)
+    return Watcher(targets, settings, record_settings(observe=_OBSERVE))

@@ -23,10 +23,11 @@ from traindiff.observe.common.circumstances import close_at_exit
 from traindiff.observe.common.progress import Progress
 from traindiff.observe.torch.hooks.loss_scale import tap_loss_scaler
 from traindiff.observe.torch.hooks.out_of_sight import in_sight, out_of_sight
+from traindiff.observe.torch.nonfinite.context import WatchContext
 from traindiff.observe.torch.nonfinite.frames import Journal
-from traindiff.observe.torch.nonfinite.judging import Judging, Masks, Moment
-from traindiff.observe.torch.nonfinite.module_calls import TAP as CALLS
+from traindiff.observe.torch.nonfinite.judging import Judging, Moment
 from traindiff.observe.torch.nonfinite.module_calls import ModuleCalls
+from traindiff.observe.torch.nonfinite.module_gradients import TAP as CALLS
 from traindiff.observe.torch.nonfinite.origin import Found, Origin
 from traindiff.observe.torch.nonfinite.reading import Reader
 from traindiff.observe.torch.nonfinite.saved_call import save
@@ -48,20 +49,6 @@ _UNHOOKED = (
     "watch(...): in step {step} the hooks of {modules} are gone: something else has removed them. What is given to "
     "these modules, and what they return, is no longer watched. Begin the watch after whatever removes hooks."
 )
-
-
-def unseen(calls: ModuleCalls, step: int) -> str:
-    """What to say of modules that were not seen in a step; empty as a rule.
-
-    Modules that are not called are none of them, as long as their hooks are there.
-    """
-    unhooked = calls.unhooked
-    if not calls.num_calls and (unhooked or not calls.order):
-        return _NO_CALLS.format(step=step)
-    if not unhooked:
-        return ""
-    more = f" and {len(unhooked) - 1} more modules" if len(unhooked) > 1 else ""
-    return _UNHOOKED.format(step=step, modules=f"{unhooked[0] or ROOT}{more}")
 
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -105,26 +92,20 @@ class Watcher:
         self._is_mute = False
         rank, world_size = rank_and_world_size()
         self._rank = rank if world_size > 1 else None
-        self._reader = reader or Reader()
-        self._progress = Progress(optimizer=targets.primary)
+        self._progress = progress = Progress(optimizer=targets.primary)
         self._raised: Exception | None = None  # by the user's function
-        self._containment = containment = Containment(
-            strict=False, report=lambda *_: None, passes=self._is_meant, failed=_FAILED
-        )
+        containment = Containment(strict=False, report=lambda *_: None, passes=self._is_meant, failed=_FAILED)
         self._journal = Journal(size=settings.frames, traced=settings.trace, write=self._print)
-        self._judging = Judging(journal=self._journal, progress=self._progress, on_found=self._detect)
-        self._parts = StepParts(
-            progress=self._progress, containment=containment, reader=self._reader, judging=self._judging
-        )
-        self._signs = Signs(settings.warn, warn=self._warn)
-        self._calls = ModuleCalls(
-            targets, sink=self._parts, reader=self._reader, judging=self._judging, masks=Masks(settings.masks),
-            weights=self._parts.weights, signs=self._signs, keeps_inputs=settings.keep_inputs,
+        self._context = context = WatchContext(
+            progress=progress, containment=containment, reader=reader or Reader(),
+            judging=Judging(journal=self._journal, progress=progress, on_found=self._detect),
+            masks=settings.masks, signs=Signs(settings.warn, warn=self._warn),
+            keeps_inputs=settings.keep_inputs,
         )  # fmt: skip
-        self._parts.order = self._calls.order
-        self._attachment: Attachment | None = None
+        self._parts = StepParts(context)
+        self._calls = ModuleCalls(targets, context)
         with out_of_sight(), ExitStack() as undo:
-            self._attachment = Attachment(
+            self._attachment: Attachment | None = Attachment(
                 targets, observed, self._parts, replica=None, before_every_step=False, on_step=self._end_step,
                 on_discovery=lambda: None, on_schedule=lambda *_: None, containment=containment,
             )  # fmt: skip
@@ -170,18 +151,18 @@ class Watcher:
         with out_of_sight(), undo:
             if self._attachment is not None:
                 self._attachment.settle()
-                self._reader.wait()
+                self._context.reader.wait()
                 self._attachment = None
                 try:
-                    self._judging.drain()
+                    self._context.judging.drain()
                 except NonFiniteError as error:  # what a device found last: there is nothing left to stop
                     self._warn(str(error))
         self._progress.observing = False  # for hooks on a graph that outlives this
-        self._judging.clear()
+        self._context.judging.clear()
         self._journal.clear()
         self._parts.let_go()
-        self._signs.let_go()
-        self._reader.forget()
+        self._context.signs.let_go()
+        self._context.reader.forget()
         self._raised = None
 
     def _end_step(self, name: str) -> None:
@@ -190,17 +171,17 @@ class Watcher:
         if not primary:
             self._progress.end_step(name, observing=True)
             return
-        missing = "" if self._has_warned or self._containment.is_disabled(CALLS) else unseen(self._calls, step)
+        missing = "" if self._has_warned or self._context.containment.is_disabled(CALLS) else self._unseen(step)
         try:
-            self._reader.end_step()
-            self._judging.drain()
+            self._context.reader.end_step()
+            self._context.judging.drain()
         finally:
             self._parts.end_step()
-            self._containment.run("signs", partial(self._signs.end_step, step), always=False)
+            self._context.containment.run("signs", partial(self._context.signs.end_step, step), always=False)
             self._calls.end_step()
-            self._reader.forget()
+            self._context.reader.forget()
             self._journal.end_step(step)
-            if not self._judging.end_step():
+            if not self._context.judging.end_step():
                 self._is_quiet = False
             self._progress.end_step(name, observing=True)
         if missing:
@@ -208,6 +189,19 @@ class Watcher:
             self._warn(missing)
         if self._settings.abort_after is not None and step >= self._settings.abort_after:
             raise StoppedError(f"watch(abort_after={self._settings.abort_after}): step {step} has ended.")
+
+    def _unseen(self, step: int) -> str:
+        """What to say of modules that were not seen in a step; empty as a rule.
+
+        Modules that are not called are none of them, as long as their hooks are there.
+        """
+        unhooked = self._calls.unhooked
+        if not self._calls.num_calls and (unhooked or not self._context.order):
+            return _NO_CALLS.format(step=step)
+        if not unhooked:
+            return ""
+        more = f" and {len(unhooked) - 1} more modules" if len(unhooked) > 1 else ""
+        return _UNHOOKED.format(step=step, modules=f"{unhooked[0] or ROOT}{more}")
 
     def _detect(self, found: Found, moment: Moment) -> None:
         """Report an origin, and do what was asked for."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,47 +22,43 @@ def is_shorter(dtype: torch.dtype, than: torch.dtype) -> bool:
     return _BITS.get(dtype, 64) < _BITS[than]
 
 
-@dataclass(slots=True)
-class Cast:
-    """A call of an operator with cast tensors, which writes back to the given tensors.
+def call_cast(
+    operator: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dtype_of: Callable[[Tensor, bool], torch.dtype],
+) -> Any:
+    """Call an operator with cast tensors, and write back to the given tensors.
 
-    Attributes:
+    Args:
         operator: The operator.
+        args: Its positional arguments.
+        kwargs: The others.
         dtype_of: The dtype in which the operator gets a floating-point tensor, and whether it writes to it.
-        written: Copies of the arguments that the operator writes to, with these arguments.
+
+    Returns:
+        Its result; where that is an argument, the argument that was given.
     """
+    written: list[tuple[Tensor, Tensor]] = []
 
-    operator: Any
-    dtype_of: Callable[[Tensor, bool], torch.dtype]
-    written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    def cast(argument: Any, *, writes: bool) -> Any:
+        def cast_one(one: Tensor) -> Tensor:
+            if not one.is_floating_point() or (dtype := dtype_of(one, writes)) == one.dtype:
+                return one
+            copy = one.to(dtype)
+            if writes:
+                written.append((copy, one))
+            return copy
 
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Its result; where that is an argument, the argument that was given."""
-        schema = operator_schema(self.operator).arguments
-        positional = [self._cast(arg, writes_to(one)) for arg, one in zip(args, schema, strict=False)]
-        writes = {one.name: writes_to(one) for one in schema}
-        named = {name: self._cast(arg, writes.get(name, False)) for name, arg in kwargs.items()}
-        result = self.operator(*positional, **named)
-        for copy, given in self.written:
-            given.copy_(copy)
-        return mapped(result, Tensor, self._given)
+        return mapped(argument, Tensor, cast_one)
 
-    def _cast(self, argument: Any, written: bool) -> Any:  # noqa: FBT001
-        return mapped(argument, Tensor, lambda one: self._cast_one(one, written))
-
-    def _cast_one(self, argument: Tensor, written: bool) -> Tensor:  # noqa: FBT001
-        if not argument.is_floating_point():
-            return argument
-        dtype = self.dtype_of(argument, written)
-        if dtype == argument.dtype:
-            return argument
-        copy = argument.to(dtype)
-        if written:
-            self.written.append((copy, argument))
-        return copy
-
-    def _given(self, result: Tensor) -> Tensor:
-        return next((given for copy, given in self.written if copy is result), result)
+    schema = operator_schema(operator).arguments
+    positional = [cast(arg, writes=writes_to(one)) for arg, one in zip(args, schema, strict=False)]
+    writes = {one.name: writes_to(one) for one in schema}
+    result = operator(*positional, **{name: cast(arg, writes=writes.get(name, False)) for name, arg in kwargs.items()})
+    for copy, given in written:
+        given.copy_(copy)
+    return mapped(result, Tensor, lambda one: next((given for copy, given in written if copy is one), one))
 
 
 def writes_to(argument: Any) -> bool:
@@ -116,8 +111,8 @@ class Conversion:
 
         self._flatten()
 
-    def convert_optimizer(self, optimizer: Optimizer) -> None:
-        """Convert the state of converted parameters in an optimizer, once."""
+    def convert_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        """Convert the state of converted parameters in an optimizer, once. Can be a hook before its step."""
         if optimizer in self._optimizers:
             return
         kept = self._optimizers[optimizer] = {}

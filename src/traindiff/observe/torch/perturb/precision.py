@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from traindiff.core.observation import ITSELF
-from traindiff.core.torch_compat.execution import inside_backward, operator_schema, storage_key
+from traindiff.core.torch_compat.execution import DRAWING, inside_backward, operator_schema, storage_key
 from traindiff.observe.common.containers import mapped
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.nested import replaced, tensors
-from traindiff.observe.torch.perturb.conversion import Cast, Conversion, is_shorter, is_view, tensors_of
+from traindiff.observe.torch.perturb.conversion import Conversion, call_cast, is_shorter, is_view, tensors_of
 from traindiff.observe.torch.perturb.replica import Dispatching
 
 _AUTOCAST_SHORT = frozenset(
@@ -93,15 +92,6 @@ def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-_DRAWING = frozenset(
-    {
-        "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "normal_",
-        "uniform", "uniform_", "bernoulli", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_",
-        "poisson", "multinomial", "binomial", "random_", "normal_functional",
-    }
-)  # fmt: skip
-"""Operators that only draw random numbers: computed in the original dtype, so that they draw the same ones."""
-
 INPUTS = "replica_inputs"
 """Name of the tap that a fault in a conversion disables; not `replica`, which a failing operator disables."""
 
@@ -139,7 +129,7 @@ class PrecisionReplica:
             undo.callback(self._nominal.clear)
             undo.callback(conversion.restore)
             conversion.convert_model()
-            optimizers = sink.guarded(INPUTS, partial(_before_step, conversion))
+            optimizers = sink.guarded(INPUTS, conversion.convert_optimizer)
             undo.callback(register_optimizer_step_pre_hook(optimizers).remove)
             inputs = sink.altering(INPUTS, self._promoted_inputs)
             undo.callback(self._root.register_forward_pre_hook(inputs, with_kwargs=True).remove)
@@ -166,16 +156,15 @@ class PrecisionReplica:
         given = tensors_of(args, kwargs)
         if name == "_to_copy" and inside_backward() and not torch.is_grad_enabled():
             return operator(*args, **kwargs)  # autograd gives a gradient the shorter dtype of its tensor
-        if name in _DRAWING:
+        if name in DRAWING:  # in the original dtype it draws the same numbers
             usual = self._usual_of(given)
-            args, kwargs = _with_dtype(args, self._dtype, usual), _with_dtype(kwargs, self._dtype, usual)
-            return self._promoted(Cast(operator, self._in_nominal)(args, kwargs), None, given)
+            args, kwargs = mapped((args, kwargs), torch.dtype, lambda one: usual if one is self._dtype else one)
+        if name in DRAWING or operator is torch.ops.aten.view.dtype:
+            return self._promoted(call_cast(operator, args, kwargs, self._in_nominal), None, given)
         if name in _DROPOUT:
             return self._dropout(operator, *args, **kwargs)
-        if name == "view" and operator is torch.ops.aten.view.dtype:
-            return self._promoted(Cast(operator, self._in_nominal)(args, kwargs), None, given)
         asked = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), None)
-        args, kwargs = self._longer(args), self._longer(kwargs)
+        args, kwargs = self._longer((args, kwargs))
         if is_view(operator):
             return operator(*args, **kwargs)
         if asked is None or not asked.is_floating_point:
@@ -187,15 +176,16 @@ class PrecisionReplica:
     def _computed(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result of the operator in `dtype`, or in the longest dtype in which it can compute."""
         try:
-            result = Cast(operator, self._in_longer)(args, kwargs)
+            result = call_cast(operator, args, kwargs, self._in_longer)
             if isinstance(result, Tensor) and self._is_quotient(result, tensors_of(args, kwargs)):
-                return operator(*self._of_integers(args), **self._of_integers(kwargs))
+                numbers, named = mapped((args, kwargs), Tensor, lambda one: one.to(self._dtype))
+                return operator(*numbers, **named)
             return result
         except (RuntimeError, NotImplementedError, TypeError):
             try:  # scalars of loss scaling, counters of fused optimizers
-                return Cast(operator, self._numbers_in_nominal)(args, kwargs)
+                return call_cast(operator, args, kwargs, self._numbers_in_nominal)
             except (RuntimeError, NotImplementedError, TypeError):
-                result = Cast(operator, self._in_nominal)(args, kwargs)
+                result = call_cast(operator, args, kwargs, self._in_nominal)
         self._note_not_promoted(str(operator))
         return result
 
@@ -204,9 +194,6 @@ class PrecisionReplica:
         return (
             bool(given) and is_shorter(result.dtype, self._dtype) and not any(one.is_floating_point() for one in given)
         )
-
-    def _of_integers(self, arguments: Any) -> Any:
-        return mapped(arguments, Tensor, lambda one: one.to(self._dtype))
 
     def _in_longer(self, tensor: Tensor, written: bool) -> torch.dtype:  # noqa: FBT001
         return self._dtype if is_shorter(tensor.dtype, self._dtype) and not written else tensor.dtype
@@ -223,10 +210,7 @@ class PrecisionReplica:
 
     def _longer(self, arguments: Any) -> Any:
         """The arguments with `dtype` in place of shorter dtypes."""
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            if is_shorter(dtype, self._dtype):
-                arguments = _with_dtype(arguments, dtype, self._dtype)
-        return arguments
+        return mapped(arguments, torch.dtype, lambda one: self._dtype if is_shorter(one, self._dtype) else one)
 
     def _dropout(self, operator: Any, tensor: Tensor, probability: float, *others: Any, **kwargs: Any) -> Any:
         """Dropout with the mask that the training as it is draws."""
@@ -267,11 +251,3 @@ def _usual_dtype(root: nn.Module) -> torch.dtype:
         if parameter.is_floating_point():
             sizes[parameter.dtype] += parameter.numel()
     return sizes.most_common(1)[0][0] if sizes else torch.get_default_dtype()
-
-
-def _with_dtype(arguments: Any, found: torch.dtype, wanted: torch.dtype) -> Any:
-    return mapped(arguments, torch.dtype, lambda one: wanted if one is found else one)
-
-
-def _before_step(conversion: Conversion, optimizer: Optimizer, *_: Any) -> None:
-    conversion.convert_optimizer(optimizer)

@@ -1,14 +1,13 @@
 """A replica in which sums are added up in another order.
 
-Each function takes the permutations, the operator and its arguments, and returns the result of the operator but for
-rounding. `_BY_NAME` has the function of each operator. The operators are those below autograd, of which forward and
-backward passes consist.
+`_BY_NAME` has a function for each operator, which says what is reordered. The result of the operator stays the same but
+for rounding. The operators are those below autograd, of which forward and backward passes consist.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
@@ -35,17 +34,17 @@ class Permutations:
         self._seed = seed
         self._kept: OrderedDict[tuple[int, torch.device], tuple[Tensor, Tensor]] = OrderedDict()
 
-    def shuffled(self, tensor: Tensor, *axes: int) -> Tensor:
-        """A copy of `tensor`, reordered along these axes; a dense tensor keeps its strides."""
+    def shuffled(self, tensor: Tensor | None, *axes: int) -> Tensor | None:
+        """A copy of `tensor`, reordered along these axes; a dense tensor keeps its strides. None is left."""
         return self._selected(tensor, axes, inverse=False)
 
-    def restored(self, tensor: Tensor, *axes: int) -> Tensor:
+    def restored(self, tensor: Tensor | None, *axes: int) -> Tensor | None:
         """A copy of `tensor` in which `shuffled` is undone."""
         return self._selected(tensor, axes, inverse=True)
 
-    def _selected(self, tensor: Tensor, axes: tuple[int, ...], *, inverse: bool) -> Tensor:
+    def _selected(self, tensor: Tensor | None, axes: tuple[int, ...], *, inverse: bool) -> Tensor | None:
         for axis in axes:
-            if tensor.shape[axis] > 1:
+            if tensor is not None and tensor.shape[axis] > 1:
                 order = self._of(tensor.shape[axis], tensor.device)[inverse]
                 tensor = torch.index_select(tensor, axis, order, out=torch.empty_like(tensor))
         return tensor
@@ -63,127 +62,98 @@ class Permutations:
         return found
 
 
-Arguments = list[Any]
-Keywords = Mapping[str, Any]
-Reordered = Callable[[Permutations, Callable[..., Any], Arguments, Keywords], Any]
+Axes = Mapping[int, Sequence[int]]
+"""Axes along which tensors are reordered, by position of the tensor. Those that are None are left."""
+
+Reordering = Callable[[list[Any], Mapping[str, Any]], tuple[Axes, Axes]]
+"""Gives the axes along which arguments are shuffled, and those along which results are restored.
+
+The order of whatever is summed changes, and the results are in their places. Arguments may be exchanged in the list.
+"""
 
 
-def _product(position: int) -> Reordered:
+def _product(position: int) -> Reordering:
     """`A @ B` over the last axis of A, which is the argument at `position`, and the last but one of B."""
 
-    def product(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
-        left, right = args[position : position + 2]
-        args[position] = order.shuffled(left, left.dim() - 1)
-        args[position + 1] = order.shuffled(right, max(0, right.dim() - 2))
-        return operator(*args, **kwargs)
+    def product(args: list[Any], kwargs: Mapping[str, Any]) -> tuple[Axes, Axes]:
+        del kwargs
+        return {position: (-1,), position + 1: (max(0, args[position + 1].dim() - 2),)}, {}
 
     return product
 
 
-def _total(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
+def _total(args: list[Any], kwargs: Mapping[str, Any]) -> tuple[Axes, Axes]:
     """A sum or mean over some axes, or all."""
     axes = args[1] if len(args) > 1 else kwargs.get("dim")
-    args[0] = order.shuffled(args[0], *(axes or range(args[0].dim())))
-    return operator(*args, **kwargs)
+    return {0: axes or range(args[0].dim())}, {}
 
 
-def _softmax(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
+def _softmax(args: list[Any], _: Mapping[str, Any]) -> tuple[Axes, Axes]:
     """(Log-)softmax along an axis."""
-    args[0] = order.shuffled(args[0], args[1])
-    return order.restored(operator(*args, **kwargs), args[1])
+    axes = (args[1],)
+    return {0: axes}, {0: axes}
 
 
-def _softmax_backward(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
-    axis = args[2]
-    args[:2] = order.shuffled(args[0], axis), order.shuffled(args[1], axis)
-    return order.restored(operator(*args, **kwargs), axis)
+def _softmax_backward(args: list[Any], _: Mapping[str, Any]) -> tuple[Axes, Axes]:
+    axes = (args[2],)
+    return {0: axes, 1: axes}, {0: axes}
 
 
-def _layer_norm(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
+def _layer_norm(args: list[Any], _: Mapping[str, Any]) -> tuple[Axes, Axes]:
     """Over the last axes, those that weight and bias have."""
     normalized = _last(len(args[1]))
-    args[0] = order.shuffled(args[0], *normalized)
-    args[2:4] = [parameter if parameter is None else order.shuffled(parameter, *normalized) for parameter in args[2:4]]
-    out, *statistics = operator(*args, **kwargs)
-    return (order.restored(out, *normalized), *statistics)
+    return {0: normalized, 2: normalized, 3: normalized}, {0: normalized}
 
 
-def _layer_norm_backward(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
+def _layer_norm_backward(args: list[Any], _: Mapping[str, Any]) -> tuple[Axes, Axes]:
     """Over the last axes for the input's gradient, over the others for those of weight and bias."""
     normalized = _last(len(args[2]))
     others = tuple(range(args[1].dim() - len(normalized)))
-    args[:2] = [order.shuffled(tensor, *others, *normalized) for tensor in args[:2]]
-    args[3:5] = [order.shuffled(statistic, *others) for statistic in args[3:5]]
-    args[5:7] = [parameter if parameter is None else order.shuffled(parameter, *normalized) for parameter in args[5:7]]
-    gradient, *of_parameters = operator(*args, **kwargs)
-    return (
-        _restored(order, gradient, *others, *normalized),
-        *(_restored(order, one, *normalized) for one in of_parameters),
-    )
+    every = (*others, *normalized)
+    given = {0: every, 1: every, 3: others, 4: others, 5: normalized, 6: normalized}
+    return given, {0: every, 1: normalized, 2: normalized}
 
 
-def _batch_norm(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
+def _batch_norm(args: list[Any], _: Mapping[str, Any]) -> tuple[Axes, Axes]:
     """Over all axes but axis 1, the channels. Statistics, and running ones, are per channel."""
     axes = _but_channels(args[0])
-    args[0] = order.shuffled(args[0], *axes)
-    out, *statistics = operator(*args, **kwargs)
-    return (order.restored(out, *axes), *statistics)
+    return {0: axes}, {0: axes}
 
 
-def _batch_norm_backward(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
+def _batch_norm_backward(args: list[Any], _: Mapping[str, Any]) -> tuple[Axes, Axes]:
     axes = _but_channels(args[0])
-    args[:2] = [order.shuffled(tensor, *axes) for tensor in args[:2]]
-    gradient, *of_parameters = operator(*args, **kwargs)
-    return (_restored(order, gradient, *axes), *of_parameters)
+    return {0: axes, 1: axes}, {0: axes}
 
 
-def _convolution(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
+def _convolution(args: list[Any], _: Mapping[str, Any]) -> tuple[Axes, Axes]:
     """Over the input channels, where they are not in groups."""
     transposed, groups = args[6], args[8]
-    if groups == 1:
-        args[0] = order.shuffled(args[0], 1)
-        args[1] = order.shuffled(args[1], 0 if transposed else 1)
-    return operator(*args, **kwargs)
+    return ({0: (1,), 1: (0 if transposed else 1,)} if groups == 1 else {}), {}
 
 
-def _convolution_backward(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
+def _convolution_backward(args: list[Any], _: Mapping[str, Any]) -> tuple[Axes, Axes]:
     """Over the output channels for the input's gradient, over the batch for those of weight and bias."""
     transposed, groups = args[7], args[9]
-    args[:2] = [order.shuffled(tensor, 0) for tensor in args[:2]]
-    output_axis = 1 if transposed else 0
-    if groups == 1:
-        args[0] = order.shuffled(args[0], 1)
-        args[2] = order.shuffled(args[2], output_axis)
-    of_input, of_weight, of_bias = operator(*args, **kwargs)
-    of_input = _restored(order, of_input, 0)
-    if groups == 1:
-        of_weight, of_bias = _restored(order, of_weight, output_axis), _restored(order, of_bias, 0)
-    return of_input, of_weight, of_bias
+    if groups != 1:
+        return {0: (0,), 1: (0,)}, {0: (0,)}
+    output = (1 if transposed else 0,)
+    return {0: (0, 1), 1: (0,), 2: output}, {0: (0,), 1: output, 2: (0,)}
 
 
-def _attention(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
+def _attention(_: list[Any], __: Mapping[str, Any]) -> tuple[Axes, Axes]:
     """Scores, over the width of a head: the last axis of query and key."""
-    args[:2] = [order.shuffled(tensor, tensor.dim() - 1) for tensor in args[:2]]
-    return operator(*args, **kwargs)
+    return {0: (-1,), 1: (-1,)}, {}
 
 
-def _attention_backward(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
-    args[1:3] = [order.shuffled(tensor, tensor.dim() - 1) for tensor in args[1:3]]
-    of_query, of_key, *others = operator(*args, **kwargs)
-    return (*(_restored(order, one, -1) for one in (of_query, of_key)), *others)
+def _attention_backward(_: list[Any], __: Mapping[str, Any]) -> tuple[Axes, Axes]:
+    return {1: (-1,), 2: (-1,)}, {0: (-1,), 1: (-1,)}
 
 
-def _embedding_backward(order: Permutations, operator: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
+def _embedding_backward(args: list[Any], _: Mapping[str, Any]) -> tuple[Axes, Axes]:
     """Over the places where a row of the table was used."""
     gradient, indices = args[:2]
-    args[0] = order.shuffled(gradient.reshape(-1, gradient.shape[-1]), 0)
-    args[1] = order.shuffled(indices.reshape(-1), 0)
-    return operator(*args, **kwargs)
-
-
-def _restored(order: Permutations, tensor: Tensor | None, *axes: int) -> Tensor | None:
-    """`restored` for a gradient, which is None where it is not needed."""
-    return None if tensor is None else order.restored(tensor, *axes)
+    args[:2] = gradient.reshape(-1, gradient.shape[-1]), indices.reshape(-1)
+    return {0: (0,), 1: (0,)}, {}
 
 
 def _last(count: int) -> tuple[int, ...]:
@@ -194,7 +164,7 @@ def _but_channels(tensor: Tensor) -> tuple[int, ...]:
     return (0, *range(2, tensor.dim()))
 
 
-_BY_NAME: dict[str, Reordered] = {
+_BY_NAME: dict[str, Reordering] = {
     "mm": _product(0), "bmm": _product(0), "mv": _product(0),
     "addmm": _product(1), "baddbmm": _product(1), "addmv": _product(1), "_addmm_activation": _product(1),
     "sum": _total, "sum.dim_IntList": _total, "mean": _total, "mean.dim": _total,
@@ -220,9 +190,9 @@ _BY_NAME: dict[str, Reordered] = {
 
 
 @cache
-def reordered_operators() -> Mapping[Any, Reordered]:
+def reordered_operators() -> Mapping[Any, Reordering]:
     """The functions above by operator, for the operators that this torch has."""
-    found: dict[Any, Reordered] = {}
+    found: dict[Any, Reordering] = {}
     for name, function in _BY_NAME.items():
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
@@ -250,10 +220,17 @@ class ReorderReplica:
         return Dispatching(self._compute, sink).enter()
 
     def _compute(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        reordered = self._operators.get(operator)
-        if reordered is None or not _can_be_rounded(args):
+        reordering = self._operators.get(operator)
+        if reordering is None or not _can_be_rounded(args):
             return operator(*args, **kwargs)
-        return reordered(self._order, operator, list(args), kwargs)
+        arguments = list(args)
+        given, made = reordering(arguments, kwargs)
+        for position, axes in given.items():
+            arguments[position] = self._order.shuffled(arguments[position], *axes)
+        result = operator(*arguments, **kwargs)
+        if isinstance(result, Tensor):
+            return self._order.restored(result, *made.get(0, ()))
+        return tuple(self._order.restored(one, *made.get(number, ())) for number, one in enumerate(result))
 
 
 def _can_be_rounded(args: tuple[Any, ...]) -> bool:

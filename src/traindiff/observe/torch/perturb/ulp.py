@@ -20,6 +20,7 @@ from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.hooks.inspect import alter_inspected
 from traindiff.observe.torch.hooks.nested import replaced, tensors
+from traindiff.observe.torch.hooks.optimizer_step import has_closure
 from traindiff.observe.torch.perturb.replica import NAME
 
 _INTEGERS = {
@@ -93,12 +94,12 @@ def _moved(bits: Tensor, *, infinity: int, key: int) -> Tensor:
 def _thirds(bits: Tensor, key: int) -> Tensor:
     """-1, 0 or 1, by a hash of key, index and value: int32 [n]. Products wrap around."""
     word = (bits ^ (bits >> 32) if bits.dtype == torch.int64 else bits).to(torch.int32)
-    word = word.mul(_signed(0x9E3779B1)).add_(key)
-    word += torch.arange(len(bits), dtype=torch.int32, device=bits.device).mul_(_signed(0x85EBCA77))
+    word = word.mul(0x9E3779B1 - 2**32).add_(key)
+    word += torch.arange(len(bits), dtype=torch.int32, device=bits.device).mul_(0x85EBCA77 - 2**32)
     # A bijection of 32-bit words in which every bit depends on every bit (lowbias32 of
     # https://nullprogram.com/blog/2018/07/31/).
     word = _xor_shift(word, 16).mul_(0x7FEB352D)
-    word = _xor_shift(word, 15).mul_(_signed(0x846CA68B))
+    word = _xor_shift(word, 15).mul_(0x846CA68B - 2**32)
     word = _xor_shift(word, 16)
     return word.bitwise_and_(0xFFFF).mul_(3).bitwise_right_shift_(16).sub_(1)
 
@@ -106,10 +107,6 @@ def _thirds(bits: Tensor, key: int) -> Tensor:
 def _xor_shift(word: Tensor, count: int) -> Tensor:
     """`word ^ (word >> count)`, the shift logical."""
     return word.bitwise_xor_((word >> count).bitwise_and_((1 << (32 - count)) - 1))
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >= 1 << 31 else word
 
 
 class UlpReplica:
@@ -196,25 +193,21 @@ class UlpReplica:
     def _contribution(self, sink: Sink, path: str, gradient: Tensor | None) -> Tensor | None:
         return _rounded_gradient(self._key(sink, "grad.micro", path), gradient)
 
-    def _gradients(self, sink: Sink, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _gradients(self, sink: Sink, optimizer: Optimizer, *call: Any) -> None:
         """Round the gradients that the optimizer is about to use, in place.
 
         A closure given to `step` computes gradients later; then only the contributions are rounded.
         """
-        if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
+        if has_closure(optimizer, *call):
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 path, gradient = self._names.get(id(parameter)), parameter.grad
                 if path is not None and gradient is not None and is_rounded(gradient):
-                    held = _local(gradient.detach())
+                    held: Any = gradient.detach()
+                    if hasattr(held, "to_local"):
+                        held = held.to_local()  # this rank's part of a DTensor, as a view
                     held.copy_(randomly_rounded(held, self._key(sink, "grad", path)))
-
-
-def _local(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor, as a view; any other tensor itself."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
 
 
 class _Rounded(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import Any
 from torch import distributed, nn
 
 from traindiff.core.torch_compat.training import localized_layout, num_chunks_of
+from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import MeshAxis, is_distributed, mesh_of
 from traindiff.observe.torch.sharding.registry import ENGINES
 
@@ -120,13 +121,7 @@ class DataParallel:
         return found
 
 
-def find_data_parallel(
-    model: nn.Module,
-    *,
-    model_axes: Sequence[MeshAxis] = (),
-    sample_axes: Sequence[MeshAxis] = (),
-    pipeline: Pipeline | None = None,
-) -> DataParallel:
+def find_data_parallel(model: nn.Module, declared: Declarations, pipeline: Pipeline | None = None) -> DataParallel:
     """How the batch is divided, as far as the model shows it.
 
     DistributedDataParallel, both FSDPs and DeepSpeed's engine know their process groups. A model with only
@@ -135,8 +130,8 @@ def find_data_parallel(
 
     Args:
         model: The root module.
-        model_axes: Declared axes over which the model is divided: ranks along them work on the same samples.
-        sample_axes: Declared axes over which each sample is divided: ranks along them have terms of the loss.
+        declared: The user's declarations. Ranks along an axis over which the model is divided work on the same samples;
+            ranks along one over which each sample is divided have terms of the loss.
         pipeline: The pipeline of this rank, if it has stages of one: its ranks share the batch.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -144,7 +139,8 @@ def find_data_parallel(
     ranks, engine = _ranks_and_engine(model)
     stages = () if pipeline is None else tuple(sorted(set(pipeline.ranks)))
     pipelines = [MeshAxis(ranks=stages, index=stages.index(distributed.get_rank()))] if stages else []
-    axes = [*model_axes, *pipelines, *sample_axes]
+    sample_axes = declared.axes(of_samples=True)
+    axes = [*declared.axes(of_samples=False), *pipelines, *sample_axes]
     if engine == BY_HAND and (axis := _tensor_axis(model)) is not None:
         engine, axes = "tensor parallel", [*axes, axis]
     size, rank = len(ranks), ranks.index(distributed.get_rank())

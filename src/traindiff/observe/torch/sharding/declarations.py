@@ -35,12 +35,10 @@ class Declarations:
         ConfigError: A declared axis is unknown.
     """
 
-    def __init__(
-        self, given: Sequence[DeclaredShard] = (), model: nn.Module | None = None, modules: Collection[str] = ()
-    ) -> None:
+    def __init__(self, given: Sequence[DeclaredShard], model: nn.Module, modules: Collection[str]) -> None:
         self._all: list[Declared] = []
         problems: list[Problem] = []
-        if given and model is not None and distributed.is_available() and distributed.is_initialized():
+        if given and distributed.is_available() and distributed.is_initialized():
             for one in given:
                 axis = axis_of(one.axis, model)
                 if isinstance(axis, MeshAxis):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
@@ -15,13 +15,12 @@ from traindiff.core.torch_compat.training import FORWARD_PRE_HOOKS
 from traindiff.errors import UnsupportedTensorError
 
 
-def shape_before_zero(parameter: Tensor) -> tuple[int, ...] | None:
+def shape_before_zero(parameter: Any) -> tuple[int, ...] | None:
     """The global shape of a parameter of ZeRO stage 3, whose own is `(0,)` until it is gathered; else None."""
-    found: Any = parameter
-    return tuple(found.ds_shape) if hasattr(found, "ds_tensor") else None
+    return tuple(parameter.ds_shape) if hasattr(parameter, "ds_tensor") else None
 
 
-def kept_by_zero(parameter: Tensor) -> tuple[Tensor, Shard] | None:
+def kept_by_zero(parameter: Any) -> tuple[Tensor, Shard] | None:
     """The elements of a ZeRO stage 3 parameter that this rank keeps, without padding, and their place; else None.
 
     They hold the value of the parameter also while it is gathered, as small ones always are: only the optimizer
@@ -30,29 +29,25 @@ def kept_by_zero(parameter: Tensor) -> tuple[Tensor, Shard] | None:
     Raises:
         UnsupportedTensorError: The elements are on disk just now.
     """
-    found: Any = parameter
-    if not hasattr(found, "ds_tensor"):
+    if not hasattr(parameter, "ds_tensor"):
         return None
-    kept: Tensor = found.ds_tensor
+    kept: Tensor = parameter.ds_tensor
     shard = kept_range(parameter)
     if kept.numel() < shard.size:
         raise UnsupportedTensorError("ZeRO has moved the parameter to NVMe")
     return kept.detach().reshape(-1)[: shard.size], shard
 
 
-def kept_range(parameter: Tensor) -> Shard:
+def kept_range(parameter: Any) -> Shard:
     """The range of a partitioned parameter that this rank keeps; empty if it keeps only padding."""
-    found: Any = parameter
-    size = partition_size(parameter)
-    first = min(distributed.get_rank(found.ds_process_group) * size, int(found.ds_numel))
-    held = min(size, int(found.ds_numel) - first)
-    return Shard(shape=(held,), global_shape=tuple(found.ds_shape), offset=(first,))
+    size, every = partition_size(parameter), int(parameter.ds_numel)
+    first = min(distributed.get_rank(parameter.ds_process_group) * size, every)
+    return Shard(shape=(min(size, every - first),), global_shape=tuple(parameter.ds_shape), offset=(first,))
 
 
-def partition_size(parameter: Tensor) -> int:
+def partition_size(parameter: Any) -> int:
     """Number of elements that each rank keeps, with padding."""
-    found: Any = parameter
-    return int(found.ds_tensor.ds_numel)
+    return int(parameter.ds_tensor.ds_numel)
 
 
 def find_engine(model: nn.Module) -> Any:
@@ -114,8 +109,7 @@ def decouples_weight_decay(optimizer: Any) -> bool | None:
     return None if found is None else bool(found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldTensor:
+class HeldTensor(NamedTuple):
     """A tensor that the inner optimizer steps on.
 
     Attributes:
@@ -167,10 +161,8 @@ def find_optimizers(
     found: dict[str, Optimizer | EngineOptimizer] = {}
     for name, one in optimizers.items():
         wrapper = outer if outer is not None and getattr(outer, "optimizer", None) is one else one
-        if is_engine_optimizer(wrapper):
-            found[name] = _opened(wrapper, _Names(name, names))
-        else:
-            found[name] = _bare(wrapper, _Names(name, names)) if _is_fused_adam(wrapper) else wrapper
+        followed = is_engine_optimizer(wrapper) or _is_fused_adam(wrapper)
+        found[name] = _opened(wrapper, name, names) if followed else wrapper
     return found
 
 
@@ -187,82 +179,65 @@ def _is_fused_adam(optimizer: object) -> bool:
     return kind.__name__ == "FusedAdam" and kind.__module__.startswith("deepspeed.")
 
 
-class _Names:
-    """Paths of parameters; a parameter outside the model is named by group and position."""
+_ZERO_3 = "fp32_partitioned_groups_flat"
 
-    def __init__(self, optimizer: str, names: Mapping[int, str]) -> None:
-        self._optimizer = optimizer
-        self._names = names
+_MASTERS: Mapping[str, tuple[str, bool]] = {
+    _ZERO_3: ("fp16_groups", False),  # a flat tensor for each part of a group, which has the ranges of this rank
+    # ZeRO stages 1 and 2. Flat tensors follow the order of these groups, also where `_hp_mapping` of the parameters
+    # does not.
+    "single_partition_of_fp32_groups": ("round_robin_bit16_groups", True),
+    "fp32_groups_flat_partition": ("bf16_groups", True),  # BF16_Optimizer
+    "fp32_groups_flat": ("fp16_groups", False),  # FP16_Optimizer: flat, and whole on every rank
+    "fp32_groups": ("fp16_groups", False),  # FP16_UnfusedOptimizer: a list with a tensor for each parameter
+}
+"""Attributes in which these optimizers keep master weights; each class has one of them.
 
-    def of_group(self, number: int, parameters: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
-        return {
-            self._names.get(id(one), f"{self._optimizer}.groups[{number}].params[{position}]"): one
+Each comes with the attribute of the parameters in them, and whether they are divided among ranks in equal parts.
+"""
+
+
+def _opened(outer: Any, name: str, names: Mapping[int, str]) -> EngineOptimizer:
+    """The optimizer with the tensors that it steps on.
+
+    Args:
+        outer: A DeepSpeed optimizer: one that keeps master weights, or a FusedAdam.
+        name: Its name.
+        names: Canonical paths of parameters, by id. Other parameters are named by group and position.
+    """
+    inner = getattr(outer, "optimizer", outer)
+    kept = next((one for one in _MASTERS if hasattr(outer, one)), "")
+    if kept:
+        parameters_in, is_divided = _MASTERS[kept]
+        masters, groups = getattr(outer, kept), getattr(outer, parameters_in)
+    else:  # FusedAdam steps on the model's own parameters
+        masters, is_divided = [group["params"] for group in outer.param_groups], False
+        groups = masters
+    held: list[HeldTensor] = []
+    named: list[dict[str, nn.Parameter]] = [{} for _ in inner.param_groups]
+    for index, (master, parameters) in enumerate(zip(masters, groups, strict=True)):
+        number = outer.sub_group_to_group_id[index] if kept == _ZERO_3 else index
+        by_path = {
+            names.get(id(one), f"{name}.groups[{number}].params[{position}]"): one
             for position, one in enumerate(parameters)
         }
-
-
-_MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition",
-            "fp32_groups_flat", "fp32_groups")  # fmt: skip
-"""Attributes in which these optimizers keep master weights; each class has one of them."""
-
-
-def _opened(outer: Any, names: _Names) -> EngineOptimizer:
-    if hasattr(outer, "fp32_partitioned_groups_flat"):
-        held, groups = _stage_3(outer, names)
-    elif hasattr(outer, "single_partition_of_fp32_groups"):  # ZeRO stages 1 and 2
-        # Flat tensors follow the order of these groups, also where `_hp_mapping` of the parameters does not.
-        held, groups = _flat_groups(
-            outer.single_partition_of_fp32_groups, outer.round_robin_bit16_groups, names, outer.real_dp_process_group
-        )
-    elif hasattr(outer, "fp32_groups_flat_partition"):  # BF16_Optimizer
-        held, groups = _flat_groups(
-            outer.fp32_groups_flat_partition, outer.bf16_groups, names, outer.real_dp_process_group
-        )
-    elif hasattr(outer, "fp32_groups_flat"):  # FP16_Optimizer: flat, and whole on every rank
-        held, groups = _flat_groups(outer.fp32_groups_flat, outer.fp16_groups, names)
-    else:  # FP16_UnfusedOptimizer: one master weight for each parameter
-        held, groups = _whole(outer.fp32_groups, outer.fp16_groups, names)
+        named[number].update(by_path)
+        if isinstance(master, list):  # of a tensor for each parameter
+            held += [HeldTensor(number, one, (Piece(path=path),)) for path, one in zip(by_path, master, strict=True)]
+            continue
+        first = distributed.get_rank(outer.real_dp_process_group[index]) * master.numel() if is_divided else 0
+        pieces = _padded(by_path) if kept == _ZERO_3 else _cut(by_path, first, master.numel())
+        held.append(HeldTensor(number, master, tuple(pieces)))
     second = getattr(outer, "backup_optimizer", None)
     return EngineOptimizer(
         outer=outer,
-        inner=(outer.optimizer,) if second is None else (outer.optimizer, second),
-        groups=tuple(groups),
+        inner=(inner,) if second is None else (inner, second),
+        groups=tuple(named),
         held=tuple(held),
         clipping=float(getattr(outer, "clip_grad", 0.0) or 0.0),
     )
 
 
-def _bare(optimizer: Optimizer, names: _Names) -> EngineOptimizer:
-    """An optimizer of DeepSpeed that steps on the model's own parameters."""
-    own = [group["params"] for group in optimizer.param_groups]
-    held, groups = _whole(own, own, names)
-    return EngineOptimizer(outer=optimizer, inner=(optimizer,), groups=tuple(groups), held=tuple(held), clipping=0.0)
-
-
-_Opened = tuple[list[HeldTensor], list[dict[str, nn.Parameter]]]
-
-
-def _flat_groups(
-    masters: Sequence[Tensor], groups: Sequence[Sequence[nn.Parameter]], names: _Names, ranks: Sequence[Any] = ()
-) -> _Opened:
-    """One flat tensor for each group, or this rank's part of it; the parts have equal lengths.
-
-    Args:
-        masters: The flat tensors.
-        groups: The parameters in each, in order.
-        names: Names the parameters.
-        ranks: The process group among which each tensor is divided; empty if none is.
-    """
-    held, named = [], []
-    for number, (master, parameters) in enumerate(zip(masters, groups, strict=True)):
-        by_path = names.of_group(number, parameters)
-        first = distributed.get_rank(ranks[number]) * master.numel() if ranks else 0
-        held.append(HeldTensor(group=number, tensor=master, pieces=tuple(_cut(by_path, first, master.numel()))))
-        named.append(by_path)
-    return held, named
-
-
-def _cut(parameters: Mapping[str, nn.Parameter], first: int, size: int) -> Iterable[Piece]:
+def _cut(parameters: Mapping[str, nn.Parameter], first: int, size: int) -> Iterator[Piece]:
     """The pieces of parameters in a range of the flat tensor in which they lie one after the other."""
     begin = 0
     for path, parameter in parameters.items():
@@ -274,32 +249,10 @@ def _cut(parameters: Mapping[str, nn.Parameter], first: int, size: int) -> Itera
         begin = end
 
 
-def _stage_3(outer: Any, names: _Names) -> _Opened:
-    """One flat tensor for each sub-group, with the padded part of each parameter."""
-    held = []
-    named: list[dict[str, nn.Parameter]] = [{} for _ in outer.optimizer.param_groups]
-    for sub_group, (master, parameters) in enumerate(
-        zip(outer.fp32_partitioned_groups_flat, outer.fp16_groups, strict=True)
-    ):
-        number = outer.sub_group_to_group_id[sub_group]
-        by_path = names.of_group(number, parameters)
-        first, pieces = 0, []
-        for path, parameter in by_path.items():
-            if (shard := kept_range(parameter)).size:
-                pieces.append(Piece(path=path, first=first, shard=shard))
-            first += partition_size(parameter)
-        held.append(HeldTensor(group=number, tensor=master, pieces=tuple(pieces)))
-        named[number].update(by_path)
-    return held, named
-
-
-def _whole(masters: Sequence[Sequence[Tensor]], groups: Sequence[Sequence[nn.Parameter]], names: _Names) -> _Opened:
-    held, named = [], []
-    for number, (own, parameters) in enumerate(zip(masters, groups, strict=True)):
-        by_path = names.of_group(number, parameters)
-        held += [
-            HeldTensor(group=number, tensor=master, pieces=(Piece(path=path),))
-            for path, master in zip(by_path, own, strict=True)
-        ]
-        named.append(by_path)
-    return held, named
+def _padded(parameters: Mapping[str, nn.Parameter]) -> Iterator[Piece]:
+    """The pieces in a flat tensor of ZeRO stage 3, which has the padded part of each parameter."""
+    first = 0
+    for path, parameter in parameters.items():
+        if (shard := kept_range(parameter)).size:
+            yield Piece(path=path, first=first, shard=shard)
+        first += partition_size(parameter)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from traindiff.core.observation import MASTER, SKIPPED
 from traindiff.core.shards import Piece
+from traindiff.observe.common.listeners import INHERITED, put_back
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.gradient_stages import emit_clipping
 from traindiff.observe.torch.hooks.loss_scale import emit_loss_scale
@@ -44,7 +45,6 @@ def around(
         Close it to put the method back.
     """
     original = getattr(owner, name)
-    replaced = vars(owner).get(name)
 
     @wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -53,17 +53,9 @@ def around(
         after(result)
         return result
 
-    def put_back() -> None:
-        if vars(owner).get(name) is not method:
-            return  # replaced by other code since
-        if replaced is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, replaced)
-
-    setattr(owner, name, method)
     undo = ExitStack()
-    undo.callback(put_back)
+    undo.callback(put_back, owner, name, vars(owner).get(name, INHERITED), method)
+    setattr(owner, name, method)
     return undo
 
 
@@ -78,19 +70,11 @@ class EngineOptimizerTap(OptimizerTap):
     exchanged their updates.
 
     Args:
-        optimizer: The optimizer.
-        name: Name that its steps and settings are filed under.
-        context: The training.
-        on_end: Called with `name` when a step has ended.
+        optimizer: The optimizer. The other arguments are those of `OptimizerTap`.
     """
 
     def __init__(
-        self,
-        optimizer: EngineOptimizer,
-        *,
-        name: str,
-        context: TapContext,
-        on_end: Callable[[str], None],
+        self, optimizer: EngineOptimizer, *, name: str, context: TapContext, on_end: Callable[[str], None]
     ) -> None:
         super().__init__(optimizer.inner[0], name=name, context=context, on_end=on_end)
         self._engine = optimizer
@@ -211,8 +195,7 @@ class EngineOptimizerTap(OptimizerTap):
 
     def held(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
         """Each tensor that an inner optimizer steps on, with the number of its group and its pieces."""
-        for held in self._engine.held:
-            yield held.group, held.tensor, held.pieces
+        yield from self._engine.held
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
         """The inner optimizer's state of a parameter, with the count of steps that FusedAdam keeps elsewhere."""

@@ -31,16 +31,14 @@ def kept_of_distributed(tensor: Tensor) -> tuple[Tensor, Region] | None:
     return local, region_of(tensor)
 
 
-def mesh_of(tensor: Tensor) -> Any:
+def mesh_of(tensor: Any) -> Any:
     """The device mesh of a DTensor."""
-    found: Any = tensor
-    return found.device_mesh
+    return tensor.device_mesh
 
 
-def region_of(tensor: Tensor) -> Region:
+def region_of(tensor: Any) -> Region:
     """The region of this rank's part of a DTensor."""
-    found: Any = tensor
-    return region_placed(found.shape, found.device_mesh, found.placements)
+    return region_placed(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 def region_placed(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Region:
@@ -114,18 +112,15 @@ def _named(name: str, model: nn.Module) -> MeshAxis | str:
     return f'has the axis "{name}", which the model\'s DeviceMesh does not have. Known: {", ".join(known)}.'
 
 
-def _meshes(model: nn.Module) -> Iterator[Any]:
+def _meshes(model: nn.Module) -> Iterable[Any]:
     """The meshes of the model's parameters, and the meshes around these; each once."""
-    seen: dict[int, Any] = {}
-    for mesh in _direct(model):
-        for one in (mesh, root_mesh(mesh)):
-            if id(one) not in seen:
-                seen[id(one)] = one
-                yield one
+    of_parameters = (mesh_of(parameter) for parameter in model.parameters() if is_distributed(parameter))
+    direct = (*of_parameters, *sharding_meshes(model))
+    return {id(one): one for mesh in direct for one in (mesh, root_mesh(mesh))}.values()
 
 
-def _direct(model: nn.Module) -> Iterable[Any]:
-    yield from (mesh_of(parameter) for parameter in model.parameters() if is_distributed(parameter))
+def sharding_meshes(model: nn.Module) -> Iterator[Any]:
+    """The meshes over which FSDP2 divides modules of a model."""
     for module in model.modules():
         if is_fully_sharded(module) and (mesh := data_mesh_of(module)) is not None:
             yield mesh

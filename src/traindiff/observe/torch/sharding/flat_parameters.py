@@ -89,7 +89,7 @@ class FlatParameters:
         found: The flat parameters.
     """
 
-    def __init__(self, found: Sequence[FlatParameter] = ()) -> None:
+    def __init__(self, found: Sequence[FlatParameter]) -> None:
         self._found = tuple(found)
         self._pieces: dict[int, Callable[[int], tuple[Piece, ...]]] = {}
         for one in self._found:

@@ -72,14 +72,14 @@ class Layout:
     Attributes:
         data: This rank's place among the ranks that share the batch.
         flat: Flat parameters. Their data is sometimes a part and sometimes the whole, so it is looked up when needed.
-        parameters: The regions of plain parameters that are parts of larger ones, by canonical path.
         declarations: The user's declarations of plain tensors.
+        parameters: The regions of plain parameters that are parts of larger ones, by canonical path.
     """
 
     data: DataParallel
-    flat: FlatParameters = field(default_factory=FlatParameters)
+    flat: FlatParameters
+    declarations: Declarations
     parameters: Mapping[str, Region] = field(default_factory=dict)
-    declarations: Declarations = field(default_factory=Declarations)
 
     def ranges_of(self, parameter: Tensor, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """The same pieces, with the range of elements that this rank holds of a DTensor, or of a declared shard.
@@ -162,7 +162,7 @@ def kept_here(tensor: Tensor) -> tuple[Tensor, Region | Shard | None]:
     return tensor, None
 
 
-def find_layout(model: nn.Module, *, shards: Sequence[DeclaredShard] = (), modules: Collection[str] = ()) -> Layout:
+def find_layout(model: nn.Module, *, shards: Sequence[DeclaredShard], modules: Collection[str]) -> Layout:
     """The layout of a model's tensors, as far as the model shows it and the user declares it.
 
     Args:
@@ -174,23 +174,14 @@ def find_layout(model: nn.Module, *, shards: Sequence[DeclaredShard] = (), modul
         ConfigError: A declared axis is unknown.
     """
     declarations = Declarations(shards, model, modules)
-    data = _data_parallel(model, declarations)
+    data = find_data_parallel(model, declarations)
     flat = FlatParameters([one for engine in ENGINES for one in engine.flat_parameters(model)])
     return Layout(data=data, flat=flat, declarations=declarations)
 
 
 def in_pipeline(layout: Layout, model: nn.Module, pipeline: Pipeline) -> Layout:
     """The layout after this rank turned out to have stages of a pipeline."""
-    return replace(layout, data=_data_parallel(model, layout.declarations, pipeline))
-
-
-def _data_parallel(model: nn.Module, declared: Declarations, pipeline: Pipeline | None = None) -> DataParallel:
-    return find_data_parallel(
-        model,
-        model_axes=declared.axes(of_samples=False),
-        sample_axes=declared.axes(of_samples=True),
-        pipeline=pipeline,
-    )
+    return replace(layout, data=find_data_parallel(model, layout.declarations, pipeline))
 
 
 def regions_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> dict[str, Region]:

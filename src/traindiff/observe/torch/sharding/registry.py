@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from traindiff.core.shards import Region, Shard
-from traindiff.core.torch_compat.training import data_mesh_of, is_fully_sharded, replicating_group
+from traindiff.core.torch_compat.training import replicating_group
 from traindiff.observe.torch.sharding.deepspeed_optimizer import (
     EngineOptimizer,
     engine_settings,
@@ -20,7 +20,7 @@ from traindiff.observe.torch.sharding.deepspeed_optimizer import (
     kept_by_zero,
     shape_before_zero,
 )
-from traindiff.observe.torch.sharding.distributed_tensor import kept_of_distributed
+from traindiff.observe.torch.sharding.distributed_tensor import kept_of_distributed, sharding_meshes
 from traindiff.observe.torch.sharding.flat_parameters import FlatParameter, find_flat_parameters
 
 Optimizers = Mapping[str, Optimizer | EngineOptimizer]
@@ -57,11 +57,7 @@ def _of_deepspeed(model: nn.Module) -> list[int] | None:
 
 
 def _of_fsdp2(model: nn.Module) -> list[int] | None:
-    for module in model.modules():
-        if is_fully_sharded(module) and (mesh := data_mesh_of(module)) is not None:
-            ranks: list[int] = mesh.mesh.flatten().tolist()
-            return ranks
-    return None
+    return next((mesh.mesh.flatten().tolist() for mesh in sharding_meshes(model)), None)
 
 
 def _of_wrapper(name: str, model: nn.Module) -> list[int] | None:

@@ -1,0 +1,39 @@
+"""What all hooks of one watch share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from traindiff.observe.common.progress import Progress
+from traindiff.observe.torch.nonfinite.judging import Judging
+from traindiff.observe.torch.nonfinite.reading import Reader, Reading
+from traindiff.observe.torch.nonfinite.signs import Signs
+from traindiff.observe.torch.session.observations import Containment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchContext:
+    """What the hooks of one watch need of each other.
+
+    Attributes:
+        progress: Where the training is.
+        containment: Guards hooks.
+        reader: Reads tensors.
+        judging: Judges them.
+        masks: Globs over sites that may hold -inf.
+        signs: Looks for early signs.
+        keeps_inputs: Keep what modules are given until their backward pass, or the end of the step.
+        weights: What was last read of parameters, by canonical path.
+        order: How many calls had been made when a module was last called, by its path: the backward pass runs the other
+            way round.
+    """
+
+    progress: Progress
+    containment: Containment
+    reader: Reader
+    judging: Judging
+    masks: tuple[str, ...]
+    signs: Signs
+    keeps_inputs: bool
+    weights: dict[str, Reading] = field(default_factory=dict)
+    order: dict[str, int] = field(default_factory=dict)
