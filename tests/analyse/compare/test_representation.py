@@ -81,15 +81,21 @@ def test_what_has_no_size_is_no_other_representation(change: Callable[[Any], Any
     [
         at(HEAD, lambda x: x * np.float32(np.nan)),
         rotated(("optimizer", "", "fc.weight", "momentum_buffer"), 1e-2),
-        lambda step, sites: sites.pop(HEAD),
     ],
-    ids=["not finite", "state of the optimizer", "missing"],
+    ids=["not finite", "state of the optimizer"],
 )
 def test_beside_anything_else_another_representation_counts_too(further: Edit, measured: Measured) -> None:
     found = measured(both(rotated(FC, 1e-2), further), build=with_loss)
 
     assert (found.verdict, found.representation) == ("diverged", ())
     assert found.findings[0].path == "fc"
+
+
+def test_a_module_that_is_not_called_is_another_representation_too(measured: Measured) -> None:
+    found = measured(both(rotated(FC, 1e-2), lambda step, sites: sites.pop(HEAD)), build=with_loss)
+
+    assert (found.verdict, found.findings) == ("equivalent", ())
+    assert [(one.path, one.kind) for one in found.representation] == [("fc", "value"), ("head", "missing")]
 
 
 TRANSPOSED = [

@@ -58,7 +58,7 @@ def test_rows_of_ranks_that_make_no_batch_are_named(shards: tuple[Shard, Shard],
     parts = [part(random(*shard.shape, seed=rank), rank=rank, shard=shard) for rank, shard in enumerate(shards)]
 
     assert only(parts).unobserved == (
-        f"rows of several ranks {what}: their batches differ in size, so which sample is which is not known"
+        f"rows of batches of different sizes {what}, so which sample is which is not known"
     )
 
 

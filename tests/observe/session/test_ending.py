@@ -262,3 +262,22 @@ def test_a_fork_that_exits_says_nothing_of_the_end(tmp_path: Path) -> None:
     script(tmp_path / "run", code)
 
     assert "ended" not in open_recording(str(tmp_path / "run")).rank_content(0)
+
+
+TWO = """
+other = torch.nn.Linear(2, 1)
+second = torch.optim.SGD(other.parameters(), lr=0.1)
+recorder = traindiff.record(PATH, {"first": model, "second": other}, [optimizer, second])
+for step in range(3):
+    backward()
+    optimizer.step()
+    second.zero_grad()
+    other(model(torch.randn(3, 4)).detach()).mean().backward()
+    if step < 2 or LAST:
+        second.step()
+"""
+
+
+@pytest.mark.parametrize(("last", "word"), [(True, "healthy"), (False, "incomplete")])
+def test_a_program_may_end_with_the_step_of_any_optimizer(last: bool, word: str, tmp_path: Path) -> None:
+    assert script(tmp_path / "run", TWO.replace("LAST", repr(last))).verdict == word

@@ -83,11 +83,17 @@ def _is_unmerged(baseline: MergedSite, candidate: MergedSite, *, split_alike: bo
         or baseline.key.phase not in ("batch", "forward", "backward")
     ):
         return False
+    if baseline.key.phase == "batch" and split_alike and _num_ranks(baseline) == _num_ranks(candidate):
+        return False  # both runs divide their batches alike, so the batches differ
     axes = [axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if lengths[0] != lengths[1]]
     if not split_alike:
         return len(axes) <= 1 or any(one.parts and len(one.parts) > 1 for one in (baseline, candidate))
     small, large = sorted((shapes[0][0], shapes[1][0]))
     return axes == [0] and small > 0 and large % small == 0
+
+
+def _num_ranks(entry: MergedSite) -> int:
+    return len({part.rank for part in entry.parts})
 
 
 def _is_later_micro_step(entry: MergedSite, others: StepTable) -> bool:

@@ -31,7 +31,7 @@ from traindiff.analyse.compare.explanations import (
     with_each_ranks_own,
     with_names,
 )
-from traindiff.analyse.compare.judge import BothRuns, Judge, recomputation_findings
+from traindiff.analyse.compare.judge import BothRuns, Judge, is_uncalled, recomputation_findings
 from traindiff.analyse.compare.limits import hints, limits
 from traindiff.analyse.compare.operator_search import OperatorSearch
 from traindiff.analyse.compare.step_judge import StepInput, judge_step
@@ -46,6 +46,7 @@ from traindiff.analyse.noise.measured import Calibration, StepNoise
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import run_facts
 from traindiff.analyse.story import representation_note
+from traindiff.core.site import label
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ class RunningComparison:
         """The comparison of the steps so far."""
         baseline, candidate = self.runs.runs
         calibration = self._measured.calibration
-        notes, incomplete = limits(self.runs)
+        notes, incomplete = limits(self.runs, learning_agrees=self._judge.learning_agrees and not self._forced)
         notes = [*calibration.notes(uncovered=self._uncovered), *notes, *self._further_notes()]
         findings, representation = self._explained(self._judge.findings), ()
         if not self._forced and self._judge.only_representation_differs:
@@ -181,7 +182,7 @@ class RunningComparison:
         found += self._settings.findings(self.runs.sides, tables, step=step)
         if not self._forced:  # in a forced run no operation computes it
             pairs = [*pairs, *gradient_norms(pairs)]
-        agreed = not self._judge.findings
+        agreed = all(map(is_uncalled, self._judge.findings))
         micro_steps = [num_micro_steps(table) for table in tables]
         found = judge_step(
             self._judge,
@@ -203,7 +204,7 @@ class RunningComparison:
                 clipped=tuple(clip_factor(*clipped)),
             ),
         )
-        if agreed and self._judge.findings:
+        if agreed and self._judge.findings and not is_uncalled(self._judge.findings[0]):
             first = self._judge.findings[0]
             hop, self._evidence = surroundings(first, pairs, given.aligned)
             divided = (micro_steps[0], micro_steps[1])
@@ -227,7 +228,10 @@ class RunningComparison:
         sizes = (self.runs.sides[0].data_parallel, self.runs.sides[1].data_parallel)
         first = with_each_ranks_own(first, self._facts[sizes.index(max(sizes))].modules, sizes)
         first = self._operators.told(explained(first, *(run.run for run in self.runs.runs)))
-        return tuple(map(self._configurations.explained, (first, *rest)))
+        late = self._evidence.get("one_hop_late", ())
+        uncalled = [one for one in rest if is_uncalled(one) and label(one.path, one.slot) in late]
+        rest = [one for one in rest if one not in uncalled]
+        return tuple(map(self._configurations.explained, (*uncalled, first, *rest)))
 
     def _further_notes(self) -> list[str]:
         """Notes that belong to every verdict."""
@@ -254,7 +258,7 @@ class RunningComparison:
             return "misaligned" if findings[0].kind in EXACT_KINDS else "diverged"
         if incomplete:
             return "incomplete"
-        return "identical" if self._judge.all_equal else "equivalent"
+        return "identical" if self._judge.all_equal and not self._judge.findings else "equivalent"
 
 
 def _is_of_candidate(finding: Finding) -> bool:

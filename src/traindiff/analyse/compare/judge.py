@@ -26,6 +26,11 @@ FOLLOWS = 0.05
 """If all gradients together differ by more than this part of the activations' difference, they may follow from it."""
 
 
+def is_uncalled(finding: Finding) -> bool:
+    """Whether a finding says that one run does not call a module."""
+    return finding.kind in ("missing", "extra") and finding.phase == "forward"
+
+
 class Judge:
     """Holds what is known of two runs after the steps so far: findings, differences, and what later floors depend on.
 
@@ -67,8 +72,11 @@ class Judge:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All findings so far, in execution order: each site once, with its number of steps."""
-        return tuple(self._found.values())
+        """All findings so far, in execution order: each site once, with its number of steps.
+
+        Modules that one run does not call come last: if that matters, what follows them differs.
+        """
+        return tuple(sorted(self._found.values(), key=is_uncalled))
 
     def add(self, found: Iterable[Finding]) -> None:
         """Note the findings of a step."""
@@ -81,17 +89,23 @@ class Judge:
 
     @property
     def only_representation_differs(self) -> bool:
-        """Whether activations, or the order of samples or channels, differ, but no loss, gradient or update."""
-        phases = {row.phase for row in self.differences.values()}
-        learning = bool({"loss", "grad", "update"} - phases) or self.run.learning_differs
-        if not self._found or learning or self.tolerance is not None:
+        """Whether only activations, calls of modules, or the order of samples or channels differ."""
+        if not self._found or not self.learning_agrees or self.tolerance is not None:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
         if sizes and self.run.learning_apart > FOLLOWS * max(sizes):
             return False  # noise may hide that the gradients follow
         return all(map(self._is_representation, self._found.values()))
 
+    @property
+    def learning_agrees(self) -> bool:
+        """Whether losses, gradients and updates were compared, and none of them differs."""
+        phases = {row.phase for row in self.differences.values()}
+        return {"loss", "grad", "update"} <= phases and not self.run.learning_differs
+
     def _is_representation(self, finding: Finding) -> bool:
+        if is_uncalled(finding):
+            return True
         if finding.kind in exact.EXACT_KINDS:
             return bool(finding.evidence.get("permuted"))
         if finding.kind in ("missing", "extra", "non-finite", "shape", "recomputed"):

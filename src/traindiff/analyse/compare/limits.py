@@ -11,18 +11,30 @@ from traindiff.core.site import label
 from traindiff.core.tap_registry import NOT_BY_DEFAULT
 from traindiff.storage import Run
 
+_ACTIVATIONS = ("forward", "backward")
 
-def limits(runs: TwoRuns) -> tuple[list[str], bool]:
-    """Sentences that limit the verdict after all steps, and whether they leave it incomplete."""
+
+def limits(runs: TwoRuns, *, learning_agrees: bool) -> tuple[list[str], bool]:
+    """Sentences that limit the verdict after all steps, and whether they leave it incomplete.
+
+    Args:
+        runs: The two runs.
+        learning_agrees: Whether losses, gradients and updates were compared and agree. Then activations that were not
+            compared are noted, and leave nothing open.
+    """
     endings = [
         f"{name}: {status.message}"
         for name, run in zip(RUNS, runs.runs, strict=True)
         for rank in run.ranks
         if (status := run.status(rank)).message  # of a rank whose recording was not closed
     ]
-    gaps = [*_missing_ranks(runs), *_missing_steps(runs), *_unobserved(runs)]
+    gaps = [*_missing_ranks(runs), *_missing_steps(runs), *_unstepped(runs)]
     not_recorded, partly = _not_recorded(runs)
-    return [*endings, *gaps, *not_recorded], bool(gaps) or partly or any(runs.presence.unaligned)
+    phases = {site.partition(" ")[0] for site in runs.presence.unobserved}
+    phases.update(phase for side in runs.presence.unaligned for phase, _, _ in side)
+    open_sites = phases.difference(_ACTIVATIONS) if learning_agrees else phases
+    notes = [*endings, *gaps, *_unobserved(runs), *not_recorded]
+    return notes, bool(gaps) or partly or bool(open_sites)
 
 
 def hints(runs: TwoRuns) -> list[str]:
@@ -71,13 +83,17 @@ def _missing_steps(runs: TwoRuns) -> Iterator[str]:
             )
 
 
-def _unobserved(runs: TwoRuns) -> Iterator[str]:
-    """What was not seen in the steps that were compared: a call of an optimizer, single sites."""
+def _unstepped(runs: TwoRuns) -> Iterator[str]:
+    """A sentence if no optimizer was called."""
     if runs.compared and not runs.stepped:
         yield (
             "No optimizer has stepped in what was compared, so what the runs do to their parameters is not known. "
             "Record both until optimizer.step() has returned."
         )
+
+
+def _unobserved(runs: TwoRuns) -> Iterator[str]:
+    """A sentence if there are sites that were not observed."""
     if unobserved := runs.presence.unobserved:
         site, why = next(iter(unobserved.items()))
         yield f"Not observed, so unknown: {site} ({why}){more_text(len(unobserved) - 1, 'site')}."

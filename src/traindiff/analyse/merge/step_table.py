@@ -264,7 +264,7 @@ def _misplaced_rows(shards: Iterable[Shard]) -> str:
     for (first, _), end in zip(rows, ends, strict=False):
         if first != end:
             what = "overlap" if first < end else "leave gaps"
-            return f"rows of several ranks {what}: their batches differ in size, so which sample is which is not known"
+            return f"rows of batches of different sizes {what}, so which sample is which is not known"
     return ""
 
 

@@ -57,11 +57,15 @@ class Ending:
         self._progress = progress
         self._handled = id(sys.exc_info()[1])
         self._micro_steps: int | None = None  # of the last finished step
+        self._settled: tuple[int, int] | None = None  # where another optimizer has stepped
         self._known = False
         self._error: dict[str, Any] | None = None
 
-    def step_ends(self) -> None:
-        """Note that a step of the optimizer that counts is about to end."""
+    def step_ends(self, optimizer: str) -> None:
+        """Note that a step of an optimizer is about to end."""
+        if optimizer != self._progress.optimizer:
+            self._settled = self._progress.step, self._progress.micro_step
+            return
         self._handled = id(sys.exc_info()[1])
         self._micro_steps = self._progress.micro_step
 
@@ -99,9 +103,12 @@ class Ending:
     def _is_within_step(self) -> bool:
         """True inside a forward pass, and in a step that lacks nothing but its optimizer's step.
 
-        Fewer micro-steps than a step has may remain at the end of the data: that is no unfinished step.
+        Fewer micro-steps than a step has may remain at the end of the data: that is no unfinished step. Neither is a
+        backward pass whose gradients another optimizer has taken.
         """
         progress = self._progress
+        if not progress.in_forward and self._settled == (progress.step, progress.micro_step):
+            return False
         whole = self._micro_steps is not None and progress.micro_step >= self._micro_steps
         return progress.in_forward or (progress.backward_done and whole)
 

@@ -191,8 +191,7 @@ class Session(ABC, Generic[Buffer]):
 
     def _end_step(self, name: str) -> None:
         """Write the step that this optimizer has ended, and begin its next one."""
-        if name == self._progress.optimizer:
-            self._ending.step_ends()
+        self._ending.step_ends(name)
         self._faults.guarded("writer", self._write)(name)
         following = self._progress.steps.get(name, 0) + 1
         self._progress.end_step(name, observing=self._settings.records(following) and self.is_recording)
