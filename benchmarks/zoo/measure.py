@@ -34,8 +34,8 @@ from rich.console import Console
 import traindiff
 from traindiff.analyse.compare import Comparison
 from traindiff.errors import ConfigError
-from traindiff.present.text.results import print_comparison
-from traindiff.run.verify.pinning import ForcedSteps, pin_down
+from traindiff.present.text.results import print_report
+from traindiff.run.verify.pinning import NATIVE, ForcedSteps, pin_down
 from traindiff.run.verify.runs import REPLICAS, Runs
 
 RESULTS = Path(__file__).parent.with_name("ZOO.md")
@@ -126,7 +126,7 @@ class Bench:
                 if mode == "forced":
                     if self._forced is None:
                         self._forced = ForcedSteps(self._runs, self.recipe)
-                    yield mode, pin_down(self._runs, self._forced.step(step, None), candidate).comparison
+                    yield mode, pin_down(self._runs, self._forced.step(step, NATIVE), candidate).comparison
                     continue
                 if found is None:
                     found = self._runs.run(candidate, "candidate", num_steps=self.recipe.steps)
@@ -185,7 +185,7 @@ def outcome(recipe: Recipe, name: str, mode: str, found: Comparison | str, of: F
 def said(comparison: Comparison) -> str:
     """What `traindiff compare` prints."""
     console = Console(file=StringIO(), width=160, color_system=None)
-    print_comparison(console, comparison, top=10)
+    print_report(console, comparison, top=10)
     file: StringIO = console.file
     return file.getvalue()
 

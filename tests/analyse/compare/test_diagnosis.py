@@ -154,10 +154,24 @@ def _localized_activation(baseline: Array, candidate: Array) -> Diagnosis:
     shard = Shard.of_batch(baseline.shape, first=0)
     key = SiteKey("forward", "", "fc", "output[0]")
     left, right = (
-        MergedSite(key=key, order=0, dtype="float32", shape=values.shape, summary=summary_of(values, shard))
+        MergedSite(
+            key=key, order=0, dtype="float32", shape=values.shape, batched=True, summary=summary_of(values, shard)
+        )
         for values in (baseline, candidate)
     )
     return diagnose(Case(baseline=left, candidate=right, difference=1.0, floor=1e-6))
+
+
+def test_a_channel_of_few_is_named_although_samples_share_buckets() -> None:
+    values = random(4, 8, 6, 6, seed=0)
+    candidate = values.copy()
+    candidate[:, 3] *= 5
+    found = _localized_activation(values, candidate)
+    assert found.message == "The difference is in row 3 of axis 1 (of 8) only."
+    uneven = random(4, 24, 6, seed=0)
+    candidate = uneven.copy()
+    candidate[1] *= 5
+    assert _localized_activation(uneven, candidate).kind == "value"
 
 
 def rounded(values: Array, dtype: str) -> Array:

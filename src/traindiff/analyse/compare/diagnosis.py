@@ -13,7 +13,7 @@ import numpy as np
 from traindiff.analyse.findings import micro_steps_text
 from traindiff.analyse.merge.distance import best_fit
 from traindiff.analyse.merge.site import MergedSite
-from traindiff.core.shards import OPEN, Shard
+from traindiff.core.shards import BUCKETS, OPEN, Shard
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm, number
 
 
@@ -203,8 +203,7 @@ def shifted(case: Case) -> Diagnosis | None:
 def localized(case: Case) -> Diagnosis | None:
     """One bucket of rows, or of columns, holds the whole difference."""
     for axis in ("row", "column"):
-        baseline = np.sqrt(case.baseline.summary[f"{axis}_squares"])
-        candidate = np.sqrt(case.candidate.summary[f"{axis}_squares"])
+        baseline, candidate = _profile(case.baseline, axis), _profile(case.candidate, axis)
         used = (baseline > 0) | (candidate > 0)
         if used.sum() < 4:
             continue
@@ -220,12 +219,21 @@ def localized(case: Case) -> Diagnosis | None:
     return None
 
 
+def _profile(entry: MergedSite, axis: str) -> Any:
+    """Norms of the buckets of rows or columns; nothing if a bucket holds other rows in each sample."""
+    squares = entry.summary[f"{axis}_squares"]
+    if axis == "row" and entry.batched:
+        rows = entry.shape[1] if len(entry.shape) > 2 else 1
+        if not rows or (rows % BUCKETS and BUCKETS % rows):
+            return np.zeros(0)
+        squares = squares.reshape(-1, min(rows, BUCKETS)).sum(0)
+    return np.sqrt(squares)
+
+
 def _bucket(entry: MergedSite, axis: str, bucket: int) -> str:
     """The rows or columns of a bucket, as `traindiff.core.shards.Grid` divides them."""
-    activation = entry.key.phase in ("batch", "forward", "backward")
-    shape = (OPEN, *entry.shape[1:]) if activation else entry.shape
-    grid = Shard.whole(shape).grid
-    inner = entry.shape[1:] if activation else entry.shape
+    grid = Shard.whole((OPEN, *entry.shape[1:]) if entry.batched else entry.shape).grid
+    inner = entry.shape[1:] if entry.batched else entry.shape
     if axis == "row":
         first, last, count = bucket * grid.row_block, (bucket + 1) * grid.row_block, inner[0] if inner else 1
     else:
@@ -233,7 +241,7 @@ def _bucket(entry: MergedSite, axis: str, bucket: int) -> str:
     last = min(last, count) - 1
     where = f"{axis} {first}" if first == last else f"{axis}s {first} to {last}"
     if axis == "row":
-        where += f" of axis {int(activation)}" if activation else ""
+        where += f" of axis {int(entry.batched)}" if entry.batched else ""
     return f"{where} (of {count})"
 
 

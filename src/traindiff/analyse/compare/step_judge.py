@@ -97,6 +97,10 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     return found
 
 
+_NO_FIT = 0.5
+"""A difference of which the best-fitting multiple of the baseline leaves more than this is no constant factor."""
+
+
 class StepJudge:
     """Judges one step, site by site, in execution order.
 
@@ -250,6 +254,8 @@ class StepJudge:
         if not size <= floor < math.inf or judged_by_user or int(baseline.summary["count"]) < 16:
             return floor
         s, left_over = best_fit(baseline, pair.candidate)
+        if left_over > _NO_FIT:
+            return floor
         lower = self._floors.factor(pair, left_over=left_over)
         return lower if lower < min(floor, abs(s - 1.0)) else floor
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, equal_bits, norms_apart
 from traindiff.analyse.merge.site import MergedSite, SiteKey
+from traindiff.analyse.noise.coherent import CoherentErrors
 from traindiff.analyse.noise.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
 from traindiff.analyse.noise.measured import FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
@@ -109,6 +110,7 @@ class SiteFloors:
         self._noise = noise
         self._calibration = calibration
         self._terms: Mapping[str, Terms] = terms_by_module(pairs)
+        self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
         self._gradient_apart = self._gradient_size = 0.0  # of all gradients together
@@ -159,6 +161,8 @@ class SiteFloors:
             terms=summed_rows(pair, self._terms) if summed else 1.0,
             rounded=self._rounded, inside=self._inside(pair),
         )  # fmt: skip
+        if summed:
+            floor = max(floor, self._coherent_floor(pair))
         if key.phase == "grad":
             self._gradients[key.path] = max(self._gradients.get(key.path, 0.0), floor)
         if key.phase == "optimizer":
@@ -269,7 +273,15 @@ class SiteFloors:
         few = int(finite_count(pair.baseline.summary)) < FEW
         return few or is_quotient(key, self._run.adaptive)
 
+    def _coherent_floor(self, pair: Pair) -> float:
+        floors = self._floors
+        own = floors.own.get(pair.baseline.key.path, 0.0)
+        return self._coherent.floor(pair, max(floors.flow, floors.parameters), own)
+
     def _derived(self, pair: Pair, floors: Floors) -> float:
+        return max(self._independent(pair, floors), self._coherent_floor(pair))
+
+    def _independent(self, pair: Pair, floors: Floors) -> float:
         key = pair.baseline.key
         dtypes = (pair.baseline.dtype, pair.candidate.dtype)
         if key.phase in ("forward", "backward"):

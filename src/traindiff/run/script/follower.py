@@ -175,6 +175,8 @@ class Follower:
         seen = self._seen.get(optimizer)
         if seen is None or self._is_elsewhere() or is_nested_step(optimizer):
             return
+        if self._waits and _only_makes_state(optimizer):
+            return
         seen.num_steps += 1
         if seen.num_steps == 1 and self._waits and self._trains_a_module(optimizer):
             self._account.attached_late = True
@@ -341,3 +343,13 @@ def _attributes(variables: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     owner = variables.get("self")
     own = getattr(owner, "__dict__", None)
     return [own] if isinstance(own, dict) and not isinstance(owner, nn.Module) else []
+
+
+def _only_makes_state(optimizer: Optimizer) -> bool:
+    """True for a step that trains nothing: torch.distributed.checkpoint takes one to have an optimizer make its state.
+
+    All learning rates and all gradients are zero in it.
+    """
+    groups = optimizer.param_groups
+    gradients = [one.grad for group in groups for one in group["params"] if one.grad is not None]
+    return all(float(group.get("lr", 1.0)) == 0.0 for group in groups) and not any(bool(one.any()) for one in gradients)
