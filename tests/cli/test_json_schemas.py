@@ -21,6 +21,7 @@ import traindiff
 from tests.cli.conftest import GOLDEN
 from tests.made_up import at, record
 from tests.run.verify.recipes import one_thread
+from traindiff.analyse.rules import RULES
 from traindiff.cli.commands import app
 from traindiff.present.data.observations import COLUMNS
 
@@ -279,12 +280,12 @@ def test_the_kinds_of_finding_are_those_of_the_code_and_of_the_documentation() -
 
 
 def kinds() -> Iterator[str]:
-    """Every kind that the code gives a finding: `kind="..."`, constants of that name, and the `kinds` of rules."""
+    """Every kind that the code gives a finding: `kind="..."`, constants of that name, and those of rules."""
+    yield from (kind for rule in RULES for kind in rule.kinds)
     for file in Path(traindiff.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             named = node.arg if isinstance(node, ast.keyword) else ""
             named = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else named
-            of_rule = named == "kinds" and file.parent.name == "rules"
-            for one in ast.walk(node) if named in ("KIND", "kind") or of_rule else ():
+            for one in ast.walk(node) if named in ("KIND", "kind") else ():
                 if isinstance(one, ast.Constant) and isinstance(one.value, str) and re.fullmatch(r"[a-z-]+", one.value):
                     yield one.value

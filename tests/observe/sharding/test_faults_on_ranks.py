@@ -233,7 +233,10 @@ def test_a_weight_that_is_stale_on_one_rank_from_the_beginning_is_found_there(ru
 def test_a_weight_that_becomes_stale_is_found_at_once_and_the_rank_named(runs: Path) -> None:
     first, following, *_ = compared(runs, "plain", "stale-1").findings
 
-    assert (first.step, first.phase, first.path) == (1, "forward", "blocks.1.up")
+    assert (first.step, first.phase, first.path, first.kind) == (1, "param", "blocks.1.up.weight", "edited")
+    assert first.message == (
+        "In the candidate, blocks.1.up.weight changed on rank 3 between step 0 and step 1, not by the optimizer."
+    )
     assert (following.step, following.rank, following.phase, following.path, following.kind) == (
         1, 3, "param", "blocks.1.up.weight", "ranks-disagree",
     )  # fmt: skip

@@ -75,7 +75,9 @@ def test_the_worst_of_those_that_ran_decides_how_it_exits(tmp_path: Path) -> Non
 
     assert words(found) == ["diverged", "impossible"]
     assert found.exit_code == 1
-    assert found.rows[0].message.startswith("step 0, micro-step 0, forward, 2 output[0]: The values differ by ")
+    assert found.rows[0].message.startswith(
+        "step 0, micro-step 0, forward, 2 output[0]: 2: eps is 1e-05 in the baseline and "
+    )
 
 
 def test_a_candidate_that_fails_is_a_row_and_the_others_are_still_run(tmp_path: Path) -> None:

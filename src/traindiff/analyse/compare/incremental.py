@@ -202,6 +202,7 @@ class RunningComparison:
                 calibration=self._measured.calibration,
                 factors=tuple(scale_factors(*scales)),
                 clipped=tuple(clip_factor(*clipped)),
+                leaky=not _LEAKY.isdisjoint(self._facts[0].modules.values()),
             ),
         )
         if agreed and self._judge.findings and not is_uncalled(self._judge.findings[0]):
@@ -259,6 +260,10 @@ class RunningComparison:
         if incomplete:
             return "incomplete"
         return "identical" if self._judge.all_equal and not self._judge.findings else "equivalent"
+
+
+_LEAKY = frozenset({"LeakyReLU", "PReLU", "RReLU"})
+"""Modules with gates that leave no zeros when they shut."""
 
 
 def _is_of_candidate(finding: Finding) -> bool:

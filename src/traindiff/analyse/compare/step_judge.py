@@ -48,6 +48,7 @@ class StepInput:
         calibration: The calibration; empty without replicas.
         factors: Known factors, with what to say about each.
         clipped: The same for gradients only.
+        leaky: Whether the model has gates that leave no zeros when they shut.
     """
 
     step: int
@@ -65,6 +66,7 @@ class StepInput:
     calibration: Calibration = field(default_factory=Calibration)
     factors: tuple[tuple[float, str], ...] = ()
     clipped: tuple[tuple[float, str], ...] = ()
+    leaky: bool = False
 
 
 LOGGED = "logged"
@@ -80,6 +82,7 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     floors = SiteFloors(
         judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
+        leaky=given.leaky,
     )  # fmt: skip
     if any(finding.kind == "random-state" for finding in given.found):
         floors.saw_other_inputs(math.inf)

@@ -88,6 +88,7 @@ class SiteFloors:
         calibration: Constants of the measured floors.
         forced: Whether the candidate was given the baseline's tensors after each operation, so that all inputs agree
             and each operation is judged alone.
+        leaky: Whether the model has gates that leave no zeros when they shut, as LeakyReLU.
     """
 
     def __init__(
@@ -101,9 +102,12 @@ class SiteFloors:
         noise: StepNoise | None,
         calibration: Calibration,
         forced: bool = False,
+        leaky: bool = False,
     ) -> None:
         self._run = run
         self._forced = forced
+        self._leaky = leaky
+        self._turned_signs: dict[SiteKey, int] = {}  # of what goes into gates, by its site
         self._parameters = parameters
         self._samples = samples
         self._micro_steps = micro_steps
@@ -142,6 +146,9 @@ class SiteFloors:
         if key.phase == "optimizer" and key.slot == "step":
             return 0.0
         self._rounded = max(self._rounded, UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0))
+        if self._leaky and key.phase == "forward":
+            negative = (int(entry.summary["negative"]) for entry in (pair.baseline, pair.candidate))
+            self._turned_signs[key] = abs(next(negative) - next(negative))
         derived = self._derived(pair, self._floors)  # also updates what later floors depend on
         return self._joined(pair, self.measured(pair), derived)
 
@@ -325,9 +332,11 @@ class SiteFloors:
         return 2.0 * math.sqrt(share_of_noise(seen.summary, seen.shape, expected))
 
     def _gated(self, pair: Pair) -> float:
-        if pair.baseline.key.phase != "backward":
+        key = pair.baseline.key
+        if key.phase != "backward":
             return 0.0
-        return self._floors.gated(pair.baseline.summary, pair.candidate.summary)
+        turned = self._turned_signs.get(key._replace(phase="forward")) if self._leaky else None
+        return self._floors.gated(pair.baseline.summary, pair.candidate.summary, turned)
 
 
 def _at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> Floors:

@@ -62,7 +62,7 @@ class Floors:
         inputs = max(self.flow, self.parameters, self.own.get(path, 0.0))
         return max(self.precision, GAIN * inputs)
 
-    def gated(self, baseline: Any, candidate: Any) -> float:
+    def gated(self, baseline: Any, candidate: Any, turned: int | None = None) -> float:
         """Floor of a gradient that came back through gates: ReLU, max pooling, a router.
 
         A gate whose input lies within its own error of the threshold may be open in one run and shut in the other. Then
@@ -74,13 +74,15 @@ class Floors:
         Args:
             baseline: The baseline's summary.
             candidate: The candidate's summary.
+            turned: Number of gates that turned, if they leave no zeros when they shut, as those of LeakyReLU; each then
+                changes an element by less than its size. None for gates that leave zeros.
         """
         zeros, count = (int(baseline["zero"]), int(candidate["zero"])), int(baseline["count"])
         power = float(baseline["sum_of_squares"])
-        if not all(zeros) or zeros[0] == count or not power or math.isinf(self.flow):
+        if not power or math.isinf(self.flow) or ((not all(zeros) or zeros[0] == count) and turned is None):
             return 0.0
         hidden = count * max(self.flow, self.parameters)
-        flips = abs(zeros[0] - zeros[1]) + (hidden if hidden >= 0.1 else 0.0)
+        flips = (abs(zeros[0] - zeros[1]) if turned is None else turned) + (hidden if hidden >= 0.1 else 0.0)
         # Their mean square, and the deviation from it if there are few.
         mean, most = power / (count - zeros[0]), float(largest(baseline)) ** 2
         return math.sqrt((flips * mean + math.sqrt(flips) * most) / power)

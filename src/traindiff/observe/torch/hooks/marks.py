@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from traindiff.core.shards import Piece
 
 _LANES = 64
 _SHORT_BYTES = 4096
@@ -22,11 +24,11 @@ def mark_of(tensor: Tensor) -> bytes | None:
 
     Args:
         tensor: Any shape and dtype. Only its part on this rank counts. Tensors on other devices than the CPU, which
-            reading would have to wait for, have no mark.
+            reading would have to wait for, and tensors of other classes, such as fake ones, have no mark.
     """
     local: Tensor = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
-    if local.device.type != "cpu" or local.layout != torch.strided or local.is_nested:
+    if type(local) is not Tensor or local.device.type != "cpu" or local.layout != torch.strided or local.is_nested:
         return None
     local = local.contiguous()  # held until its memory has been read
     size, address = local.nbytes, local.data_ptr()
@@ -44,17 +46,19 @@ class Marks:
     """Marks of parameters as the latest step of an optimizer left them."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[ReferenceType[Tensor], bytes | None]] = {}
+        self._held: list[tuple[ReferenceType[Tensor], Sequence[Piece], bytes]] = []
 
-    def take(self, parameters: Iterable[Tensor]) -> None:
-        """Mark parameters, which forgets all earlier ones."""
-        self._held = {id(one): (ref(one), mark_of(one)) for one in parameters}
+    def take(self, parameters: Iterable[tuple[Tensor, Sequence[Piece]]]) -> None:
+        """Mark parameters, given with the pieces that they hold. This forgets all earlier marks."""
+        self._held = [(ref(one), pieces, mark) for one, pieces in parameters if (mark := mark_of(one)) is not None]
 
     def forget(self) -> None:
         """Forget all marks: a step is about to change the parameters."""
-        self._held = {}
+        self._held = []
 
-    def is_changed(self, parameter: Tensor) -> bool:
-        """True if a parameter was marked and has other bits now."""
-        held = self._held.get(id(parameter))
-        return held is not None and held[0]() is parameter and held[1] is not None and held[1] != mark_of(parameter)
+    def edited(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
+        """The parameters that have other bits now, with their pieces."""
+        for held, pieces, mark in self._held:
+            parameter = held()
+            if parameter is not None and mark_of(parameter) != mark:
+                yield parameter, pieces

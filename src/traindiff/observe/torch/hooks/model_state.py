@@ -88,7 +88,7 @@ class ModelStateTap:
     def _edited_parameters(self) -> None:
         with self._sink.together():
             for tap in self._context.optimizers.values():
-                for parameter, pieces in tap.edited():
+                for parameter, pieces in tap.marks.edited():
                     emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage=EDITED)
 
     def _held_by_none(self) -> Collection[str]:

@@ -243,7 +243,8 @@ class OptimizerTap:
                 if "param" in self._observe:
                     self._emit_pieces(parameter, pieces, phase="param", slot="value")
         if "update" in self._observe:
-            self.marks.take(parameter for _, parameter, _ in self.updated())
+            updated = {id(parameter) for _, parameter, _ in self.updated()}
+            self.marks.take((one, pieces) for one, pieces in self._selected() if id(one) in updated)
         self._let_go(self.was_held - held)
         self.was_held |= held
 
@@ -300,10 +301,6 @@ class OptimizerTap:
                 if pieces is None:
                     pieces = (Piece(path=f"{self.name}.groups[{number}].params[{position}]"),)
                 yield number, parameter, pieces
-
-    def edited(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
-        """The observed parameters that something else has changed since the latest step of the optimizer."""
-        return ((parameter, pieces) for parameter, pieces in self._selected() if self.marks.is_changed(parameter))
 
     def _selected(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
         for _, parameter, pieces in self.held():
