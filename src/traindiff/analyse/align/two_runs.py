@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from traindiff.analyse.align.micro_losses import with_combined_losses
 from traindiff.analyse.align.pairs import Aligned, Presence, align
 from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order, with_gradient_stages
 from traindiff.analyse.findings import Finding
@@ -11,7 +12,7 @@ from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import copies_elsewhere, ties_of
 from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, num_micro_steps
 from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
 from traindiff.core.steps import StepSelection
 from traindiff.storage import Run
@@ -152,6 +153,8 @@ class TwoRuns:
         if baseline.step not in self._selection:
             return None
         tables = self._comparable(join(sides), steps)
+        if num_micro_steps(tables[0]) != num_micro_steps(tables[1]):
+            tables = with_combined_losses(tables)
         self.compared.append(baseline.step)
         self.stepped |= baseline.finished and candidate.finished
         if baseline.missing != candidate.missing:
