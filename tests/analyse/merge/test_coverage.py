@@ -103,4 +103,4 @@ def test_copies_of_a_term_of_a_loss_must_agree() -> None:
         for rank in range(2)
     ]
 
-    assert only(parts).unobserved == "ranks that work on the same samples hold different values of it"
+    assert only(parts).unobserved == "ranks hold different values of it, and how these combine is not known"

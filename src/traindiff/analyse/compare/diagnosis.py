@@ -245,9 +245,22 @@ def _bucket(entry: MergedSite, axis: str, bucket: int) -> str:
     return f"{where} (of {count})"
 
 
+_ROUNDED_ELEMENTS = 64
+"""With fewer elements, rounding cannot be told from other differences of its size."""
+
+
 def precision(case: Case) -> Diagnosis | None:
-    """A difference as large as rounding to a shorter dtype makes it."""
+    """A difference that looks like rounding to a shorter dtype, by its size and as it has no direction.
+
+    Rounding errors are independent and as often up as down: they add up to no more than a few of their norms, and no
+    multiple of the baseline explains a part of them. A wrong eps or a kernel's coherent error may have the same size.
+    """
     if case.baseline.dtype not in ("float32", "float64") or case.candidate.dtype != case.baseline.dtype:
+        return None
+    baseline, candidate = case.baseline.summary, case.candidate.summary
+    moved, apart = abs(float(candidate["sum"] - baseline["sum"])), float(distance(baseline, candidate))
+    _, left_over = best_fit(case.baseline, case.candidate)
+    if int(finite_count(baseline)) < _ROUNDED_ELEMENTS or moved > 4.0 * apart or left_over < 0.8 * case.difference:
         return None
     for dtype in ("bfloat16", "float16"):
         u = UNIT_ROUNDOFF[dtype]

@@ -246,7 +246,7 @@ def not_placed(parts: Sequence[tuple[Observation, int, Any]]) -> str:
     if are_copies or all(len(same) == 1 for same in values.values()):
         return ""
     if first.phase == "loss":
-        return "ranks that work on the same samples hold different values of it"
+        return "ranks hold different values of it, and how these combine is not known"
     return (
         "ranks hold different values of it, and which part of the whole these are is not known: declare its "
         f'batch axis with record(batch_axis={{"{first.path or ROOT}": ...}}) or, where ranks divide the model, which '
