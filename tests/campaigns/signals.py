@@ -98,6 +98,7 @@ def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, report: int, step
 
 def _train(run: Path, way: str, report: int, found: Path) -> int:
     """Train until ended; writes what the exception was and which hooks are left."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
     if way == WAYS[1]:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     model, optimizer = small_model()
