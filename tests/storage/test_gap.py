@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,21 @@ def test_a_step_that_finds_no_room_is_named_with_the_reason(file: str, tmp_path:
         "rank 0: step 2 could not be written: No space left on device; all steps before it are used."
     )
     assert [one.step for one in read(tmp_path / "run")] == [0, 1]
+
+
+def test_the_reason_is_written_where_no_file_can_be_appended_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = write(tmp_path / "run", steps=1, close=False)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr("traindiff.storage.written_files.UnbufferedFile.write", refuse)
+    with pytest.raises(OSError, match="step 1 could not be written: Disk quota exceeded"):
+        writer.write_step(*step(1))
+    writer.close()
+    assert "step 1 could not be written: Disk quota exceeded" in message(tmp_path / "run")
 
 
 def test_the_space_of_the_reason_is_taken_when_the_recording_begins(tmp_path: Path) -> None:

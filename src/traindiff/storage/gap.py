@@ -65,8 +65,9 @@ class ReservedNote:
 
     def write(self, gap: Gap) -> None:
         """Write the note. Works on a full disk, and after the file was moved."""
-        self._file.seek(0)
-        write_all(self._file, dumped(gap).ljust(RESERVED_BYTES))
+        content, written = dumped(gap).ljust(RESERVED_BYTES), 0
+        while written < len(content):  # in place: it needs no room, and other calls of write() may fail
+            written += os.pwrite(self._file.fileno(), content[written:], written)
 
     def close(self, *, keep: bool) -> None:
         """Close the file, and remove it unless it holds a note to keep."""
