@@ -113,8 +113,9 @@ KIND = "ranks-disagree"
 class CopiesAgree(Rule):
     """Copies of parameters, optimizer state and reduced gradients differ between ranks, by fingerprint.
 
-    The same for random state, if a forward pass draws from it and ranks work on the same samples. The rule names the
-    ranks outside of the largest group that agrees. If two ranks differ, it is unknown which one is wrong.
+    The rule also compares random state, if a forward pass draws from it and ranks work on the same samples. It names
+    the ranks that are not in the largest group that agrees. If there are only two ranks, it is unknown which one is
+    wrong.
     """
 
     name = "ranks-disagree"
