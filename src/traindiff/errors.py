@@ -47,7 +47,7 @@ class LockstepError(TraindiffError):
 
 
 class NonFiniteError(TraindiffError, ValueError):
-    """A training that is watched has made its first NaN or infinity; the message names where."""
+    """Raised when a watched training makes its first NaN or infinity; the message names the place."""
 
 
 class StoppedError(TraindiffError, ValueError):
@@ -95,7 +95,7 @@ def level_of_caller() -> int:
 
 
 def type_of(value: object) -> str:
-    """What a value is, as messages say it: the name of its type with an article; None by itself."""
+    """The type of a value in the words of messages: its name with an article; `None` for None."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 

@@ -303,7 +303,7 @@ def plain(parts: Sequence[Section]) -> str:
 
 
 def investigation_sections(investigation: Investigation) -> list[Section]:
-    """What a report of an investigation says: what is run, its stages, and the conclusion."""
+    """The sections of an investigation's report: the two runs, the stages, and the conclusion."""
     stages = [stage_section(number, stage) for number, stage in enumerate(investigation.stages, start=1)]
     return [runs_section(investigation.sides, investigation.output), *stages, conclusion(investigation)]
 

@@ -107,9 +107,9 @@ def dump(tensors: Mapping[str, RawTensor], *, site: str) -> bytes:
 
 
 def load(data: bytes, *, where: str, shard: Shard) -> dict[str, NDArray[np.generic]]:
-    """Tensors of a file by name. bfloat16 becomes float32; other dtypes that NumPy lacks become their bits.
+    """The tensors of a file, by name. bfloat16 becomes float32; other dtypes that NumPy lacks are returned as bits.
 
-    They must have the size of `shard`, the part that was observed.
+    The tensors must have the size of `shard`, the part that was observed.
 
     Raises:
         CorruptRecordingError: The content is not as `dump` writes it.

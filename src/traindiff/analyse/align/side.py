@@ -252,10 +252,10 @@ StepType = TypeVar("StepType", bound=_Step)
 
 
 class StepsOnDemand(Generic[StepType]):
-    """Steps of a run that follows another one, each given once and in the order of the other run.
+    """Returns the steps of one run in the order in which another run took them; each step only once.
 
     Args:
-        steps: In the order in which they were taken: ascending per optimizer.
+        steps: Steps in the order in which the run took them: ascending for each optimizer.
     """
 
     def __init__(self, steps: Iterator[StepType]) -> None:

@@ -32,21 +32,21 @@ def is_uncalled(finding: Finding) -> bool:
 
 
 class Judge:
-    """Holds what is known of two runs after the steps so far: findings, differences, and what later floors depend on.
+    """Holds the results for two runs after the steps so far: findings, differences, and the numbers for later floors.
 
     Args:
-        tolerance: Set by the user, in place of floors.
-        forced: Whether the candidate was given the baseline's tensors after each operation.
+        tolerance: Tolerance of the user, which replaces the floors.
+        forced: True if the candidate's tensors were replaced by the baseline's after each operation.
         coefficients: Relative error that the optimizers' own coefficients may have.
-        history: Records every difference, if a report is to show them.
+        history: Records every difference, if a report will show them.
 
     Attributes:
-        run: What the floors of later steps depend on.
+        run: Numbers that determine the floors of later steps.
         differences: Largest difference of each site so far, in units of its floor.
-        all_equal: Whether every pair so far held the same bits.
+        all_equal: True if every pair so far held the same bits.
         previous: The baseline's summaries in the step before, by site.
         nan_in_both: Places at which both runs hold the same NaN.
-        turned: Places at which a choice that rounding may change picked another number of rows.
+        turned: Places where a choice that rounding may change, such as a router's, selected another number of rows.
         absent: Paths of parameters that one run does not train; their further differences are not reported.
     """
 
@@ -99,7 +99,7 @@ class Judge:
 
     @property
     def learning_agrees(self) -> bool:
-        """Whether losses, gradients and updates were compared, and none of them differs."""
+        """True if losses, gradients and updates were compared, and none of them differs."""
         phases = {row.phase for row in self.differences.values()}
         return {"loss", "grad", "update"} <= phases and not self.run.learning_differs
 

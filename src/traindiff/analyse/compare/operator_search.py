@@ -42,8 +42,8 @@ class StepOperators:
     """The operators of one step.
 
     Attributes:
-        calls: Of baseline and candidate, under the baseline's names, by the module call that they ran in.
-        noise: Of noise recordings.
+        calls: Operators of baseline and candidate, under the baseline's names, by the module call in which they ran.
+        noise: Operators of the noise recordings.
         described: Descriptions of operators in `rank.json`, of both runs, by rank.
     """
 

@@ -37,7 +37,7 @@ def is_quotient(key: SiteKey, adaptive: Collection[str]) -> bool:
 
 
 def adaptive_parameters(keys: Iterable[SiteKey]) -> set[str]:
-    """Parameters whose optimizer keeps a moment that it divides by."""
+    """Paths of the parameters whose optimizer divides by a moment of the gradient, such as Adam."""
     return {key.path for key in keys if key.phase == "optimizer" and key.slot not in LINEAR_STATE and not key.group}
 
 

@@ -102,7 +102,7 @@ class Replayed:
 
     @property
     def never_moved(self) -> bool:
-        """Whether no element has moved."""
+        """True if no element has moved."""
         return int(self.taken.summary["zero"]) == int(self.taken.summary["count"])
 
     def fitting(self, limit: float) -> list[str]:

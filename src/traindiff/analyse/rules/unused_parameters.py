@@ -77,7 +77,7 @@ class GradientsArrive(Rule):
     }
 
     def begin(self) -> None:
-        """Nothing was seen so far."""
+        """Start with an empty state."""
         self._without: dict[str, _Without] = {}
         self._seen: set[str] = set()
 
@@ -168,7 +168,7 @@ class ParametersMove(Rule):
     }
 
     def begin(self) -> None:
-        """Nothing was seen so far."""
+        """Start with an empty state."""
         self._resting: dict[str, _Resting] = {}
         self._moved: set[str] = set()
         self._unheld = self.facts.trainable - self.facts.held_in.keys() if self.facts.held_in else frozenset[str]()

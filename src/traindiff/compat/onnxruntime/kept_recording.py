@@ -120,7 +120,7 @@ Rows = list[tuple[Observation, Any]]
 
 
 class KeptRecording:
-    """A recording of activations alone, which are told one by one; `model` knows their sites by then."""
+    """A recording of activations only. The caller passes them one by one; `model` must know their sites by then."""
 
     def __init__(self, path: str, model: Model, *, rank: int, world_size: int, overwrite: bool) -> None:
         self._model = model

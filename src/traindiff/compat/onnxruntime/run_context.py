@@ -53,15 +53,15 @@ class SubscriberBase:
         """A model is subscribed."""
 
     def saw(self, tensor: Tensor, *, name: str, depth: int, step: int, call: int, forward: bool) -> None:
-        """A module returned a tensor, or its gradient came back.
+        """Called when a module has returned a tensor, or when the gradient of that tensor was computed.
 
         Args:
-            tensor: Either.
+            tensor: The tensor or its gradient.
             name: `Linear_1_0th_output`, or as the user called it.
-            depth: Of the module, 1 for the root; -1 of what no module returned.
-            step: Of the forward pass.
+            depth: Depth of the module, 1 for the root; -1 for a tensor that no module returned.
+            step: Step of the forward pass.
             call: How often the name was used before in that forward pass.
-            forward: Whether it is the tensor itself, and not its gradient.
+            forward: True for the tensor itself, False for its gradient.
         """
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ class Followed:
     """An optimizer that is followed.
 
     Attributes:
-        name: Name that its steps are filed under.
+        name: Name of the optimizer in the recording.
         optimizer: The optimizer.
         paths: Canonical paths of its parameters, in the order in which it is given their gradients.
         before: Parameters and buffers before a step; read only if the step before was not recorded.
@@ -282,15 +282,15 @@ def follow(
     after: Sequence[Sight],
     selects: Callable[[str], bool],
 ) -> Followed:
-    """Look up what is read of an optimizer.
+    """Find the tensors and settings of an optimizer that are recorded.
 
     Args:
-        name: Name that its steps are filed under.
+        name: Name of the optimizer in the recording.
         optimizer: One of `mindspore.nn`, `mindspore.experimental.optim` or `mindspore.mint.optim`.
         paths: Canonical paths of its parameters, in its order.
-        before: Further values to read before its steps.
-        after: Further values to read after its steps.
-        selects: Whether the parameter with this path is observed.
+        before: Further values to read before each step.
+        after: Further values to read after each step.
+        selects: Returns whether to observe the parameter with a path.
     """
     parameters = tuple(optimizer.parameters)
     by_name = dict(zip((parameter.name for parameter in parameters), paths, strict=True))

@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def differs(self) -> bool:
-        """Whether the runs differ in it."""
+        """True if the runs differ in this setting."""
         return len(set(self.values)) > 1 and self.name != "created"
 
 

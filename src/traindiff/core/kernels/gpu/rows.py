@@ -21,10 +21,10 @@ from traindiff.core.summary import SUMMARY, Summaries
 
 
 class StreamOrder:
-    """Makes a device current, and the current stream wait for the one that was used before.
+    """Makes a device current, and makes its current stream wait for the stream that was used before.
 
-    A context around everything that touches buffers which are shared by all launches. Nothing waits on
-    the host, and with one stream nothing waits at all. Does nothing on the CPU.
+    Use this context around all code that touches the buffers that all launches share. The host never waits. If there is
+    only one stream, no stream waits either. On the CPU, the context does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:

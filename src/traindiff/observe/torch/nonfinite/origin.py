@@ -18,17 +18,17 @@ from traindiff.observe.torch.nonfinite.reading import Reading, only_masks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where a training's numbers first became NaN or infinite.
+    """The place where a training's numbers first became NaN or infinite.
 
     Attributes:
         step: The step, counted from 0.
         micro_step: The micro-step in it, counted from 0.
-        rank: The rank that has found it.
+        rank: The rank that found it.
         phase: `batch`, `forward`, `loss`, `backward`, `grad`, `optimizer` or `param`.
         path: Canonical path of the module or parameter.
         slot: Which tensor of it: `output`, `input[0]`, `grad`, `exp_avg_sq`.
         message: One sentence.
-        saved: Directory with its tensors, for `traindiff replay`; None where nothing was saved.
+        saved: Directory with its tensors, for `traindiff replay`; None if nothing was saved.
     """
 
     step: int

@@ -129,7 +129,7 @@ def _judged(native: Rerun, float32: Rerun, float64: Rerun) -> tuple[Cause, str]:
 
 
 def same_in(run: Rerun, one: Made) -> Made | None:
-    """The same tensor in another run."""
+    """The tensor of another run that the same operator made; None if the run did not get that far."""
     return next((other for other in run.made if (other.position, other.backward) == (one.position, one.backward)), None)
 
 

@@ -19,7 +19,7 @@ from traindiff.observe.torch.nonfinite.reading import only_masks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a floating-point or complex tensor holds: the least and the largest absolute value, and what is not finite.
+    """The smallest and the largest absolute value of a floating-point or complex tensor, and its NaN and infinities.
 
     Attributes:
         smallest: Least absolute value of the finite elements, as float64; NaN where there are none.
@@ -49,7 +49,7 @@ class Made:
         backward: Whether this is the gradient.
         dtype: In which it was computed.
         contents: What it holds.
-        of_infinity: Whether the operator was given an infinity that somebody has put there: a mask or a constant.
+        of_infinity: True if an input of the operator holds an infinity on purpose: a mask or a constant.
     """
 
     position: int
@@ -61,12 +61,12 @@ class Made:
 
 
 def is_inexact(tensor: Tensor) -> bool:
-    """Whether a tensor has floating-point or complex elements, which alone can be NaN or infinite."""
+    """True for floating-point and complex tensors: only these can hold NaN or infinity."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def contents(tensor: Tensor) -> Contents:
-    """What a floating-point or complex tensor of any shape holds, empty ones too.
+    """The contents of a floating-point or complex tensor of any shape, also of an empty one.
 
     A complex element is NaN or infinite if one of its parts is.
     """
@@ -81,17 +81,17 @@ def contents(tensor: Tensor) -> Contents:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements of a tensor are; those of integers always."""
+    """True if all elements of a tensor are finite; always true for integers."""
     return not is_inexact(tensor) or contents(tensor).is_finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where something that is not finite comes from.
+    """The source of a NaN or an infinity.
 
     Attributes:
-        made: By the operator that has made it; None where the call was given it.
-        is_mask: Whether it is -inf that somebody has put there.
+        made: The tensor in which an operator made it; None if it was in the call's inputs.
+        is_mask: True if it is -inf that the code put there on purpose.
     """
 
     made: Made | None = None
@@ -99,16 +99,16 @@ class Source:
 
     @property
     def position(self) -> int:
-        """Of the operator; -1 where the call was given it."""
+        """Position of the operator; -1 if the NaN or infinity was in the call's inputs."""
         return -1 if self.made is None else self.made.position
 
 
 class Trail:
-    """Follows what is not finite from operator to operator.
+    """Follows NaN and infinities from operator to operator.
 
     Attributes:
-        given: Slots of what the call was given that is not finite, and no mask.
-        first: What the first operator has made that made what is not finite and no mask, whether it comes out or not.
+        given: Slots of the call's inputs that hold NaN or infinity and are not masks.
+        first: Tensor of the first operator that made NaN or infinity (masks do not count). It may not reach the output.
     """
 
     def __init__(self) -> None:

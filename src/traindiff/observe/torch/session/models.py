@@ -110,7 +110,7 @@ _ScriptModule: type[nn.Module] = torch.jit.RecursiveScriptModule  # type: ignore
 
 
 class ModelParts(nn.Module):
-    """Holds the parts of one model that are called one by one, and adds nothing to the names in them.
+    """Holds the parts of one model that the loop calls one by one. Names inside the parts do not change.
 
     Args:
         parts: The modules, each with the names that it has in the whole model.
