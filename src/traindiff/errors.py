@@ -43,7 +43,7 @@ class NotPerturbedError(TraindiffError):
 
 
 class LockstepError(TraindiffError):
-    """The ranks, or the two sides, of a lockstep cannot go on together; its message says which of them, and why."""
+    """Raised if the ranks or the two sides of a lockstep cannot continue together; the message says which, and why."""
 
 
 class NonFiniteError(TraindiffError, ValueError):

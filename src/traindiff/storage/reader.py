@@ -142,7 +142,7 @@ class Recording:
                 )
 
     def status(self, rank: int) -> RankStatus:
-        """The end of the rank's stream, from its seals, the length of its data and its `rank.json`.
+        """How the rank's stream ended, according to its seals, the length of its data and its `rank.json`.
 
         Args:
             rank: One of `ranks`.

@@ -70,7 +70,7 @@ def tensor_file(*, step: int, row: int, site: str, content: bytes) -> str:
 
 
 def check_content(name: str, checksum: int, *, where: str) -> None:
-    """Refuse a file whose content does not fit the checksum in its name.
+    """Refuse a file if its content does not match the checksum in its name.
 
     Raises:
         CorruptRecordingError: The checksums differ.

@@ -112,7 +112,7 @@ class WrittenFiles:
         self._written[path].size += len(content)
 
     def put(self, path: str, content: bytes) -> None:
-        """Write a whole file atomically: a reader sees the old one or the new one."""
+        """Write a whole file atomically: a reader sees the old file or the new file, never a part."""
         unfinished = path + UNFINISHED
         if self.is_local:
             with open(unfinished, "wb", buffering=0) as file:  # noqa: PTH123

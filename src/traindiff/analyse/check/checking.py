@@ -241,7 +241,7 @@ class Endings:
         self._finished: dict[int, dict[str, int]] = {}  # the last finished step, by rank and optimizer
 
     def see(self, step: RunStep) -> None:
-        """Note a step, selected or not."""
+        """Note that a step exists, whether it is selected or not."""
         self._last.update(step.last)
         if step.finished:
             for rank in step.last:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class PrecisionDebugger:
-    """Monitors the gradients that optimizers are given, as a configuration file of msprobe says.
+    """Monitors the gradients that optimizers receive, according to a configuration file of msprobe.
 
     Args:
         config_path: The file; its `task` is `grad_probe`.
-        dump_path: Directory to write to, in place of the file's.
+        dump_path: Directory to write to, instead of the one in the file.
 
     Raises:
         ConfigError: The file cannot be read, or something in it is wrong.

@@ -31,14 +31,15 @@ from traindiff.storage import Recording, StepObservations
 
 
 class StepFiles:
-    """Writes the table and the directions of each step of a rank, each file at once.
+    """Writes the table and the directions of each step of a rank. Each file is written as a whole.
 
-    Steps are counted per optimizer. What several optimizers were given in their steps of one number is in one table.
+    Each optimizer counts its own steps. If several optimizers have a step of the same number, one table has the
+    gradients of all.
 
     Args:
-        directory: Of the rank.
-        columns: Of the tables.
-        names: What parameters are called in the files, by canonical path. Others are called by their path.
+        directory: Directory of the rank.
+        columns: Columns of the tables.
+        names: Names of parameters in the files, by canonical path. All other parameters have their path as name.
     """
 
     def __init__(self, directory: Path, columns: Columns, names: Mapping[str, str]) -> None:

@@ -179,7 +179,7 @@ def rank_directory(directory: Path, rank: int, world_size: int) -> Path:
 
 
 def step_directory(directory: Path, step: int) -> Path:
-    """Where the files of a step are, in the directory of a rank."""
+    """The directory of the files of a step, inside the directory of a rank."""
     return directory / f"step_{step}"
 
 

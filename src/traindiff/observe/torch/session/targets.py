@@ -86,9 +86,9 @@ class Targets:
 
     @cached_property
     def root_paths(self) -> dict[int, str]:
-        """Canonical path of each root, by id; the parts of one model have the path of the model.
+        """Canonical path of each root, by id. Parts of one model have the path of the model.
 
-        It changes where a root is replaced.
+        The mapping changes when the training replaces a root.
         """
         if isinstance(self.root, ModelParts):
             return {id(root): "" for root in self.roots}
