@@ -124,7 +124,7 @@ class Problem:
 
 
 class ConfigError(TraindiffError, ValueError):
-    """What the user asked for cannot be done. Lists every problem, not just the first.
+    """Raised if traindiff cannot do what the user asked for. Lists every problem, not only the first.
 
     Args:
         source: File or call that was wrong, as the user would name it.

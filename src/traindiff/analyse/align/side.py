@@ -96,7 +96,7 @@ class Side:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether ranks have different stages of a pipeline, and so different sites."""
+        """True if ranks have different stages of a pipeline, and so different sites."""
         return bool(self._pipelines)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class Side:
         return int(mesh.get("data_parallel", 1))
 
     def would_record(self, step: int) -> bool:
-        """Whether the settings of the run select this step."""
+        """True if the settings of the run select this step."""
         settings = self.recording.run["settings"]
         chosen = parse_steps(settings.get("steps"), where="run.json")
         return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)

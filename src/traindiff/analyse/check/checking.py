@@ -258,7 +258,7 @@ class Endings:
         return lacking, whole
 
     def _lacks_steps(self, rank: int) -> bool:
-        """Whether the rank would have recorded a further selected step."""
+        """True if the rank would have recorded a further selected step."""
         settings = self._run.run["settings"]
         recorded = parse_steps(settings.get("steps"), where="run.json")
         last = min(self._finished.get(rank, {}).values(), default=-1)

@@ -267,5 +267,5 @@ _LEAKY = frozenset({"LeakyReLU", "PReLU", "RReLU"})
 
 
 def _is_of_candidate(finding: Finding) -> bool:
-    """Whether the order of a finding is a place in the candidate's execution order."""
+    """True if the order of a finding is a place in the candidate's execution order."""
     return finding.kind in ("extra", "recomputed") or finding.evidence.get("run") == "candidate"

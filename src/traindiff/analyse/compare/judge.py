@@ -1,4 +1,4 @@
-"""What is known of two runs after the steps so far: how far sites differ, and which faults only one run has."""
+"""The state of a comparison after the steps so far: how much sites differ, and which faults only one run has."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOLLOWS = 0.05
 
 
 def is_uncalled(finding: Finding) -> bool:
-    """Whether a finding says that one run does not call a module."""
+    """True if a finding says that one run does not call a module."""
     return finding.kind in ("missing", "extra") and finding.phase == "forward"
 
 
@@ -89,7 +89,7 @@ class Judge:
 
     @property
     def only_representation_differs(self) -> bool:
-        """Whether only activations, calls of modules, or the order of samples or channels differ."""
+        """True if only activations, calls of modules, or the order of samples or channels differ."""
         if not self._found or not self.learning_agrees or self.tolerance is not None:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
@@ -120,7 +120,7 @@ class Judge:
 
     @property
     def judges_parameters(self) -> bool:
-        """Whether parameters themselves are judged after a step."""
+        """True if parameters themselves are judged after a step."""
         return self.tolerance is not None and self.tolerance.judges_parameters
 
     def size(self, pair: Pair) -> float | None:
@@ -128,7 +128,7 @@ class Judge:
         return math.inf if self.is_broken(pair) else difference(pair)
 
     def is_broken(self, pair: Pair) -> bool:
-        """Whether a pair holds NaN or infinities that are findings by themselves."""
+        """True if a pair holds NaN or infinities that are findings by themselves."""
         if self.tolerance is None or not self.tolerance.non_finite_fails:
             return False
         activation = pair.baseline.key.phase in ("forward", "backward")

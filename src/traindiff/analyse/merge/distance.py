@@ -23,7 +23,7 @@ class Pair:
 
 
 def equal_bits(pair: Pair) -> bool:
-    """Whether both sides are known to hold the same bits."""
+    """True if both sides are known to hold the same bits."""
     baseline, candidate = pair.baseline, pair.candidate
     return bool(
         baseline.exact
@@ -36,7 +36,7 @@ def equal_bits(pair: Pair) -> bool:
 
 
 def is_transposed(pair: Pair) -> bool:
-    """Whether both sides, of a parameter or a tensor that belongs to one, have the same axes in another order."""
+    """True if both sides, of a parameter or a tensor that belongs to one, have the same axes in another order."""
     baseline, candidate = pair.baseline, pair.candidate
     return (
         baseline.key.phase in ("grad", "optimizer", "update", "param")

@@ -25,7 +25,7 @@ class TolerancesByPhase:
 
     @property
     def judges_parameters(self) -> bool:
-        """Whether parameters are judged after a step, in place of their updates."""
+        """True if parameters are judged after a step, in place of their updates."""
         return "param" in self.phases
 
     def floor(self, pair: Pair) -> float | None:

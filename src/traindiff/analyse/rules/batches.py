@@ -204,7 +204,7 @@ class BatchesChange(RepeatedRule):
 
 
 def _same_in_micro_steps(table: StepTable) -> bool:
-    """Whether every micro-step of a rank has the same samples."""
+    """True if every micro-step of a rank has the same samples."""
     found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for one in whole_samples(table):
         found.setdefault((one.rank, one.micro_step), []).append(one.fingerprints)
@@ -216,5 +216,5 @@ def _same_in_micro_steps(table: StepTable) -> bool:
 
 
 def _has_closure(table: StepTable, first_input: MergedSite) -> bool:
-    """Whether the optimizer computes the loss itself: it was called before the first forward pass."""
+    """True if the optimizer computes the loss itself: it was called before the first forward pass."""
     return any(key.group and entry.order < first_input.order for key, entry in table.items())

@@ -79,7 +79,7 @@ def _share(entry: MergedSite) -> float:
 
 
 def _has_both_signs(entry: MergedSite) -> bool:
-    """Whether there are enough numbers below and above 0 for zeros to stand out."""
+    """True if there are enough numbers below and above 0 for zeros to stand out."""
     count, negative, zero = (int(entry.summary[name]) for name in ("count", "negative", "zero"))
     present = count - zero
     return count >= FEWEST_ELEMENTS and present > 0 and 0.05 < negative / present < 0.95
@@ -210,7 +210,7 @@ class UnitsLive(Rule):
 
 
 def _by_rows(shape: tuple[int, ...]) -> bool:
-    """Whether the units are on axis 1 (channels of an image), and not on the last one (features)."""
+    """True if the units are on axis 1 (channels of an image), and not on the last one (features)."""
     return len(shape) > 3
 
 

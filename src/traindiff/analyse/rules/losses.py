@@ -60,7 +60,7 @@ class _LossTrend(Rule):
 
     @property
     def _is_judged(self) -> bool:
-        """Whether there are enough losses, all of them positive."""
+        """True if there are enough losses, all of them positive."""
         return self._positive and self._num_steps >= max(self.limit("least_steps"), 2 * self.ends)
 
 

@@ -77,7 +77,7 @@ class ScheduleIsFollowed(Rule):
 
 
 def may_be_left_out(table: StepTable) -> bool:
-    """Whether a loss scaler left the step out, or may have: it does so if any gradient is not finite."""
+    """True if a loss scaler left the step out, or may have: it does so if any gradient is not finite."""
     return any(
         (key.phase == "optimizer" and key.slot == SKIPPED)
         or (key[:2] == ("grad", "") and not entry.unobserved and nonfinite_count(entry.summary))
@@ -86,7 +86,7 @@ def may_be_left_out(table: StepTable) -> bool:
 
 
 def is_left_out(table: StepTable) -> bool:
-    """Whether a loss scaler left the step out: it is marked, or there is a scale and a gradient is not finite.
+    """True if a loss scaler left the step out: it is marked, or there is a scale and a gradient is not finite.
 
     A fused optimizer leaves steps out itself, and sets no mark.
     """
@@ -96,7 +96,7 @@ def is_left_out(table: StepTable) -> bool:
 
 
 def has_loss_scale(table: StepTable) -> bool:
-    """Whether the loss of the step was multiplied by a loss scale."""
+    """True if the loss of the step was multiplied by a loss scale."""
     return any(is_loss_scale(key) for key in table)
 
 
@@ -120,7 +120,7 @@ def optimizer_of(table: StepTable) -> str:
 
 
 def moves_parameters(table: StepTable) -> bool:
-    """Whether the optimizer was to move anything: no loss scaler left the step out, and some learning rate is not 0.
+    """True if the optimizer was to move anything: no loss scaler left the step out, and some learning rate is not 0.
 
     If no learning rate was recorded, it is assumed to be set.
     """

@@ -87,7 +87,7 @@ def _suspect(entry: MergedSite) -> _Suspect:
 
 
 def _is_right(key: SiteKey, entry: MergedSite, *, scaled: bool) -> bool:
-    """Whether a non-finite site may be correct."""
+    """True if a non-finite site may be correct."""
     summary = entry.summary
     only_masks = not int(summary["nan"]) and not int(summary["positive_infinity"])
     if key.phase == "update" or key.stage in (SAMPLE, "clipped") or key.group or key.slot == "logged":
@@ -141,7 +141,7 @@ def _before(table: StepTable, origin: MergedSite) -> MergedSite | None:
 
 
 def _overflows(origin: MergedSite, summary: Any, size: float) -> bool:
-    """Whether numbers seem to be too large for the dtype, rather than wrong."""
+    """True if numbers seem to be too large for the dtype, rather than wrong."""
     end = LARGEST.get(origin.dtype, inf)
     return size > end / NEAR or (end <= NARROW and not int(summary["nan"]))
 

@@ -149,7 +149,7 @@ class CopiesAgree(Rule):
 
 
 def _must_agree(table: StepTable, key: SiteKey) -> bool:
-    """Whether copies on several ranks are equal in a correct run. Buffers may hold a rank's own statistics."""
+    """True if copies on several ranks are equal in a correct run. Buffers may hold a rank's own statistics."""
     if key.path == "rng":
         after = table.get(key._replace(stage="after"))
         return key.stage == "before" and after is not None and _draws(table[key], after)
@@ -157,7 +157,7 @@ def _must_agree(table: StepTable, key: SiteKey) -> bool:
 
 
 def _draws(before: MergedSite, after: MergedSite) -> bool:
-    """Whether a forward pass changed the state of the generator on some rank."""
+    """True if a forward pass changed the state of the generator on some rank."""
     states = {(part.rank, part.micro_step): int(part.summary["fingerprint"]) for part in before.parts}
     return any(
         states.get((part.rank, part.micro_step)) not in (None, int(part.summary["fingerprint"])) for part in after.parts

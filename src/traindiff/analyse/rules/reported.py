@@ -1,4 +1,4 @@
-"""Whether logged numbers about the gradients agree with the recorded gradients."""
+"""True if logged numbers about the gradients agree with the recorded gradients."""
 
 from __future__ import annotations
 
@@ -238,5 +238,5 @@ def _logged(table: StepTable, names: re.Pattern[str]) -> Iterable[tuple[MergedSi
 
 
 def _is_round(value: float) -> bool:
-    """Whether a norm is a chosen number, to three digits: a clipping limit."""
+    """True if a norm is a chosen number, to three digits: a clipping limit."""
     return abs(value / float(f"{value:.3g}") - 1.0) <= 2e-5

@@ -78,7 +78,7 @@ class TyingStays(Rule):
 
 
 def _is_constant(entry: MergedSite) -> bool:
-    """Whether all elements that are numbers are the same one, or none is a number: that proves no tie."""
+    """True if all elements that are numbers are the same one, or none is a number: that proves no tie."""
     return float(entry.summary["minimum"]) >= float(entry.summary["maximum"])
 
 

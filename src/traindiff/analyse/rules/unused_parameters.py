@@ -228,7 +228,7 @@ class ParametersMove(Rule):
 
     @property
     def _rest_is_meant(self) -> bool:
-        """Whether so much of the model rests that nobody can have forgotten it."""
+        """True if so much of the model rests that nobody can have forgotten it."""
         held = self.facts.held_in.keys() & self.facts.trainable
         return bool(held) and len(self._held_by_none) > len(held)
 
@@ -257,7 +257,7 @@ def _parameters(table: StepTable, *, stage: str) -> Iterator[tuple[str, MergedSi
 
 
 def _should_move(table: StepTable, parameter: MergedSite, rate: float) -> bool:
-    """Whether a step would change more of a parameter than rounding could."""
+    """True if a step would change more of a parameter than rounding could."""
     gradient = table.get(SiteKey("grad", "", parameter.key.path, "grad"))
     if gradient is None or gradient.unobserved:
         return False

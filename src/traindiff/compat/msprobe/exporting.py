@@ -104,7 +104,7 @@ class LiveFiles:
 
 
 def _stored(detail: Detail | None) -> Stored:
-    """What a recording keeps of an observation, without the way over its file."""
+    """The data that a recording would keep of an observation, without writing and reading its file."""
     tensors = {} if detail is None else detail.tensors
     return {name: np.frombuffer(one.data, dtype=one.dtype).reshape(one.shape) for name, one in tensors.items()}
 
@@ -191,7 +191,7 @@ def _by_rank(
 
 
 def _concerns(seen: Observation, paths: Collection[str]) -> bool:
-    """Whether this is the gradient of one of some parameters, or what it was multiplied by."""
+    """True if this is the gradient of one of some parameters, or what it was multiplied by."""
     return not is_gradient(seen) or seen.path in paths
 
 

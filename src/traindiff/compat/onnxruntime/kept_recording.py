@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def measured(
     tensor: Tensor, summaries: SummaryStore, *, name: str, direction: Direction, depth: int
 ) -> tuple[Statistics, np.void]:
-    """What a tensor's file says of it, and its summary, which `summaries` makes. Waits for its device.
+    """The numbers for a tensor's file, and its summary, which `summaries` makes. Waits for the tensor's device.
 
     Moments are added up in float64. As in torch, extremes and mean are NaN where an element is, and the mean is
     infinite, or NaN, where some are.

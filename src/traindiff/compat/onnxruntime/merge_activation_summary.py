@@ -85,7 +85,7 @@ def _make_room(output: Path, *, overwrite: bool) -> None:
 
 
 def _others(output: Path) -> list[str]:
-    """What a directory holds beside merged files."""
+    """Files of a directory that are not merged files."""
     merged = [output / name for name in MERGED if (output / name).is_dir() and not (output / name).is_symlink()]
     inside = [one for directory in merged for one in directory.iterdir()]
     other = [one for one in output.iterdir() if one not in merged]

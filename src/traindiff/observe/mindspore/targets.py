@@ -102,7 +102,7 @@ class Targets:
     optimizers: tuple[Followed, ...] = ()
 
     def selects(self, path: str) -> bool:
-        """Whether the cell or parameter with this path is observed."""
+        """True if the cell or parameter with this path is observed."""
         return is_selected(self.select, path)
 
     @property
@@ -227,7 +227,7 @@ def _is_statistic(parameter: Parameter) -> bool:
 
 
 def _is_optimizer(cell: object) -> bool:
-    """Whether this is an optimizer; MindSpore's two families of optimizers have only `Cell` in common."""
+    """True if this is an optimizer; MindSpore's two families of optimizers have only `Cell` in common."""
     return isinstance(cell, nn.Cell) and hasattr(cell, "parameters") and not callable(cell.parameters)
 
 

@@ -98,7 +98,7 @@ def defused(text: str) -> str:
 
 
 def restored(text: str) -> str:
-    """The text that `defused` was given, from what it gave back."""
+    """The original text, from the text that `defused` returned."""
     return _QUOTED_PLACE.sub("", text)
 
 

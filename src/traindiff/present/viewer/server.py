@@ -243,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815  the name that the base class calls
 
     def _is_for_us(self) -> bool:
-        """Whether the request names this host. A page elsewhere whose name leads here must learn nothing."""
+        """True if the request names this host. A page elsewhere whose name leads here must learn nothing."""
         return self.headers.get("Host", "").lower() in self.server.hosts
 
     def _answer(

@@ -101,7 +101,7 @@ def _error(name: str, message: str) -> TraindiffError:
 
 
 def main(directory: str, device: str, gib: str) -> dict[str, Any]:
-    """What the process has found, or why there is nothing."""
+    """The result of the process, or the reason why there is none."""
     try:
         import torch
     except ModuleNotFoundError as error:

@@ -117,7 +117,7 @@ def _bad_weights(call: Call) -> list[str]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all is finite that a tensor holds here; what cannot be read is not held against it."""
+    """True if all is finite that a tensor holds here; what cannot be read is not held against it."""
     try:
         return extent(tensor).is_finite
     except UnsupportedTensorError:
@@ -254,7 +254,7 @@ def _limit(reading: Reading) -> str:
 
 
 def _grown(call: Call | None) -> str:
-    """How large the gradients are that a module's backward pass was given."""
+    """The size of the gradients that a module's backward pass received."""
     if call is None or call.backward is None:
         return ""
     found = [one.extent.largest for _, one in call.backward.read("grad output") if one.extent is not None]

@@ -23,7 +23,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What comes of running a saved call again.
+    """The result of running a saved call again.
 
     Attributes:
         path: Canonical path of the module.

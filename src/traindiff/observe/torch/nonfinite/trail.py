@@ -1,4 +1,4 @@
-"""Where in a call what is not finite comes from: from its end back to the first operator that makes it.
+"""Finds the operator that first makes NaN or infinity in a call: it goes back from the end of the call.
 
 The first operator whose output is not finite need not be it: -inf that masks, and NaN that `torch.where` leaves out,
 do no harm unless they come out.
@@ -35,7 +35,7 @@ class Contents:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all elements are."""
+        """True if all elements are."""
         return not (self.num_nan or self.num_inf)
 
 
@@ -125,7 +125,7 @@ class Trail:
         self._by_storage[storage_key(tensor)] = Source(is_mask=is_mask)
 
     def met(self, tensors: Iterable[Tensor]) -> list[Source]:
-        """Where that comes from which is not finite in these tensors, in the order of the operators that made it."""
+        """The sources of NaN and infinities in these tensors, in the order of the operators that made them."""
         found = [self._by_storage.get(storage_key(one)) for one in tensors if not is_finite(one)]
         return sorted({one for one in found if one is not None}, key=lambda one: one.position)
 
@@ -156,7 +156,7 @@ class Trail:
 
 
 def has_infinity(value: Json) -> bool:
-    """Whether arguments that were written down hold a number that is not finite; their depth is bounded."""
+    """True if arguments that were written down hold a number that is not finite; their depth is bounded."""
     if isinstance(value, (list, tuple)):
         return any(map(has_infinity, value))
     return isinstance(value, dict) and ("float" in value or has_infinity(value.get("complex")))

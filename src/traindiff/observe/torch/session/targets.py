@@ -110,7 +110,7 @@ class Targets:
         return next(iter(self.optimizers), "optimizer")
 
     def selects(self, path: str) -> bool:
-        """Whether the parameter with this path is observed; an optimizer may hold parameters of no model."""
+        """True if the parameter with this path is observed; an optimizer may hold parameters of no model."""
         if path in self.paths:
             return path in self.parameters
         return is_selected(self.select, path)

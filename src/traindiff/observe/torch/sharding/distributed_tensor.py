@@ -16,7 +16,7 @@ from traindiff.core.torch_compat.training import data_mesh_of, is_fully_sharded,
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether the tensor is a DTensor. Imports nothing: where there is one, its module is loaded."""
+    """True if the tensor is a DTensor. Imports nothing: where there is one, its module is loaded."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
