@@ -43,11 +43,11 @@ class NotPerturbedError(TraindiffError):
 
 
 class LockstepError(TraindiffError):
-    """The ranks, or the two sides, of a lockstep cannot go on together; its message says which of them, and why."""
+    """Raised if the ranks or the two sides of a lockstep cannot continue together; the message says which, and why."""
 
 
 class NonFiniteError(TraindiffError, ValueError):
-    """A training that is watched has made its first NaN or infinity; the message names where."""
+    """Raised when a watched training makes its first NaN or infinity; the message names the place."""
 
 
 class StoppedError(TraindiffError, ValueError):
@@ -95,7 +95,7 @@ def level_of_caller() -> int:
 
 
 def type_of(value: object) -> str:
-    """What a value is, as messages say it: the name of its type with an article; None by itself."""
+    """The type of a value in the words of messages: its name with an article; `None` for None."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
@@ -124,7 +124,7 @@ class Problem:
 
 
 class ConfigError(TraindiffError, ValueError):
-    """What the user asked for cannot be done. Lists every problem, not just the first.
+    """Raised if traindiff cannot do what the user asked for. Lists every problem, not only the first.
 
     Args:
         source: File or call that was wrong, as the user would name it.

@@ -1,4 +1,4 @@
-"""What a report says of a result. It is put together here once; text, Markdown, JUnit XML and HTML render it."""
+"""The content of a report, put together once. Text, Markdown, JUnit XML and HTML render it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PinnedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """What a report says.
+    """The content of a report.
 
     Attributes:
         word: The verdict in a word.
@@ -109,7 +109,7 @@ class Story:
 
 
 def story_of(result: Comparison | Verification | Verdict) -> Story:
-    """What a report of this result says."""
+    """The content of a report of this result."""
     from traindiff.analyse.check import Verdict  # here, as results import this module for their `str()`
     from traindiff.analyse.compare import Verification
 
@@ -119,7 +119,7 @@ def story_of(result: Comparison | Verification | Verdict) -> Story:
 
 
 def of_check(verdict: Verdict) -> Story:
-    """What a report of a check says."""
+    """The content of a report of a check."""
     return Story(
         word=verdict.verdict,
         sentence=verdict.sentence(),
@@ -130,7 +130,7 @@ def of_check(verdict: Verdict) -> Story:
 
 
 def of_comparison(comparison: Comparison) -> Story:
-    """What a report of a comparison says."""
+    """The content of a report of a comparison."""
     return Story(
         word=comparison.verdict,
         sentence=verdict_sentence(comparison),
@@ -143,7 +143,7 @@ def of_comparison(comparison: Comparison) -> Story:
 
 
 def of_verification(verification: Verification) -> Story:
-    """What a report of a verification says."""
+    """The content of a report of a verification."""
     comparison, word = verification.comparison, verification.verdict
     free = of_comparison(comparison)
     return replace(
@@ -180,7 +180,7 @@ def representation_note(found: Sequence[Finding]) -> str:
 
 
 def what_is_run(sides: Sides, output: str) -> tuple[str, ...]:
-    """What is run on both sides, and where its files are, a line each."""
+    """Lines that name both runs and the place of their files."""
     baseline, candidate = sides
     return (
         f"baseline   {baseline.recipe} ({baseline.message})",
@@ -190,14 +190,14 @@ def what_is_run(sides: Sides, output: str) -> tuple[str, ...]:
 
 
 def cost_text(runs: Sequence[RunCost], peak_bytes: int) -> str:
-    """What some runs took, in one line."""
+    """Number of steps, time and memory of some runs, in one line."""
     steps, seconds = sum(run.num_steps for run in runs), sum(run.seconds for run in runs)
     memory = f", {peak_bytes / 1e6:.0f} MB at most" if peak_bytes else ""
     return f"{len(runs)} runs, {steps} steps, {seconds:.1f} s{memory}."
 
 
 def count_text(matrix: Matrix) -> str:
-    """How many combinations of a matrix have which verdict."""
+    """The number of combinations of a matrix for each verdict."""
     words = dict.fromkeys(row.verdict for row in matrix.rows)
     counts = ", ".join(f"{sum(row.verdict == word for row in matrix.rows)} {word}" for word in words)
     return f"{len(matrix.rows)} combination{'' if len(matrix.rows) == 1 else 's'}: {counts}."
@@ -303,7 +303,7 @@ def plain(parts: Sequence[Section]) -> str:
 
 
 def investigation_sections(investigation: Investigation) -> list[Section]:
-    """What a report of an investigation says: what is run, its stages, and the conclusion."""
+    """The sections of an investigation's report: the two runs, the stages, and the conclusion."""
     stages = [stage_section(number, stage) for number, stage in enumerate(investigation.stages, start=1)]
     return [runs_section(investigation.sides, investigation.output), *stages, conclusion(investigation)]
 

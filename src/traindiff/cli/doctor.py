@@ -39,7 +39,7 @@ class SelfTest:
 
     @property
     def healthy(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return all(check.result != "fail" for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:

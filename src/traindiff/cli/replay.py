@@ -30,11 +30,11 @@ def replay(
 ) -> None:
     """Run the operators of one module's call again, in its own dtypes, in float32 and in float64.
 
-    They run in a process of their own, so that what somebody else has saved can be replayed, too: only operators that
-    compute from tensors and numbers are called, and time and memory are limited.
+    You can also replay a call that somebody else saved: the operators run in a separate process with limits on time and
+    memory, and only operators that compute from tensors and numbers are called.
 
-    Exits with 0 if the overflow is the dtype's, 1 if the mathematics is not finite, 2 if the input cannot be used, and
-    3 if nothing that is not finite came out again.
+    Exits with 0 if the dtype causes the overflow, 1 if the result is not finite even in float64, 2 if the input cannot
+    be used, and 3 if the output is finite this time, or an operator could not be run.
     """
     with messages.status("running"):
         found = replay_contained(directory, device=device, seconds=seconds, gib=memory)

@@ -53,9 +53,9 @@ def report(
     rename: RenameOption = None,
     steps: Annotated[str | None, typer.Option(help='Steps to show, e.g. "0-9,20,30-".')] = None,
 ) -> None:
-    """Write a report that a browser shows, in one file that needs no network.
+    """Write a report for a browser, in one file that needs no network.
 
-    Of two recordings it shows how they compare, of one what `traindiff check` says of it. Exits with 0 when the file is
+    For two recordings, it shows the comparison; for one, the result of `traindiff check`. Exits with 0 if the file is
     written, whatever the verdict, and with 2 if the input cannot be used.
     """
     from traindiff.analyse.check import check

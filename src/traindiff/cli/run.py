@@ -56,10 +56,10 @@ def run(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is already there.")] = False,
     **settings: Any,
 ) -> None:
-    """Run a training script and record what it trains, as traindiff.record does, without a change to the script.
+    """Run a training script without changing it, and record its training as traindiff.record does.
 
-    Everything after SCRIPT is its own. Models and optimizers are found when the training calls them (docs/run.md).
-    Exits as the script does, and with 2 if the settings cannot be used.
+    Everything after SCRIPT belongs to the script. Models and optimizers are found when the training calls them
+    (docs/run.md). Exits as the script does, and with 2 if the settings cannot be used.
     """
     from traindiff.run.script.run import check_room, of_this_start
     from traindiff.run.script.script import Script

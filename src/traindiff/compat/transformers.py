@@ -146,7 +146,7 @@ def get_abs_min_max(var: Tensor, ctx: str) -> str:
 
 
 def detect_overflow(var: Tensor, ctx: str) -> bool:
-    """Whether a tensor holds NaN or infinity; prints `{ctx} has nans`, `{ctx} has infs`, or both.
+    """True if a tensor holds NaN or infinity; prints `{ctx} has nans`, `{ctx} has infs`, or both.
 
     Args:
         var: The tensor.

@@ -161,7 +161,7 @@ class RecordSettings:
     counts_skipped: bool = True
 
     def records(self, step: int) -> bool:
-        """Whether this step is recorded."""
+        """True if this step is recorded."""
         return step % self.every == 0 and step in self.steps
 
     def to_json(self) -> dict[str, Any]:

@@ -27,9 +27,9 @@ _Callback: Any = import_module(_PACKAGE).Callback
 class RecordingCallback(_Callback):  # type: ignore[misc]  # one of two classes, known when this is imported
     """Records a training from its first step to its last, under any strategy of the trainer.
 
-    Paths are those of the `LightningModule`. Each optimizer counts its own steps, and the first that steps also those
-    of forward and backward passes. Validation is recorded only with `evaluation=True`. A training with one optimizer
-    that continues from a checkpoint keeps the numbers of its steps.
+    Paths are those of the `LightningModule`. Each optimizer counts its own steps. Forward and backward passes belong to
+    the steps of the optimizer that steps first. Validation is recorded only with `evaluation=True`. If a training with
+    one optimizer continues from a checkpoint, step numbering continues too.
 
     Args:
         path: Directory to write.

@@ -16,14 +16,14 @@ from traindiff.observe.torch.session.targets import find_targets
 
 
 class TrainerRecording:
-    """Records from the moment when the trainer has prepared everything until the end of the training.
+    """Records from the moment when the trainer has prepared everything, until the end of the training.
 
     Args:
         path: Directory to write.
-        settings: Those of `traindiff.record`, by name.
+        settings: Settings of `traindiff.record`, by name.
 
     Attributes:
-        recorder: The running recording; None where there is none.
+        recorder: The running recording; None if there is none.
 
     Raises:
         ConfigError: A setting is wrong.

@@ -21,13 +21,14 @@ _NAMES = 64
 
 
 def draw(found: Similarities, directory: Path, names: Mapping[str, str] = NO_NAMES) -> list[Path]:
-    """Draw a picture for each parameter, one of all together, and the heat map.
+    """Draw a picture for each parameter, one for all parameters together, and a heat map.
 
     Args:
         found: The similarities.
-        directory: Made if it is not there. Pictures are called `PARAMETER_similarities.png`,
-            `summary_similarities.png` and `heat_map.png`; names that are no file names are encoded.
-        names: The names of parameters, by canonical path, where these differ from the path.
+        directory: Directory, which is created if it does not exist. Pictures are called `PARAMETER_similarities.png`,
+            `summary_similarities.png` and `heat_map.png`. If a parameter's name is not a valid file name, it is
+            encoded.
+        names: Names of parameters, by canonical path, if they differ from the path.
 
     Returns:
         The pictures: parameters in their order, the summary, the heat map.

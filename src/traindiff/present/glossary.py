@@ -67,7 +67,7 @@ def known_names() -> dict[str, tuple[str, ...]]:
 
 
 def explain(name: str) -> list[str]:
-    """The explanations of a term, a kind of finding or a rule: a paragraph for each meaning.
+    """The explanation of a term, a kind of finding or a rule: a paragraph for each meaning.
 
     Args:
         name: The name, in upper or lower case, with spaces, hyphens or underscores.

@@ -103,7 +103,7 @@ def drawing(settings: Any = None) -> Iterator[NewFigure]:
 
 
 def printable(text: str) -> str:
-    """A text without the characters that fonts lack."""
+    """The text without characters that fonts do not have."""
     return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 

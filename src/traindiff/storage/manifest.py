@@ -189,7 +189,7 @@ def load_rank(data: bytes, *, where: str) -> Manifest:
     """Parse a `rank.json`.
 
     Raises:
-        CorruptRecordingError: See `load`; or it is not as `RANK` demands.
+        CorruptRecordingError: The file is damaged (see `load`), or does not meet the demand `RANK`.
     """
     content: Manifest = demanded(load(data, where=where), RANK, where=where)
     return content
@@ -213,7 +213,7 @@ def load_run(data: bytes, *, where: str) -> Manifest:
     Raises:
         NotARecordingError: It is the JSON of something else.
         FormatVersionError: Its format is newer than this traindiff reads.
-        CorruptRecordingError: See `load`; or it is not as `RUN` demands.
+        CorruptRecordingError: The file is damaged (see `load`), or does not meet the demand `RUN`.
     """
     found: Manifest = demanded(parse(data, where=where), shaped({}), where=where)
     if found and found.get("format") != FORMAT_NAME and "checksum" not in found:

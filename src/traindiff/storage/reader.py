@@ -142,7 +142,7 @@ class Recording:
                 )
 
     def status(self, rank: int) -> RankStatus:
-        """The end of the rank's stream, from its seals, the length of its data and its `rank.json`.
+        """How the rank's stream ended, according to its seals, the length of its data and its `rank.json`.
 
         Args:
             rank: One of `ranks`.
@@ -163,7 +163,7 @@ class Recording:
         return status.aborted(error) if error else status
 
     def steps(self, rank: int) -> Iterator[StepObservations]:
-        """The rank's steps, those of one optimizer in their order; one per optimizer in memory.
+        """The steps of a rank, for each optimizer in ascending order. Memory holds one step per optimizer.
 
         A scalar that was logged after its step had been written still belongs to that step.
 
@@ -172,7 +172,8 @@ class Recording:
 
         Raises:
             CorruptRecordingError: The bytes are not those that were written, or a file with tensors of a step is
-                missing or damaged (each is checked once). A stream that is merely cut off ends at its last whole step.
+                missing or damaged (each file is checked once). A stream that is only cut off raises no error: it ends
+                at its last complete step.
         """
         yield from map(self._verified, count(), self._stream(rank).steps())  # which keeps no step that it has given
 

@@ -178,7 +178,7 @@ class Malformed(Exception):  # noqa: N818
 
 @contextmanager
 def decoding() -> Iterator[None]:
-    """Turn errors of Arrow into `Malformed`."""
+    """Inside this context, an error of Arrow becomes `Malformed`."""
     try:
         yield
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, StopIteration) as error:

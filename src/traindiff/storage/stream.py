@@ -122,7 +122,7 @@ class _Seal(NamedTuple):
 
 
 class RankStream:
-    """The data of one rank, step by step, from its directory."""
+    """Reads the data of one rank from its directory, step by step."""
 
     def __init__(self, folder: Folder, rank: int) -> None:
         self._folder = folder

@@ -70,7 +70,7 @@ def tensor_file(*, step: int, row: int, site: str, content: bytes) -> str:
 
 
 def check_content(name: str, checksum: int, *, where: str) -> None:
-    """Refuse a file whose content does not fit the checksum in its name.
+    """Refuse a file if its content does not match the checksum in its name.
 
     Raises:
         CorruptRecordingError: The checksums differ.
@@ -107,9 +107,9 @@ def dump(tensors: Mapping[str, RawTensor], *, site: str) -> bytes:
 
 
 def load(data: bytes, *, where: str, shard: Shard) -> dict[str, NDArray[np.generic]]:
-    """Tensors of a file by name. bfloat16 becomes float32; other dtypes that NumPy lacks become their bits.
+    """The tensors of a file, by name. bfloat16 becomes float32; other dtypes that NumPy lacks are returned as bits.
 
-    They must have the size of `shard`, the part that was observed.
+    The tensors must have the size of `shard`, the part that was observed.
 
     Raises:
         CorruptRecordingError: The content is not as `dump` writes it.

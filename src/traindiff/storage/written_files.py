@@ -112,7 +112,7 @@ class WrittenFiles:
         self._written[path].size += len(content)
 
     def put(self, path: str, content: bytes) -> None:
-        """Write a whole file atomically: a reader sees the old one or the new one."""
+        """Write a whole file atomically: a reader sees the old file or the new file, never a part."""
         unfinished = path + UNFINISHED
         if self.is_local:
             with open(unfinished, "wb", buffering=0) as file:  # noqa: PTH123
@@ -136,7 +136,7 @@ class WrittenFiles:
         self._folders[folder].size += len(content)
 
     def lost(self) -> Lost | None:
-        """The first file that is no longer as it was written; None if there is none or only `lost_at_the_end` knows."""
+        """The first file that is missing or was changed; None if all are intact, or only `lost_at_the_end` can tell."""
         return self._first_lost(_changed, self._written) if self.is_local else None
 
     def lost_at_the_end(self) -> Lost | None:

@@ -165,7 +165,7 @@ def _is_permuted(pair: Pair) -> bool:
 
 
 def _same_in_another_dtype(pair: Pair) -> bool:
-    """Whether two tensors of different dtypes hold the same numbers, as far as both dtypes can."""
+    """True if two tensors of different dtypes hold the same numbers, as far as both dtypes can."""
     baseline, candidate = pair.baseline, pair.candidate
     if (
         baseline.dtype == candidate.dtype
@@ -261,7 +261,7 @@ def check_hyper_parameters(baseline: Settings, candidate: Settings, *, step: int
 
 
 def _same_setting(baseline: float, candidate: float) -> bool:
-    """Whether two values of a setting agree, within what a schedule computed in float32 can tell."""
+    """True if two values of a setting agree, within what a schedule computed in float32 can tell."""
     return math.isclose(baseline, candidate, rel_tol=4.0 * UNIT_ROUNDOFF["float32"]) or (
         math.isnan(baseline) and math.isnan(candidate)
     )

@@ -69,7 +69,7 @@ def in_baseline_order(pairs: Iterable[Pair]) -> Callable[[int], int]:
 
 
 def _is_unmerged(baseline: MergedSite, candidate: MergedSite, *, split_alike: bool) -> bool:
-    """Whether an unrecognized batch axis on one side explains different shapes.
+    """True if an unrecognized batch axis on one side explains different shapes.
 
     Either only axis 0 differs, and one length is a multiple of the other; or the runs split their batches into
     different numbers of micro-batches, and one axis differs.
@@ -97,7 +97,7 @@ def _num_ranks(entry: MergedSite) -> int:
 
 
 def _is_later_micro_step(entry: MergedSite, others: StepTable) -> bool:
-    """Whether one run has a tensor once per micro-step and the other, with fewer micro-steps, less often."""
+    """True if one run has a tensor once per micro-step and the other, with fewer micro-steps, less often."""
     return entry.key.micro_step > 0 and any(
         key.path == entry.key.path and key.phase == entry.key.phase for key in others
     )
@@ -220,7 +220,7 @@ class Presence:
         return what if recorded and what not in recorded and not (what == "param" and "update" in recorded) else ""
 
     def _exists_there(self, entry: MergedSite, *, side: int) -> bool:
-        """Whether the run `side` has the module or parameter, so that a missing site is a difference.
+        """True if the run `side` has the module or parameter, so that a missing site is a difference.
 
         Optimizers may keep different state for the same update, so state counts only if a whole parameter is left out.
         """

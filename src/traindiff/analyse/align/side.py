@@ -96,7 +96,7 @@ class Side:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether ranks have different stages of a pipeline, and so different sites."""
+        """True if ranks have different stages of a pipeline, and so different sites."""
         return bool(self._pipelines)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class Side:
         return int(mesh.get("data_parallel", 1))
 
     def would_record(self, step: int) -> bool:
-        """Whether the settings of the run select this step."""
+        """True if the settings of the run select this step."""
         settings = self.recording.run["settings"]
         chosen = parse_steps(settings.get("steps"), where="run.json")
         return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
@@ -252,10 +252,10 @@ StepType = TypeVar("StepType", bound=_Step)
 
 
 class StepsOnDemand(Generic[StepType]):
-    """Steps of a run that follows another one, each given once and in the order of the other run.
+    """Returns the steps of one run in the order in which another run took them; each step only once.
 
     Args:
-        steps: In the order in which they were taken: ascending per optimizer.
+        steps: Steps in the order in which the run took them: ascending for each optimizer.
     """
 
     def __init__(self, steps: Iterator[StepType]) -> None:

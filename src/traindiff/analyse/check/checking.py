@@ -241,7 +241,7 @@ class Endings:
         self._finished: dict[int, dict[str, int]] = {}  # the last finished step, by rank and optimizer
 
     def see(self, step: RunStep) -> None:
-        """Note a step, selected or not."""
+        """Note that a step exists, whether it is selected or not."""
         self._last.update(step.last)
         if step.finished:
             for rank in step.last:
@@ -258,7 +258,7 @@ class Endings:
         return lacking, whole
 
     def _lacks_steps(self, rank: int) -> bool:
-        """Whether the rank would have recorded a further selected step."""
+        """True if the rank would have recorded a further selected step."""
         settings = self._run.run["settings"]
         recorded = parse_steps(settings.get("steps"), where="run.json")
         last = min(self._finished.get(rank, {}).values(), default=-1)

@@ -73,7 +73,7 @@ def other_models(baseline: Side, candidate: Side) -> list[str]:
 
 
 def not_forced(candidate: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One sentence if tensors of a forced run kept their own values, according to its `rank.json` files."""
+    """A sentence if some tensors of a forced run kept their own values, according to its `rank.json` files."""
     own = {site: why for content in candidate for site, why in content.get("not_forced", {}).items()}
     if not own:
         return []

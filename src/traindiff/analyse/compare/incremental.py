@@ -77,14 +77,14 @@ class Noise:
 
 
 class RunningComparison:
-    """Compares two runs while their steps come.
+    """Compares two runs step by step, while their steps arrive.
 
     Args:
         runs: The two runs.
         rename: Turns the candidate's paths into the baseline's.
-        tolerance: Set by the user, in place of floors.
+        tolerance: Tolerance of the user, which replaces the floors.
         noise: The baseline's noise, as far as it is known.
-        history: Records every difference, if a report is to show them.
+        history: Records every difference, if a report will show them.
 
     Attributes:
         runs: The two runs.
@@ -267,5 +267,5 @@ _LEAKY = frozenset({"LeakyReLU", "PReLU", "RReLU"})
 
 
 def _is_of_candidate(finding: Finding) -> bool:
-    """Whether the order of a finding is a place in the candidate's execution order."""
+    """True if the order of a finding is a place in the candidate's execution order."""
     return finding.kind in ("extra", "recomputed") or finding.evidence.get("run") == "candidate"

@@ -1,4 +1,4 @@
-"""What is known of two runs after the steps so far: how far sites differ, and which faults only one run has."""
+"""The state of a comparison after the steps so far: how much sites differ, and which faults only one run has."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ FOLLOWS = 0.05
 
 
 def is_uncalled(finding: Finding) -> bool:
-    """Whether a finding says that one run does not call a module."""
+    """True if a finding says that one run does not call a module."""
     return finding.kind in ("missing", "extra") and finding.phase == "forward"
 
 
 class Judge:
-    """Holds what is known of two runs after the steps so far: findings, differences, and what later floors depend on.
+    """Holds the results for two runs after the steps so far: findings, differences, and the numbers for later floors.
 
     Args:
-        tolerance: Set by the user, in place of floors.
-        forced: Whether the candidate was given the baseline's tensors after each operation.
+        tolerance: Tolerance of the user, which replaces the floors.
+        forced: True if the candidate's tensors were replaced by the baseline's after each operation.
         coefficients: Relative error that the optimizers' own coefficients may have.
-        history: Records every difference, if a report is to show them.
+        history: Records every difference, if a report will show them.
 
     Attributes:
-        run: What the floors of later steps depend on.
+        run: Numbers that determine the floors of later steps.
         differences: Largest difference of each site so far, in units of its floor.
-        all_equal: Whether every pair so far held the same bits.
+        all_equal: True if every pair so far held the same bits.
         previous: The baseline's summaries in the step before, by site.
         nan_in_both: Places at which both runs hold the same NaN.
-        turned: Places at which a choice that rounding may change picked another number of rows.
+        turned: Places where a choice that rounding may change, such as a router's, selected another number of rows.
         absent: Paths of parameters that one run does not train; their further differences are not reported.
     """
 
@@ -89,7 +89,7 @@ class Judge:
 
     @property
     def only_representation_differs(self) -> bool:
-        """Whether only activations, calls of modules, or the order of samples or channels differ."""
+        """True if only activations, calls of modules, or the order of samples or channels differ."""
         if not self._found or not self.learning_agrees or self.tolerance is not None:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
@@ -99,7 +99,7 @@ class Judge:
 
     @property
     def learning_agrees(self) -> bool:
-        """Whether losses, gradients and updates were compared, and none of them differs."""
+        """True if losses, gradients and updates were compared, and none of them differs."""
         phases = {row.phase for row in self.differences.values()}
         return {"loss", "grad", "update"} <= phases and not self.run.learning_differs
 
@@ -120,7 +120,7 @@ class Judge:
 
     @property
     def judges_parameters(self) -> bool:
-        """Whether parameters themselves are judged after a step."""
+        """True if parameters themselves are judged after a step."""
         return self.tolerance is not None and self.tolerance.judges_parameters
 
     def size(self, pair: Pair) -> float | None:
@@ -128,7 +128,7 @@ class Judge:
         return math.inf if self.is_broken(pair) else difference(pair)
 
     def is_broken(self, pair: Pair) -> bool:
-        """Whether a pair holds NaN or infinities that are findings by themselves."""
+        """True if a pair holds NaN or infinities that are findings by themselves."""
         if self.tolerance is None or not self.tolerance.non_finite_fails:
             return False
         activation = pair.baseline.key.phase in ("forward", "backward")

@@ -38,12 +38,12 @@ def limits(runs: TwoRuns, *, learning_agrees: bool) -> tuple[list[str], bool]:
 
 
 def hints(runs: TwoRuns) -> list[str]:
-    """Why sites have no counterpart, as far as the recordings tell."""
+    """The reasons why sites have no counterpart, if the recordings tell."""
     return [f"{label(one.path, one.slot)}: {one.why}." for one in runs.presence.sides()[0] if one.why][:3]
 
 
 def _missing_ranks(runs: TwoRuns) -> Iterator[str]:
-    """What taps that failed, ranks that are missing, and ranks that lack steps of others leave out."""
+    """Sentences about data that are missing: failed taps, missing ranks, and ranks without the steps of other ranks."""
     for name, failed in zip(RUNS, runs.failed, strict=True):
         yield from (f"{name}: {message[0].lower()}{message[1:]}" for message in failed.notes())
     for name, run, side in zip(RUNS, runs.runs, runs.sides, strict=True):

@@ -183,7 +183,7 @@ def localization_message(cause: Cause, row: OperatorRow, alone: Sequence[Operato
 
 
 def place_text(about: AboutOperator) -> str:
-    """Where an operator was called: `model.py:12: x = x @ w`; empty if unknown."""
+    """The line that called an operator: `model.py:12: x = x @ w`; empty if unknown."""
     return f"{about.source}: {about.code}" if about.source and about.code else about.source
 
 

@@ -42,8 +42,8 @@ class StepOperators:
     """The operators of one step.
 
     Attributes:
-        calls: Of baseline and candidate, under the baseline's names, by the module call that they ran in.
-        noise: Of noise recordings.
+        calls: Operators of baseline and candidate, under the baseline's names, by the module call in which they ran.
+        noise: Operators of the noise recordings.
         described: Descriptions of operators in `rank.json`, of both runs, by rank.
     """
 
@@ -59,12 +59,12 @@ class _Measured(NamedTuple):
     made: Farthest
 
     def is_given_other(self, explained: float) -> bool:
-        """Whether its inputs differ by more than the operators before it were found to differ without a fault."""
+        """True if its inputs differ by more than the operators before it were found to differ without a fault."""
         return self.given.size > max(self.given.floor, explained)
 
     @property
     def makes_other(self) -> bool:
-        """Whether its outputs differ by more than its inputs explain."""
+        """True if its outputs differ by more than its inputs explain."""
         inherited = GAIN * self.given.size if math.isfinite(self.given.size) else math.inf
         return self.made.size > max(self.made.floor, inherited)
 
@@ -100,7 +100,7 @@ _TELLING: tuple[Cause, ...] = ("operator", "other-operators", "other-inputs", "n
 
 
 def _is_close(finding: Finding, key: CallKey) -> bool:
-    """Whether a module call usually is where the difference arose.
+    """True if a module call usually is where the difference arose.
 
     An output comes from the module's own operators, and from those of the modules around it that ran before. The
     gradient of an output comes from the backward pass of the modules that used it.
@@ -115,7 +115,7 @@ def _is_close(finding: Finding, key: CallKey) -> bool:
 
 
 def _is_anywhere(finding: Finding, key: CallKey) -> bool:
-    """Whether a call may be where the difference arose: a backward pass also reads tensors of the forward pass."""
+    """True if a call may be where the difference arose: a backward pass also reads tensors of the forward pass."""
     return finding.phase != "forward" or key[2] == "forward"
 
 
@@ -124,7 +124,7 @@ def _is_around(outer: str, path: str) -> bool:
 
 
 def _is_before(finding: Finding, pair: OperatorPair) -> bool:
-    """Whether an operator ran before the finding's site was observed. Unknown for the candidate's own ones."""
+    """True if an operator ran before the finding's site was observed. Unknown for the candidate's own ones."""
     return finding.phase == "grad" or pair.baseline is None or pair.baseline.order < finding.order
 
 

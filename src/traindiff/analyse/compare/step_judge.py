@@ -179,7 +179,7 @@ class StepJudge:
         return None if expected else self._finding(pair, math.inf, 0.0)
 
     def _is_turned(self, pair: Pair) -> bool:
-        """Whether other inputs explain that a choice (of a router, a mask) picked another number of rows."""
+        """True if other inputs explain that a choice (of a router, a mask) picked another number of rows."""
         key, baseline, candidate = pair.baseline.key, pair.baseline.shape, pair.candidate.shape
         before = self._judge.previous.get(key)
         if key.phase not in ("forward", "backward") or baseline == candidate or before is None:

@@ -23,7 +23,7 @@ class Pair:
 
 
 def equal_bits(pair: Pair) -> bool:
-    """Whether both sides are known to hold the same bits."""
+    """True if both sides are known to hold the same bits."""
     baseline, candidate = pair.baseline, pair.candidate
     return bool(
         baseline.exact
@@ -36,7 +36,7 @@ def equal_bits(pair: Pair) -> bool:
 
 
 def is_transposed(pair: Pair) -> bool:
-    """Whether both sides, of a parameter or a tensor that belongs to one, have the same axes in another order."""
+    """True if both sides, of a parameter or a tensor that belongs to one, have the same axes in another order."""
     baseline, candidate = pair.baseline, pair.candidate
     return (
         baseline.key.phase in ("grad", "optimizer", "update", "param")
@@ -124,14 +124,14 @@ CLEAR = 0.05
 
 
 def differing_ranks(pair: Pair, floor: float) -> tuple[int, ...]:
-    """Ranks of the candidate whose parts differ while the parts of other ranks do not.
+    """Ranks of the candidate whose parts differ from the baseline, if the parts of other ranks do not.
 
     Args:
         pair: A site at which the runs differ.
         floor: Relative difference up to which a part counts as equal.
 
     Returns:
-        Their numbers; empty if all differ, or if the recordings do not tell.
+        The numbers of these ranks; empty if all ranks differ, or if the recordings do not show it.
     """
     held = {part.rank for part in pair.candidate.parts}
     if len(held) < 2 or pair.baseline.unobserved or pair.candidate.unobserved:

@@ -78,7 +78,7 @@ class Clip:
 
 
 def is_clip(key: SiteKey) -> bool:
-    """Whether a key is that of the norm or the limit of a call that clips."""
+    """True if a key is that of the norm or the limit of a call that clips."""
     return key[:3] == ("grad", "clipped", ALL_GRADIENTS)
 
 
@@ -111,7 +111,7 @@ def _norm(table: StepTable, key: SiteKey) -> float | None:
 
 
 def _reaches(table: StepTable, limit: float) -> bool:
-    """Whether the largest element of any gradient equals the limit."""
+    """True if the largest element of any gradient equals the limit."""
     gradients = (entry for key, entry in table.items() if key[:2] == ("grad", "") and not entry.unobserved)
     return any(abs(float(largest(entry.summary)) / limit - 1.0) < 1e-6 for entry in gradients if limit)
 

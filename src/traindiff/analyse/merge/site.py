@@ -119,7 +119,7 @@ def num_micro_steps(table: StepTable) -> int:
 
 
 def is_loss_scale(key: SiteKey) -> bool:
-    """Whether a key is that of the loss scale, which may differ between two runs."""
+    """True if a key is that of the loss scale, which may differ between two runs."""
     return (key.phase, key.path) == ("loss", LOSS_SCALE)
 
 

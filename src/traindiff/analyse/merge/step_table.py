@@ -230,10 +230,10 @@ def gap(shape: Sequence[int], shards: Collection[Shard]) -> str:
 
 
 def not_placed(parts: Sequence[tuple[Observation, int, Any]]) -> str:
-    """Why ranks hold different values of one shard of an activation or a loss; empty if they do not.
+    """The reason why ranks hold different values of one shard of an activation or a loss; empty if they do not.
 
     Args:
-        parts: Observation, rank and summary of each.
+        parts: Observation, rank and summary of each part.
     """
     if len(parts) == 1:
         return ""

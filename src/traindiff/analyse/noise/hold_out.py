@@ -191,7 +191,7 @@ class _Seen:
 
     @property
     def differs(self) -> bool:
-        """Whether it differs from the baseline at all."""
+        """True if it differs from the baseline at all."""
         return self.largest is not None and self.largest[0] > 0
 
     def note(self, key: SiteKey, step: int, size: float) -> None:
@@ -201,7 +201,7 @@ class _Seen:
 
 
 def _partial(step: SideStep) -> str:
-    """Why a training was not perturbed fully, as its recording says it; empty if it was."""
+    """The reason, from its recording, why a training was not fully perturbed; empty if it was."""
     said = (entry.unobserved for key, entry in step.table.items() if key.path == ITSELF)
     return next((reason for reason in said if reason.startswith(NO_REPLICA)), "")
 

@@ -138,7 +138,7 @@ def _pairs(baseline: SideStep, replica: SideStep) -> list[Pair]:
 
 
 def is_measured(key: SiteKey) -> bool:
-    """Whether a site has noise. Sites that must be equal to the bit have none."""
+    """True if a site has noise. Sites that must be equal to the bit have none."""
     return key.phase not in UNMEASURED and key.path not in UNMEASURED
 
 
@@ -184,7 +184,7 @@ class Calibration:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a noise recording is not a full replica, so that floors may be too low."""
+        """True if a noise recording is not a full replica, so that floors may be too low."""
         return any(one.partial for one in self.recordings)
 
     def constant(self, phase: str) -> float:

@@ -22,7 +22,7 @@ FIRST_MOMENTS = frozenset({"exp_avg", *LINEAR_STATE})
 
 
 def is_quotient(key: SiteKey, adaptive: Collection[str]) -> bool:
-    """Whether an optimizer has divided this by a moment: an update, or a state that sums updates.
+    """True if an optimizer has divided this by a moment: an update, or a state that sums updates.
 
     Args:
         key: Of the site.
@@ -37,7 +37,7 @@ def is_quotient(key: SiteKey, adaptive: Collection[str]) -> bool:
 
 
 def adaptive_parameters(keys: Iterable[SiteKey]) -> set[str]:
-    """Parameters whose optimizer keeps a moment that it divides by."""
+    """Paths of the parameters whose optimizer divides by a moment of the gradient, such as Adam."""
     return {key.path for key in keys if key.phase == "optimizer" and key.slot not in LINEAR_STATE and not key.group}
 
 
@@ -127,7 +127,7 @@ class SiteFloors:
 
     @property
     def inputs_differ(self) -> bool:
-        """Whether anything that this step has read so far differs at all."""
+        """True if anything that this step has read so far differs at all."""
         return bool(self._floors.flow or self._floors.parameters)
 
     def turned_rows(self, rows: int) -> float:
@@ -271,7 +271,7 @@ class SiteFloors:
         return max(min(measured, given_inputs), self._gated(pair))
 
     def _is_unmeasurable(self, pair: Pair) -> bool:
-        """Whether a few replicas cannot tell how far correct runs may differ.
+        """True if a few replicas cannot tell how far correct runs may differ.
 
         For a handful of numbers, the differences of replicas are a few random draws. The first updates of adaptive
         optimizers are signs, which rarely flip, and change by their whole size if they do.

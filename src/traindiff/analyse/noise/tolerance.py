@@ -16,8 +16,8 @@ from traindiff.errors import ConfigError, Problem
 class TolerancesByPhase:
     """Relative tolerances of some phases; floors decide for the other phases.
 
-    NaN and infinities are findings even if both runs have them. For activations only NaN is: masks are infinite on
-    purpose.
+    NaN and infinities are findings even if both runs have them. For activations, only NaN is a finding, because masks
+    are infinite on purpose.
     """
 
     phases: Mapping[str, float] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class TolerancesByPhase:
 
     @property
     def judges_parameters(self) -> bool:
-        """Whether parameters are judged after a step, in place of their updates."""
+        """True if parameters are judged after a step, in place of their updates."""
         return "param" in self.phases
 
     def floor(self, pair: Pair) -> float | None:

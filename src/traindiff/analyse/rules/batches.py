@@ -20,8 +20,8 @@ FEW = 16
 class SamplesVary(RepeatedRule):
     """Most samples of a batch are constant in every floating-point input: an image of one color, features of 0.
 
-    Whole numbers (tokens, masks, labels) may be constant, and so may floating-point masks beside an input that varies.
-    Black frames and silence exist, so it is a warning.
+    Integers (tokens, masks, labels) may be constant, and so may floating-point masks beside an input that varies. Black
+    frames and silence exist, so the rule only warns.
     """
 
     name = "constant-batch"
@@ -99,8 +99,9 @@ def inputs_of(table: StepTable) -> list[MergedSite]:
 class SamplesDiffer(RepeatedRule):
     """Most samples of a batch occur more than once, in all inputs of the model.
 
-    If data-parallel ranks have the same samples, the sampler does not divide them. Draws with replacement, and data
-    with few different samples, repeat some. So it is a warning, and asks for the larger part of a batch of at least 8.
+    If data-parallel ranks have the same samples, the sampler does not divide them. Drawing with replacement repeats
+    some samples, and so do data with few different samples. So the rule only warns, and only if more than half of the
+    samples of a batch of at least 8 are copies.
     """
 
     name = "duplicate-samples"
@@ -156,11 +157,11 @@ def _same_in_all_micro_steps(samples: Sequence[WholeSample]) -> bool:
 
 
 class BatchesChange(RepeatedRule):
-    """Batches have the same elements as in the step before, or all micro-batches have the same samples.
+    """A step has the same batch as the step before, or all its micro-batches have the same samples.
 
-    All inputs of the model are compared, by fingerprints that do not depend on the order. Optimizers that compute the
-    loss themselves (LBFGS) may do so several times on one batch, so their micro-steps are not compared. People try a
-    model on one batch, and data may be a single batch, so it is a warning.
+    The rule compares all inputs of the model by fingerprints that do not depend on the order of elements. An optimizer
+    that computes the loss itself (LBFGS) may use one batch several times, so the rule does not compare its micro-steps.
+    People try a model on one batch, and the data may be a single batch, so the rule only warns.
     """
 
     name = "repeated-batch"
@@ -203,7 +204,7 @@ class BatchesChange(RepeatedRule):
 
 
 def _same_in_micro_steps(table: StepTable) -> bool:
-    """Whether every micro-step of a rank has the same samples."""
+    """True if every micro-step of a rank has the same samples."""
     found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for one in whole_samples(table):
         found.setdefault((one.rank, one.micro_step), []).append(one.fingerprints)
@@ -215,5 +216,5 @@ def _same_in_micro_steps(table: StepTable) -> bool:
 
 
 def _has_closure(table: StepTable, first_input: MergedSite) -> bool:
-    """Whether the optimizer computes the loss itself: it was called before the first forward pass."""
+    """True if the optimizer computes the loss itself: it was called before the first forward pass."""
     return any(key.group and entry.order < first_input.order for key, entry in table.items())

@@ -15,7 +15,8 @@ _MOST_NAMED = 3
 class OptimizersAloneChangeParameters(Rule):
     """Parameters changed between two steps, after one step of the optimizer and before the next forward pass.
 
-    Some trainings do that on purpose: they clip weights, load other ones, or swap in averages. So it is a warning.
+    Some trainings do this on purpose: they clip weights, load other weights, or replace them by averages. So the rule
+    only warns.
     """
 
     name = "edited"

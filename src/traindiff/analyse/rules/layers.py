@@ -26,11 +26,11 @@ FEWEST_ELEMENTS = 256
 class EvaluationIsCertain(Rule):
     """Dropout modules drop as large a share of their input in evaluation as in training.
 
-    Active dropout sets that share to 0; inactive dropout returns its input. So dropout is active if the share of zeros
-    is the same as in training, within 6 deviations of chance, and if the module returns a tensor with both signs
-    (behind a ReLU or a softmax zeros are usual) that no module before it returned. Needs `record(evaluation=True)`;
-    without it, evaluation is not recorded. Some draw from an active dropout on purpose (Gal and Ghahramani, 2016), so
-    it is a warning.
+    Active dropout sets that share to 0; inactive dropout returns its input. So dropout is active under three
+    conditions. The share of zeros is the same as in training, within 6 deviations of chance. The returned tensor has
+    both signs (behind a ReLU or a softmax, zeros are usual). And no earlier module returned the same tensor. The rule
+    needs `record(evaluation=True)`; without it, evaluation is not recorded. Some people use active dropout on purpose
+    to draw samples (Gal and Ghahramani, 2016), so the rule only warns.
     """
 
     name = "dropout-in-evaluation"
@@ -79,7 +79,7 @@ def _share(entry: MergedSite) -> float:
 
 
 def _has_both_signs(entry: MergedSite) -> bool:
-    """Whether there are enough numbers below and above 0 for zeros to stand out."""
+    """True if there are enough numbers below and above 0 for zeros to stand out."""
     count, negative, zero = (int(entry.summary[name]) for name in ("count", "negative", "zero"))
     present = count - zero
     return count >= FEWEST_ELEMENTS and present > 0 and 0.05 < negative / present < 0.95
@@ -93,12 +93,12 @@ FEW = 16
 
 
 class UnitsAreSensitive(RepeatedRule):
-    """The mean derivative of `Tanh` and `Sigmoid` modules is next to nothing, step after step.
+    """The mean derivative of `Tanh` and `Sigmoid` modules is almost 0, step after step.
 
     The derivative follows from the output, and its mean from the output's sum and sum of squares: 1 - y^2 and y (1 -
-    y). At 1 % of the largest derivative, outputs of a Tanh are 0.995 on the average. The model's own output is left
-    out: a classifier that is right is saturated. Gates inside a model may rightly be saturated, so it is a warning.
-    `torch.tanh` and `torch.sigmoid`, gates inside an LSTM, and other activations are not seen.
+    y). At 1 % of the largest derivative, outputs of a Tanh are 0.995 on average. The rule ignores the model's own
+    output, because a correct classifier is saturated. Gates inside a model may rightly be saturated, so the rule only
+    warns. It does not see `torch.tanh` and `torch.sigmoid`, gates inside an LSTM, and other activations.
     """
 
     name = "saturated-units"
@@ -157,11 +157,12 @@ class UnitsLive(Rule):
     """Most units of a layer behind a `ReLU` module return 0 for every sample, in every one of the last steps.
 
     A unit that is below 0 for all inputs gets no gradient, so it stays there (Lu et al., Dying ReLU, 2019). The
-    recording keeps the largest magnitudes of up to 16 groups of units (profiles, FORMAT.md), so a group counts as dead
-    if all of its units are dead: a sixteenth of the channels of a convolution, and 16 units or a sixteenth of a linear
-    layer. So the rule misses single dead units, of which a healthy layer has some, and never counts a live one. A ReLU
-    that is called as a function is not a module, and is not seen. Neither are GELU, SiLU and others that return almost
-    0. If a whole layer of those is dead, the weights before it get no gradient, which is `no-gradient`.
+    recording keeps the largest magnitudes of up to 16 groups of units (profiles, FORMAT.md). A group is a sixteenth of
+    the channels of a convolution, and 16 units or a sixteenth of a linear layer. A group counts as dead only if all of
+    its units are dead. So the rule misses single dead units (a healthy layer has some), and never counts a live one.
+    The rule does not see a ReLU that is called as a function, because it is not a module. It does not judge GELU, SiLU
+    and others, because they return numbers near 0, not 0. If a whole layer of those is dead, the weights before it get
+    no gradient, and the rule `no-gradient` finds it.
     """
 
     name = "dead-units"
@@ -209,7 +210,7 @@ class UnitsLive(Rule):
 
 
 def _by_rows(shape: tuple[int, ...]) -> bool:
-    """Whether the units are on axis 1 (channels of an image), and not on the last one (features)."""
+    """True if the units are on axis 1 (channels of an image), and not on the last one (features)."""
     return len(shape) > 3
 
 

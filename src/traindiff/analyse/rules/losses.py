@@ -60,16 +60,16 @@ class _LossTrend(Rule):
 
     @property
     def _is_judged(self) -> bool:
-        """Whether there are enough losses, all of them positive."""
+        """True if there are enough losses, all of them positive."""
         return self._positive and self._num_steps >= max(self.limit("least_steps"), 2 * self.ends)
 
 
 class LossDecreases(_LossTrend):
     """The median of the last 16 losses is not smaller than that of the first 16.
 
-    A model that is nearly as good as it will get does not improve either, so it is a warning, and only after 100 steps.
-    Only losses that are always positive are judged. For others (returns of a policy), and for trainings with several
-    losses, it is unknown which value is better.
+    A model that is nearly as good as it can get does not improve either, so the rule only warns, and only after 100
+    steps. Only losses that are always positive are judged. For others (returns of a policy), and for trainings with
+    several losses, it is unknown which value is better.
     """
 
     ends = 16
@@ -97,11 +97,11 @@ class LossDecreases(_LossTrend):
 
 
 class LossDoesNotDiverge(_LossTrend):
-    """The losses end at twice the value that they began with, or more.
+    """At the end, the losses are at least twice as large as at the beginning.
 
-    All of the last 5 losses are above all of the first 5, and their median is twice the largest of these. Only losses
-    that are always positive are judged. For others, and for trainings with several losses, it is unknown which value is
-    worse.
+    Each of the last 5 losses is above each of the first 5, and the median of the last 5 is twice the largest of the
+    first 5. Only losses that are always positive are judged. For others, and for trainings with several losses, it is
+    unknown which value is worse.
     """
 
     ends = 5
@@ -233,14 +233,15 @@ BEGINNING = 5
 class NothingSpikes(Rule):
     """Losses or gradient norms are far above those of the steps before.
 
-    Both are compared with median and median deviation of the last 32 steps, which the spike itself does not change. A
-    spike of the loss also undoes at least half of what the run had gained since it began, and doubles the loss. A spike
-    of the gradient norm is also 10 x the median, and twice as large as any norm before. So the one batch that a nearly
-    perfect model gets wrong is not a spike. Trainings often recover (Chowdhery et al., PaLM, 2022, section 5.1: about
-    20 spikes, skipped over by hand), so it is a warning.
+    The rule compares both with the median and the median deviation of the last 32 steps; the spike itself does not
+    change these. A spike of the loss must also undo at least half of what the run had gained since it began, and double
+    the loss. A spike of the gradient norm must also be 10 x the median, and twice as large as any norm before. So it is
+    not a spike if a nearly perfect model gets one batch wrong. Trainings often recover (Chowdhery et al., PaLM, 2022,
+    section 5.1: about 20 spikes, skipped over by hand), so the rule only warns.
 
-    The tensor that moved first is the first in execution order that is 3 x as large as usual, and 6 x as far from it as
-    it usually is: an update or a learning rate of the step before, or else something in this step.
+    The finding names the tensor that moved first: the first one in execution order that is 3 x as large as usual, and 6
+    x as far from its usual size as it usually is. It may be an update or a learning rate of the step before, or
+    anything in this step.
     """
 
     name = "spike"

@@ -28,8 +28,9 @@ class _Rate:
 class ScheduleIsFollowed(Rule):
     """The learning rate of groups with a torch scheduler never changes.
 
-    A scheduler writes `initial_lr` into the groups of its optimizer. If nobody calls its `step`, the learning rate
-    stays the same. It also does so under a constant schedule, and until the first epoch ends, so it is a warning.
+    A scheduler writes `initial_lr` into the groups of its optimizer. If nobody calls the scheduler's `step`, the
+    learning rate stays the same. It also stays the same under a constant schedule, and until the first epoch ends, so
+    the rule only warns.
     """
 
     name = "unchanged-learning-rate"
@@ -76,7 +77,7 @@ class ScheduleIsFollowed(Rule):
 
 
 def may_be_left_out(table: StepTable) -> bool:
-    """Whether a loss scaler left the step out, or may have: it does so if any gradient is not finite."""
+    """True if a loss scaler left the step out, or may have: it does so if any gradient is not finite."""
     return any(
         (key.phase == "optimizer" and key.slot == SKIPPED)
         or (key[:2] == ("grad", "") and not entry.unobserved and nonfinite_count(entry.summary))
@@ -85,7 +86,7 @@ def may_be_left_out(table: StepTable) -> bool:
 
 
 def is_left_out(table: StepTable) -> bool:
-    """Whether a loss scaler left the step out: it is marked, or there is a scale and a gradient is not finite.
+    """True if a loss scaler left the step out: it is marked, or there is a scale and a gradient is not finite.
 
     A fused optimizer leaves steps out itself, and sets no mark.
     """
@@ -95,7 +96,7 @@ def is_left_out(table: StepTable) -> bool:
 
 
 def has_loss_scale(table: StepTable) -> bool:
-    """Whether the loss of the step was multiplied by a loss scale."""
+    """True if the loss of the step was multiplied by a loss scale."""
     return any(is_loss_scale(key) for key in table)
 
 
@@ -119,7 +120,7 @@ def optimizer_of(table: StepTable) -> str:
 
 
 def moves_parameters(table: StepTable) -> bool:
-    """Whether the optimizer was to move anything: no loss scaler left the step out, and some learning rate is not 0.
+    """True if the optimizer was to move anything: no loss scaler left the step out, and some learning rate is not 0.
 
     If no learning rate was recorded, it is assumed to be set.
     """
@@ -130,7 +131,7 @@ def moves_parameters(table: StepTable) -> bool:
 class LearningRateIsSet(RepeatedRule):
     """The learning rates of all groups of an optimizer are 0 for several steps in a row: nothing moves.
 
-    A warm-up begins at 0 for one step, and a decay may end there. Single groups may rest at 0.
+    A warm-up begins at 0 for one step, and a decay may end there. Single groups may stay at 0.
     """
 
     name = "zero-learning-rate"
@@ -187,9 +188,9 @@ def adam_states(table: StepTable) -> Iterator[AdamState]:
 class SecondMomentsHold(RepeatedRule):
     """Many elements have a nonzero first moment and a second moment that is 0, or subnormal.
 
-    Adam divides by the root of the second moment. If the square of a gradient is lost (below 1e-23 in float32, below
-    2e-4 in float16), only eps is left to divide by, and the update is as large as lr x gradient / eps. Single
-    parameters may have gradients that are mathematically 0, so elements of all parameters are counted together.
+    Adam divides by the root of the second moment. If rounding removes the square of a gradient (below 1e-23 in float32,
+    below 2e-4 in float16), Adam divides by eps alone, and the update is as large as lr x gradient / eps. Single
+    parameters may have gradients that are mathematically 0, so the rule counts the elements of all parameters together.
     """
 
     name = "zero-second-moment"
@@ -225,9 +226,9 @@ class SecondMomentsHold(RepeatedRule):
 class EpsIsSmall(RepeatedRule):
     """In most of a model, the largest root of a parameter's second moment is below eps.
 
-    Then Adam is gradient descent with the learning rate lr / eps. Biases before a normalization, and keys of attention,
-    have gradients that are 0 but for rounding, and a model that fits its data perfectly has them everywhere. So the
-    rule asks for more than half of all elements, and is a warning.
+    Then Adam is gradient descent with the learning rate lr / eps. Biases before a normalization, and key biases of
+    attention, have gradients that are 0 except for rounding. If a model fits its data perfectly, all its gradients are
+    like this. So the rule requires more than half of all elements, and only warns.
     """
 
     name = "eps-dominates"

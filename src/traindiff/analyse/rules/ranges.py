@@ -27,16 +27,16 @@ _PASS = frozenset({"batch", "forward", "loss", "backward"})
 class FiniteThroughout(Rule):
     """The first NaN or infinity in execution order: everything observed before it in the step is finite.
 
-    It is found once. What follows from it is not found again, unless everything is finite in between. There is no
-    limit: the first non-finite number is one too many. These are not findings:
+    The rule reports it once. It reports another one only if everything was finite in between. The rule has no limit,
+    because a healthy run has no such number. These are not findings:
 
     * -inf in a batch, in a tensor whose finite elements are all 0 or whose name says mask, and in outputs of modules
-    (masked scores), if only finite numbers follow from it, or if it was there in steps before;
-    * gradients of a step that a loss scaler leaves out: it is there to find those;
+      (masked scores), if only finite numbers are computed from it, or if earlier steps had it too;
+    * gradients of a step that a loss scaler skips, because the scaler detects those itself;
     * infinities in buffers (masks, ranges that were not measured yet), settings of optimizers, limits of clipping, and
     logged numbers.
 
-    This replaces `DebugUnderflowOverflow` of transformers, which sees forward passes only.
+    transformers' `DebugUnderflowOverflow` sees forward passes only; this rule sees all phases.
     """
 
     name = "non-finite"
@@ -87,7 +87,7 @@ def _suspect(entry: MergedSite) -> _Suspect:
 
 
 def _is_right(key: SiteKey, entry: MergedSite, *, scaled: bool) -> bool:
-    """Whether a non-finite site may be correct."""
+    """True if a non-finite site may be correct."""
     summary = entry.summary
     only_masks = not int(summary["nan"]) and not int(summary["positive_infinity"])
     if key.phase == "update" or key.stage in (SAMPLE, "clipped") or key.group or key.slot == "logged":
@@ -141,7 +141,7 @@ def _before(table: StepTable, origin: MergedSite) -> MergedSite | None:
 
 
 def _overflows(origin: MergedSite, summary: Any, size: float) -> bool:
-    """Whether numbers seem to be too large for the dtype, rather than wrong."""
+    """True if numbers seem to be too large for the dtype, rather than wrong."""
     end = LARGEST.get(origin.dtype, inf)
     return size > end / NEAR or (end <= NARROW and not int(summary["nan"]))
 
@@ -168,11 +168,12 @@ def _advice(origin: MergedSite, *, overflows: bool) -> str:
 
 
 class LossScaleSettles(Rule):
-    """A loss scaler leaves out steps although its scale is 1 or less, or it leaves out too many steps.
+    """A loss scaler skips steps although its scale is 1 or less, or it skips too many steps.
 
-    A scaler that begins at 65536 may rightly leave out some of the first steps, halving its scale each time, and then
-    one in 2000, to find out how far it can go. At a scale of 1 gradients overflow by themselves, and a smaller scale
-    only loses their small elements. 20 of 40 steps are more than the 16 that it takes to come from 65536 to 1.
+    A scaler that begins at 65536 may rightly skip some of the first steps. It halves its scale each time. Later it may
+    skip one step in 2000, because it tries a larger scale. At a scale of 1, gradients overflow by themselves, and a
+    smaller scale would only lose their small elements. The scale needs 16 skipped steps to fall from 65536 to 1, so 20
+    of 40 steps are too many.
     """
 
     name = "skipped-steps"
@@ -235,11 +236,12 @@ _UNSCALED = frozenset({"backward", "grad"})
 
 
 class FarFromOverflow(Rule):
-    """Activations, gradients or parameters are within a factor of the largest finite number of their dtype.
+    """Activations, gradients or parameters come within a factor of 4 of the largest finite number of their dtype.
 
-    In float16, which ends at 65504, activations of a healthy transformer are below about 1000; those within a factor of
-    4 of its end leave two doublings. Gradients that are multiplied by a loss scale are left out: a scaler raises it
-    until they overflow. So are elements that equal the largest number itself, with which masks are filled.
+    The largest number of float16 is 65504, and activations of a healthy transformer are below about 1000. If an element
+    is within a factor of 4 of the largest number, it can double only twice. The rule ignores gradients that are
+    multiplied by a loss scale, because the scaler raises the scale until they overflow. It also ignores elements that
+    equal the largest number, because masks are filled with it.
     """
 
     name = "near-overflow"

@@ -113,8 +113,9 @@ KIND = "ranks-disagree"
 class CopiesAgree(Rule):
     """Copies of parameters, optimizer state and reduced gradients differ between ranks, by fingerprint.
 
-    The same for random state, if a forward pass draws from it and ranks work on the same samples. The rule names the
-    ranks outside of the largest group that agrees. If two ranks differ, it is unknown which one is wrong.
+    The rule also compares random state, if a forward pass draws from it and ranks work on the same samples. It names
+    the ranks that are not in the largest group that agrees. If there are only two ranks, it is unknown which one is
+    wrong.
     """
 
     name = "ranks-disagree"
@@ -148,7 +149,7 @@ class CopiesAgree(Rule):
 
 
 def _must_agree(table: StepTable, key: SiteKey) -> bool:
-    """Whether copies on several ranks are equal in a correct run. Buffers may hold a rank's own statistics."""
+    """True if copies on several ranks are equal in a correct run. Buffers may hold a rank's own statistics."""
     if key.path == "rng":
         after = table.get(key._replace(stage="after"))
         return key.stage == "before" and after is not None and _draws(table[key], after)
@@ -156,7 +157,7 @@ def _must_agree(table: StepTable, key: SiteKey) -> bool:
 
 
 def _draws(before: MergedSite, after: MergedSite) -> bool:
-    """Whether a forward pass changed the state of the generator on some rank."""
+    """True if a forward pass changed the state of the generator on some rank."""
     states = {(part.rank, part.micro_step): int(part.summary["fingerprint"]) for part in before.parts}
     return any(
         states.get((part.rank, part.micro_step)) not in (None, int(part.summary["fingerprint"])) for part in after.parts

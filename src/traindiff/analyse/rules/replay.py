@@ -1,4 +1,4 @@
-"""Whether an optimizer does what its own settings say, judged from one run's replayed updates."""
+"""True if an optimizer does what its own settings say, judged from one run's replayed updates."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Replayed:
 
     @property
     def is_of_its_own(self) -> bool:
-        """Whether the optimizer is a subclass, with a step of its own, of the one that was replayed."""
+        """True if the optimizer is a subclass, with a step of its own, of the one that was replayed."""
         return "(" in self.key.slot
 
     @property
@@ -102,7 +102,7 @@ class Replayed:
 
     @property
     def never_moved(self) -> bool:
-        """Whether no element has moved."""
+        """True if no element has moved."""
         return int(self.taken.summary["zero"]) == int(self.taken.summary["count"])
 
     def fitting(self, limit: float) -> list[str]:
@@ -211,7 +211,7 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
 
 
 def _is_lost(one: Replayed, share: float) -> bool:
-    """Whether rounding loses most of a right update that would have mattered."""
+    """True if rounding loses most of a right update that would have mattered."""
     u, size = UNIT_ROUNDOFF.get(one.dtype, 0.0), float(norm(one.value.summary))
     stored = float(norm(one.rounding.summary))  # at least u times the parameter
     return u >= SHORT and one.lost_share > share and size > PATIENCE * stored

@@ -1,4 +1,4 @@
-"""Whether logged numbers about the gradients agree with the recorded gradients."""
+"""True if logged numbers about the gradients agree with the recorded gradients."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ SHARP = 1e-4
 class ReportedNumbersFit(Rule):
     """Logged numbers about the gradients do not agree with the recorded gradients.
 
-    Only what can be derived is judged. A reported norm may be of the gradients before or after clipping, smoothed, or
-    of another order. It is found wrong only if the rule can name the parameters that are left out or counted twice.
-    That rests on two equal numbers, which may be a coincidence: it is reported when it is seen a second time in a row.
+    A reported norm may be computed before or after clipping, may be smoothed, or may have another order. So the rule
+    reports it only if it can name the parameters that the norm omits or counts twice. This conclusion follows from two
+    equal numbers, which may be a coincidence. So the rule waits until it finds the same a second time in a row.
     """
 
     name = "reported-numbers"
@@ -238,5 +238,5 @@ def _logged(table: StepTable, names: re.Pattern[str]) -> Iterable[tuple[MergedSi
 
 
 def _is_round(value: float) -> bool:
-    """Whether a norm is a chosen number, to three digits: a clipping limit."""
+    """True if a norm is a chosen number, to three digits: a clipping limit."""
     return abs(value / float(f"{value:.3g}") - 1.0) <= 2e-5

@@ -99,13 +99,13 @@ class Rule:
     """Limits that users can set, by name."""
 
     warns: ClassVar[bool] = False
-    """Whether its findings are warnings, which leave a run healthy."""
+    """True if its findings are warnings, which leave a run healthy."""
 
     judges_unfinished: ClassVar[bool] = False
-    """Whether it also judges the last step of a run that ended before the optimizer was called."""
+    """True if it also judges the last step of a run that ended before the optimizer was called."""
 
     tells_runs_apart: ClassVar[bool] = False
-    """Whether `traindiff compare` asks it too. Most faults it finds by itself, and better."""
+    """True if `traindiff compare` asks it too. Most faults it finds by itself, and better."""
 
     def __init_subclass__(cls) -> None:
         if not cls.kinds and hasattr(cls, "name"):
@@ -250,7 +250,7 @@ class RunJudge:
         return sorted(found, key=lambda finding: finding.order)
 
     def is_warning(self, finding: Finding) -> bool:
-        """Whether a finding is of a rule that warns."""
+        """True if a finding is of a rule that warns."""
         return any(finding.kind in rule.kinds for rule in self._rules if rule.warns)
 
     def note_unknown(self, table: StepTable) -> None:

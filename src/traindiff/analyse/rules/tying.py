@@ -25,10 +25,10 @@ class _Bits(NamedTuple):
 class TyingStays(Rule):
     """An embedding and a head are two parameters with the same bits before the first step, and then differ.
 
-    Or the other way round. Two parameters that begin equal are the remains of a tie that loading, moving or wrapping
-    the model has cut; each of them then learns alone. They may also be copies on purpose, so it is a warning. Layers
-    that are copies of each other (as `nn.TransformerEncoder` makes them) begin with the same bits too, so only an
-    embedding and a linear layer are compared.
+    The rule also reports the opposite. If two parameters begin with the same bits, they were probably tied, and
+    loading, moving or wrapping the model has separated them; then each learns alone. They may also be copies on
+    purpose, so the rule only warns. Layers that are copies of each other (as `nn.TransformerEncoder` makes them) begin
+    with the same bits too. So the rule compares only an embedding with a linear layer.
     """
 
     name = "tying-changed"
@@ -78,7 +78,7 @@ class TyingStays(Rule):
 
 
 def _is_constant(entry: MergedSite) -> bool:
-    """Whether all elements that are numbers are the same one, or none is a number: that proves no tie."""
+    """True if all elements that are numbers are the same one, or none is a number: that proves no tie."""
     return float(entry.summary["minimum"]) >= float(entry.summary["maximum"])
 
 
@@ -96,10 +96,10 @@ def _pairs(weights: Mapping[str, tuple[str, _Bits]]) -> dict[tuple[str, str], bo
 class TiedGradientsAddUp(Rule):
     """The gradient of an embedding that is also the head lacks the head's contribution.
 
-    A softmax over the vocabulary sends a gradient to every row of the head, an embedding only to the rows of the tokens
-    in the batch. So the head's part is lost if the gradient has rows of zeros, although no element of the gradient at
-    the head's output is zero. The reverse, and weights that are tied otherwise, cannot be recognized from summaries of
-    one run.
+    A softmax over the vocabulary gives every row of the head a gradient. An embedding gives one only to the rows of the
+    tokens in the batch. So the head's part is lost if the gradient has rows of zeros, although no element of the
+    gradient at the head's output is zero. Summaries of one run do not show a lost embedding part, or faults of weights
+    that are tied in another way.
     """
 
     name = "tied-gradient"

@@ -25,7 +25,7 @@ class OptimizersHaveGradients(RepeatedRule):
     """None of the parameters that an optimizer holds has a gradient, for several steps in a row: nothing moves.
 
     The cause is `zero_grad` between `backward` and `step`, or a loss that does not depend on the optimizer's
-    parameters. A gradient of zeros counts as a gradient: a loss may be satisfied with every sample.
+    parameters. A gradient of zeros counts as a gradient, because the loss of every sample may already be minimal.
     """
 
     name = "idle-optimizer"
@@ -63,9 +63,9 @@ class _Without:
 
 
 class GradientsArrive(Rule):
-    """The gradient of a parameter is None, or 0 in every element, in every step in which something could move.
+    """In every step in which something could move, the gradient of a parameter is None, or 0 in every element.
 
-    Often that is intended (a pooler that a task does not use, an expert that is never chosen), so it is a warning.
+    Often this is intended (a pooler that a task does not use, an expert that is never chosen), so the rule only warns.
     Otherwise something was detached, computed under `no_grad`, or multiplied by 0.
     """
 
@@ -77,7 +77,7 @@ class GradientsArrive(Rule):
     }
 
     def begin(self) -> None:
-        """Nothing was seen so far."""
+        """Start with an empty state."""
         self._without: dict[str, _Without] = {}
         self._seen: set[str] = set()
 
@@ -151,14 +151,14 @@ class _Resting:
 class ParametersMove(Rule):
     """The bits of a parameter never change, although steps pass that should change them.
 
-    A step should change a parameter that an optimizer holds if all gradients are finite and one step of gradient
-    descent would change it by more than rounding, even if each element of the gradient counted for no more than 1, as
-    in optimizers that normalize its size: `lr * min(||gradient||, sqrt(n)) > 2 u ||parameter||`, with n elements and
-    the learning rate of its own group. So these do not count: gradients that are mathematically zero, groups with a
-    learning rate of 0, steps that a loss scaler left out (a fused optimizer leaves them out itself, and does not say
-    so), and short dtypes that round small updates away, which `UpdatesFollowSettings` judges better. A parameter that
-    requires a gradient and that no optimizer holds should change in each step that is not left out. If these are most
-    of a model, as when its head is trained alone, that is a note.
+    A step should change a parameter of an optimizer if all gradients are finite and a step of gradient descent would
+    change the parameter by more than its rounding: `lr * min(||gradient||, sqrt(n)) > 2 u ||parameter||`, with n
+    elements and the learning rate of the parameter's group. The limit sqrt(n) allows for optimizers that normalize the
+    size of the gradient. So these do not count: gradients that are mathematically zero, groups with a learning rate of
+    0, and steps that a loss scaler skips (a fused optimizer skips them itself, and does not say so). Short dtypes that
+    round small updates away do not count either; `UpdatesFollowSettings` judges those better. If a parameter requires a
+    gradient and no optimizer holds it, each step that is not skipped should change it. If most parameters of a model
+    are like this, as when only its head is trained, the rule gives a note.
     """
 
     name = "never-updated"
@@ -168,7 +168,7 @@ class ParametersMove(Rule):
     }
 
     def begin(self) -> None:
-        """Nothing was seen so far."""
+        """Start with an empty state."""
         self._resting: dict[str, _Resting] = {}
         self._moved: set[str] = set()
         self._unheld = self.facts.trainable - self.facts.held_in.keys() if self.facts.held_in else frozenset[str]()
@@ -228,7 +228,7 @@ class ParametersMove(Rule):
 
     @property
     def _rest_is_meant(self) -> bool:
-        """Whether so much of the model rests that nobody can have forgotten it."""
+        """True if so much of the model rests that nobody can have forgotten it."""
         held = self.facts.held_in.keys() & self.facts.trainable
         return bool(held) and len(self._held_by_none) > len(held)
 
@@ -257,7 +257,7 @@ def _parameters(table: StepTable, *, stage: str) -> Iterator[tuple[str, MergedSi
 
 
 def _should_move(table: StepTable, parameter: MergedSite, rate: float) -> bool:
-    """Whether a step would change more of a parameter than rounding could."""
+    """True if a step would change more of a parameter than rounding could."""
     gradient = table.get(SiteKey("grad", "", parameter.key.path, "grad"))
     if gradient is None or gradient.unobserved:
         return False

@@ -62,13 +62,14 @@ def weight_gradients(table: StepTable) -> list[WeightGradient]:
 
 
 class GradientsReachEveryLayer(RepeatedRule):
-    """Weights have gradients many orders of magnitude smaller than those of the layer with the largest ones.
+    """Weights have gradients many orders of magnitude smaller than the layer with the largest gradients.
 
     The rule compares the root mean squares of the gradients' elements. In the trainings on which the limit was tried
-    (GPT, MLP, convolutions with batch normalization), the smallest is 0.005 of the largest. Layers whose output is
-    first scaled by 1e-6, as some are on purpose, begin with a millionth, and the limit is a thousandth of that. Behind
-    twelve sigmoids it is 7e-11 (Hochreiter, 1991; Glorot and Bengio, 2010). Another rule (`no-gradient`) finds
-    gradients that are exactly 0, such as those behind a head of zeros in the first step.
+    (GPT, MLP, convolutions with batch normalization), the smallest is 0.005 of the largest. Some models scale the
+    output of a layer by 1e-6 at the beginning, on purpose. The gradients of such a layer begin at a millionth of the
+    largest, and the limit is a thousandth of that. Behind twelve sigmoids, the share is 7e-11 (Hochreiter, 1991; Glorot
+    and Bengio, 2010). Another rule (`no-gradient`) finds gradients that are exactly 0, such as those behind a head of
+    zeros in the first step.
     """
 
     name = "vanishing-gradients"
@@ -103,13 +104,13 @@ class GradientsReachEveryLayer(RepeatedRule):
 
 
 class GradientsStayBounded(RepeatedRule):
-    """Weights have gradients many orders of magnitude larger than those of the layer nearest the loss.
+    """Weights have gradients many orders of magnitude larger than the layer nearest the loss.
 
     The rule compares the root mean squares of the gradients' elements. The nearest layer is the one whose module
     returns last in the forward pass. In the trainings on which the limit was tried, no layer has more than 80 x the
-    last one's. In recurrent layers whose matrices enlarge their inputs, it grows with every position (Pascanu et al.,
-    2013). A last layer may have a tiny gradient because its loss counts little, so the other gradient must also be
-    large by itself: several times as large as the weight, before clipping.
+    last one's. In recurrent layers whose matrices enlarge their inputs, the gradient grows with every position (Pascanu
+    et al., 2013). A last layer may have a tiny gradient because its loss counts little, so the other gradient must also
+    be large by itself: several times as large as the weight, before clipping.
     """
 
     name = "exploding-gradients"
@@ -170,9 +171,10 @@ def weight_updates(table: StepTable) -> Iterator[tuple[MergedSite, float]]:
 class UpdatesAreLargeEnough(RepeatedRule):
     """Half of all weights move by less than a ten-millionth of their size, step after step.
 
-    Ten million steps in one direction would then replace them; a thousand is usual. A weight of a short dtype that has
-    a gradient and a learning rate, and does not move at all, counts: its updates are rounded away. This may hold for a
-    while at the ends of a warm-up and of a decay, so it is a warning.
+    Then it would take ten million steps in one direction to replace the weights; a thousand is usual. The rule also
+    counts a weight of a short dtype that has a gradient and a learning rate and does not move at all, because rounding
+    removes its updates. Updates may be this small for a while at the beginning of a warm-up and at the end of a decay,
+    so the rule only warns.
     """
 
     name = "small-updates"
@@ -214,10 +216,11 @@ class UpdatesAreLargeEnough(RepeatedRule):
 class UpdatesAreSmall(RepeatedRule):
     """Steps move weights by a large part of their own norm, again and again.
 
-    About 1e-3 is usual. In the healthy trainings on which the limit was tried, the largest update after the tenth step
-    is 0.1, and 0.5 with sigmoids and a learning rate of 0.5. A weight that begins at 0 is replaced by its first update,
-    halved by the second, and so on; if updates point in random directions, the tenth is still 0.32 of the weight. So a
-    weight that moves by half of itself ten times in a row has forgotten what it had learned.
+    An update of about 1e-3 of the weight's norm is usual. In the healthy trainings on which the limit was tried, the
+    largest update after the tenth step is 0.1, and 0.5 with sigmoids and a learning rate of 0.5. If a weight begins at
+    0, its first update is all of the weight, its second a half, and so on. If the updates point in random directions,
+    the tenth is still 0.32 of the weight. So if a weight moves by half of its size ten times in a row, it has lost what
+    it had learned.
     """
 
     name = "large-updates"

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class PrecisionDebugger:
-    """Monitors the gradients that optimizers are given, as a configuration file of msprobe says.
+    """Monitors the gradients that optimizers receive, according to a configuration file of msprobe.
 
     Args:
         config_path: The file; its `task` is `grad_probe`.
-        dump_path: Directory to write to, in place of the file's.
+        dump_path: Directory to write to, instead of the one in the file.
 
     Raises:
         ConfigError: The file cannot be read, or something in it is wrong.
@@ -43,16 +43,16 @@ class PrecisionDebugger:
     def monitor(self, model: torch_nn.Module | mindspore_nn.Cell | Sequence[mindspore_nn.Cell]) -> None:
         """Monitor the optimizers of a model of PyTorch, or an optimizer of MindSpore, from the next step on.
 
-        Each optimizer counts its own steps. The files of a step are there when the step has ended. A second call with
-        the same object does nothing more.
+        Each optimizer counts its own steps. The files of a step exist when the step has ended. A second call with the
+        same object has no effect.
 
         Args:
             model: Under PyTorch the root module, wrapped or not; under MindSpore the optimizer, or several, before the
                 training is compiled.
 
         Raises:
-            ConfigError: It is none that can be observed, a name in `param_list` is none of its parameters, or the
-                directory holds the files of another run. Nothing was attached and nothing was written.
+            ConfigError: The model cannot be observed, a name in `param_list` is not one of its parameters, or the
+                directory holds files of another run. Then nothing is attached and nothing is written.
         """
         if self._recorder is not None and self._monitored is model:
             warnings.warn("monitor(...): this is monitored already.", TraindiffWarning, stacklevel=2)

@@ -31,14 +31,15 @@ from traindiff.storage import Recording, StepObservations
 
 
 class StepFiles:
-    """Writes the table and the directions of each step of a rank, each file at once.
+    """Writes the table and the directions of each step of a rank. Each file is written as a whole.
 
-    Steps are counted per optimizer. What several optimizers were given in their steps of one number is in one table.
+    Each optimizer counts its own steps. If several optimizers have a step of the same number, one table has the
+    gradients of all.
 
     Args:
-        directory: Of the rank.
-        columns: Of the tables.
-        names: What parameters are called in the files, by canonical path. Others are called by their path.
+        directory: Directory of the rank.
+        columns: Columns of the tables.
+        names: Names of parameters in the files, by canonical path. All other parameters have their path as name.
     """
 
     def __init__(self, directory: Path, columns: Columns, names: Mapping[str, str]) -> None:
@@ -103,7 +104,7 @@ class LiveFiles:
 
 
 def _stored(detail: Detail | None) -> Stored:
-    """What a recording keeps of an observation, without the way over its file."""
+    """The data that a recording would keep of an observation, without writing and reading its file."""
     tensors = {} if detail is None else detail.tensors
     return {name: np.frombuffer(one.data, dtype=one.dtype).reshape(one.shape) for name, one in tensors.items()}
 
@@ -190,7 +191,7 @@ def _by_rank(
 
 
 def _concerns(seen: Observation, paths: Collection[str]) -> bool:
-    """Whether this is the gradient of one of some parameters, or what it was multiplied by."""
+    """True if this is the gradient of one of some parameters, or what it was multiplied by."""
     return not is_gradient(seen) or seen.path in paths
 
 

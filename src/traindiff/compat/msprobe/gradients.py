@@ -66,17 +66,17 @@ class WholeGradient:
 
 
 def is_gradient(seen: Observation) -> bool:
-    """Whether this is a gradient as an optimizer was given it."""
+    """True if this is a gradient as an optimizer was given it."""
     return (seen.phase, seen.stage, seen.slot) == ("grad", "", "grad")
 
 
 def is_whole(seen: Observation) -> bool:
-    """Whether this is a gradient of which the rank holds all elements."""
+    """True if this is a gradient of which the rank holds all elements."""
     return is_gradient(seen) and seen.shard.shape == seen.shard.global_shape
 
 
 def concerns_gradients(seen: Observation) -> bool:
-    """Whether `whole_gradients` wants to know of this observation."""
+    """True if `whole_gradients` wants to know of this observation."""
     return is_gradient(seen) or (seen.phase, seen.path) == ("loss", LOSS_SCALE)
 
 

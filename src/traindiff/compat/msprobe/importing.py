@@ -175,12 +175,12 @@ def _detail(rank: Path, step: int, row: Row, table: Table) -> dict[str, RawTenso
 
 
 def read_directions(rank: Path, path: Path, *, size: int | None = None) -> NDArray[np.bool_]:
-    """The directions of a gradient, in its shape.
+    """The directions of a gradient, with the shape of the gradient.
 
     Args:
         rank: The directory of the rank.
         path: The file.
-        size: How many elements it must have; None for as many as it has.
+        size: Required number of elements; None accepts any number.
 
     Raises:
         NotARecordingError: The file holds something else.

@@ -110,7 +110,7 @@ def make_room(directory: Path, *, ranks: Collection[int] | None, overwrite: bool
 
 
 def _foreign(rank: Path) -> list[Path]:
-    """What in the directory of a rank the monitor has not written."""
+    """Files in the directory of a rank that the monitor has not written."""
     known = {*summaries_in(rank).values(), *direction_steps_in(rank).values()}
     found = [one for one in rank.iterdir() if one not in known and not one.name.endswith(_UNFINISHED)]
     for step in direction_steps_in(rank).values():

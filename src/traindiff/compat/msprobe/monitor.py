@@ -75,7 +75,7 @@ def recording_of(configuration: Configuration) -> str:
 
 
 def _names(targets: Targets, model: nn.Module | Sequence[nn.Module]) -> Mapping[str, str]:
-    """What the model calls its parameters, by canonical path: wrappers put something in front.
+    """The model's own names of its parameters, by canonical path: wrappers add prefixes to them.
 
     Of several, which are parts of one model, the paths are the names.
     """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def measured(
     tensor: Tensor, summaries: SummaryStore, *, name: str, direction: Direction, depth: int
 ) -> tuple[Statistics, np.void]:
-    """What a tensor's file says of it, and its summary, which `summaries` makes. Waits for its device.
+    """The numbers for a tensor's file, and its summary, which `summaries` makes. Waits for the tensor's device.
 
     Moments are added up in float64. As in torch, extremes and mean are NaN where an element is, and the mean is
     infinite, or NaN, where some are.
@@ -120,7 +120,7 @@ Rows = list[tuple[Observation, Any]]
 
 
 class KeptRecording:
-    """A recording of activations alone, which are told one by one; `model` knows their sites by then."""
+    """A recording of activations only. The caller passes them one by one; `model` must know their sites by then."""
 
     def __init__(self, path: str, model: Model, *, rank: int, world_size: int, overwrite: bool) -> None:
         self._model = model

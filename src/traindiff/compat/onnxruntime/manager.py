@@ -28,7 +28,7 @@ Kind = TypeVar("Kind", bound=SubscriberBase)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What a subscriber is told of the model when it is subscribed.
+    """The facts about the model that a subscriber gets when it is subscribed.
 
     Attributes:
         modules: Class of each module, by canonical path.
@@ -141,7 +141,7 @@ def _after_model(context: RuntimeStates) -> Callable[..., Any]:
 
 
 def _is_copy(module: nn.Module, context: RuntimeStates) -> bool:
-    """Whether a module is a copy of one that is followed, which has its hooks, too: that of an average of weights.
+    """True if a module is a copy of one that is followed, which has its hooks, too: that of an average of weights.
 
     ORTModule exports a copy, and `DataParallel` runs replicas: those are followed.
     """

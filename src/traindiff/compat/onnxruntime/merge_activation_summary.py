@@ -26,20 +26,21 @@ _FILE = re.compile(r"step_\d+_\.txt", re.ASCII)
 
 
 def merge(pt_dir: str, ort_dir: str, output_dir: str, *, overwrite: bool = False) -> list[str]:
-    """Join the files of each step, of both directories in the same order.
+    """Join the files of each step, in the same order for both directories.
 
     Args:
-        pt_dir: `output_dir` of the run under PyTorch, whose first step gives the order. Of several ranks, that of one.
+        pt_dir: `output_dir` of the run under PyTorch. Its first step gives the order. For several ranks, that of one
+            rank.
         ort_dir: `output_dir` of the other run.
         output_dir: Directory to make; has `merge_pt/step_N_.txt` and `merge_ort/step_N_.txt`.
-        overwrite: Replace what this made there before.
+        overwrite: Replace the files that an earlier call made there.
 
     Returns:
-        Files that the order has and a directory lacks.
+        Files that are in the order and missing in a directory.
 
     Raises:
-        ConfigError: `output_dir` is taken.
-        NotARecordingError: One of the directories holds no such files.
+        ConfigError: `output_dir` exists, and `overwrite` is not given, or it holds other files.
+        NotARecordingError: One of the directories has no such files.
     """
     sides = [(Path(directory), steps_in(Path(directory))) for directory in (pt_dir, ort_dir)]
     for directory, steps in sides:
@@ -84,7 +85,7 @@ def _make_room(output: Path, *, overwrite: bool) -> None:
 
 
 def _others(output: Path) -> list[str]:
-    """What a directory holds beside merged files."""
+    """Files of a directory that are not merged files."""
     merged = [output / name for name in MERGED if (output / name).is_dir() and not (output / name).is_symlink()]
     inside = [one for directory in merged for one in directory.iterdir()]
     other = [one for one in output.iterdir() if one not in merged]

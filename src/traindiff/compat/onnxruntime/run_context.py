@@ -46,22 +46,22 @@ class SubscriberBase:
             raise ConfigError(type(self).__name__, [problem])
 
     def follows(self, step: int) -> bool:
-        """Whether it wants to be told of a step."""
+        """True if it wants to be told of a step."""
         return self._start_step <= step < self._end_step
 
     def begin(self, model: Model) -> None:
         """A model is subscribed."""
 
     def saw(self, tensor: Tensor, *, name: str, depth: int, step: int, call: int, forward: bool) -> None:
-        """A module returned a tensor, or its gradient came back.
+        """Called when a module has returned a tensor, or when the gradient of that tensor was computed.
 
         Args:
-            tensor: Either.
+            tensor: The tensor or its gradient.
             name: `Linear_1_0th_output`, or as the user called it.
-            depth: Of the module, 1 for the root; -1 of what no module returned.
-            step: Of the forward pass.
+            depth: Depth of the module, 1 for the root; -1 for a tensor that no module returned.
+            step: Step of the forward pass.
             call: How often the name was used before in that forward pass.
-            forward: Whether it is the tensor itself, and not its gradient.
+            forward: True for the tensor itself, False for its gradient.
         """
 
     def close(self) -> None:
@@ -157,12 +157,12 @@ class RuntimeStates:
 
 
 def is_traced() -> bool:
-    """Whether what a model computes now becomes a graph."""
+    """True if what a model computes now becomes a graph."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def is_recomputed() -> bool:
-    """Whether what a model computes now was computed before: activation checkpointing repeats it in the backward pass.
+    """True if what a model computes now was computed before: activation checkpointing repeats it in the backward pass.
 
     torch 1.13 cannot be asked.
     """
@@ -170,6 +170,6 @@ def is_recomputed() -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether ORTModule runs the model only to export it: nothing of it belongs to the training."""
+    """True if ORTModule runs the model only to export it: nothing of it belongs to the training."""
     hooks: Any = sys.modules.get("onnxruntime.training.utils.hooks._subscriber_manager")
     return bool(hooks is not None and hooks.ORT_NO_INCREASE_GLOBAL_STEP[0])

@@ -43,7 +43,7 @@ _END = "=" * 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What a file says of a tensor.
+    """The numbers of a tensor in a file.
 
     Attributes:
         name: `Linear_1_0th_output`, or as the user called it.
@@ -174,12 +174,12 @@ _CALL = re.compile(r"(?P<name>.*)_call_(?P<call>\d{1,9})", re.ASCII)
 
 
 def rank_directory(directory: Path, rank: int, world_size: int) -> Path:
-    """Where the files of a rank are."""
+    """The directory of the files of a rank."""
     return directory if world_size == 1 else directory / f"rank_{rank}"
 
 
 def step_directory(directory: Path, step: int) -> Path:
-    """Where the files of a step are, in the directory of a rank."""
+    """The directory of the files of a step, inside the directory of a rank."""
     return directory / f"step_{step}"
 
 

@@ -160,7 +160,7 @@ def earlier_steps(directory: Path, *, overwrite: bool) -> list[Path]:
 
 
 def _others(step: Path) -> list[str]:
-    """What the directory of a step holds beside the files that its order names."""
+    """Files in the directory of a step that its order does not name."""
     if step.is_symlink() or not (step / ORDER).is_file():
         return [f"{step.name} without {ORDER}"]
     try:

@@ -77,10 +77,10 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where the tensor's first element is.
+    """The memory address of the tensor's first element.
 
     Raises:
-        UnsupportedTensorError: Its elements cannot be read: fake tensors, those inside a transform of `torch.func`.
+        UnsupportedTensorError: Its elements cannot be read: it is a fake tensor, or inside a transform of `torch.func`.
     """
     try:
         return tensor.data_ptr()

@@ -37,7 +37,7 @@ def running_node() -> Any:
 
 
 def node_number(node: Any) -> int:
-    """The number of a node. Numbers count up in the order in which a thread's forward pass makes the nodes."""
+    """The number of a node of the graph. A thread numbers nodes in the order in which its forward pass makes them."""
     return int(node._sequence_nr())
 
 

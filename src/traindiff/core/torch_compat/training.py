@@ -105,8 +105,8 @@ Its public name is another attribute of the same module's package; `clip_grad_no
 def loader_iterators() -> type[Any]:
     """The base class of all iterators of a `DataLoader`, with and without workers.
 
-    There is no hook for what a loader yields, and no public name for what yields it; iterators that were made before
-    could not be followed by their loader.
+    PyTorch has no hook for the batches that a loader yields, and no public name for the class that yields them. To wrap
+    the loader instead would miss iterators that exist already.
     """
     return torch.utils.data.dataloader._BaseDataLoaderIter
 

@@ -103,10 +103,10 @@ class Unmet(Exception):  # noqa: N818
 
 
 def demanded(value: Any, demand: Demand, *, where: str, refuse: Refuse = damaged) -> Any:
-    """The parsed value of the file `where`, if it is as demanded.
+    """The parsed value of the file `where`, after checking that it meets a demand.
 
     Raises:
-        TraindiffError: It is not; `refuse` has made the error.
+        TraindiffError: The value does not meet the demand. `refuse` makes the error.
     """
     try:
         demand(value, "")
@@ -143,7 +143,7 @@ def mapped(demand: Demand) -> Demand:
 
 
 def listed(demand: Demand, *, least: int = 0, most: int | None = None) -> Demand:
-    """A list whose items are all as demanded."""
+    """A demand that a value is a list, and that each item meets `demand`."""
 
     def check(value: Any, place: str) -> None:
         _is(list, value, place)
@@ -168,7 +168,7 @@ def nullable(demand: Demand) -> Demand:
 
 
 def either(*demands: Demand) -> Demand:
-    """One of several demands is met. The message is that of the last one."""
+    """A demand that a value meets if it meets one of several. If it meets none, the message is that of the last one."""
 
     def check(value: Any, place: str) -> None:
         for demand in demands[:-1]:
@@ -182,7 +182,7 @@ def either(*demands: Demand) -> Demand:
 
 
 def one_of(values: Collection[str]) -> Demand:
-    """One of these texts."""
+    """A demand that a value is one of these texts."""
 
     def check(value: Any, place: str) -> None:
         _is(str, value, place)

@@ -46,7 +46,7 @@ class BatchAxis:
         self._asked = False
 
     def of_batch(self, inputs: Iterable[Sequence[int]], *, path: str = "", slot: str = "input") -> Batch | None:
-        """The batch that some tensors hold, as a rule the root's inputs; None if none of them has axes.
+        """The batch in some tensors, usually the root's inputs; None if none of them has axes.
 
         Args:
             inputs: The shapes of the tensors.

@@ -33,8 +33,8 @@ class Chunk:
         num_stages: Stages of the pipeline, over all ranks.
         number: The micro-batch's number in this call of the schedule.
         count: Micro-batches of this call.
-        backward: The stage works on its backward pass.
-        again: That pass goes through nodes a second time, for the gradients of parameters alone.
+        backward: True during its backward pass on the stage.
+        again: True if that pass visits nodes a second time, only for the gradients of parameters.
     """
 
     stage: int

@@ -74,7 +74,7 @@ class Session(ABC, Generic[Buffer]):
 
     @property
     def is_recording(self) -> bool:
-        """Whether observations are still written."""
+        """True if observations are still written."""
         return self._writer is not None and not self._faults.is_disabled("writer")
 
     def log(
@@ -165,7 +165,7 @@ class Session(ABC, Generic[Buffer]):
         """A logged value as the framework's tensor without axes; raises `NotLoggedError` for anything else."""
 
     def _is_late(self, name: str) -> bool:  # noqa: ARG002
-        """Whether a value logged now under this name belongs to the step that has just ended."""
+        """True if a value logged now under this name belongs to the step that has just ended."""
         progress = self._progress
         return not progress.forward_done and progress.batch is None and progress.step > 0
 

@@ -1,4 +1,4 @@
-"""What a training hands over, whatever the framework: paths and optimizers, and values to log."""
+"""Checks of the arguments of users in any framework: paths, optimizers, and values to log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from traindiff.errors import Problem, TraindiffWarning, level_of_caller, type_of
 
 
 def is_selected(patterns: Iterable[str], path: str) -> bool:
-    """Whether at least one glob matches a canonical path."""
+    """True if at least one glob matches a canonical path."""
     return any(matches(pattern, path) for pattern in patterns)
 
 

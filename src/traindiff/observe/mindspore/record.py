@@ -25,7 +25,7 @@ OBSERVABLE_HERE = ("batch", "forward", "grad", "optimizer", "update", "param")
 """What can be observed of a MindSpore training."""
 
 OUTSIDE_GRAPHS = ("batch", "forward")
-"""What of that cannot be seen in code that MindSpore has compiled."""
+"""The part of that which cannot be observed in code that MindSpore has compiled."""
 
 
 @takes_settings(CommonOptions)

@@ -53,7 +53,7 @@ class StepTap:
 
     @property
     def observing(self) -> bool:
-        """Whether the current step is recorded."""
+        """True if the current step is recorded."""
         return self._sink.progress.observing
 
     def begin(self) -> bool:
@@ -88,7 +88,7 @@ class StepTap:
             self._emit(np.asarray(rate).reshape(()), phase="optimizer", path=path, slot=RATE)
 
     def wants_gradient(self, index: int) -> bool:
-        """Whether the gradient of the parameter at this place is recorded."""
+        """True if the gradient of the parameter at this place is recorded."""
         return self.observing and "grad" in self._observe and self._selects(self.followed.paths[index])
 
     def gradient(self, index: int, array: NDArray[Any]) -> None:

@@ -51,7 +51,7 @@ class Followed:
     """An optimizer that is followed.
 
     Attributes:
-        name: Name that its steps are filed under.
+        name: Name of the optimizer in the recording.
         optimizer: The optimizer.
         paths: Canonical paths of its parameters, in the order in which it is given their gradients.
         before: Parameters and buffers before a step; read only if the step before was not recorded.
@@ -102,7 +102,7 @@ class Targets:
     optimizers: tuple[Followed, ...] = ()
 
     def selects(self, path: str) -> bool:
-        """Whether the cell or parameter with this path is observed."""
+        """True if the cell or parameter with this path is observed."""
         return is_selected(self.select, path)
 
     @property
@@ -227,7 +227,7 @@ def _is_statistic(parameter: Parameter) -> bool:
 
 
 def _is_optimizer(cell: object) -> bool:
-    """Whether this is an optimizer; MindSpore's two families of optimizers have only `Cell` in common."""
+    """True if this is an optimizer; MindSpore's two families of optimizers have only `Cell` in common."""
     return isinstance(cell, nn.Cell) and hasattr(cell, "parameters") and not callable(cell.parameters)
 
 
@@ -282,15 +282,15 @@ def follow(
     after: Sequence[Sight],
     selects: Callable[[str], bool],
 ) -> Followed:
-    """Look up what is read of an optimizer.
+    """Find the tensors and settings of an optimizer that are recorded.
 
     Args:
-        name: Name that its steps are filed under.
+        name: Name of the optimizer in the recording.
         optimizer: One of `mindspore.nn`, `mindspore.experimental.optim` or `mindspore.mint.optim`.
         paths: Canonical paths of its parameters, in its order.
-        before: Further values to read before its steps.
-        after: Further values to read after its steps.
-        selects: Whether the parameter with this path is observed.
+        before: Further values to read before each step.
+        after: Further values to read after each step.
+        selects: Returns whether to observe the parameter with a path.
     """
     parameters = tuple(optimizer.parameters)
     by_name = dict(zip((parameter.name for parameter in parameters), paths, strict=True))

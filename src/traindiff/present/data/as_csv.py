@@ -32,14 +32,15 @@ MATRIX_COLUMNS = ("name", "verdict", "message", "seconds", "output", "exit_code"
 
 
 def write(result: Comparison | Verification | Verdict | Matrix, file: IO[str]) -> None:
-    """A header, then rows in the order of execution.
+    """Write a header, then one row for each site, finding or combination.
 
-    Of a comparison each site has a row with its largest difference in units of its noise floor, in `step`: `num_steps`
-    in which it was compared, `num_identical_steps` of them with the same bits, and `kind` and `message` of the first
-    finding there, if there is one. Further findings there, and those at sites that only one run has, follow.
-    Of a verification these are the rows of the comparison of the free runs. Of a check each finding has a row, then
-    each warning, and `num_steps` are those in which it was found. Of a matrix each combination has a row, with columns
-    of its own.
+    A comparison has a row for each site, in execution order. The row has the site's largest difference as a multiple of
+    its noise floor, and the `step` of this difference. `num_steps` counts the steps in which the site was compared, and
+    `num_identical_steps` those with the same bits. `kind` and `message` are those of the first finding at the site, if
+    there is one. Rows for further findings, and for findings at sites that only one run has, follow at the end. A
+    verification has the rows of the comparison of its free runs. A check has a row for each finding, then for each
+    warning; `num_steps` counts the steps in which it was found. A matrix has a row for each combination, with other
+    columns.
     """
     if isinstance(result, Matrix):
         table = CsvRows(file, MATRIX_COLUMNS)
@@ -92,12 +93,12 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def defused(text: str) -> str:
-    """A text as it is written into a cell: with a single quote wherever a formula would begin. Numbers stay."""
+    """The text that a cell gets: with a single quote wherever a formula would begin. Numbers do not change."""
     return text if _NUMBER.fullmatch(text) else _PLACE.sub("'", text)
 
 
 def restored(text: str) -> str:
-    """The text that `defused` was given, from what it gave back."""
+    """The original text, from the text that `defused` returned."""
     return _QUOTED_PLACE.sub("", text)
 
 

@@ -47,7 +47,7 @@ class Filter:
         return seen.step in self.steps and self.has(seen.phase, seen.path, seen.slot)
 
     def has(self, phase: str, path: str, slot: str) -> bool:
-        """Whether it includes a site, in the steps that it includes."""
+        """True if it includes a site, in the steps that it includes."""
         named = matches(self.site, path) or matches(self.site, f"{path or ROOT} {slot}")
         return named and (not self.phases or phase in self.phases)
 

@@ -1,4 +1,4 @@
-"""What a page shows of a comparison, or of a check, before it is written as HTML."""
+"""The content of a page about a comparison or a check, before it is written as HTML."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def differs(self) -> bool:
-        """Whether the runs differ in it."""
+        """True if the runs differ in this setting."""
         return len(set(self.values)) > 1 and self.name != "created"
 
 
@@ -108,7 +108,7 @@ class Page:
 
     @property
     def rest(self) -> str:
-        """What follows the word of the verdict in its sentence."""
+        """The rest of the verdict's sentence, after the word of the verdict."""
         return self.story.sentence.removeprefix(self.story.word).removeprefix(" ")
 
 
@@ -272,7 +272,7 @@ _PARTS = (
 
 
 def run_settings(paths: Sequence[str]) -> list[Setting]:
-    """What `run.json` of one recording, or of two, says; nothing where one cannot be read."""
+    """The contents of `run.json` of one recording or of two; empty if one of them cannot be read."""
     try:
         contents = [open_recording(path).run for path in paths]
     except (RecordingError, OSError):

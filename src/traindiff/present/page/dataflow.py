@@ -34,7 +34,7 @@ class Node:
         shape: Shape of the baseline's tensor.
         status: `identical`, `agrees` (within the floor), `differs`, or `unknown` (not compared, or not judged).
         size: Difference and floor in words.
-        first: Whether it is the finding's own site.
+        first: True for the site of the finding.
     """
 
     row: int

@@ -224,15 +224,15 @@ Counts = NDArray[np.int64]
 
 
 def histograms(paths: Sequence[str], rows: Sequence[SiteRow]) -> dict[int, dict[str, Any]]:
-    """Histograms of the sites of a page, each in the step of its numbers.
+    """Histograms of the sites of a page. Each belongs to the step whose numbers the page shows.
 
     Args:
         paths: Paths of one recording, or of two.
         rows: The sites.
 
     Returns:
-        By row: `first`, the exponent of the first count, and the `counts` of each recording, over the exponents that
-        occur in any of them; empty where no recording has histograms.
+        For each row: `first`, the exponent of the first count, and the `counts` of each recording. The counts cover all
+        exponents that occur in any recording. Empty if no recording has histograms.
     """
     wanted = {(row.place, row.step): at for at, row in enumerate(rows) if not row.micro_step}
     try:

@@ -55,8 +55,8 @@ def policy(script: str, *, asks: bool = False, sends_forms: bool = False) -> str
 
     Args:
         script: The page's script; empty for none.
-        asks: Whether the page may send requests to its own server.
-        sends_forms: Whether it may send a form to it.
+        asks: True if the page may send requests to its own server.
+        sends_forms: True if the page may send a form to its own server.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     parts = {

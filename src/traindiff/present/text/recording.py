@@ -35,7 +35,7 @@ def print_head(console: Console, recording: Recording) -> None:
 
 
 def print_rows(console: Console, rows: Iterable[Row], *, rest: Iterable[Row], recorded: bool = True) -> None:
-    """Print the first rows as a table, and the number of the `rest`; `recorded` if the recording has any step."""
+    """Print the first rows as a table, and how many follow (`rest`); `recorded` is true if the recording has a step."""
     shown = list(rows)
     table = columns(
         left=("step", "phase", "site", "tensor"), right=("norm", "mean", "min", "max", "zero", "nan", "inf")

@@ -93,14 +93,14 @@ HEADERS: Mapping[str, str] = {
 class Viewer:
     """Serves reports of the recordings under a directory, until it is closed.
 
-    It listens on 127.0.0.1, writes nothing, and reads nothing outside the directory. It only answers requests for that
-    host, as the name of another site may lead to this address. No client and no recording keeps it from answering
-    others: the number of connections, their time, and the size of a request are bounded, and pages are written by
-    processes of their own.
+    It listens on 127.0.0.1, writes nothing, and reads nothing outside the directory. It answers only requests for that
+    host, because the name of another site may resolve to this address. One client or recording cannot block the others:
+    the number of connections, their time, and the size of a request are limited, and separate processes write the
+    pages.
 
     Args:
         root: The directory.
-        port: The port; 0 for any that is free.
+        port: The port; 0 for any free port.
 
     Raises:
         OSError: The port is in use.
@@ -243,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815  the name that the base class calls
 
     def _is_for_us(self) -> bool:
-        """Whether the request names this host. A page elsewhere whose name leads here must learn nothing."""
+        """True if the request names this host. A page elsewhere whose name leads here must learn nothing."""
         return self.headers.get("Host", "").lower() in self.server.hosts
 
     def _answer(

@@ -77,12 +77,12 @@ _BUILDERS = {
 
 
 def built(training: Training, setup: Setup, *, where: str, asked_by: str) -> Training:
-    """The training with a step that trains on one global batch as the setup says.
+    """A training whose step trains on one global batch under the setup.
 
     With several ranks, call this on each rank, with the same training, inside their process group.
 
     Args:
-        training: Has `loss`. Its model and optimizer are wrapped, divided or moved, and become those of the result.
+        training: Training with a `loss`. Its model and optimizer are wrapped, divided or moved; the result uses them.
         setup: How to run it.
         where: The recipe, for messages.
         asked_by: The call, for messages.

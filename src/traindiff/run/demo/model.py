@@ -130,13 +130,13 @@ def sample_keys(sample_ids: Tensor, *, step: int, seed: int) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """Zero some entries and scale the others so that the mean stays.
+    """Set some entries to zero, and scale the others so that the mean does not change.
 
     The mask is a hash of (sample, step, seed, this layer, position, channel). So it is the same in one batch and in
     micro-batches, and draws nothing from torch's random number generators.
 
     Args:
-        probability: Probability of an entry to become zero, in [0, 1).
+        probability: Probability that an entry becomes zero, in [0, 1).
         layer: Number that no other dropout layer of the model has.
     """
 

@@ -28,7 +28,7 @@ _SKIPPED_STEPS = 16
 
 
 def built_in() -> Training:
-    """A small network that is easily disturbed: dropout, batch statistics, in-place operations."""
+    """A small network that a wrong hook would easily disturb: dropout, batch statistics, in-place operations."""
     width, samples = 256, 2048
     block = (nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(inplace=True), nn.Dropout(0.1))
     model = nn.Sequential(nn.Linear(width, width), *block, nn.LayerNorm(width), nn.Linear(width, 16))

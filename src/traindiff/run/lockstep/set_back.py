@@ -128,8 +128,8 @@ def cut(whole: Tensor, shard: Shard) -> Tensor:
 def set_back(baseline: LiveSide, candidate: LiveSide, ranks: Ranks, rename: Renaming) -> list[str]:
     """Give the candidate the baseline's parameters, buffers, master weights and optimizer state, but no settings.
 
-    A rank copies from its own part of the baseline where that suffices. The rest is gathered tensor by tensor, on the
-    CPU; that is rare.
+    A rank copies from its own part of the baseline if that is enough. Otherwise the missing parts are gathered on the
+    CPU, tensor by tensor; this is rare.
 
     Returns:
         Sites that only the candidate has.

@@ -29,15 +29,15 @@ _FORMS = (
 
 
 def stepped(given: Any, *, name: str, loss: Loss | None, problems: list[Problem]) -> Training | None:
-    """The side that the user gave, or None and the reason in `problems`.
+    """The side that the user gave, or None; then `problems` gets the reason.
 
-    Its `loss` is None if the step is the user's or an engine's, and not made from the loss.
+    Its `loss` is None if the step is the user's own or an engine's, and so traindiff does not make it from a loss.
 
     Args:
         given: One of the forms that `Lockstep` takes.
         name: `baseline` or `candidate`.
         loss: The loss of a side without its own.
-        problems: Is extended.
+        problems: Receives the problems that are found.
     """
     if isinstance(given, Training):
         return _with_step(given) if given.step is None and given.loss is not None else replace(given, loss=None)

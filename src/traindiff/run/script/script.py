@@ -55,7 +55,7 @@ class Script:
             raise _unusable(self.name, f"{found}.", "Give the path of a Python file, or -m and the name of a module.")
 
     def prepared(self) -> Prepared:
-        """Make it `__main__` until this process ends, with its arguments and its place on the path.
+        """Make the script `__main__` until this process ends, with its arguments and its directory on `sys.path`.
 
         Raises:
             ConfigError: The module does not exist.

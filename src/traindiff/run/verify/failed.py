@@ -55,7 +55,7 @@ _FIX = "Make this run end by itself, without traindiff, first."
 
 
 class RunFailedError(Exception):
-    """A run of a recipe failed. Whoever knows the purpose of the run turns it into an error for the user.
+    """Raised if a run of a recipe fails. The caller knows the purpose of the run, and turns this into a user's error.
 
     Attributes:
         run: How it failed.

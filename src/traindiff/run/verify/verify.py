@@ -73,7 +73,7 @@ def _is_result(path: Path) -> bool:
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write a file at once: a reader sees the former content, or all of the new one."""
+    """Write a file atomically: a reader sees the old content or the complete new content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(content, encoding="utf-8")

@@ -61,7 +61,7 @@ class Variable:
 
     @property
     def value(self) -> Value:
-        """What it holds now."""
+        """The current value of the variable."""
         return Value(self.code, self.code.builder.load(self._place))
 
     @value.setter

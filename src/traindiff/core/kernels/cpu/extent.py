@@ -36,7 +36,7 @@ _scratch = threading.local()
 
 
 def reads(tensor: torch.Tensor) -> bool:
-    """Whether the kernel can read this tensor where it is."""
+    """True if the kernel can read this tensor where it is."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     return plain and tensor.dtype in NAMES and tensor.layout == torch.strided and not tensor.is_nested
 

@@ -74,7 +74,7 @@ class Block:
         return found
 
     def element(self, dtype: Dtype, x: Value, here: Value, lane: Value, state: Value) -> Group:
-        """The element `here` of `x`, at place `lane` of the block."""
+        """The element of `x` with the index `here`, which is at position `lane` of the block."""
         code = self._code
         lane_weights = Value(code, _lane_table(code.function.module))
         return Group(

@@ -48,7 +48,7 @@ class Value:
 
     @property
     def is_vector(self) -> bool:
-        """Whether it has lanes."""
+        """True if it has lanes."""
         return isinstance(self.type, ir.VectorType)
 
     @property
@@ -171,7 +171,7 @@ class Value:
         return self.code.intrinsic("llvm.ctpop", bits).widened(I64)
 
     def any(self) -> Value:
-        """Whether a lane of a mask is set."""
+        """True if a lane of a mask is set."""
         if not self.is_vector:
             return self
         bits = Value(self.code, self.code.builder.bitcast(self.ir, ir.IntType(LANES)))

@@ -128,7 +128,7 @@ def _ahead(number):
 
 @triton.jit
 def write_no_profiles(row):
-    """What integers have: zeros."""
+    """Zeros, which is what integers have in these fields."""
     buckets = tl.arange(0, 16)
     nothing = tl.zeros((16,), dtype=tl.float64)
     real = row.to(tl.pointer_type(tl.float64))

@@ -86,7 +86,7 @@ def magnitude(word, bits: tl.constexpr):
 
 @triton.jit
 def is_signed(word, bits: tl.constexpr):
-    """Whether the sign bit of a word is set."""
+    """True if the sign bit of a word is set."""
     return (word >> (bits - 1)) != 0
 
 

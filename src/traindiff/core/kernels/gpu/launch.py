@@ -154,7 +154,7 @@ def merge_kernel(table: tl.int64, ways: tl.int64, rows: tl.int64, partials: tl.i
 
 
 INTERPRETED = not isinstance(one_kernel, triton.JITFunction)
-"""Whether Triton's interpreter runs the kernels, on CPU tensors: TRITON_INTERPRET=1 when triton was imported."""
+"""True if Triton's interpreter runs the kernels, on CPU tensors: TRITON_INTERPRET=1 when triton was imported."""
 
 
 def launch_one(dtype: Dtype, address: int, row: int, lane_weights: int, planned: Planned) -> None:

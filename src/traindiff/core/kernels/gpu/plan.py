@@ -92,7 +92,7 @@ class Planned(NamedTuple):
 
     @property
     def box(self) -> bool:
-        """Whether the piece has several runs, which costs the kernel divisions."""
+        """True if the piece has several runs, which costs the kernel divisions."""
         return self.piece.num_runs > 1
 
 

@@ -21,10 +21,10 @@ from traindiff.core.summary import SUMMARY, Summaries
 
 
 class StreamOrder:
-    """Makes a device current, and the current stream wait for the one that was used before.
+    """Makes a device current, and makes its current stream wait for the stream that was used before.
 
-    A context around everything that touches buffers which are shared by all launches. Nothing waits on
-    the host, and with one stream nothing waits at all. Does nothing on the CPU.
+    Use this context around all code that touches the buffers that all launches share. The host never waits. If there is
+    only one stream, no stream waits either. On the CPU, the context does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,10 +55,10 @@ class StreamOrder:
 
 
 class Ticket:
-    """The summaries of a step: made when it begins, filled when it ends, read whenever.
+    """Gives the summaries of a step. It is made when the step begins, and filled when the step ends.
 
     Attributes:
-        ended: Whether `DeviceRows.end_step` has been called for it. Before, there is no `result`.
+        ended: True after the call of `DeviceRows.end_step` for it. Before that, there is no `result`.
     """
 
     def __init__(self) -> None:
@@ -121,20 +121,19 @@ _TABLES_KEPT = 16
 
 
 class DeviceRows:
-    """The summaries of a step, one row each, on one device.
+    """Computes the summaries of a step on one device, one row per tensor.
 
-    `add` and `add_many` enqueue kernels on the device's current stream and give back slots; `end_step`
-    enqueues one copy to the host and gives back a ticket, whose `result` has the row of every slot.
-    Nothing waits for the device but `Ticket.result`, and it only when it is asked for before the
-    device has come so far: read tickets one step late. When steps use several streams, each waits
-    for the work that was added on the one before it.
+    `add` and `add_many` enqueue kernels on the device's current stream and return slots. `end_step` enqueues one copy
+    to the host and returns a ticket; its `result` has the row of every slot. Only `Ticket.result` waits for the device,
+    and only if the device has not finished yet. So read tickets one step late. If steps use several streams, each
+    stream waits for the work that was added on the one before it.
 
-    Buffers grow when they are full, on the device and in the order of its stream: nothing is lost
-    and nothing waits (but for the allocator, which may ask the driver for memory). They keep the size
-    of the largest step. Not to be used while a CUDA graph is being captured, nor by two threads at once.
+    Full buffers grow on the device, in the order of its stream. So no data are lost, and nothing waits, except that the
+    allocator may ask the driver for memory. Buffers keep the size of the largest step. Do not use this while a CUDA
+    graph is captured, or from two threads at once.
 
     Attributes:
-        device: Where its tensors are.
+        device: Device of the tensors.
         ticket: The ticket that the step in progress will fill; slots are indices into its result.
     """
 

@@ -40,7 +40,7 @@ def pieces(tensor: torch.Tensor, shard: Shard, elements_per_part: int) -> tuple[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """What one launch summarizes: pieces of one dtype.
+    """The pieces that one launch summarizes, all of one dtype.
 
     Attributes:
         dtype: Of their elements.

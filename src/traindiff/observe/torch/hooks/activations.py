@@ -108,7 +108,7 @@ class Activations:
             self._sink.unobserved(LEAF, phase="backward", path=path, slot=slot)
 
     def let_go(self) -> None:
-        """Remove the hooks on tensors that may outlive the graph."""
+        """Remove the hooks on tensors that may live longer than the graph."""
         for handle in self._on_leaves.values():
             handle.remove()
         self._on_leaves.clear()

@@ -1,4 +1,4 @@
-"""Observe the batches that data loaders yield, to tell them from what happens on the way to the model."""
+"""Observe the batches that data loaders yield, before other code changes them on the way to the model."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ ELSEWHERE = "it is iterated over by another thread: what it yields belongs to no
 def attach(context: TapContext) -> None:
     """Record the batches of every `torch.utils.data.DataLoader` of this process (phase `batch`, stage `loaded`).
 
-    A batch belongs to the step and micro-step in which the training *receives* it: that whose forward pass comes next.
-    Batches that workers have ready are not seen before that. A training that asks for a batch early, to copy it to the
-    device meanwhile, has it one step earlier here than at the root. Batches that are received while gradients are
-    disabled are for evaluation, and not recorded. Axis 0 is the batch axis unless `batch_axis` declares another.
+    A batch belongs to the step and micro-step of the next forward pass after the training *receives* it. The tap does
+    not see batches that workers have prefetched before that. If a training asks for a batch early, to copy it to the
+    device meanwhile, the batch is recorded one step earlier here than at the root. If gradients are disabled when a
+    batch is received, the batch is for evaluation, and is not recorded. Axis 0 is the batch axis unless `batch_axis`
+    declares another.
 
-    There is no hook for it, so the method that yields is replaced while at least one tap is attached, also for
-    iterators that are there already, and restored when the last one is removed. No batch is kept.
+    PyTorch has no hook for this. So the tap replaces the method that yields, also for iterators that exist already. It
+    restores the method when the last tap is removed. No batch is kept.
     """
     tap = _Loaders(context)
     context.events.after_step.append(context.sink.guarded("dataloader", tap.say_elsewhere))

@@ -79,7 +79,7 @@ class HeldHooks:
 
     @property
     def places(self) -> list[tuple[dict[str, Any], str, int]]:
-        """The place of each: the attributes of its owner, the one that holds the hooks, and the key there."""
+        """The place of each hook: attributes of its owner, name of the attribute with the hooks, and key in it."""
         return [(vars(owner), attribute, key) for owner, attribute, key, _ in self._held]
 
     def remove(self) -> None:

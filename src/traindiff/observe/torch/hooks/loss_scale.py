@@ -134,7 +134,7 @@ def attach(context: TapContext) -> None:
 
 
 def emit_loss_scale(sink: Sink, scale: float | Tensor) -> None:
-    """Record the scale by which a loss was multiplied, and that its gradients are scaled until the next step."""
+    """Record the scale by which a loss was multiplied. Until the next step, gradients count as scaled."""
     progress = sink.progress
     progress.loss_scaled = True
     if progress.observing:

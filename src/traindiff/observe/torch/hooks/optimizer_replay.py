@@ -354,7 +354,7 @@ class CopiedRange:
 
 
 def obstacle(parameter: Tensor, piece: Piece) -> str:
-    """Why the update of a parameter cannot be replayed; empty if it can."""
+    """The reason why the update of a parameter cannot be replayed; empty if it can."""
     known = type(parameter.data) is Tensor or (piece.shard is not None and hasattr(parameter, "placements"))
     if not known:
         return f"the parameter is a {type(parameter.data).__name__}"

@@ -83,7 +83,7 @@ class RootForwardTap:
         self._observe_end = self._sink.guarded("batch", partial(self._random_state, "after"))
 
     def attach(self) -> None:
-        """Follow the passes."""
+        """Attach the hooks that follow forward and backward passes of the roots."""
         targets, follow, undo = self._context.targets, self._context.followed.follow, self._context.undo
         roots = [(self._paths[id(root)], root) for root in targets.roots]
         undo.enter_context(follow(roots, Following(hook=self._hook, lost=self._lost, calls_follow=True)))

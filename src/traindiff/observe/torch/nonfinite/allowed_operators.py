@@ -130,7 +130,7 @@ _LONGEST_NAME = 100
 
 
 class RefusedOperatorError(Exception):
-    """An operator may not be called; the message is a clause that names it and says why."""
+    """Raised for an operator that is not allowed; the message is a clause that names it and gives the reason."""
 
 
 def allowed_operator(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What operators of torch trust their callers for: sizes and indices that would lead outside of a tensor."""
+"""Checks of arguments that torch's operators do not check: sizes and indices that would lead outside of a tensor."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ _CHECKS: Mapping[str, Callable[[Arguments], str | None]] = {
 
 
 def _between(tensor: Tensor, least: int, most: int) -> bool:
-    """Whether all elements are within bounds, both included; NaN is not."""
+    """True if all elements are within bounds, both included; NaN is not."""
     return bool(((tensor >= least) & (tensor <= most)).all())
 
 

@@ -95,7 +95,7 @@ def without_keeping(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[
 
 
 def slots(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a module is given, by slot: `input[0]`, `input[1].mask`, `input.mask`; also what is no tensor."""
+    """The inputs of a module by slot: `input[0]`, `input[1].mask`, `input.mask`; not only tensors."""
     for number, one in enumerate(args):
         yield from within(one, f"input[{number}]")
     for name, one in kwargs.items():

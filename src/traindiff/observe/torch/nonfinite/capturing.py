@@ -129,7 +129,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _takes_its_dtype_from_a_default(func: Any, kwargs: Mapping[str, Any], output: Any) -> bool:
-    """Whether an operator makes a tensor of nothing but sizes and numbers, in a dtype that nobody has named.
+    """True if an operator makes a tensor of nothing but sizes and numbers, in a dtype that nobody has named.
 
     It would be another one where torch has another default dtype, and stay the same one in a longer dtype.
     """

@@ -21,10 +21,10 @@ from traindiff.core.site import printable
 from traindiff.errors import RecordingError, TraindiffError
 
 SECONDS = 300
-"""How long a replay may take where nothing else is asked for."""
+"""How long a replay may take by default."""
 
 GIB = 4
-"""Memory that a replay may take where nothing else is asked for, or 64 times its file of tensors if that is more."""
+"""Memory that a replay may take by default, or 64 times its file of tensors if that is more."""
 
 _TIMES_THE_TENSORS = 64
 _NO_MEMORY = ("allocate memory", "out of memory", "MemoryError", "bad_alloc", "std::bad_array_new_length")
@@ -36,7 +36,7 @@ report can be taken for this."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a replay has found.
+    """The result of a replay.
 
     Attributes:
         exit_code: Of the command.
@@ -50,13 +50,13 @@ class Report:
 
 
 def replay_contained(directory: Path, *, device: str = "cpu", seconds: float = SECONDS, gib: float = GIB) -> Report:
-    """Run a call that `traindiff.watch` has saved again, in a process of its own.
+    """Replay a call that `traindiff.watch` saved, in a separate process.
 
     Args:
         directory: Where it was saved.
         device: Where to run it.
         seconds: How long it may take.
-        gib: How much memory it may take. On Linux, and on the CPU alone: elsewhere nothing limits it.
+        gib: How much memory it may take. The limit works only under Linux and on the CPU.
 
     Raises:
         RecordingError: It cannot be used, takes longer or needs more memory, or ends the process.
@@ -101,7 +101,7 @@ def _error(name: str, message: str) -> TraindiffError:
 
 
 def main(directory: str, device: str, gib: str) -> dict[str, Any]:
-    """What the process has found, or why there is nothing."""
+    """The result of the process, or the reason why there is none."""
     try:
         import torch
     except ModuleNotFoundError as error:

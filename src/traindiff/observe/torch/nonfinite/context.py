@@ -13,7 +13,7 @@ from traindiff.observe.torch.session.observations import Containment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchContext:
-    """What the hooks of one watch need of each other.
+    """The state that the hooks of one watch share.
 
     Attributes:
         progress: Where the training is.

@@ -96,7 +96,7 @@ class Journal:
         self._frames: dict[Part, deque[Frame]] = {part: deque(maxlen=size) for part in PARTS}
 
     def traces(self, step: int) -> bool:
-        """Whether every frame of a step is printed."""
+        """True if every frame of a step is printed."""
         return step in self._traced
 
     def add(self, frame: Frame, *, step: int) -> None:
@@ -133,5 +133,5 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no frame."""
+        """True if there is no frame."""
         return not any(self._frames.values())

@@ -18,17 +18,17 @@ from traindiff.observe.torch.nonfinite.reading import Reading, only_masks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where a training's numbers first became NaN or infinite.
+    """The place where a training's numbers first became NaN or infinite.
 
     Attributes:
         step: The step, counted from 0.
         micro_step: The micro-step in it, counted from 0.
-        rank: The rank that has found it.
+        rank: The rank that found it.
         phase: `batch`, `forward`, `loss`, `backward`, `grad`, `optimizer` or `param`.
         path: Canonical path of the module or parameter.
         slot: Which tensor of it: `output`, `input[0]`, `grad`, `exp_avg_sq`.
         message: One sentence.
-        saved: Directory with its tensors, for `traindiff replay`; None where nothing was saved.
+        saved: Directory with its tensors, for `traindiff replay`; None if nothing was saved.
     """
 
     step: int
@@ -117,7 +117,7 @@ def _bad_weights(call: Call) -> list[str]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all is finite that a tensor holds here; what cannot be read is not held against it."""
+    """True if all is finite that a tensor holds here; what cannot be read is not held against it."""
     try:
         return extent(tensor).is_finite
     except UnsupportedTensorError:
@@ -254,7 +254,7 @@ def _limit(reading: Reading) -> str:
 
 
 def _grown(call: Call | None) -> str:
-    """How large the gradients are that a module's backward pass was given."""
+    """The size of the gradients that a module's backward pass received."""
     if call is None or call.backward is None:
         return ""
     found = [one.extent.largest for _, one in call.backward.read("grad output") if one.extent is not None]

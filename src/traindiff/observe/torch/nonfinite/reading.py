@@ -41,17 +41,17 @@ class Reading:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether everything is known that there is to know."""
+        """True if everything is known that there is to know."""
         return self.extent is not None or bool(self.reason)
 
     @property
     def is_non_finite(self) -> bool:
-        """Whether an element is known to be NaN or infinite."""
+        """True if an element is known to be NaN or infinite."""
         return self.extent is not None and not self.extent.is_finite
 
     @property
     def is_nan(self) -> bool:
-        """Whether an element is known to be NaN."""
+        """True if an element is known to be NaN."""
         return self.is_non_finite and self.extent is not None and math.isnan(self.extent.largest)
 
 
@@ -162,13 +162,13 @@ def _bounds(tensor: Tensor) -> Tensor:
 
 
 def only_masks(tensor: Tensor) -> bool:
-    """Whether what is not finite of a tensor is -inf alone. Waits for its device."""
+    """True if what is not finite of a tensor is -inf alone. Waits for its device."""
     values = stored_values(tensor)
     return bool(values.dtype.is_floating_point and not values.isnan().any() and not (values == math.inf).any())
 
 
 def is_additive_mask(tensor: Tensor) -> bool:
-    """Whether a tensor holds nothing but 0 and -inf, or the least number of its dtype. Waits for its device.
+    """True if a tensor holds nothing but 0 and -inf, or the least number of its dtype. Waits for its device.
 
     One that holds nothing but -inf masks everything: it is none.
     """
@@ -181,7 +181,7 @@ def is_additive_mask(tensor: Tensor) -> bool:
 
 
 def may_mask(reading: Reading, tensor: Tensor | None) -> bool:
-    """Whether -inf is all that is not finite of a tensor, as far as is known without it."""
+    """True if -inf is all that is not finite of a tensor, as far as is known without it."""
     if reading.is_nan:
         return False
     if reading.masks is None:
@@ -190,7 +190,7 @@ def may_mask(reading: Reading, tensor: Tensor | None) -> bool:
 
 
 def is_mask(site: str, reading: Reading, tensor: Tensor | None, *, declared: Iterable[str]) -> bool:
-    """Whether what is not finite of a tensor is nothing but a mask's -inf.
+    """True if what is not finite of a tensor is nothing but a mask's -inf.
 
     A tensor without gradient that holds only 0 and -inf (or the least number of its dtype) is a mask wherever it is.
 

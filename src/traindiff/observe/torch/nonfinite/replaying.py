@@ -23,7 +23,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What comes of running a saved call again.
+    """The result of running a saved call again.
 
     Attributes:
         path: Canonical path of the module.
@@ -129,7 +129,7 @@ def _judged(native: Rerun, float32: Rerun, float64: Rerun) -> tuple[Cause, str]:
 
 
 def same_in(run: Rerun, one: Made) -> Made | None:
-    """The same tensor in another run."""
+    """The tensor of another run that the same operator made; None if the run did not get that far."""
     return next((other for other in run.made if (other.position, other.backward) == (one.position, one.backward)), None)
 
 

@@ -105,7 +105,7 @@ def rerun(call: CapturedCall, dtype: torch.dtype | None = None, device: str = "c
 def _source(
     made: list[Made], trail: Trail, ends: list[Source], *, failed: bool, backward: bool
 ) -> tuple[Made | None, list[str]]:
-    """What has made that which is not finite in the results, and what of it the call was given."""
+    """The tensor in which the NaN or infinities of the results begin, or None, and the call's inputs that had them."""
     found = next((one for one in ends if not one.is_mask), None)
     if found is not None and found.made is not None:
         return found.made, []
@@ -174,7 +174,7 @@ class _Values:
         return [self[number] for number in numbers_of(operation.arguments)]
 
     def has_constant(self, operation: Operation) -> bool:
-        """Whether a constant that is not finite is among the arguments of an operator: a number or a tensor."""
+        """True if a constant that is not finite is among the arguments of an operator: a number or a tensor."""
         constants = (self._kept[number] for number in numbers_of(operation.arguments) if number in self._constants)
         return has_infinity(operation.arguments) or not all(map(is_finite, constants))
 

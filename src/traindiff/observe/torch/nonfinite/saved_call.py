@@ -198,7 +198,7 @@ def _written(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _refused(text: str, call: CapturedCall, written: Mapping[str, Tensor]) -> str:
-    """Why `traindiff replay` would refuse a call; empty where it takes it."""
+    """The reason why `traindiff replay` would refuse a call; empty if it accepts the call."""
     for number, tensor in call.tensors.items():
         one = written.get(str(number))
         if one is None or (one.dtype, one.shape) != (tensor.dtype, tensor.shape):

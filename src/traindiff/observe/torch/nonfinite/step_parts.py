@@ -81,7 +81,7 @@ class StepParts:
             self._judging.consider([reading], lambda: origin.of_loss(reading, outputs=bool(self._order)))
 
     def unobserved(self, *_: Any, **__: Any) -> None:
-        """What has no numbers cannot be judged."""
+        """Parts without numbers cannot be judged."""
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -145,7 +145,7 @@ class StepParts:
 
     @property
     def _scale_is_spent(self) -> bool:
-        """Whether the loss scale is known to be 1 or less: then it is not what makes gradients infinite."""
+        """True if the loss scale is known to be 1 or less: then it is not what makes gradients infinite."""
         scale = None if self._loss_scale is None else self._loss_scale.extent
         return scale is not None and scale.largest <= 1.0
 

@@ -1,4 +1,4 @@
-"""Where in a call what is not finite comes from: from its end back to the first operator that makes it.
+"""Finds the operator that first makes NaN or infinity in a call: it goes back from the end of the call.
 
 The first operator whose output is not finite need not be it: -inf that masks, and NaN that `torch.where` leaves out,
 do no harm unless they come out.
@@ -19,7 +19,7 @@ from traindiff.observe.torch.nonfinite.reading import only_masks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a floating-point or complex tensor holds: the least and the largest absolute value, and what is not finite.
+    """The smallest and the largest absolute value of a floating-point or complex tensor, and its NaN and infinities.
 
     Attributes:
         smallest: Least absolute value of the finite elements, as float64; NaN where there are none.
@@ -35,7 +35,7 @@ class Contents:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all elements are."""
+        """True if all elements are."""
         return not (self.num_nan or self.num_inf)
 
 
@@ -49,7 +49,7 @@ class Made:
         backward: Whether this is the gradient.
         dtype: In which it was computed.
         contents: What it holds.
-        of_infinity: Whether the operator was given an infinity that somebody has put there: a mask or a constant.
+        of_infinity: True if an input of the operator holds an infinity on purpose: a mask or a constant.
     """
 
     position: int
@@ -61,12 +61,12 @@ class Made:
 
 
 def is_inexact(tensor: Tensor) -> bool:
-    """Whether a tensor has floating-point or complex elements, which alone can be NaN or infinite."""
+    """True for floating-point and complex tensors: only these can hold NaN or infinity."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def contents(tensor: Tensor) -> Contents:
-    """What a floating-point or complex tensor of any shape holds, empty ones too.
+    """The contents of a floating-point or complex tensor of any shape, also of an empty one.
 
     A complex element is NaN or infinite if one of its parts is.
     """
@@ -81,17 +81,17 @@ def contents(tensor: Tensor) -> Contents:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements of a tensor are; those of integers always."""
+    """True if all elements of a tensor are finite; always true for integers."""
     return not is_inexact(tensor) or contents(tensor).is_finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where something that is not finite comes from.
+    """The source of a NaN or an infinity.
 
     Attributes:
-        made: By the operator that has made it; None where the call was given it.
-        is_mask: Whether it is -inf that somebody has put there.
+        made: The tensor in which an operator made it; None if it was in the call's inputs.
+        is_mask: True if it is -inf that the code put there on purpose.
     """
 
     made: Made | None = None
@@ -99,16 +99,16 @@ class Source:
 
     @property
     def position(self) -> int:
-        """Of the operator; -1 where the call was given it."""
+        """Position of the operator; -1 if the NaN or infinity was in the call's inputs."""
         return -1 if self.made is None else self.made.position
 
 
 class Trail:
-    """Follows what is not finite from operator to operator.
+    """Follows NaN and infinities from operator to operator.
 
     Attributes:
-        given: Slots of what the call was given that is not finite, and no mask.
-        first: What the first operator has made that made what is not finite and no mask, whether it comes out or not.
+        given: Slots of the call's inputs that hold NaN or infinity and are not masks.
+        first: Tensor of the first operator that made NaN or infinity (masks do not count). It may not reach the output.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Trail:
         self._by_storage[storage_key(tensor)] = Source(is_mask=is_mask)
 
     def met(self, tensors: Iterable[Tensor]) -> list[Source]:
-        """Where that comes from which is not finite in these tensors, in the order of the operators that made it."""
+        """The sources of NaN and infinities in these tensors, in the order of the operators that made them."""
         found = [self._by_storage.get(storage_key(one)) for one in tensors if not is_finite(one)]
         return sorted({one for one in found if one is not None}, key=lambda one: one.position)
 
@@ -156,7 +156,7 @@ class Trail:
 
 
 def has_infinity(value: Json) -> bool:
-    """Whether arguments that were written down hold a number that is not finite; their depth is bounded."""
+    """True if arguments that were written down hold a number that is not finite; their depth is bounded."""
     if isinstance(value, (list, tuple)):
         return any(map(has_infinity, value))
     return isinstance(value, dict) and ("float" in value or has_infinity(value.get("complex")))

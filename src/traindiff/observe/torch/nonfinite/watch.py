@@ -16,7 +16,7 @@ from traindiff.observe.torch.nonfinite.watcher import Watcher
 from traindiff.observe.torch.session.targets import Optimizers, find_targets
 
 _OBSERVE = ("loss", "grad", "optimizer", "param")
-"""What the taps of a recording are used for; modules are followed by `module_calls`."""
+"""Phases for which the watch uses the taps of a recording; `module_calls` follows modules."""
 
 
 def watch(

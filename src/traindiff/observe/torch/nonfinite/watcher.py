@@ -191,7 +191,7 @@ class Watcher:
             raise StoppedError(f"watch(abort_after={self._settings.abort_after}): step {step} has ended.")
 
     def _unseen(self, step: int) -> str:
-        """What to say of modules that were not seen in a step; empty as a rule.
+        """A message about modules that were not seen in a step; usually empty.
 
         Modules that are not called are none of them, as long as their hooks are there.
         """
@@ -238,7 +238,7 @@ class Watcher:
             raise
 
     def _is_meant(self, error: Exception) -> bool:
-        """Whether an error in a hook is meant for the training."""
+        """True if an error in a hook is meant for the training."""
         return isinstance(error, (NonFiniteError, StoppedError)) or error is self._raised
 
     def _report(self, origin: Origin, moment: Moment) -> list[str]:

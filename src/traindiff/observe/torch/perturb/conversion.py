@@ -18,7 +18,7 @@ _BITS = {torch.float64: 64, torch.float32: 32, torch.bfloat16: 16, torch.float16
 
 
 def is_shorter(dtype: torch.dtype, than: torch.dtype) -> bool:
-    """Whether `dtype` is a floating-point dtype to be computed in the longer one; float8 is not."""
+    """True if `dtype` is a floating-point dtype to be computed in the longer one; float8 is not."""
     return _BITS.get(dtype, 64) < _BITS[than]
 
 
@@ -62,12 +62,12 @@ def call_cast(
 
 
 def writes_to(argument: Any) -> bool:
-    """Whether an operator writes to this argument of its schema."""
+    """True if an operator writes to this argument of its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def is_view(operator: Any) -> bool:
-    """Whether what the operator returns shares memory with an argument that it does not write to."""
+    """True if what the operator returns shares memory with an argument that it does not write to."""
     return any(
         one.alias_info is not None and not one.alias_info.is_write for one in operator_schema(operator).arguments
     )

@@ -190,7 +190,7 @@ class PrecisionReplica:
         return result
 
     def _is_quotient(self, result: Tensor, given: list[Tensor]) -> bool:
-        """Whether the result has the default dtype because all inputs are integers, as in `integer / 7`."""
+        """True if the result has the default dtype because all inputs are integers, as in `integer / 7`."""
         return (
             bool(given) and is_shorter(result.dtype, self._dtype) and not any(one.is_floating_point() for one in given)
         )

@@ -38,7 +38,7 @@ def compiled_parts(root: nn.Module) -> str:
 
 
 def notice_compiled(root: nn.Module, sink: Sink) -> ExitStack:
-    """Report a fault when a module runs in compiled code: a function around it may be compiled at any time."""
+    """Report a fault if a module runs in compiled code. The training may compile a function around it at any time."""
     observer = ModuleObserver(output=sink.guarded(NAME, _fault))
     modules = dict(root.named_modules())
     with ExitStack() as undo:

@@ -43,7 +43,7 @@ _BLOCK = 1 << 24
 
 
 def is_rounded(tensor: Tensor) -> bool:
-    """Whether `randomly_rounded` supports a tensor: dense, of real or complex numbers of 16, 32 or 64 bits."""
+    """True if `randomly_rounded` supports a tensor: dense, of real or complex numbers of 16, 32 or 64 bits."""
     real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
     return real in _INTEGERS and tensor.layout is torch.strided and not tensor.is_quantized
 
@@ -171,7 +171,7 @@ class UlpReplica:
         return None if self._is_passed_on(tensor, set()) else self._rounded(sink, tensor, name, "inspected")
 
     def _is_passed_on(self, tensor: Tensor, given: set[int]) -> bool:
-        """Whether the tensor is not new: it was rounded before, or is an input that was not written to."""
+        """True if the tensor is not new: it was rounded before, or is an input that was not written to."""
         version = version_of(tensor)
         if tensor in self._versions:
             return bool(self._versions[tensor] == version)

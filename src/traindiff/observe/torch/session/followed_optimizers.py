@@ -133,7 +133,7 @@ class FollowedOptimizers:
             self._elsewhere[optimizer] = self._elsewhere.get(optimizer, 0) + 1
 
     def _is_like_one_that_is_followed(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer holds nothing of the model, but parameters of the shapes that one for it holds."""
+        """True if the optimizer holds nothing of the model, but parameters of the shapes that one for it holds."""
         if not _held_by(optimizer).isdisjoint(self._targets.names):
             return False
         shapes = _shapes_of(optimizer)
@@ -152,7 +152,7 @@ class FollowedOptimizers:
         return ""
 
     def _steps_in_place(self, optimizer: Optimizer, *call: Any) -> bool:
-        """Whether the optimizer steps in place of a given one, and not beside it, around it or inside it."""
+        """True if the optimizer steps in place of a given one, and not beside it, around it or inside it."""
         self._before_step()  # it may hold parameters that have replaced others
         held = self._paths_of(optimizer)
         for name, tap in self.taps.items():
@@ -165,7 +165,7 @@ class FollowedOptimizers:
         return False
 
     def _is_due(self, name: str) -> bool:
-        """Whether a backward pass has ended since the latest step under this name, or none was ever seen."""
+        """True if a backward pass has ended since the latest step under this name, or none was ever seen."""
         return self._stepped_after.get(name) != self._num_backward or not self._num_backward
 
     def _attach_again(self, name: str) -> None:

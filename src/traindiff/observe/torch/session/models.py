@@ -110,7 +110,7 @@ _ScriptModule: type[nn.Module] = torch.jit.RecursiveScriptModule  # type: ignore
 
 
 class ModelParts(nn.Module):
-    """Holds the parts of one model that are called one by one, and adds nothing to the names in them.
+    """Holds the parts of one model that the loop calls one by one. Names inside the parts do not change.
 
     Args:
         parts: The modules, each with the names that it has in the whole model.
@@ -160,7 +160,7 @@ def named_models(models: Mapping[Any, Any], problems: list[Problem], caller: str
 
 
 def can_be_name(name: str) -> bool:
-    """Whether a model can have this name, which begins its paths and is an attribute of the module around it."""
+    """True if a model can have this name, which begins its paths and is an attribute of the module around it."""
     return bool(name) and "." not in name and name not in WRAPPERS and not hasattr(_EMPTY, name)
 
 
@@ -170,7 +170,7 @@ def roots_of(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def takes_hooks(model: nn.Module) -> bool:
-    """Whether the modules that the training calls accept hooks; those of torch.jit.script do not."""
+    """True if the modules that the training calls accept hooks; those of torch.jit.script do not."""
     return not any(isinstance(one, _ScriptModule) for one in roots_of(model))
 
 

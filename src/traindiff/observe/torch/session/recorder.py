@@ -153,7 +153,7 @@ class Recorder(Session[Observations]):
             self._containment.paused = True
 
     def write(self) -> None:
-        """Write what was logged since the last step ended, instead of waiting for the next step."""
+        """Write the numbers that were logged since the last step ended, without waiting for the next step."""
         self._containment.guarded("writer", self._write)()
 
     def close(self) -> None:

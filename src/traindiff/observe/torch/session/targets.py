@@ -86,9 +86,9 @@ class Targets:
 
     @cached_property
     def root_paths(self) -> dict[int, str]:
-        """Canonical path of each root, by id; the parts of one model have the path of the model.
+        """Canonical path of each root, by id. Parts of one model have the path of the model.
 
-        It changes where a root is replaced.
+        The mapping changes when the training replaces a root.
         """
         if isinstance(self.root, ModelParts):
             return {id(root): "" for root in self.roots}
@@ -110,7 +110,7 @@ class Targets:
         return next(iter(self.optimizers), "optimizer")
 
     def selects(self, path: str) -> bool:
-        """Whether the parameter with this path is observed; an optimizer may hold parameters of no model."""
+        """True if the parameter with this path is observed; an optimizer may hold parameters of no model."""
         if path in self.paths:
             return path in self.parameters
         return is_selected(self.select, path)

@@ -39,7 +39,7 @@ class Pipeline:
 
     @property
     def factor(self) -> float:
-        """Factor in gradients until the schedule divides them."""
+        """Factor that gradients contain until the schedule divides by it."""
         return float(self.num_chunks) if self.scales_gradients else 1.0
 
     def to_json(self) -> dict[str, Any]:

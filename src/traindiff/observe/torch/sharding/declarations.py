@@ -56,7 +56,7 @@ class Declarations:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Messages about declarations that matched nothing so far; empty before the first tensor."""
+        """Messages about declarations that have matched nothing so far; empty before the first tensor is seen."""
         if not self._asked:
             return ()
         return tuple(self._misfits.get(one, f"{one} matches nothing that was observed.") for one in self._unused)

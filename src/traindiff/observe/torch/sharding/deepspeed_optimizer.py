@@ -102,7 +102,7 @@ def loss_scale_of(optimizer: Any) -> float:
 
 
 def decouples_weight_decay(optimizer: Any) -> bool | None:
-    """Whether an Adam decays weights as AdamW does; None for other optimizers."""
+    """True if an Adam decays weights as AdamW does; None for other optimizers."""
     mode = getattr(optimizer, "adam_w_mode", None)  # DeepSpeed's own
     groups = getattr(optimizer, "param_groups", None) or [{}]
     found = groups[0].get("decoupled_weight_decay") if mode is None else mode
@@ -167,14 +167,14 @@ def find_optimizers(
 
 
 def is_engine_optimizer(optimizer: object) -> bool:
-    """Whether this is a DeepSpeed optimizer that keeps master weights of its own."""
+    """True if this is a DeepSpeed optimizer that keeps master weights of its own."""
     return isinstance(getattr(optimizer, "optimizer", None), Optimizer) and any(
         hasattr(optimizer, name) for name in _MASTERS
     )
 
 
 def _is_fused_adam(optimizer: object) -> bool:
-    """Whether this is DeepSpeed's FusedAdam, whose state does not count the steps of each parameter."""
+    """True if this is DeepSpeed's FusedAdam, whose state does not count the steps of each parameter."""
     kind = type(optimizer)
     return kind.__name__ == "FusedAdam" and kind.__module__.startswith("deepspeed.")
 

@@ -16,7 +16,7 @@ from traindiff.core.torch_compat.training import data_mesh_of, is_fully_sharded,
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether the tensor is a DTensor. Imports nothing: where there is one, its module is loaded."""
+    """True if the tensor is a DTensor. Imports nothing: where there is one, its module is loaded."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -42,10 +42,11 @@ def region_of(tensor: Any) -> Region:
 
 
 def region_placed(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Region:
-    """The region of this rank's part of a tensor with these placements, one per axis of the mesh.
+    """The region of a tensor that this rank holds, from its placements (one per axis of the mesh).
 
-    Placements apply from left to right; None stands for copies. Where FSDP2 divides a dim that tensor parallelism,
-    further right, has divided already, its placement has a factor: the number of blocks to divide first.
+    Placements apply from left to right; None means copies. FSDP2 may divide a dim that tensor parallelism has already
+    divided on an axis further right. Then FSDP2's placement has a factor: the number of blocks into which the dim is
+    divided first.
     """
     region = Region.whole(tuple(shape))
     coordinate = mesh.get_coordinate()

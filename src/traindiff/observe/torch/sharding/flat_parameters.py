@@ -153,7 +153,7 @@ def _flat_parameter(name: str, flat: FlatLayout) -> FlatParameter:
 
 
 def _starts(flat: FlatLayout) -> Iterator[int]:
-    """Where each parameter begins in the gathered tensor: between them there may be padding."""
+    """The position of each parameter in the gathered tensor. There may be padding between parameters."""
     start = 0
     for size, is_padding in flat.padded:
         if not is_padding:

@@ -198,10 +198,10 @@ def regions_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> d
 
 
 def is_before_the_reduction(*, phase: str, stage: str, slot: str) -> bool:
-    """Whether data-parallel ranks have different values of such a tensor: each of its own share of the loss."""
+    """True if data-parallel ranks have different values of such a tensor: each of its own share of the loss."""
     return phase == "backward" or (phase, slot) == ("loss", "backward") or (phase, stage) == ("grad", "micro")
 
 
 def is_before_unscaling(*, phase: str, stage: str, slot: str) -> bool:
-    """Whether such a tensor contains the loss scale, if there is one."""
+    """True if such a tensor contains the loss scale, if there is one."""
     return is_before_the_reduction(phase=phase, stage=stage, slot=slot) or (phase, stage) == ("grad", "reduced")
