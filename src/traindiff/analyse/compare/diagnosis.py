@@ -245,7 +245,7 @@ def _bucket(entry: MergedSite, axis: str, bucket: int) -> str:
     return f"{where} (of {count})"
 
 
-_ROUNDED_ELEMENTS = 16
+_ROUNDED_ELEMENTS = 64
 """With fewer elements, rounding cannot be told from other differences of its size."""
 
 
