@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from traindiff.analyse.align.side import Tables
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
-from traindiff.core.summary import empty, number
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, derived_number
+from traindiff.core.summary import number
 
 
 def with_combined_losses(tables: Tables) -> Tables:
@@ -24,13 +24,11 @@ def with_combined_losses(tables: Tables) -> Tables:
         return tables
     baseline, candidate = (
         {
-            key: found.get(key, entry)
+            key: found[key] if key in both else entry
             for key, entry in table.items()
-            if key._replace(phase="forward", micro_step=0) not in both or key.phase != "backward"
+            if key.phase != "backward" or key._replace(phase="forward", micro_step=0) not in both
         }
-        for table, found in (
-            (table, {key: one[key] for key in both}) for table, one in zip(tables, losses, strict=True)
-        )
+        for table, found in zip(tables, losses, strict=True)
     )
     return baseline, candidate
 
@@ -49,7 +47,7 @@ def _losses(table: StepTable) -> dict[SiteKey, MergedSite]:
             for (step, term), value in parts.items()
         ]
         if terms and math.isfinite(total := sum(terms)):
-            found[key] = _scalar(entry, total)
+            found[key] = replace(entry, summary=derived_number(total), exact=False)
     return found
 
 
@@ -58,11 +56,3 @@ def _gradients(table: StepTable, key: SiteKey) -> Iterator[tuple[tuple[int, int]
     for other, entry in table.items():
         if other._replace(phase="forward", micro_step=0) == key and other.phase == "backward" and not entry.unobserved:
             yield from (((part.micro_step, part.term), number(part.summary)) for part in entry.parts)
-
-
-def _scalar(entry: MergedSite, value: float) -> MergedSite:
-    summary = empty()
-    summary["count"] = 1
-    summary["minimum"] = summary["maximum"] = summary["sum"] = summary["sketch"][0] = value
-    summary["sum_of_squares"] = value * value
-    return replace(entry, summary=summary[()], exact=False)

@@ -124,10 +124,6 @@ def _clause(name: str, before: str | None, after: str | None) -> str:
         return f"its forward is {before} in the baseline and {after} in the candidate"
     if name == "requires_grad":
         return f"it is frozen in the {'candidate' if after == 'False' else 'baseline'} (requires_grad is False)"
-    if name == "training":
-        return (
-            f"it is in evaluation mode in the {'candidate' if after == 'False' else 'baseline'} when recording begins"
-        )
     if before is None or after is None:
         run, value = ("candidate", after) if before is None else ("baseline", before)
         return f"{name} is set in the {run} only ({value})"

@@ -94,17 +94,24 @@ GRADIENT_NORM = SiteKey("grad", "", ALL_GRADIENTS, "norm")
 
 def gradient_norm(gradients: Sequence[MergedSite]) -> MergedSite:
     """The norm of several gradients, recomputed from their summaries; NaN if one of them is not finite."""
+    broken = any(nonfinite_count(one.summary) for one in gradients)
+    value = math.nan if broken else math.sqrt(sum(float(one.summary["sum_of_squares"]) for one in gradients))
+    order = max(one.order for one in gradients)
+    return MergedSite(
+        key=GRADIENT_NORM, order=order, dtype="float64", shape=(), summary=derived_number(value), exact=False
+    )
+
+
+def derived_number(value: float) -> Any:
+    """The summary of a finite number, or of NaN, that was computed from other summaries: it has no fingerprint."""
     summary = empty()
     summary["count"] = 1
-    if any(nonfinite_count(one.summary) for one in gradients):
+    if math.isnan(value):
         summary["nan"] = 1
     else:
-        squares = sum(float(one.summary["sum_of_squares"]) for one in gradients)
-        value = math.sqrt(squares)
         summary["minimum"] = summary["maximum"] = summary["sum"] = summary["sketch"][0] = value
         summary["sum_of_squares"] = value * value
-    order = max(one.order for one in gradients)
-    return MergedSite(key=GRADIENT_NORM, order=order, dtype="float64", shape=(), summary=summary[()], exact=False)
+    return summary[()]
 
 
 def only_rank(entry: MergedSite) -> int | None:
