@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from traindiff.analyse.align import exact
-from traindiff.analyse.compare.diagnosis import Case, Diagnosis, diagnose, factor_meaning, factor_text
+from traindiff.analyse.compare.diagnosis import Case, Diagnosis, diagnose
+from traindiff.analyse.compare.factors import factor_meaning, factor_text
 from traindiff.analyse.compare.judge import Judge
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.distance import (

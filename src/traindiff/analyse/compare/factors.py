@@ -1,0 +1,101 @@
+"""Factors: one between two tensors, or one for each micro-batch of a gradient; and how to say them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from traindiff.analyse.findings import micro_steps_text
+from traindiff.analyse.merge.site import MergedSite
+
+
+def factor_text(value: float) -> str:
+    """A factor with enough digits to tell it from 1."""
+    return (
+        f"{value:.4g}"
+        if abs(value - 1.0) > 5e-4
+        else f"(1 {value - 1.0:+.2g})".replace(" +", " + ").replace(" -", " - ")
+    )
+
+
+def factor_meaning(factor: float, micro_steps: int, ranks: int = 1, known: Iterable[tuple[float, str]] = ()) -> str:
+    """The meaning of a known factor, a small whole number or the inverse of one; empty for any other.
+
+    Args:
+        factor: Candidate over baseline.
+        micro_steps: Micro-batches in the candidate's step.
+        ranks: Number of ranks that share the batch, in the run that has more of them.
+        known: Known factors, with what to say about each.
+    """
+    for one, message in known:
+        if one and abs(factor / one - 1.0) < min(
+            0.01, 0.1 * abs(one - 1.0)
+        ):  # all factors near 1 are close to each other
+            return f" ({message})"
+    size = abs(factor)
+    whole = Fraction(size).limit_denominator(64) if math.isfinite(size) else Fraction(0)
+    if size == 0 or (whole.numerator != 1 and whole.denominator != 1) or abs(float(whole) / size - 1) > 0.01:
+        return ""
+    if ranks == micro_steps > 1 and whole in (ranks, Fraction(1, ranks)):
+        if whole == ranks:
+            return f" (= world size {ranks} and its {ranks} micro-batches: summed over one of them, not averaged?)"
+        return f" (= 1/{ranks}, one over the world size and over its micro-batches: divided once too often?)"
+    if whole == ranks and ranks > 1:
+        return f" (= world size {ranks}: summed over ranks instead of averaged?)"
+    if whole == Fraction(1, ranks) and ranks > 1:
+        return f" (= 1/{ranks}, one over the world size: averaged once too often?)"
+    if whole == Fraction(1, micro_steps) and micro_steps > 1:
+        return f" (= 1/{micro_steps}, one over its micro-batches: divided once too often?)"
+    if whole == micro_steps and micro_steps > 1:
+        return f" (= its {micro_steps} micro-batches: summed instead of averaged?)"
+    return f" (= {whole})" if whole.denominator != 1 else ""
+
+
+def odd_terms(sketches: Mapping[Any, Any], sum_of_them: MergedSite) -> tuple[list[tuple[Any, float]], float] | None:
+    """Terms that a sum does not hold exactly once, with their factors, and the remainder; or None."""
+    if len(sketches) < 2:
+        return None
+    columns = np.stack(list(sketches.values()), axis=1)
+    target = sum_of_them.summary["sketch"]
+    factors, *_ = np.linalg.lstsq(columns, target, rcond=None)
+    size = float(np.linalg.norm(target))
+    left_over = float(np.linalg.norm(columns @ factors - target)) / size if size else 0.0
+    # With two terms, either could be the odd one; each should have the factor 1.
+    common = float(np.median(factors)) if len(factors) > 2 else 1.0
+    if left_over > 1e-3 or abs(common) < 1e-12:
+        return None
+    relative = factors / common
+    odd = [(term, float(value)) for term, value in zip(sketches, relative, strict=True) if abs(value - 1.0) > 0.05]
+    return (odd, left_over) if odd and len(odd) <= len(sketches) // 2 else None
+
+
+def contributed(odd: Sequence[tuple[str, float]], num_terms: int) -> str:
+    """Words about the odd terms of a gradient, from their factors."""
+    lost = [name for name, factor in odd if abs(factor) < 0.02]
+    rest = num_terms - len(odd)
+    others = f"the other {rest} once" if rest > 1 else "the other one once"
+    if len(lost) == len(odd):
+        sum_of = f"it is the sum of the other {rest}" if rest > 1 else "it is that of the other one"
+        return f"lacks what {_listed(lost)} of {num_terms} contributed; {sum_of}"
+    held = [(name, factor) for name, factor in odd if name not in lost]
+    parts = [f"holds what {name} of {num_terms} contributed {_times(value)}" for name, value in held]
+    lacks = [f"lacks what {_listed(lost)} contributed"] if lost else []
+    return f"{', '.join([*parts, *lacks])}; {others}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`micro-step 0`, `micro-steps 0, 2 and 3`."""
+    if len(names) == 1:
+        return names[0]
+    word = "micro-step "
+    if all(name.startswith(word) for name in names):
+        return micro_steps_text([int(name.removeprefix(word)) for name in names])
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _times(value: float) -> str:
+    return "twice" if abs(value - 2.0) < 0.02 else f"{value:.3g} times"
